@@ -1,0 +1,47 @@
+# Two commands do everything: `make run` (the laptop example) and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: run test test-all lint bench wheel clean
+.DELETE_ON_ERROR:
+
+$(VENV)/.python:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "installing etude into $(VENV) (the first time takes a few minutes)"
+	$(PIP) "$$(grep -E '^torch==' constraints.txt)"
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) -e ".[dev]"
+	touch $@
+
+run: $(VENV)/.run
+	$(BIN)/etude run examples/laptop/config.toml
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/pytest
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m benchmarks
+
+wheel: $(VENV)/.python
+	$(PIP) build hatchling
+	$(BIN)/python -m build --wheel --no-isolation
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,32 @@
+"""The nouns of etude as frozen data. Imports nothing of ours.
+
+>>> from etude.records import Version, pack, unpack
+>>> unpack(pack(Version(0, "00000000", "0" * 64)), Version).step
+0
+"""
+
+from etude.records.completion import Completion, CompletionRequest, Sampling, Version, VersionSpan
+from etude.records.rollout import Graded, Invalid, Outcome, Rollout, RolloutSpec, Trace
+from etude.records.sample import Batch, Sample
+from etude.records.task import Answer, Task
+from etude.records.wire import pack, unpack
+
+__all__ = [
+    "Answer",
+    "Batch",
+    "Completion",
+    "CompletionRequest",
+    "Graded",
+    "Invalid",
+    "Outcome",
+    "Rollout",
+    "RolloutSpec",
+    "Sample",
+    "Sampling",
+    "Task",
+    "Trace",
+    "Version",
+    "VersionSpan",
+    "pack",
+    "unpack",
+]

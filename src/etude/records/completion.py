@@ -1,0 +1,105 @@
+"""What one model call asks for and returns. None of it can be rebuilt later, so none is dropped or re-tokenised."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+import numpy as np
+
+from etude.records.wire import F32, I32, U8
+
+MISSING_ROUTE = 255
+"""The sentinel in a routes array: no route is known here. Never a zero, which is an expert."""
+
+
+class Version(msgspec.Struct, frozen=True, order=True):
+    """A policy's weights. A restart never reuses a name for other bytes.
+
+    >>> str(Version(step=3, incarnation="0a1b2c3d", digest="ab" * 32))
+    'v000003-0a1b2c3d-abababababab'
+    """
+
+    step: int  # optimiser steps of RL behind these weights; 0 is the starting checkpoint
+    incarnation: str  # 8 hex characters, drawn anew at each start of a learner
+    digest: str  # 64 hex characters: SHA-256 over the target tensors' digests
+
+    def __str__(self) -> str:
+        return f"v{self.step:06d}-{self.incarnation}-{self.digest[:12]}"
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """`num_tokens` consecutive sampled tokens that one version produced.
+
+    `kv_epoch` counts the swaps that the request's kept KV has lived through: 0 means that every key and value the
+    tokens attended to was computed by `version` itself.
+    """
+
+    version: Version
+    num_tokens: int
+    kv_epoch: int = 0
+
+
+class StopReason(enum.StrEnum):
+    STOP = "stop"  # a stop token was sampled; it is the last of token_ids
+    LENGTH = "length"  # max_tokens were sampled
+    CANCELLED = "cancelled"  # the caller went away
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. `seed` keys the randomness together with the token's position in the context, so the same
+    request gives the same tokens on any engine, in any batch."""
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    temperature: float = 1.0  # 0.0 is greedy
+    seed: int = 0
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens in. Made by a `Policy`, read by engines.
+
+    `session_id` names the conversation: later requests of a session whose prompt extends the earlier context reuse
+    its KV if the version is the same. `routes_from` says from which position on the caller wants routes (it holds
+    the earlier ones already).
+    """
+
+    request_id: str
+    session_id: str
+    prompt_ids: I32  # [P]
+    sampling: Sampling
+    min_step: int = 0  # refuse (EngineBehind) under this version step
+    pin_step: int | None = None  # an evaluation's demand: exactly this step, never swapped in mid-generation
+    routes_from: int = 0
+    deadline_s: float = 60.0
+    keep_session: bool = True  # False: the last call of a session, its KV may go at once
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens out.
+
+    `routes[i]` are the experts of context position `routes_start + i`; they cover every position that was computed
+    up to and including the one that predicted the last token, so `routes_start + len(routes) == P + T - 1`.
+    """
+
+    request_id: str
+    token_ids: I32  # [T]
+    logprobs: F32  # [T] under the sampling distribution, at the temperature sampled with (1.0 when greedy)
+    routes: U8  # [R, layers, top_k]
+    routes_start: int
+    spans: tuple[VersionSpan, ...]  # sum of num_tokens == T
+    stop_reason: StopReason
+    engine: str  # name of the engine that served it
+    num_cached: int = 0  # prompt tokens whose KV was reused
+
+    def __post_init__(self) -> None:
+        n = len(self.token_ids)
+        if len(self.logprobs) != n or sum(s.num_tokens for s in self.spans) != n:
+            raise ValueError(f"completion {self.request_id}: token ids, logprobs and spans cover different lengths")
+
+    @property
+    def steps(self) -> I32:
+        """[T] the version step that sampled each token."""
+        return np.repeat(
+            np.array([s.version.step for s in self.spans], np.int32), [s.num_tokens for s in self.spans]
+        ).astype(np.int32)

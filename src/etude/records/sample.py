@@ -1,0 +1,71 @@
+"""Training rows: paths of traces with their advantage, and batches of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from etude.records.completion import Version
+from etude.records.rollout import Path
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One training row. Made by experience/, read by the learner."""
+
+    rollout_id: str
+    path: Path
+    advantage: float
+
+    @property
+    def oldest_step(self) -> int:
+        """The version step of the oldest sampled token; lag is the learner's step minus this."""
+        return int(self.path.steps[self.path.mask].min())
+
+    @property
+    def single_version(self) -> bool:
+        """Whether one version computed and sampled everything, so that the ratio must be 1 on its own weights."""
+        steps = self.path.steps[self.path.mask]
+        return bool((steps == steps[0]).all()) and not self.path.kv_epochs.any()
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one optimiser step trains on. Samples are in order of rollout id, so that a repeat is the same batch.
+
+    `rollout_ids` lists every rollout the step consumes, those without a sample (no signal, invalid) included: the
+    manifest of the version carries it, and that is what "trained" means.
+    """
+
+    batch_id: str  # "b000007"
+    step: int  # the version step this batch will produce
+    samples: tuple[Sample, ...]
+    rollout_ids: tuple[str, ...]
+    num_loss_tokens: int  # the loss's constant normaliser: sampled tokens of all valid rollouts, zero-signal included
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Learner.forward_backward` saw. Ratios are of trainer over sampler probability, per sampled token."""
+
+    num_tokens: int  # all tokens forwarded
+    num_sampled: int  # of which carry loss
+    loss: float
+    entropy: float  # nats, mean over sampled tokens
+    clip_share: float
+    ratio_max: float  # max |r - 1|
+    ratio_p99: float  # 99th percentile of |r - 1|
+    k1: float  # mean of -log r
+    k3: float  # mean of r - 1 - log r
+    fresh_ratio_max: float | None  # max |r - 1| over samples whose whole context is the learner's own version
+    flipped_share: float  # share of token-layers where the live top-k differs from the replayed experts
+    balance_loss: float
+    cpu_s: float
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """What `Learner.publish` did."""
+
+    version: Version
+    anchor: bool
+    object_bytes: int  # bytes that travelled
+    snapshot_bytes: int  # bytes of the whole target
+    bound_bytes: float  # the information-theoretic bound for this delta; snapshot_bytes for an anchor
+    changed_share: float
+    encode_s: float

@@ -1,0 +1,77 @@
+"""Tasks: what to do, on which files, and how it will be judged.
+
+A `Task` is public: every process may see it. Its `Answer` is hidden: only graders hold it, in processes that
+agent code is never forked from.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from typing import Any
+
+import msgspec
+
+
+class Trust(enum.StrEnum):
+    """How far a reward can be believed; the label travels with it."""
+
+    DATA = "data-graded"  # plain outputs compared outside; agent code never shares the grader's process
+    CODE = "code-graded"  # tests had to import the agent's code; a hidden must-fail canary guards them
+
+
+class Split(enum.StrEnum):
+    """Which part of a source a task belongs to, by hash of its content; settings are chosen on VALIDATION only."""
+
+    TRAIN = "train"
+    VALIDATION = "validation"
+    HELDOUT = "heldout"
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing to do. Made by a `TaskSource`, read by harness and rollouts.
+
+    >>> t = Task(source="repair", split=Split.TRAIN, index=7, family="ak", instruction="fix the failing test",
+    ...          files={"calc.py": "def f(n):\\n    return None\\n"}, exports=("calc.py",))
+    >>> len(t.task_id)
+    16
+    """
+
+    source: str
+    split: Split
+    index: int  # position in (source, split); with the source's seed it regenerates the task and its answer
+    family: str  # a label for reports: which kind of task
+    instruction: str
+    files: dict[str, str]  # path -> text: the prepared tree of the machine
+    exports: tuple[str, ...]  # the paths that are taken out of the frozen machine and graded
+    test_command: tuple[str, ...] = ()  # what the `test` tool runs in the machine, e.g. ("python", "tests.py")
+    trust: Trust = Trust.DATA
+
+    @property
+    def task_id(self) -> str:
+        """SHA-256 of the whole content, 16 hex characters: the same content has the same id everywhere."""
+        content = msgspec.json.encode(
+            [self.source, self.family, self.instruction, sorted(self.files.items()), self.exports, self.test_command]
+        )
+        return hashlib.sha256(content).hexdigest()[:16]
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One hidden test of a data-graded task: call `function` of `module` with `args`; the result must be `expected`.
+
+    Values are plain JSON data; comparison is by type and value, outside the machine.
+    """
+
+    module: str
+    function: str
+    args: list[Any]
+    expected: Any
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The hidden side of a task: exactly one of `cases` (data-graded) and `test_code` (code-graded) is there."""
+
+    reference: dict[str, str]  # path -> text of the reference solution's files; scores 1 by proof
+    cases: tuple[Case, ...] = ()
+    test_code: str = ""  # Python source that defines check(candidate) and fails by exception
+    entry_point: str = ""  # "module:function" handed to check

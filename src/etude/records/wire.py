@@ -1,0 +1,94 @@
+"""How records become bytes and come back: msgpack between processes, JSON on disk, both validated by msgspec.
+
+An array travels as ``(dtype, shape, little-endian bytes)``, never as a list of numbers. Decoding checks the
+dtype against an allow-list and the byte count against the shape, so bytes from elsewhere give a record or
+`ValueError`, nothing else. Knows nothing of what the records mean.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+T = TypeVar("T")
+Array = np.ndarray[Any, np.dtype[Any]]
+I32 = npt.NDArray[np.int32]
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+Bools = npt.NDArray[np.bool_]
+
+_DTYPES = frozenset({"bool", "uint8", "uint16", "int32", "int64", "float32"})
+MAX_NDIM = 4
+
+
+def _encode_array(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
+        return (value.dtype.name, list(value.shape), little.tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"no wire form for {type(value).__name__}")
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray and getattr(kind, "__origin__", None) is not np.ndarray:
+        raise NotImplementedError(f"no wire form for {kind}")
+    if not (isinstance(value, list) and len(value) == 3):
+        raise ValueError("an array is [dtype, shape, bytes]")
+    dtype, shape, data = value
+    if isinstance(data, str):
+        data = base64.b64decode(data, validate=True)
+    if dtype not in _DTYPES or not isinstance(shape, list) or len(shape) > MAX_NDIM or not isinstance(data, bytes):
+        raise ValueError(f"an array of dtype {dtype!r} and shape {shape!r} is not allowed")
+    if any(not isinstance(n, int) or n < 0 for n in shape):
+        raise ValueError(f"an array's shape holds {shape!r}")
+    kind_of = np.dtype(dtype).newbyteorder("<")
+    count = 1
+    for n in shape:
+        count *= n
+    if count * kind_of.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes do not fill {dtype} {shape}")
+    return np.frombuffer(data, kind_of).astype(dtype, copy=False).reshape(shape)
+
+
+_pack = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_json = msgspec.json.Encoder(enc_hook=_encode_array)
+_decoders: dict[tuple[str, Any], Any] = {}
+
+
+def pack(record: object) -> bytes:
+    """A record as msgpack.
+
+    >>> from etude.records import Version
+    >>> v = Version(step=3, incarnation="0a1b2c3d", digest="ab" * 32)
+    >>> unpack(pack(v), Version) == v
+    True
+    """
+    return _pack.encode(record)
+
+
+def unpack(data: bytes | memoryview, kind: type[T]) -> T:
+    """The record in msgpack bytes. Raises `ValueError` (msgspec's errors are such) for anything else."""
+    decoder = _decoders.get(("pack", kind))
+    if decoder is None:
+        decoder = _decoders["pack", kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+    result: T = decoder.decode(data)
+    return result
+
+
+def to_json(record: object) -> bytes:
+    """A record as one line of JSON; arrays hold base64."""
+    return _json.encode(record)
+
+
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """The record in JSON bytes. Raises `ValueError` for anything else."""
+    decoder = _decoders.get(("json", kind))
+    if decoder is None:
+        decoder = _decoders["json", kind] = msgspec.json.Decoder(kind, dec_hook=_decode_array)
+    result: T = decoder.decode(data)
+    return result

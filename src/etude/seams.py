@@ -1,0 +1,227 @@
+"""Every seam of etude: the Protocols that an implementation can stand behind. No torch, no implementation.
+
+Each has at most six methods, a fake in `etude.testing`, and a contract suite in `tests/contracts` that an
+implementation joins in one line. Deadlines are in seconds; each method that waits says what for in its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import msgspec
+
+from etude.records.completion import Completion, CompletionRequest, Version
+from etude.records.rollout import Graded, Invalid
+from etude.records.sample import Batch, Published, StepReport
+from etude.records.task import Answer, Split, Task
+
+
+@runtime_checkable
+class TaskSource(Protocol):
+    """What to learn. Random access by (split, index), so a cursor is one integer per split and always resumable."""
+
+    name: str
+
+    def size(self, split: Split) -> int | None:
+        """Number of tasks in the split; None when they are generated without end."""
+        ...
+
+    def task(self, split: Split, index: int) -> Task:
+        """The same task for the same arguments, in any process. Raises `TaskError` past the end."""
+        ...
+
+    def answer(self, task: Task) -> Answer:
+        """The hidden side. Called in grader processes only."""
+        ...
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command in a machine did. `output` is stdout and stderr together, capped; `truncated` says so."""
+
+    exit_code: int  # 128 + signal when killed
+    output: bytes
+    timed_out: bool
+    truncated: bool
+    wall_s: float
+
+
+@runtime_checkable
+class Machine(Protocol):
+    """An isolated, single-use machine. Paths are relative to its working directory."""
+
+    async def exec(
+        self, argv: Sequence[str], *, key: str, deadline_s: float, stdin: bytes = b"", output_bytes: int = 65_536
+    ) -> ExecResult:
+        """Run a command; the whole process tree is dead at the deadline. The same `key` never runs twice."""
+        ...
+
+    async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
+        """A regular file's content. `FileNotFoundError`, `IsADirectoryError`, or `ValueError` past max_bytes."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Create or replace a file, parents included. `ValueError` for a path that leaves the working directory."""
+        ...
+
+    async def snapshot(self) -> str:
+        """Freeze the filesystem as a new snapshot and return its id; the machine goes on."""
+        ...
+
+    async def close(self) -> None:
+        """Kill everything in it and free what it held. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Runtime(Protocol):
+    """Where machines come from."""
+
+    name: str  # "namespace (shared kernel)"
+
+    async def prepare(self, files: Mapping[str, bytes]) -> str:
+        """Prepare an image of these files; returns a snapshot id, content-addressed. Cheap when known."""
+        ...
+
+    async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
+        """n identical machines in the snapshot's state. Raises `MachineError`."""
+        ...
+
+    async def close(self) -> None:
+        """Kill every machine. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class Grader(Protocol):
+    """Judges exported files; never runs in, or is forked into, a process the agent's code is in."""
+
+    async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid: ...
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """The one call through which everything asks a model: rollouts, evaluations, the gateway."""
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """Raises `EngineError` when no engine can serve it before the request's deadline."""
+        ...
+
+
+@runtime_checkable
+class BlobStore(Protocol):
+    """Immutable objects under keys, and pointers that move by compare-and-swap. Keys are relative posix paths."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Durable when it returns. The same key with the same bytes is a no-op; with others, `StoreError`."""
+        ...
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes [start, stop). `KeyError` when there is no such object."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Sorted keys under a prefix."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Idempotent."""
+        ...
+
+    def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        """Atomically replace a pointer's bytes if they are `expected` (None: absent). False: somebody else won."""
+        ...
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is and does at this moment."""
+
+    name: str
+    version: Version | None  # None: no weights yet
+    paused: bool
+    context_tokens: int  # longest context
+    max_sequences: int  # decoded together
+    num_running: int
+    num_waiting: int
+    kv_tokens_free: int
+    capabilities: tuple[str, ...]  # "routes", "spans", "pause-keep", "adopt", "verify"
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One inference server, reached by its URL."""
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        """`EngineBehind` (409), `ContextFull` (413), `EngineError` for anything else that is not the caller's."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop decoding between two tokens; requests in flight keep their KV and wait."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
+        """Be at version step `min_step` or later by the deadline: the engine pulls the bytes itself."""
+        ...
+
+    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo: ...
+
+    async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
+        """The probe: the version in the live memory and the log-probabilities it gives a fixed text's tokens
+        (len(token_ids) - 1 of them). An update that answers 200 has proven nothing until this agrees."""
+        ...
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """Holds the weights and changes them."""
+
+    def forward_backward(self, batch: Batch) -> StepReport:
+        """Accumulate the gradient of the batch's loss. Raises `ParityError` where the ratio must be 1 and is not."""
+        ...
+
+    def optim_step(self) -> Mapping[str, float]:
+        """Apply and clear the gradient; the step counts up by one. Returns grad_norm, lr."""
+        ...
+
+    def save(self, path: str) -> None:
+        """A checkpoint directory that `load` and Hugging Face read; complete or absent, never half."""
+        ...
+
+    def load(self, path: str) -> None: ...
+
+    def publish(self, rollout_ids: Sequence[str]) -> Published:
+        """Bytes, then manifest (it lists the rollouts), then pointer: that is the commit."""
+        ...
+
+
+@runtime_checkable
+class ExperienceStore(Protocol):
+    """The durable record of every rollout: the ledger and what was produced."""
+
+    def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
+        """One transition; `LedgerError` when the table forbids it."""
+        ...
+
+    def put(self, rollout_id: str, name: str, data: bytes) -> None:
+        """Keep what belongs to a rollout, durably, before the transition that relies on it."""
+        ...
+
+    def get(self, rollout_id: str, name: str) -> bytes | None: ...
+
+    def states(self) -> dict[str, int]:
+        """Number of rollouts by state."""
+        ...
+
+    def transaction(self, work: Callable[[], None]) -> None:
+        """All of `work`'s moves and puts, or none."""
+        ...
+
+
+class Sink(Protocol):
+    """Where metrics also go: TensorBoard, W&B."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,73 @@
+"""Events: one append-only JSON-lines file per process, merged by readers through their times.
+
+`Telemetry.event` writes a line; `Telemetry.span` writes one with its duration and CPU seconds. State is passed,
+never ambient: whoever measures is handed a `Telemetry`. Writing never raises into the caller after start: a full
+disk costs events (counted), not the run. Knows nothing of what the events mean; `docs/formats/run.md` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class Telemetry:
+    """Writes ``{"t": unix seconds, "process": name, "kind": kind, ...}`` lines.
+
+    >>> import tempfile
+    >>> log = Telemetry(Path(tempfile.mkdtemp()) / "events" / "learner.jsonl", process="learner")
+    >>> with log.span("learner.step", step=3):
+    ...     pass
+    >>> event = json.loads(log.path.read_text())
+    >>> event["kind"], event["step"], event["wall_s"] >= 0
+    ('learner.step', 3, True)
+    """
+
+    def __init__(self, path: Path, *, process: str) -> None:
+        self.path, self.process, self.dropped = path, process, 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """One line, one write, so that lines of several writers never mix."""
+        line = json.dumps({"t": round(time.time(), 4), "process": self.process, "kind": kind, **facts}, default=str)
+        try:
+            os.write(self._file, line.encode() + b"\n")
+        except OSError:
+            self.dropped += 1
+
+    @contextmanager
+    def span(self, kind: str, **facts: Any) -> Iterator[dict[str, Any]]:
+        """An event with `wall_s` and `cpu_s` of the block; the block may add facts to the dict it is handed."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield facts
+        except BaseException as error:
+            facts["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            facts["wall_s"] = round(time.perf_counter() - wall, 6)
+            facts["cpu_s"] = round(time.process_time() - cpu, 6)
+            self.event(kind, **facts)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every event under a folder, in order of time. A torn last line (a killed writer) is skipped."""
+    events = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_bytes().splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and isinstance(event.get("t"), int | float):
+                events.append(event)
+    return iter(sorted(events, key=lambda e: float(e["t"])))
