@@ -1,0 +1,211 @@
+"""Children of the conductor: started, watched, restarted, and never left behind.
+
+A child is ``python -m MODULE ...`` in its own process group with its output in ``logs/<name>.log``. It gets a
+SIGKILL from the kernel when the conductor dies (PR_SET_PDEATHSIG) and sees end-of-file on its socket, so there are
+no orphans. A child that dies is restarted with back-off, up to `MAX_RESTARTS` times within `RESTART_WINDOW_S`;
+then the run ends by name. Knows nothing of what the children do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from etude.errors import DeadlineExceeded, EtudeError
+from etude.loop.wire import Caller
+from etude.telemetry import Telemetry
+
+MAX_RESTARTS, RESTART_WINDOW_S = 8, 60.0
+_libc = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent's thread ends. Runs between fork and exec."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Child:
+    """One supervised process. `caller` is its socket when it was started with ``socket=True``."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], *, logs: Path, telemetry: Telemetry, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name, self.argv, self.env = name, list(argv), dict(env or {})
+        self.log_path = logs / f"{name}.log"
+        self.telemetry = telemetry
+        self.process: asyncio.subprocess.Process | None = None
+        self.caller: Caller | None = None
+        self.starts: list[float] = []
+
+    async def start(self, *, with_socket: bool) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        env = (
+            os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self.env
+        )
+        argv, ours, theirs = [sys.executable, *self.argv], None, None
+        if with_socket:
+            ours, theirs = socket.socketpair()
+            argv += ["--socket", str(theirs.fileno())]
+        with self.log_path.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
+                pass_fds=[theirs.fileno()] if theirs else [],
+                preexec_fn=die_with_parent,
+            )
+        self.starts.append(time.monotonic())
+        self.telemetry.event("process", name=self.name, state="start", pid=self.process.pid)
+        if ours and theirs:
+            theirs.close()
+            self.caller = Caller(ours, self.name)
+            await self.caller.open()
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process and self.process.returncode is None else None
+
+    async def exited(self) -> int:
+        """Wait for the process to end; its exit code (negative: the signal)."""
+        assert self.process is not None, "a child is awaited after it was started"
+        code = await self.process.wait()
+        self.telemetry.event("process", name=self.name, state="exit", pid=self.process.pid, exit_code=code)
+        return code
+
+    def may_restart(self) -> bool:
+        recent = [t for t in self.starts if time.monotonic() - t < RESTART_WINDOW_S]
+        return len(recent) <= MAX_RESTARTS
+
+    async def stop(self, *, grace_s: float = 5.0) -> None:
+        """End it: terminate, then kill its whole process group. Idempotent."""
+        process = self.process
+        if process is None or process.returncode is not None:
+            return
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            _signal_group(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    def last_words(self, lines: int = 12) -> str:
+        """The end of its log, for an error message."""
+        try:
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        except OSError:
+            return ""
+
+
+def _signal_group(pid: int, signum: int) -> None:
+    try:
+        os.killpg(pid, signum)
+    except ProcessLookupError:
+        return
+
+
+class Supervisor:
+    """Keeps named children alive. `on_up(child)` runs after each start and makes it ready or raises."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.telemetry = telemetry
+        self.children: dict[str, Child] = {}
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self.failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
+
+    async def add(
+        self,
+        child: Child,
+        *,
+        with_socket: bool,
+        on_up: Callable[[Child], Awaitable[None]],
+        ready_s: float = 60.0,
+    ) -> None:
+        """Start a child, wait until it is ready, and keep it so."""
+        self.children[child.name] = child
+        await self._bring_up(child, with_socket, on_up, ready_s)
+        self._watchers[child.name] = asyncio.create_task(
+            self._watch(child, with_socket, on_up, ready_s), name=f"watch {child.name}"
+        )
+
+    async def _bring_up(
+        self, child: Child, with_socket: bool, on_up: Callable[[Child], Awaitable[None]], ready_s: float
+    ) -> None:
+        await child.start(with_socket=with_socket)
+        up = asyncio.create_task(_within(on_up(child), ready_s, f"{child.name} to be ready"))
+        gone = asyncio.create_task(child.process.wait()) if child.process else None
+        done, _ = await asyncio.wait({t for t in (up, gone) if t}, return_when=asyncio.FIRST_COMPLETED)
+        if up not in done:
+            up.cancel()
+            raise EtudeError(
+                f"{child.name} ended while starting", child.last_words(), hint=f"the whole log is {child.log_path}"
+            )
+        if gone:
+            gone.cancel()
+        await up
+        self.telemetry.event("process", name=child.name, state="ready", pid=child.pid)
+
+    async def _watch(
+        self, child: Child, with_socket: bool, on_up: Callable[[Child], Awaitable[None]], ready_s: float
+    ) -> None:
+        while True:
+            code = await child.exited()
+            if not child.may_restart():
+                self._fail(
+                    EtudeError(
+                        f"{child.name} keeps dying",
+                        f"exit code {code}; its last words:\n{child.last_words()}",
+                        hint=f"the whole log is {child.log_path}; mend the cause, then resume the run",
+                    )
+                )
+                return
+            await asyncio.sleep(min(2.0, 0.05 * 2 ** len(child.starts)))  # back-off, not synchronisation
+            self.telemetry.event("process", name=child.name, state="restart")
+            try:
+                await self._bring_up(child, with_socket, on_up, ready_s)
+            except EtudeError as error:
+                if not child.may_restart():
+                    self._fail(error)
+                    return
+                await child.stop(grace_s=0.1)
+
+    def _fail(self, error: EtudeError) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+    async def remove(self, name: str) -> None:
+        """Stop a child and stop watching it."""
+        watcher = self._watchers.pop(name, None)
+        if watcher:
+            watcher.cancel()
+        child = self.children.pop(name, None)
+        if child:
+            await child.stop()
+
+    async def close(self) -> None:
+        """Stop every child."""
+        for watcher in self._watchers.values():
+            watcher.cancel()
+        self._watchers.clear()
+        await asyncio.gather(*(c.stop() for c in self.children.values()))
+        self.children.clear()
+
+
+async def _within(work: Awaitable[None], seconds: float, what: str) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        raise DeadlineExceeded(f"waited for {what}", f"for {seconds:g} s", hint="see its log under logs/") from None

@@ -1,0 +1,158 @@
+"""Calls between the conductor and its children, over an inherited socket pair.
+
+A frame is a length (u32, little endian) and msgpack ``[call id, method or status, payload bytes]``; payloads are
+records. Measured: 15 to 91 µs a call against 1 ms through a cluster runtime. When either end goes, the other sees
+end-of-file: a caller's pending calls fail with `Lost`, a child ends itself, so nothing outlives the conductor.
+Knows nothing of what is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import struct
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from etude import errors
+from etude.errors import DeadlineExceeded, EtudeError
+from etude.records.wire import pack, unpack
+
+MAX_FRAME_BYTES = 1 << 30
+_LENGTH = struct.Struct("<I")
+_frame = msgspec.msgpack.Decoder(tuple[int, str, bytes])
+T = TypeVar("T")
+
+
+class Lost(EtudeError):
+    """The process at the other end is gone; whether it finished the call is unknown."""
+
+
+class Failed(EtudeError):
+    """The call raised something that is no `EtudeError`: a defect, with the child's traceback."""
+
+
+class Caller:
+    """The conductor's end of one child's socket."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self.name = name
+        self._sock = sock
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self.lost = asyncio.Event()
+
+    async def open(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._sock)
+        self._listener = asyncio.create_task(self._listen(reader), name=f"listen to {self.name}")
+
+    async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
+        """Call a child's method. Raises `Lost`, `Failed`, `DeadlineExceeded` or what the child raised."""
+        if self._writer is None or self.lost.is_set():
+            raise Lost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log")
+        number = next(self._ids)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            _write(self._writer, number, method, pack(args))
+            async with asyncio.timeout(deadline_s):
+                await self._writer.drain()
+                payload = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self.name} did not answer {method}", f"within {deadline_s:g} s", hint=f"see logs/{self.name}.log"
+            ) from None
+        except ConnectionError:
+            raise Lost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log") from None
+        finally:
+            self._waiting.pop(number, None)
+        return unpack(payload, kind)
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                number, status, payload = await _read(reader)
+                answer = self._waiting.get(number)
+                if answer is None or answer.done():
+                    continue
+                if status == "ok":
+                    answer.set_result(payload)
+                else:
+                    answer.set_exception(_raised(self.name, status, payload))
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+            pass
+        finally:
+            self.lost.set()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(Lost(f"{self.name} is gone", hint=f"see logs/{self.name}.log"))
+            self.close()
+
+    def close(self) -> None:
+        """Close the socket: the child sees end-of-file and ends. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _raised(name: str, status: str, payload: bytes) -> EtudeError:
+    if status == "error":
+        kind, what, facts, hint = unpack(payload, tuple[str, str, str, str])
+        known = getattr(errors, kind, EtudeError)
+        return (known if issubclass(known, EtudeError) else EtudeError)(what, facts, hint=hint)
+    return Failed(f"{name} failed", payload.decode(errors="replace"), hint="this is a defect of etude: report it")
+
+
+Handler = Callable[..., Awaitable[object]]
+
+
+async def serve(sock: socket.socket, handlers: dict[str, tuple[tuple[Any, ...], Handler]]) -> None:
+    """Answer calls until the other end goes. `handlers`: method → (argument types, coroutine function).
+
+    Calls run concurrently, each as its own task.
+    """
+    reader, writer = await asyncio.open_connection(sock=sock)
+    tasks: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            number, method, payload = await _read(reader)
+            kinds, handler = handlers[method]
+            kind: Any = tuple.__class_getitem__(kinds)
+            task = asyncio.create_task(_answer(writer, number, handler, unpack(payload, kind)))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        writer.close()
+
+
+async def _answer(writer: asyncio.StreamWriter, number: int, handler: Handler, arguments: tuple[Any, ...]) -> None:
+    try:
+        status, payload = "ok", pack(await handler(*arguments))
+    except EtudeError as error:
+        status, payload = "error", pack((type(error).__name__, error.what, error.facts, error.hint))
+    except Exception:  # noqa: BLE001  the boundary: it is reported to the caller with its traceback
+        status, payload = "failed", traceback.format_exc().encode()
+    _write(writer, number, status, payload)
+    await writer.drain()
+
+
+def _write(writer: asyncio.StreamWriter, number: int, word: str, payload: bytes) -> None:
+    frame = msgspec.msgpack.encode((number, word, payload))
+    writer.write(_LENGTH.pack(len(frame)) + frame)
+
+
+async def _read(reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > MAX_FRAME_BYTES:
+        raise ConnectionError(f"a frame of {size} bytes")
+    return _frame.decode(await reader.readexactly(size))

@@ -1,0 +1,178 @@
+"""The run folder: where everything of a run lies, who holds it, which phases have ended. See docs/formats/run.md.
+
+One process at a time holds a run (a lock that the kernel drops when the holder dies). Knows nothing of what the
+phases do.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import secrets
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from etude.errors import RunError
+
+FORMAT = 1
+
+
+class RunFolder:
+    """Paths and small durable facts of one run.
+
+    >>> import tempfile
+    >>> run = RunFolder.create(Path(tempfile.mkdtemp()) / "a", config_toml="seed = 1", seed=1)
+    >>> run.end_phase("corpus", wall_s=2.5)
+    >>> [p["phase"] for p in RunFolder.open(run.path).phases()]
+    ['corpus']
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    @classmethod
+    def create(cls, path: Path, *, config_toml: str, seed: int) -> RunFolder:
+        """A new run folder. Raises `RunError` when there is something already."""
+        if path.exists() and any(path.iterdir()):
+            raise RunError(
+                f"{path} exists", "a run is never overwritten", hint="give --resume to go on, or another name"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        write_durably(path / "config.toml", config_toml.encode())
+        identity = {
+            "format": FORMAT,
+            "run_id": f"{path.name}-{secrets.token_hex(4)}",
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "etude": metadata.version("etude"),
+            "seed": seed,
+            "config_digest": hashlib.sha256(config_toml.encode()).hexdigest(),
+            "host": host_facts(),
+        }
+        write_durably(path / "run.json", json.dumps(identity, indent=2).encode())
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """An existing run folder. Raises `RunError` when it is none, or of another format."""
+        run = cls(path)
+        try:
+            identity = run.identity()
+        except (OSError, ValueError):
+            raise RunError(f"{path} is not a run", "it has no run.json", hint="see runs/ for what there is") from None
+        if identity.get("format") != FORMAT:
+            raise RunError(
+                f"{path} has format {identity.get('format')!r}",
+                f"this etude reads {FORMAT}",
+                hint="use its etude version",
+            )
+        return run
+
+    def identity(self) -> dict[str, Any]:
+        """What run.json says."""
+        result = json.loads((self.path / "run.json").read_text())
+        if not isinstance(result, dict):
+            raise ValueError("run.json is not an object")
+        return result
+
+    def check_config(self, config_toml: str) -> None:
+        """Raises `RunError` unless the run was made with exactly this effective config."""
+        if (self.path / "config.toml").read_text() != config_toml:
+            raise RunError(
+                f"{self.path} was made with another config",
+                "a resumed run keeps its settings",
+                hint=f"resume with {self.path}/config.toml, or start a new run",
+            )
+
+    def lock(self) -> None:
+        """Hold the run until this process ends. Raises `RunError` when another process does."""
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
+            os.close(fd)
+            raise RunError(
+                f"{self.path} is in use", f"process {holder} holds it", hint=f"wait for it, or: etude stop {self.path}"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock = fd
+
+    def holder(self) -> int | None:
+        """The pid of the process that holds the run now, if any."""
+        try:
+            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.read(fd, 32).strip()
+            return int(text) if text.isdigit() else None
+        else:
+            return None
+        finally:
+            os.close(fd)
+
+    def phases(self) -> list[dict[str, Any]]:
+        """Phases that have ended: ``{"phase", "wall_s", "facts"}``."""
+        try:
+            return list(json.loads((self.path / "phases.json").read_text()))
+        except FileNotFoundError:
+            return []
+
+    def ended(self, phase: str) -> bool:
+        return any(p["phase"] == phase for p in self.phases())
+
+    def end_phase(self, phase: str, *, wall_s: float, facts: Mapping[str, Any] | None = None) -> None:
+        """Record, durably, that a phase is over and need not be done again."""
+        done = [*self.phases(), {"phase": phase, "wall_s": round(wall_s, 3), "facts": dict(facts or {})}]
+        write_durably(self.path / "phases.json", json.dumps(done, indent=2).encode())
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace a file's content: after a crash it holds the old bytes or the new, never half."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise RunError(
+            f"cannot write {path}", os.strerror(error.errno or 0), hint="free some space, then resume: nothing is lost"
+        ) from error
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def host_facts() -> dict[str, Any]:
+    """What numbers of this run were measured on."""
+    cpu = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "kernel": platform.release(),
+    }
