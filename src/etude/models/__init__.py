@@ -1,0 +1,36 @@
+"""One mixture-of-experts definition for training and inference; Hugging Face checkpoints in and out.
+
+Reading a config needs no torch, so the names that do are imported when first used.
+
+>>> from etude.models import ModelConfig
+>>> ModelConfig(num_experts=16).to_hf()["num_experts"]
+16
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from etude.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from etude.models.attention import Cache, Packed
+    from etude.models.naming import hf_views
+    from etude.models.transformer import Forward, Transformer
+
+__all__ = ["Cache", "Forward", "ModelConfig", "Packed", "Transformer", "hf_views"]
+
+_HOME = {
+    "Cache": "attention",
+    "Forward": "transformer",
+    "Packed": "attention",
+    "Transformer": "transformer",
+    "hf_views": "naming",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

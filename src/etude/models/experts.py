@@ -1,0 +1,159 @@
+"""The mixture of experts: choose, dispatch, compute, combine.
+
+Tokens are sorted by expert and each expert multiplies one contiguous slice. Measured on one core this is on par
+with a grouped GEMM and 1.6 times faster than computing all experts densely. The backward is written out: autograd
+would build a zero-filled [E, …] gradient for every expert's slice and scatter-add rows one by one; here every
+gradient is one product into its place, and rows come back by a gather, because the dispatch is a permutation.
+
+An expert with fewer rows than `exact.MIN_ROWS` computes copies of token 0 up to that number, so that a token's
+result does not depend on how many others chose its expert. Contributions are combined in slot order.
+
+Shapes: N tokens, D width, E experts, K experts a token, F expert width, S rows after dispatch (N·K and padding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from etude.numerics.exact import MIN_ROWS
+from etude.records.completion import MISSING_ROUTE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer's router chose."""
+
+    gates_NK: torch.Tensor  # float32, sum to 1 over K, differentiable
+    experts_NK: torch.Tensor  # int64: the experts used, replayed ones included
+    live_NK: torch.Tensor  # int64: the router's own top-k
+    balance: torch.Tensor | None  # scalar, 1.0 at perfect balance; None when not asked for
+
+
+def choose(
+    scores_NE: torch.Tensor, top_k: int, routes_NK: torch.Tensor | None = None, *, balance: bool = False
+) -> Choice:
+    """Gates and experts from router scores (logits). Replayed `routes_NK` (uint8) pick the experts where a row is
+    not MISSING_ROUTE; gates are always computed from the live scores, so that gradients flow.
+
+    `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
+    counted from the live choice.
+    """
+    probs_NE = F.softmax(scores_NE, -1, dtype=torch.float32)
+    top, live = probs_NE.topk(top_k, -1)
+    used = live
+    if routes_NK is not None:
+        used = torch.where(routes_NK[:, :1] == MISSING_ROUTE, live, routes_NK.long())
+        top = probs_NE.gather(-1, used)
+    gates = top / top.sum(-1, keepdim=True)
+    loss = None
+    if balance:
+        num_experts = scores_NE.shape[-1]
+        share = torch.bincount(live.flatten(), minlength=num_experts).to(torch.float32) / live.numel()
+        loss = num_experts * (share * probs_NE.mean(0)).sum()
+    return Choice(gates_NK=gates, experts_NK=used, live_NK=live, balance=loss)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Where each (token, choice) goes when rows are sorted by expert."""
+
+    source_S: torch.Tensor  # int64: the token each row holds; 0 in padding
+    slot_NK: torch.Tensor  # int64: the row of each (token, choice)
+    rows: list[int]  # rows of each expert, padding included
+
+    @classmethod
+    def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:
+        """Computed on the host: splitting by expert needs the counts there anyhow, and a byte radix sort in numpy
+        is faster than torch's sort."""
+        n, k = experts_NK.shape
+        flat = experts_NK.numpy(force=True).astype(np.uint8).ravel()
+        order = flat.argsort(kind="stable")
+        counts = np.bincount(flat, minlength=num_experts)
+        rows = np.where(counts > 0, np.maximum(counts, MIN_ROWS), 0)
+        shift = (rows.cumsum() - rows) - (counts.cumsum() - counts)
+        slot = np.empty(n * k, np.int64)
+        slot[order] = np.arange(n * k) + shift.repeat(counts)
+        source = np.zeros(int(rows.sum()), np.int64)
+        source[slot] = np.arange(n * k) // k
+        device = experts_NK.device
+        return cls(torch.from_numpy(source).to(device), torch.from_numpy(slot.reshape(n, k)).to(device), rows.tolist())
+
+
+def mix(x_ND: torch.Tensor, choice: Choice, gate_up_E2FD: torch.Tensor, down_EDF: torch.Tensor) -> torch.Tensor:
+    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]."""
+    to = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0])
+    y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
+        x_ND, choice.gates_NK.to(x_ND.dtype), gate_up_E2FD, down_EDF, to
+    )
+    return y
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, gates: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, to: Dispatch
+    ) -> torch.Tensor:
+        x_S = x[to.source_S]
+        h_S = _per_expert(x_S, gate_up.transpose(1, 2), to.rows)
+        a, b = h_S.chunk(2, -1)
+        act_S = F.silu(a) * b
+        out_S = _per_expert(act_S, down.transpose(1, 2), to.rows)
+        ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
+        ctx.to = to
+        return _combine(out_S, to.slot_NK, gates)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_S, h_S, act_S, out_S, gates, gate_up, down = ctx.saved_tensors
+        to: Dispatch = ctx.to
+        gate_S = gates.new_zeros(len(to.source_S))  # padding keeps gate 0 and so has no gradient
+        gate_S[to.slot_NK] = gates
+        dy_S = dy[to.source_S]
+        dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
+        dout_S = dy_S.mul_(gate_S[:, None])
+        dact_S = _per_expert(dout_S, down, to.rows)
+        ddown = _per_expert_weight(dout_S, act_S, down, to.rows)
+        a, b = h_S.chunk(2, -1)
+        dh_S = torch.empty_like(h_S)
+        da, db = dh_S.chunk(2, -1)
+        torch.mul(dact_S, F.silu(a), out=db)
+        da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
+        dgate_up = _per_expert_weight(dh_S, x_S, gate_up, to.rows)
+        dx = _per_expert(dh_S, gate_up, to.rows)[to.slot_NK].sum(1)
+        return dx, dgates, dgate_up, ddown, None
+
+
+def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Each expert's slice of rows times its matrix; [S, O]."""
+    out = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
+    for x, w, o in zip(torch.split(x_SI, rows), weight_EIO.unbind(), torch.split(out, rows), strict=True):
+        if len(x):
+            torch.mm(x, w, out=o)
+    return out
+
+
+def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Each expert's weight gradient gᵀx; zero where no token came."""
+    grad = torch.empty_like(like)
+    for g, x, w in zip(torch.split(g_SO, rows), torch.split(x_SI, rows), grad.unbind(), strict=True):
+        if len(g):
+            torch.mm(g.t(), x, out=w)
+        else:
+            w.zero_()
+    return grad
+
+
+def _combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
+    """Σ over K in slot order, one fused multiply-add a slot, so that the order never depends on N."""
+    first, *rest = zip(slot_NK.unbind(1), gates_NK.unbind(1), strict=True)
+    y = out_SD[first[0]] * first[1][:, None]
+    for slot, gate in rest:
+        y.addcmul_(out_SD[slot], gate[:, None])
+    return y
