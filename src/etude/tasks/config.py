@@ -1,0 +1,27 @@
+"""Settings of the task source and of the corpus that goes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.config import ranged
+
+
+@dataclass(frozen=True)
+class TasksConfig:
+    """Which tasks. `files` and `functions_per_file` are the size of a generated repository."""
+
+    source: str = "repair"  # "repair", "humaneval:PATH", or a directory of task folders
+    seed: int = ranged(0, low=0)
+    files: int = ranged(3, low=1, high=12)
+    functions_per_file: int = ranged(1, low=1, high=30)
+
+
+@dataclass(frozen=True)
+class CorpusConfig:
+    """What mid-training reads: about 1.8 M tokens at a vocabulary of 768."""
+
+    num_demonstrations: int = ranged(13_000, low=0)
+    right_body: float = ranged(0.6, low=0.0, high=1.0)  # how often the demonstrator's edit is right
+    num_code_documents: int = ranged(9_000, low=0)
+    library_chars: int = ranged(240_000, low=0)  # of standard-library text

@@ -1,0 +1,165 @@
+"""`HumanEvalSource`: tasks from HumanEval-style JSON lines (Chen et al. 2021, "Evaluating Large Language Models
+Trained on Code"), plain or gzipped.
+
+Each line has ``task_id``, ``prompt`` (a stub: signature and docstring), ``entry_point``, ``canonical_solution``
+and ``test`` (source that defines ``check(candidate)``). The stub becomes ``solution.py``; those of the docstring's
+examples that are one literal call become visible tests. Nothing of the file is executed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import gzip
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from etude.errors import TaskError
+from etude.records.task import Answer, Split, Task, Trust
+from etude.tasks.splits import split_of
+from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
+
+MODULE = "solution"
+FILE = f"{MODULE}.py"
+INSTRUCTION = f"write the function in {FILE}"
+MAX_BYTES = 256 << 20
+"""Of the unpacked file. A reader can bound its memory."""
+
+
+class _Line(msgspec.Struct, frozen=True):
+    task_id: str
+    prompt: str
+    entry_point: str
+    canonical_solution: str
+    test: str
+
+
+class HumanEvalSource:
+    """A `TaskSource` over a JSONL file; the split is by hash of the prompt, the order in a split is the file's.
+
+    Code-graded: hidden tests have to import the agent's code. Raises `TaskError` with the number of a bad line.
+    """
+
+    name = "humaneval"
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._lines: dict[Split, list[_Line]] = {split: [] for split in Split}
+        seen: set[str] = set()
+        for number, raw in enumerate(_read(self.path).split(b"\n"), start=1):
+            if raw.strip():
+                line = _parse(raw, f"{self.path}, line {number}")
+                if line.prompt in seen:
+                    raise TaskError(f"{self.path}, line {number}", "its prompt was there before", hint="remove one")
+                seen.add(line.prompt)
+                self._lines[split_of(line.prompt)].append(line)
+        if not seen:
+            raise TaskError(f"{self.path} holds no task", hint="give a JSON-lines file with one task a line")
+
+    def size(self, split: Split) -> int | None:
+        return len(self._lines[split])
+
+    def task(self, split: Split, index: int) -> Task:
+        line = self._line(split, index)
+        files = {FILE: line.prompt}
+        examples = list(_examples(line))
+        if examples:
+            files[TEST_FILE] = visible_tests(examples)
+        return Task(
+            source=self.name,
+            split=split,
+            index=index,
+            family="function",
+            instruction=INSTRUCTION,
+            files=files,
+            exports=(FILE,),
+            test_command=TEST_COMMAND if examples else ("python", FILE),
+            trust=Trust.CODE,
+        )
+
+    def answer(self, task: Task) -> Answer:
+        line = self._line(task.split, task.index)
+        if task.files.get(FILE) != line.prompt:
+            raise TaskError(f"task {task.task_id} is not of {self.path}", hint="open the file that made the task")
+        return Answer(
+            reference={FILE: line.prompt + line.canonical_solution},
+            test_code=line.test,
+            entry_point=f"{MODULE}:{line.entry_point}",
+        )
+
+    def _line(self, split: Split, index: int) -> _Line:
+        lines = self._lines[split]
+        if not 0 <= index < len(lines):
+            raise TaskError(
+                f"no task {index} in {split}", f"{self.path} has {len(lines)} of that split", hint="start at 0"
+            )
+        return lines[index]
+
+
+def _read(path: Path) -> bytes:
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as file:
+            data: bytes = file.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise TaskError(f"cannot read {path}", str(error), hint="give a HumanEval-style .jsonl or .jsonl.gz") from None
+    if len(data) > MAX_BYTES:
+        raise TaskError(f"{path} unpacks to more than {MAX_BYTES} bytes", hint="cut it into several files")
+    return data
+
+
+def _parse(raw: bytes, place: str) -> _Line:
+    try:
+        line = msgspec.json.decode(raw, type=_Line)
+    except ValueError as error:
+        hint = "a line is a JSON object with task_id, prompt, entry_point, canonical_solution and test, all text"
+        raise TaskError(place, str(error), hint=hint) from None
+    for part, source, name in (
+        ("prompt + canonical_solution", line.prompt + line.canonical_solution, line.entry_point),
+        ("test", line.test, "check"),
+    ):
+        defined = _defined(source, f"{place}: {part}")
+        if name not in defined:
+            raise TaskError(f"{place}: {part} defines no {name!r}", hint="its functions are " + ", ".join(defined))
+    return line
+
+
+def _defined(source: str, place: str) -> list[str]:
+    """Names of the functions that a source defines at its top level."""
+    try:
+        tree = _syntax(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise TaskError(f"{place} is not Python", str(error), hint="mend the source in that line") from None
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def _syntax(source: str) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # odd escapes in other people's docstrings are theirs
+        return ast.parse(source)
+
+
+def _examples(line: _Line) -> Iterator[tuple[str, str, Any]]:
+    """The docstring's examples that are one call of the entry point with literals and a literal result."""
+    try:
+        examples = doctest.DocTestParser().get_examples(line.prompt)
+    except ValueError:  # a malformed docstring has no examples
+        return
+    for example in examples:
+        try:
+            call = _syntax(example.source.strip()).body
+            if not (len(call) == 1 and isinstance(call[0], ast.Expr) and isinstance(call[0].value, ast.Call)):
+                continue
+            node = call[0].value
+            if not (isinstance(node.func, ast.Name) and node.func.id == line.entry_point) or node.keywords:
+                continue
+            args = [ast.literal_eval(a) for a in node.args]
+            want = ast.literal_eval(example.want.strip())
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            continue
+        yield MODULE, call_text(line.entry_point, args), want

@@ -1,0 +1,257 @@
+"""One-expression functions with docstrings: what the generated repositories are made of.
+
+A `Template` is an expression over the operands A and B (or the constant K), with two ways to say it in words. A
+`Function` picks template, phrasing, variables and constant; a `Body` is an expression that could stand in it, right
+or wrong, and can be computed here without running any text. What a model has to learn is the way from docstring
+to expression; whether it did is asked on functions whose key was never shown (see `splits`).
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etude.records.task import Split
+from etude.tasks.splits import split_of
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """An expression with placeholders. `apply` computes it from the values that stand for A and for B or K."""
+
+    family: str  # "ab" two numbers, "ak" a number and a constant, "xs" a list, "s" a string
+    expression: str
+    apply: Callable[..., Any]
+    phrases: tuple[str, str]
+
+
+def _fill(text: str, operands: Sequence[str | int]) -> str:
+    """Operands are lower-case names and numbers, so that replacing one never makes another placeholder."""
+    first, last = str(operands[0]), str(operands[-1])
+    return text.replace("A", first).replace("B", last).replace("K", last)
+
+
+_AB: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
+    ("A + B", operator.add, "A plus B", "sum of A and B"),
+    ("A - B", operator.sub, "A minus B", "B taken from A"),
+    ("A * B", operator.mul, "A times B", "product of A and B"),
+    ("A // B", operator.floordiv, "A divided by B", "whole quotient of A by B"),
+    ("A % B", operator.mod, "remainder of A by B", "A modulo B"),
+    ("max(A, B)", max, "larger of A and B", "maximum of A and B"),
+    ("min(A, B)", min, "smaller of A and B", "minimum of A and B"),
+    ("A < B", operator.lt, "is A less than B", "is A below B"),
+    ("A > B", operator.gt, "is A greater than B", "is A above B"),
+    ("A == B", operator.eq, "is A equal to B", "are A and B the same"),
+    ("A != B", operator.ne, "is A different from B", "do A and B differ"),
+)
+_AK: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
+    ("A + K", operator.add, "A plus K", "add K to A"),
+    ("A - K", operator.sub, "A minus K", "take K from A"),
+    ("A * K", operator.mul, "A times K", "multiply A by K"),
+    ("A % K", operator.mod, "A modulo K", "remainder of A by K"),
+    ("A // K", operator.floordiv, "A divided by K", "whole quotient of A by K"),
+    ("A > K", operator.gt, "is A greater than K", "is A above K"),
+    ("A < K", operator.lt, "is A less than K", "is A below K"),
+)
+_FIRST, _LAST = operator.itemgetter(0), operator.itemgetter(-1)
+_BACKWARDS = operator.itemgetter(slice(None, None, -1))
+_XS: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
+    ("sum(A)", sum, "sum of A", "total of A"),
+    ("max(A)", max, "maximum of A", "largest in A"),
+    ("min(A)", min, "minimum of A", "smallest in A"),
+    ("len(A)", len, "length of A", "how many in A"),
+    ("A[0]", _FIRST, "first of A", "head of A"),
+    ("A[-1]", _LAST, "last of A", "tail of A"),
+    ("sorted(A)", sorted, "A sorted", "A in order"),
+    ("A[::-1]", _BACKWARDS, "A reversed", "A backwards"),
+)
+_S: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
+    ("A.upper()", str.upper, "A in upper case", "A as capitals"),
+    ("A.lower()", str.lower, "A in lower case", "A as small letters"),
+    ("A[::-1]", _BACKWARDS, "A reversed", "A backwards"),
+    ("len(A)", len, "length of A", "size of A"),
+    ("A[0]", _FIRST, "first letter of A", "head of A"),
+    ("A[-1]", _LAST, "last letter of A", "tail of A"),
+    ("A.strip()", str.strip, "A without outer blanks", "A stripped"),
+)
+
+TEMPLATES: dict[str, tuple[Template, ...]] = {
+    family: tuple(Template(family, text, apply, (one, two)) for text, apply, one, two in rows)
+    for family, rows in (("ab", _AB), ("ak", _AK), ("xs", _XS), ("s", _S))
+}
+FAMILY_WEIGHTS = {"ab": 0.3, "ak": 0.4, "xs": 0.15, "s": 0.15}
+VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "ab": (("a", "b"), ("x", "y"), ("m", "n"), ("p", "q"), ("left", "right"), ("u", "v")),
+    "ak": (("n",), ("x",), ("a",), ("value",), ("count",)),
+    "xs": (("xs",), ("items",), ("rows",), ("data",)),
+    "s": (("s",), ("text",), ("name",), ("word",)),
+}
+# fmt: off
+MODULE_NAMES = ("calc", "shop", "text", "util", "core", "math2", "data", "stock", "grid", "tools", "score", "bank")
+FUNCTION_NAMES = (
+    "price", "total", "rate", "step", "shift", "scale", "check", "pick", "area", "cost", "level", "limit", "mark",
+    "points", "find", "apply", "delta", "bonus", "grade", "split", "load", "rank", "weigh", "trim", "code", "join",
+    "fill", "tax", "gap", "size",
+)
+# fmt: on
+MISSING = Template("", "None", lambda *_: None, ("", ""))
+"""The body of a function that was never written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """What a function returns: a template and what stands for A and for B or K (names or a constant)."""
+
+    template: Template
+    operands: tuple[str | int, ...]
+
+    @property
+    def text(self) -> str:
+        return _fill(self.template.expression, self.operands)
+
+    def value(self, variables: Sequence[str], args: Sequence[Any]) -> Any:
+        """What the body gives for these arguments; values are plain JSON data."""
+        scope = dict(zip(variables, args, strict=True))
+        return self.template.apply(*[scope[o] if isinstance(o, str) else o for o in self.operands])
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of a generated repository.
+
+    >>> f = Function("price", TEMPLATES["ak"][0], 0, ("n",), 3)
+    >>> print(f.source(), end="")
+    def price(n):
+        \"\"\"n plus 3\"\"\"
+        return n + 3
+    >>> f.key
+    '(n) n plus 3'
+    """
+
+    name: str
+    template: Template
+    phrasing: int  # 0 or 1: which of the template's phrases is the docstring
+    variables: tuple[str, ...]
+    constant: int = 0  # 0 where the template has none
+
+    @property
+    def operands(self) -> tuple[str | int, ...]:
+        return (self.variables[0], self.constant) if self.template.family == "ak" else self.variables
+
+    @property
+    def body(self) -> Body:
+        """The right one."""
+        return Body(self.template, self.operands)
+
+    @property
+    def docstring(self) -> str:
+        return _fill(self.template.phrases[self.phrasing], self.operands)
+
+    @property
+    def key(self) -> str:
+        """The content that decides the split. Variables and docstring determine template, phrasing and constant."""
+        return f"({', '.join(self.variables)}) {self.docstring}"
+
+    @property
+    def split(self) -> Split:
+        return split_of(self.key)
+
+    def source(self, body: Body | None = None) -> str:
+        """Three lines of Python, with the given body or the right one."""
+        text = (body or self.body).text
+        return f'def {self.name}({", ".join(self.variables)}):\n    """{self.docstring}"""\n    return {text}\n'
+
+    def wrong_operators(self) -> list[Body]:
+        """The other expressions of the family over the same operands."""
+        return [Body(t, self.operands) for t in TEMPLATES[self.template.family] if t is not self.template]
+
+    def wrong_operands(self) -> list[Body]:
+        """Two variables swapped, or one taken twice; none where there is only one."""
+        if self.template.family != "ab":
+            return []
+        a, b = self.variables
+        return [Body(self.template, (b, a)), Body(self.template, (a, a))]
+
+    def wrong_constants(self, rng: random.Random, n: int = 8) -> list[Body]:
+        """Up to n draws of another constant; none where there is no constant."""
+        if self.template.family != "ak":
+            return []
+        drawn = [rng.randint(2, 19) for _ in range(n)]
+        return [Body(self.template, (self.variables[0], k)) for k in drawn if k != self.constant]
+
+
+def random_function(rng: random.Random, name: str, split: Split) -> Function:
+    """A function of the split, in the distribution of the repositories: constants 2 to 19, usual variable names."""
+    family = rng.choices(list(FAMILY_WEIGHTS), list(FAMILY_WEIGHTS.values()))[0]  # alike in every split
+    while True:
+        template, variables = rng.choice(TEMPLATES[family]), rng.choice(VARIABLES[family])
+        constant = rng.randint(2, 19) if family == "ak" else 0
+        function = Function(name, template, rng.randrange(2), variables, constant)
+        if function.split is split:
+            return function
+
+
+_ALL = tuple(t for family in TEMPLATES.values() for t in family)
+
+
+def wide_function(rng: random.Random, name: str) -> Function:
+    """A training function for the corpus: every template alike, constants 2 to 99, half of the variables odd names.
+
+    Copying a constant or a name from docstring to expression forms late in training and decides the whole run;
+    so its examples are drawn wider than the repositories' own.
+    """
+    names = [n for n in FUNCTION_NAMES if n != name]
+    while True:
+        template = rng.choice(_ALL)
+        variables = rng.choice(VARIABLES[template.family])
+        if rng.random() < 0.5:
+            variables = tuple(rng.sample(names, len(variables)))
+        constant = rng.randint(2, 99) if template.family == "ak" else 0
+        function = Function(name, template, rng.randrange(2), variables, constant)
+        if function.split is Split.TRAIN:
+            return function
+
+
+def random_args(rng: random.Random, function: Function) -> list[Any]:
+    """Arguments for one call: small numbers, short lists, short words; constants are met at their border."""
+    match function.template.family:
+        case "ab":
+            first = rng.randint(1, 12)
+            return [first, first if rng.random() < 0.2 else rng.randint(1, 12)]
+        case "ak":
+            near = function.constant + rng.randint(-1, 1)
+            return [rng.randint(0, 30) if rng.random() < 0.7 else near]
+        case "xs":
+            return [[rng.randint(0, 9) for _ in range(rng.randint(2, 4))]]
+        case _:
+            word = "".join(rng.choice("abcdeABCDE") for _ in range(rng.randint(2, 4)))
+            return [f" {word}" if rng.random() < 0.3 else word]
+
+
+def border_args(rng: random.Random, function: Function) -> list[list[Any]]:
+    """The arguments that tell neighbours apart: below, at and above the constant; smaller, equal and larger pairs."""
+    match function.template.family:
+        case "ab":
+            low, high = sorted(rng.sample(range(1, 13), 2))
+            return [[low, high], [high, low], [high, high]]
+        case "ak":
+            return [[function.constant + d] for d in (-1, 0, 1)]
+        case _:
+            return []
+
+
+_DEFINITION = re.compile(r'def \w+\(([\w, ]*)\):\n(?:\d+)? *"""([^"\n]+)"""')
+
+
+def keys_in(text: str) -> Iterator[str]:
+    """The keys of all functions that a text shows, be it code or the numbered lines of a `cat`.
+
+    >>> list(keys_in('1 def price(n):\\n2  \"\"\"n plus 3\"\"\"\\n3  return None'))
+    ['(n) n plus 3']
+    """
+    for variables, docstring in _DEFINITION.findall(text):
+        yield f"({variables}) {docstring}"

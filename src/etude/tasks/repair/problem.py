@@ -1,0 +1,131 @@
+"""A problem: a small repository with one bad body, its visible and its hidden cases, and everything behind them.
+
+The bug is an operator, the operands, the constant, the call, or a body that was never written. Functions around it
+are always training functions; only the broken one belongs to the problem's split. Every case is computed from the
+templates, so making a problem runs no generated text and costs a fraction of a millisecond.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etude.records.task import Case, Split
+from etude.tasks.repair.functions import (
+    FUNCTION_NAMES,
+    MISSING,
+    MODULE_NAMES,
+    Body,
+    Function,
+    border_args,
+    random_args,
+    random_function,
+)
+
+MISSING_SHARE = 0.15
+HIDDEN_CASES = 10  # on the broken function
+HIDDEN_CASES_ELSEWHERE = 2  # on each of the others, so that breaking one is no repair
+VISIBLE_FAILING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """The wrong body and which kind of wrong it is: "operator", "operands", "constant", "call" or "missing"."""
+
+    kind: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Everything about one task of the source, hidden side included. Made here; never enters a machine as such."""
+
+    modules: dict[str, tuple[Function, ...]]  # module name -> its functions, three lines each
+    module: str  # where the bug is
+    place: int  # index of the broken function in its module
+    bug: Bug
+    visible: tuple[Case, ...]
+    hidden: tuple[Case, ...]
+
+    @property
+    def function(self) -> Function:
+        """The broken one, as it should be."""
+        return self.modules[self.module][self.place]
+
+    @property
+    def family(self) -> str:
+        """The label for reports: template family and kind of bug, "ak-constant"."""
+        return f"{self.function.template.family}-{self.bug.kind}"
+
+    def files(self) -> dict[str, str]:
+        """The modules with the bug in."""
+        return {
+            f"{name}.py": "".join(f.source(self.bug.body if f is self.function else None) for f in functions)
+            for name, functions in self.modules.items()
+        }
+
+    def reference(self) -> dict[str, str]:
+        """The modules as they should be."""
+        return {f"{name}.py": "".join(f.source() for f in functions) for name, functions in self.modules.items()}
+
+
+def line_of(place: int) -> int:
+    """The line number, from 1, of the body of a module's function."""
+    return 3 * place + 3
+
+
+def make_problem(rng: random.Random, split: Split, *, files: int, functions_per_file: int) -> Problem:
+    """Draw a problem. Drawn again until the visible cases fail at least twice and the hidden ones tell the bug."""
+    names = rng.sample(FUNCTION_NAMES, files * functions_per_file)
+    modules = rng.sample(MODULE_NAMES, files)
+    layout = {m: [random_function(rng, names.pop(), Split.TRAIN) for _ in range(functions_per_file)] for m in modules}
+    while True:
+        module, place = rng.choice(modules), rng.randrange(functions_per_file)
+        function = random_function(rng, layout[module][place].name, split)
+        bug = _random_bug(rng, function)
+        failing = [a for a in (random_args(rng, function) for _ in range(8)) if _tells(function, bug, a)]
+        hidden = border_args(rng, function)
+        hidden += [random_args(rng, function) for _ in range(HIDDEN_CASES - len(hidden))]
+        if len(failing) >= VISIBLE_FAILING and any(_tells(function, bug, a) for a in hidden):
+            break
+    layout[module][place] = function
+    visible_cases: list[Case] = []
+    hidden_cases: list[Case] = []
+    for name, functions in layout.items():
+        for f in functions:
+            broken = f is function
+            shown = failing[:VISIBLE_FAILING] if broken else [random_args(rng, f)]
+            kept = hidden if broken else [random_args(rng, f) for _ in range(HIDDEN_CASES_ELSEWHERE)]
+            visible_cases += _cases(name, f, shown)
+            hidden_cases += _cases(name, f, kept)
+    return Problem(
+        modules={m: tuple(functions) for m, functions in layout.items()},
+        module=module,
+        place=place,
+        bug=bug,
+        visible=tuple(visible_cases),
+        hidden=tuple(hidden_cases),
+    )
+
+
+def _random_bug(rng: random.Random, function: Function) -> Bug:
+    if rng.random() < MISSING_SHARE:
+        return Bug("missing", Body(MISSING, function.operands))
+    other = "operator" if function.template.family in ("ab", "ak") else "call"
+    bugs = [Bug(other, b) for b in function.wrong_operators()]
+    bugs += [Bug("operands", b) for b in function.wrong_operands()]
+    bugs += [Bug("constant", b) for b in function.wrong_constants(rng)]
+    return rng.choice(bugs)
+
+
+def _tells(function: Function, bug: Bug, args: Sequence[Any]) -> bool:
+    """Whether this call gives another result, by type or value, with the bug than without."""
+    right = function.body.value(function.variables, args)
+    wrong = bug.body.value(function.variables, args)
+    return type(right) is not type(wrong) or bool(right != wrong)
+
+
+def _cases(module: str, function: Function, calls: Sequence[list[Any]]) -> list[Case]:
+    return [Case(module, function.name, args, function.body.value(function.variables, args)) for args in calls]
