@@ -1,0 +1,15 @@
+"""Blob stores: immutable objects under keys, and pointers that move by compare-and-swap. Usable alone.
+
+Weights travel through one of these and never through a fabric. Each passes `tests/contracts/test_blob_store.py`.
+
+>>> store = MemoryStore()
+>>> store.put("objects/greeting", b"hello")
+>>> store.get("objects/greeting")
+b'hello'
+"""
+
+from etude.stores.directory import DirectoryStore
+from etude.stores.keys import check_key
+from etude.stores.memory import MemoryStore
+
+__all__ = ["DirectoryStore", "MemoryStore", "check_key"]

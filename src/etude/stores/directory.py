@@ -1,0 +1,208 @@
+"""A blob store in a directory: what a laptop, or machines that share a filesystem, use.
+
+An object is written beside (``.tmp``), synced, and renamed into place under the store's lock, so it is there whole or
+not at all, and a crash leaves at most a stray temporary file, which a later start sweeps. A pointer moves in the same
+way after its old bytes were compared under the same lock. Readers take no lock: a rename is atomic. obstore's
+LocalStore has no conditional update, which is why this is ours. Knows nothing of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from etude.errors import StoreError
+from etude.stores.keys import check_key, check_range
+
+LOCK_DEADLINE_S = 30.0
+STRAY_AFTER_S = 3600.0
+_POLL_S = 0.002
+
+_HINTS = {
+    errno.ENOSPC: "the disk is full: free space and try again; nothing half-written was left",
+    errno.EDQUOT: "the disk quota is used up: free space and try again; nothing half-written was left",
+    errno.EFBIG: "the process's file size limit (ulimit -f) is too small",
+    errno.EACCES: "give the user that runs this write access to the directory",
+    errno.EPERM: "give the user that runs this write access to the directory",
+    errno.EROFS: "the filesystem is mounted read-only",
+    errno.ENOTDIR: "a part of the key is already an object: choose another key",
+    errno.EEXIST: "a part of the key is already an object: choose another key",
+    errno.EISDIR: "the key is already a prefix of others: choose another key",
+}
+
+
+class DirectoryStore:
+    """A `BlobStore` under `root`, which is made if it is not there. Any number of processes may use it at once.
+
+    >>> import tempfile
+    >>> store = DirectoryStore(tempfile.mkdtemp())
+    >>> store.put("objects/a", b"hello")
+    >>> store.list("objects/")
+    ['objects/a']
+    """
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root)
+        self._temporary = self.root / ".tmp"
+        self._lock_path = self.root / ".lock"
+        with _named(f"store {self.root} cannot be opened"):
+            self._temporary.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+
+    def put(self, key: str, data: bytes) -> None:
+        """Durable when it returns. Raises `StoreError`: other bytes under the key, no space, no permission."""
+        path = self._path(key)
+        with _named(f"object {key!r} cannot be written"):
+            held = _read(path)
+            if held is None:
+                with self._written(data) as temporary, self._locked():
+                    held = _read(path)
+                    if held is None:
+                        self._install(temporary, path)
+                        return
+            if held == data:
+                _sync_folder(path.parent)  # another writer may have renamed it a moment ago
+                return
+        raise StoreError(
+            f"object {key!r} exists with other bytes",
+            f"it has {len(held)} bytes, these are {len(data)}",
+            hint="objects are immutable: choose a key from the content",
+        )
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError` when the disk refuses."""
+        check_range(start, stop)
+        with _named(f"object {key!r} cannot be read"):
+            held = _read(self._path(key), start, stop)
+        if held is None:
+            raise KeyError(key)
+        return held
+
+    def list(self, prefix: str) -> list[str]:
+        """Sorted keys that start with `prefix`. Walks only the directory the prefix ends in."""
+        folder = self.root.joinpath(*prefix.split("/")[:-1])
+        with _named(f"keys under {prefix!r} cannot be listed"):
+            found = (
+                (Path(where) / name).relative_to(self.root).as_posix()
+                for where, folders, names in os.walk(folder, onerror=_unless_missing)
+                if _keep_visible(folders)
+                for name in names
+                if not name.startswith(".")
+            )
+            return sorted(key for key in found if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        """Remove an object; no error when it is not there. Raises `StoreError`."""
+        path = self._path(key)
+        with _named(f"object {key!r} cannot be deleted"), suppress(FileNotFoundError, NotADirectoryError):
+            path.unlink()
+            _sync_folder(path.parent)
+
+    def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        """Atomically replace a pointer's bytes if they are `expected` (None: absent). Raises `StoreError`."""
+        path = self._path(key)
+        with _named(f"pointer {key!r} cannot be moved"):
+            if _read(path) != expected:
+                return False
+            with self._written(data) as temporary, self._locked():
+                if _read(path) != expected:
+                    return False
+                self._install(temporary, path)
+                return True
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    @contextmanager
+    def _written(self, data: bytes) -> Iterator[Path]:
+        """A temporary file with the bytes, synced; gone afterwards unless it was renamed."""
+        path = self._temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(file, view) :]
+                os.fsync(file)
+            finally:
+                os.close(file)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """The store's only lock, held for an exists-check and a rename. Raises `StoreError` at the deadline."""
+        file = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            deadline = time.monotonic() + LOCK_DEADLINE_S
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise StoreError(
+                            f"lock {self._lock_path} was not free within {LOCK_DEADLINE_S:.0f} s",
+                            hint="another process holds it: `fuser` on that file names it",
+                        ) from None
+                    time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(file)
+
+    def _install(self, temporary: Path, path: Path) -> None:
+        missing = [folder for folder in path.parents if not folder.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.rename(temporary, path)
+        for folder in {path.parent, *(made.parent for made in missing)}:
+            _sync_folder(folder)
+
+    def _sweep(self) -> None:
+        """Remove what killed writers left, once it is old enough to be nobody's."""
+        for stray in self._temporary.iterdir():
+            with suppress(FileNotFoundError):
+                if time.time() - stray.stat().st_mtime > STRAY_AFTER_S:
+                    stray.unlink()
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        hint = _HINTS.get(error.errno or 0, "look at the disk and its mount; the store is unchanged")
+        raise StoreError(what, f"{error.strerror}", hint=hint) from error
+
+
+def _read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else stop - start)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return None
+
+
+def _sync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _keep_visible(folders: list[str]) -> bool:
+    folders[:] = [name for name in folders if not name.startswith(".")]
+    return True
+
+
+def _unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error

@@ -1,0 +1,38 @@
+"""Which keys a blob store accepts: relative posix paths that cannot leave the store on any filesystem."""
+
+from __future__ import annotations
+
+import re
+
+from etude.errors import StoreError
+
+MAX_KEY_CHARACTERS = 512
+MAX_PART_CHARACTERS = 200
+_PART = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9_=+@.-]*")
+
+
+def check_key(key: str) -> str:
+    """The key itself. Raises `StoreError` for anything that is not parts of letters, digits and ``_=+@.-``.
+
+    >>> check_key("manifests/policy/v000001.json")
+    'manifests/policy/v000001.json'
+    >>> check_key("../secret")
+    Traceback (most recent call last):
+    etude.errors.StoreError: key '../secret' is not allowed
+      hint: use letters, digits and _=+@.- between slashes; no part may start with a dot
+    """
+    parts = key.split("/")
+    if len(key) > MAX_KEY_CHARACTERS or not all(
+        len(part) <= MAX_PART_CHARACTERS and _PART.fullmatch(part) for part in parts
+    ):
+        raise StoreError(
+            f"key {key[:80]!r} is not allowed",
+            hint="use letters, digits and _=+@.- between slashes; no part may start with a dot",
+        )
+    return key
+
+
+def check_range(start: int, stop: int | None) -> None:
+    """Raises `ValueError` for a byte range that counts from the end."""
+    if start < 0 or (stop is not None and stop < start):
+        raise ValueError(f"byte range [{start}, {stop}) is not allowed")

@@ -1,0 +1,141 @@
+"""Tensors as raw codes: a dtype's name, a shape, and unsigned integers. numpy has no bf16; a delta needs none.
+
+Digests are defined here, once: SHA-256 of a tensor's dtype, shape and little-endian bytes; the content digest of a
+set is SHA-256 over its sorted names and their digests, and becomes `Version.digest`. Knows nothing of deltas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Codes = npt.NDArray[np.unsignedinteger[Any]]
+"""1-D uint8, uint16 or uint32: the bits of each element."""
+
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 40
+
+
+@dataclass(frozen=True)
+class DType:
+    """How a code's bits are laid out. `exponent_shift` None: an unsigned integer, else sign, exponent, mantissa."""
+
+    name: str
+    bits: int
+    exponent_shift: int | None = None  # width of the mantissa: the exponent is above it, below the sign
+
+    @property
+    def codes(self) -> np.dtype[Any]:
+        """The numpy dtype of the codes."""
+        return np.dtype(f"u{self.bits // 8}")
+
+
+DTYPES = {
+    kind.name: kind
+    for kind in (
+        DType("bf16", 16, 7),
+        DType("f16", 16, 10),
+        DType("f32", 32, 23),
+        DType("f8_e4m3", 8, 3),
+        DType("f8_e5m2", 8, 2),
+        DType("u8", 8),
+        DType("u16", 16),
+        DType("u32", 32),
+    )
+}
+"""Every dtype a tensor may have, by name."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor looks like without its codes. Raises `ValueError` for an unknown dtype or a wild shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is unknown; known: {', '.join(DTYPES)}")
+        if len(self.shape) > MAX_DIMENSIONS or any(n < 0 for n in self.shape) or math.prod(self.shape) > MAX_ELEMENTS:
+            raise ValueError(f"shape {self.shape} is not allowed")
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * DTYPES[self.dtype].bits // 8
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor's exact bits. Made by whoever exports weights, read by the codec and by engines.
+
+    `codes` becomes a read-only view; it is 1-D, in C order of `shape`. Raises `ValueError` when the parts disagree.
+
+    >>> t = Tensor("bf16", (2, 2), np.array([0x3F80, 0xBF80, 0, 0x8000], np.uint16))  # 1, -1, 0, -0
+    >>> t.spec
+    Spec(dtype='bf16', shape=(2, 2))
+    >>> tensor_digest(t)[:8]
+    '4e7d0f1f'
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    codes: Codes
+
+    def __post_init__(self) -> None:
+        spec = Spec(self.dtype, self.shape)
+        expected = DTYPES[self.dtype].codes
+        if self.codes.dtype != expected or self.codes.shape != (spec.size,):
+            raise ValueError(
+                f"{self.dtype} {self.shape} needs {spec.size} codes of {expected},"
+                f" not {self.codes.shape} of {self.codes.dtype}"
+            )
+        codes = np.ascontiguousarray(self.codes).view()
+        codes.flags.writeable = False
+        object.__setattr__(self, "codes", codes)
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.dtype, self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.nbytes
+
+    def copy(self) -> Tensor:
+        """The same bits in memory of their own."""
+        return Tensor(self.dtype, self.shape, self.codes.copy())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether dtype, shape and every code are equal: NaN payloads and the sign of zero count."""
+    return a.spec == b.spec and np.array_equal(a.codes, b.codes)
+
+
+def tensor_digest(tensor: Tensor) -> str:
+    """64 hex characters: SHA-256 of ``"bf16 2,2\\n"`` and the little-endian bytes of the codes."""
+    digest = hashlib.sha256(f"{tensor.dtype} {','.join(map(str, tensor.shape))}\n".encode())
+    digest.update(np.ascontiguousarray(tensor.codes, dtype=tensor.codes.dtype.newbyteorder("<")).data)
+    return digest.hexdigest()
+
+
+def content_digest(digests: Mapping[str, str]) -> str:
+    """64 hex characters over a set's names and tensor digests: each name in sorted order, a NUL, 32 digest bytes.
+
+    >>> content_digest({})[:8]
+    'e3b0c442'
+    """
+    content = hashlib.sha256()
+    for name in sorted(digests):
+        content.update(name.encode() + b"\0" + bytes.fromhex(digests[name]))
+    return content.hexdigest()

@@ -1,0 +1,98 @@
+"""The directory store on a disk that refuses, and what a killed writer leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.errors import StoreError
+from etude.stores import DirectoryStore, directory
+
+UNDER_A_FILE_SIZE_LIMIT = """
+import resource, sys
+from etude.errors import StoreError
+from etude.stores import DirectoryStore
+store = DirectoryStore(sys.argv[1])
+store.put("small", b"x" * 100)
+store.compare_and_swap("pointers/p", None, b"one")
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+big = b"x" * 10_000
+for attempt in (lambda: store.put("big", big), lambda: store.compare_and_swap("pointers/p", b"one", big)):
+    try:
+        attempt()
+    except StoreError as error:
+        print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_is_a_store_error_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", UNDER_A_FILE_SIZE_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("hint: the process's file size limit") == 2
+    store = DirectoryStore(tmp_path)
+    assert store.list("") == ["pointers/p", "small"]
+    assert store.get("pointers/p") == b"one"
+    assert list((tmp_path / ".tmp").iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="cannot be opened"):
+        DirectoryStore(tmp_path / "file" / "store")
+
+
+def test_a_key_below_an_object_is_a_store_error(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("a", b"x")
+    with pytest.raises(StoreError) as caught:
+        store.put("a/b", b"y")
+    assert "already an object" in caught.value.hint
+    store.put("c/d", b"x")
+    with pytest.raises(StoreError) as caught:
+        store.put("c", b"y")
+    assert "prefix" in caught.value.hint
+
+
+def test_a_stray_temporary_file_is_swept_once_it_is_old_and_is_never_a_key(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    fresh, old = tmp_path / ".tmp" / "fresh", tmp_path / ".tmp" / "old"
+    fresh.write_bytes(b"half")
+    old.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    assert store.list("") == []
+    DirectoryStore(tmp_path)
+    assert fresh.exists()
+    assert not old.exists()
+
+
+def test_a_lock_that_never_gets_free_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryStore(tmp_path)
+    monkeypatch.setattr(directory, "LOCK_DEADLINE_S", 0.05)
+    with store._locked(), pytest.raises(StoreError, match="was not free within"):
+        store.put("a", b"x")
+    store.put("a", b"x")
+
+
+def test_two_stores_on_one_directory_see_each_other(tmp_path: Path) -> None:
+    one, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
+    one.put("a", b"x")
+    assert other.get("a") == b"x"
+    assert one.compare_and_swap("p", None, b"1")
+    assert not other.compare_and_swap("p", None, b"2")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_write_permission_is_a_store_error(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    (tmp_path / ".tmp").chmod(0o500)
+    try:
+        with pytest.raises(StoreError, match="cannot be written"):
+            store.put("a", b"x")
+    finally:
+        (tmp_path / ".tmp").chmod(0o700)
