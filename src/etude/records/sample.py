@@ -63,9 +63,10 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     """What `Learner.publish` did."""
 
     version: Version
-    anchor: bool
-    object_bytes: int  # bytes that travelled
+    anchor: bool  # whether a whole snapshot was written, alone (the first version) or beside the delta
+    object_bytes: int  # bytes that an engine of the previous version fetches: the delta's, or the first anchor's
     snapshot_bytes: int  # bytes of the whole target
     bound_bytes: float  # the information-theoretic bound for this delta; snapshot_bytes for an anchor
     changed_share: float
     encode_s: float
+    anchor_bytes: int = 0  # bytes of the snapshot that was written; only late or healing engines fetch it
