@@ -1,0 +1,40 @@
+"""Experience: from finished rollouts to the batches a learner trains on, with nothing lost and nothing trained twice.
+
+The ledger keeps every rollout's state and bytes; the window says who may start and who is trained next; credit turns
+rewards into advantages; packing makes batches; traces record them; the audit checks it all afterwards. Usable alone:
+numpy, pyarrow and SQLite, no torch and no other folder of etude.
+
+>>> from etude.experience import Window, advantages
+>>> Window(max_lag=2, groups_per_step=16).room(num_admitted=0, published_step=0)
+48
+>>> advantages([1.0, 0.0, 0.0, 0.0])
+[0.75, -0.25, -0.25, -0.25]
+"""
+
+from etude.experience.admission import Straggler, Window
+from etude.experience.audit import audit
+from etude.experience.config import ExperienceConfig
+from etude.experience.credit import SCHEMES, Credit, advantages
+from etude.experience.facts import step_facts
+from etude.experience.groups import Finished, Group
+from etude.experience.ledger import Ledger
+from etude.experience.packing import make_batch, pack
+from etude.experience.traces import read_trace, write_trace
+
+__all__ = [
+    "SCHEMES",
+    "Credit",
+    "ExperienceConfig",
+    "Finished",
+    "Group",
+    "Ledger",
+    "Straggler",
+    "Window",
+    "advantages",
+    "audit",
+    "make_batch",
+    "pack",
+    "read_trace",
+    "step_facts",
+    "write_trace",
+]

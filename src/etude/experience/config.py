@@ -1,0 +1,22 @@
+"""The settings of experience: how a group is credited and how far rollouts may run ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.config import ranged
+from etude.experience.admission import Straggler
+from etude.experience.credit import Credit
+
+
+@dataclass(frozen=True)
+class ExperienceConfig:
+    """The `[experience]` section."""
+
+    groups_per_step: int = ranged(16, low=1, high=4096)
+    group_size: int = ranged(8, low=2, high=1024)
+    max_lag: int = ranged(2, low=0, high=64)
+    straggler: Straggler = Straggler.WAIT
+    credit: Credit = Credit.DR_GRPO
+    budget_tokens: int = ranged(8192, low=16)  # padded tokens of one microbatch
+    max_attempts: int = ranged(3, low=1, high=100)  # of a rollout whose worker dies, before it is invalid

@@ -1,0 +1,50 @@
+"""What a batch was like: the numbers of an `rl.step` event that experience knows. Pure; decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from etude.experience.groups import Group
+from etude.records.sample import Batch
+
+
+def step_facts(groups: Sequence[Group], batch: Batch) -> dict[str, Any]:
+    """reward_mean, best_of_k, num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean, as
+    `docs/formats/run.md` has them, and masked_share: sampled tokens of the batch's rollouts kept out of the loss as
+    stale. Lags are of all valid rollouts, as they were sampled; means are 0.0 where nothing is valid."""
+    valid = [rollout for group in groups for rollout, _ in group.valid]
+    rewards = [group.rewards for group in groups if group.rewards]
+    lag: Counter[int] = Counter()
+    token_lag: Counter[int] = Counter()
+    for rollout in valid:
+        steps = np.concatenate([turn.completion.steps for turn in rollout.trace.turns] or [np.empty(0, np.int32)])
+        if len(steps):
+            lag[batch.step - 1 - int(steps.min())] += 1
+            values, counts = np.unique(batch.step - 1 - steps, return_counts=True)
+            token_lag.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    return {
+        "reward_mean": _mean([r for group in rewards for r in group]),
+        "best_of_k": _mean([max(group) for group in rewards]),
+        "num_groups": len(groups),
+        "no_signal_share": _mean([float(len(set(group.rewards)) < 2) for group in groups]),
+        "lag": {str(k): n for k, n in sorted(lag.items())},
+        "token_lag": {str(k): n for k, n in sorted(token_lag.items())},
+        "invalid": dict(Counter(str(one.boundary) for group in groups for one in group.invalid)),
+        "turns_mean": _mean([rollout.num_turns for rollout in valid]),
+        "sampled_mean": _mean([rollout.num_sampled for rollout in valid]),
+        "masked_share": _masked_share(groups, batch),
+    }
+
+
+def _masked_share(groups: Sequence[Group], batch: Batch) -> float:
+    trained = {sample.rollout_id for sample in batch.samples}
+    sampled = sum(r.num_sampled for group in groups for r, _ in group.valid if r.rollout_id in trained)
+    return 1.0 - sum(int(s.path.mask.sum()) for s in batch.samples) / sampled if sampled else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values) / len(values)) if values else 0.0

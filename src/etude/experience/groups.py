@@ -1,0 +1,45 @@
+"""Finished rollouts and the groups they belong to. Plain data; knows nothing of where it is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from etude.records.rollout import Graded, Invalid, Rollout
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout and how it ended. Made by the ledger, read by credit, packing and traces."""
+
+    rollout_id: str
+    outcome: Graded | Invalid
+    rollout: Rollout | None = None  # None: the process that ran it died and left nothing
+
+
+@dataclass(frozen=True)
+class Group:
+    """Sibling rollouts of one task."""
+
+    group_id: str
+    rollout_ids: tuple[str, ...]  # every member, sorted; those cancelled or quarantined have no entry in `finished`
+    finished: tuple[Finished, ...]  # by rollout id
+
+    @property
+    def valid(self) -> tuple[tuple[Rollout, Graded], ...]:
+        """The members that were judged: the only ones a baseline may use."""
+        return tuple(
+            (one.rollout, one.outcome)
+            for one in self.finished
+            if one.rollout is not None and isinstance(one.outcome, Graded)
+        )
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of `valid`, in its order."""
+        return [graded.reward for _, graded in self.valid]
+
+    @property
+    def invalid(self) -> tuple[Invalid, ...]:
+        """How the invalid members failed."""
+        return tuple(one.outcome for one in self.finished if isinstance(one.outcome, Invalid))

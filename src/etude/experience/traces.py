@@ -1,0 +1,266 @@
+"""Traces: what each step trained on, one Parquet file a batch, so that the step can be redone bit for bit.
+
+A row is one root-to-leaf path of one rollout; a rollout that left no path (it is invalid) has one row without
+tokens. Rows of `in_batch` are the batch's samples as they were trained, masks included; the others are kept because
+a step's baseline came from them. See `docs/formats/traces.md`. Knows nothing of SQLite and of what made the batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etude.errors import LedgerError, StoreError
+from etude.experience.groups import Finished, Group
+from etude.experience.packing import paths
+from etude.records.rollout import Boundary, Graded, Invalid, Path
+from etude.records.sample import Batch, Sample
+from etude.records.task import Trust
+
+FORMAT = 1
+_KEY = b"etude.batch"
+
+SCHEMA = pa.schema(
+    [
+        pa.field("rollout_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("task_id", pa.string()),
+        pa.field("family", pa.string()),
+        pa.field("attempt", pa.int32()),
+        pa.field("ending", pa.string()),
+        pa.field("reward", pa.float64()),
+        pa.field("terms", pa.string()),
+        pa.field("trust", pa.string()),
+        pa.field("reason", pa.string()),
+        pa.field("boundary", pa.string()),
+        pa.field("evidence", pa.string()),
+        pa.field("in_batch", pa.bool_(), nullable=False),
+        pa.field("advantage", pa.float64()),
+        pa.field("token_ids", pa.list_(pa.int32())),
+        pa.field("mask", pa.list_(pa.bool_())),
+        pa.field("logprobs", pa.list_(pa.float32())),
+        pa.field("steps", pa.list_(pa.int32())),
+        pa.field("kv_epochs", pa.list_(pa.int32())),
+        pa.field("routes", pa.binary()),
+        pa.field("routes_shape", pa.list_(pa.int32())),
+    ]
+)
+"""The columns; `docs/formats/traces.md` says what each holds."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One rollout of a recorded step, without its tokens."""
+
+    rollout_id: str
+    group_id: str
+    task_id: str | None  # None, as family, attempt and ending: the process that ran it left nothing
+    family: str | None
+    attempt: int | None
+    ending: str | None
+    outcome: Graded | Invalid | None  # None: cancelled or quarantined
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A trace file, read back."""
+
+    batch: Batch
+    rollouts: tuple[Judged, ...]  # in order of rollout id
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an audit needs of a trace file."""
+
+    path: FilePath
+    batch_id: str
+    step: int
+    rollout_ids: frozenset[str]
+    trained: frozenset[str]  # those with a sample
+    graded: frozenset[str]
+
+
+def trace_path(folder: FilePath, step: int) -> FilePath:
+    """Where the batch of a version step is kept."""
+    return folder / f"batch-{step:06d}.parquet"
+
+
+def write_trace(folder: FilePath, batch: Batch, groups: Sequence[Group]) -> FilePath:
+    """Write a batch and the groups it was made of; complete or absent, and durable when it returns."""
+    samples: dict[str, list[Sample]] = {}
+    for sample in batch.samples:
+        samples.setdefault(sample.rollout_id, []).append(sample)
+    members = {i: (group.group_id, None) for group in groups for i in group.rollout_ids}
+    members |= {one.rollout_id: (group.group_id, one) for group in groups for one in group.finished}  # type: ignore[misc]
+    rows = [row for i in batch.rollout_ids for row in _rows(i, *members[i], samples.get(i, []))]
+    facts = {
+        "format": FORMAT,
+        "batch_id": batch.batch_id,
+        "step": batch.step,
+        "num_loss_tokens": batch.num_loss_tokens,
+    }
+    table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({_KEY: json.dumps(facts).encode()}))
+    path = trace_path(folder, batch.step)
+    _write(path, table)
+    return path
+
+
+def _rows(rollout_id: str, group_id: str, finished: Finished | None, samples: list[Sample]) -> Iterator[dict[str, Any]]:
+    base: dict[str, Any] = {"rollout_id": rollout_id, "group_id": group_id, "in_batch": False}
+    rollout = finished.rollout if finished else None
+    outcome = finished.outcome if finished else None
+    if rollout is not None:
+        base |= {
+            "task_id": rollout.task.task_id,
+            "family": rollout.task.family,
+            "attempt": rollout.attempt,
+            "ending": str(rollout.ending),
+        }
+    if isinstance(outcome, Graded):
+        base |= {"reward": outcome.reward, "terms": json.dumps(outcome.terms), "trust": str(outcome.trust)}
+    elif isinstance(outcome, Invalid):
+        base |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
+    if outcome is not None:
+        base["reason"] = outcome.reason
+    found = list(paths(rollout.trace)) if rollout else []
+    todo = list(samples)
+    for path in found:
+        if todo and np.array_equal(todo[0].path.token_ids, path.token_ids):
+            sample = todo.pop(0)
+            yield base | {"in_batch": True, "advantage": sample.advantage} | _columns(sample.path)
+        else:
+            yield base | _columns(path)
+    if not found:
+        yield base
+
+
+def _columns(path: Path) -> dict[str, Any]:
+    return {
+        "token_ids": path.token_ids,
+        "mask": path.mask,
+        "logprobs": path.logprobs,
+        "steps": path.steps,
+        "kv_epochs": path.kv_epochs,
+        "routes": path.routes.tobytes(),
+        "routes_shape": list(path.routes.shape),
+    }
+
+
+def _write(path: FilePath, table: pa.Table) -> None:
+    temporary = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(
+            f"{path} cannot be written", str(error), hint="free disk space, then etude run --resume"
+        ) from error
+
+
+def read_trace(path: FilePath) -> Recorded:
+    """The batch, equal to what was written, and every rollout's outcome. A damaged file is a `LedgerError`."""
+    table, facts = _read(path)
+    try:
+        rows = table.to_pylist()
+        arrays = {name: table.column(name) for name in ("token_ids", "mask", "logprobs", "steps", "kv_epochs")}
+        samples = tuple(
+            Sample(rollout_id=row["rollout_id"], path=_path(row, arrays, i), advantage=row["advantage"])
+            for i, row in enumerate(rows)
+            if row["in_batch"]
+        )
+        judged = {row["rollout_id"]: _judged(row) for row in rows}
+        batch = Batch(
+            batch_id=facts["batch_id"],
+            step=facts["step"],
+            samples=samples,
+            rollout_ids=tuple(judged),
+            num_loss_tokens=facts["num_loss_tokens"],
+        )
+    except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    return Recorded(batch=batch, rollouts=tuple(judged.values()))
+
+
+def read_index(path: FilePath) -> Index:
+    """Which rollouts a trace file holds, without reading their tokens."""
+    table, facts = _read(path, columns=["rollout_id", "in_batch", "reward"])
+    rows = table.to_pylist()
+    return Index(
+        path=path,
+        batch_id=facts["batch_id"],
+        step=facts["step"],
+        rollout_ids=frozenset(row["rollout_id"] for row in rows),
+        trained=frozenset(row["rollout_id"] for row in rows if row["in_batch"]),
+        graded=frozenset(row["rollout_id"] for row in rows if row["reward"] is not None),
+    )
+
+
+def _read(path: FilePath, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
+    try:
+        with path.open("rb") as handle, pq.ParquetFile(handle, page_checksum_verification=True) as file:
+            schema = file.schema_arrow
+            if not schema.equals(SCHEMA, check_metadata=False):
+                raise ValueError("its columns are not those of a trace")
+            facts = json.loads((schema.metadata or {})[_KEY])
+            kinds = {"format": int, "batch_id": str, "step": int, "num_loss_tokens": int}
+            if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
+                raise ValueError("its facts about the batch are incomplete")
+            if facts["format"] != FORMAT:
+                raise ValueError(f"it has format {facts['format']}, this etude reads {FORMAT}")
+            table = file.read(columns=columns)
+            table.validate(full=True)
+            return table, facts
+    except FileNotFoundError as error:
+        raise LedgerError(f"no trace at {path}", hint="the step was not recorded, or its trace was removed") from error
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: FilePath, error: Exception) -> LedgerError:
+    return LedgerError(
+        f"{path} is not a sound trace",
+        f"{type(error).__name__}: {error}",
+        hint="restore it from a copy; training goes on without it, only a replay of that step needs it",
+    )
+
+
+def _judged(row: dict[str, Any]) -> Judged:
+    outcome: Graded | Invalid | None = None
+    if row["reward"] is not None:
+        terms = {str(k): float(v) for k, v in json.loads(row["terms"]).items()}
+        outcome = Graded(reward=row["reward"], terms=terms, trust=Trust(row["trust"]), reason=row["reason"])
+    elif row["boundary"] is not None:
+        outcome = Invalid(boundary=Boundary(row["boundary"]), reason=row["reason"], evidence=row["evidence"])
+    names = ("rollout_id", "group_id", "task_id", "family", "attempt", "ending")
+    return Judged(**{name: row[name] for name in names}, outcome=outcome)
+
+
+def _path(row: dict[str, Any], arrays: dict[str, Any], i: int) -> Path:
+    found = {name: column[i].values.to_numpy(zero_copy_only=False) for name, column in arrays.items()}
+    shape, num_tokens = tuple(row["routes_shape"]), len(found["token_ids"])
+    if (
+        any(len(values) != num_tokens for values in found.values())
+        or shape[0] != num_tokens
+        or row["advantage"] is None
+    ):
+        raise ValueError(f"the columns of rollout {row['rollout_id']} have different lengths")
+    return Path(**found, routes=np.frombuffer(row["routes"], np.uint8).reshape(shape))

@@ -1,0 +1,94 @@
+"""What may happen to a rollout: the states and the moves between them, as data.
+
+One table rules them all, so that nobody has to search the code for who may set what. A state that *holds* occupies
+one of the run's slots; every terminal state gives it back and says why. Knows nothing of SQLite.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from etude.errors import LedgerError
+
+
+class State(enum.StrEnum):
+    """Where a rollout is."""
+
+    ADMITTED = "admitted"  # has a task and a slot, waits for a worker
+    RUNNING = "running"  # a worker has it
+    GRADED = "graded"  # judged and stored, waits for its batch
+    INVALID = "invalid"  # says nothing about the policy; kept as data
+    BATCHED = "batched"  # the learner has it
+    TRAINED = "trained"  # in the lineage of the current weights
+    NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient of its own
+    REQUEUED = "requeued"  # to be run again, or its stored outcome to be used again
+    PARKED = "parked"  # set aside without a slot; may come back
+    QUARANTINED = "quarantined"  # its record cannot be believed; kept, never trained
+    CANCELLED = "cancelled"  # nobody wants it any more
+
+
+HOLDING = frozenset({State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED})
+"""The states that occupy a slot."""
+
+TERMINAL = frozenset({State.TRAINED, State.NO_SIGNAL, State.INVALID, State.QUARANTINED, State.CANCELLED})
+"""The states that end a rollout: no slot, and always a reason. Only a lost lineage reopens the first two."""
+
+SETTLED = frozenset({State.GRADED, State.INVALID, State.QUARANTINED, State.CANCELLED})
+"""The states in which a group no longer waits for a member."""
+
+
+class Move(NamedTuple):
+    """One allowed transition."""
+
+    origin: State
+    to: State
+    when: str
+
+
+MOVES = (
+    Move(State.ADMITTED, State.RUNNING, "a worker takes it"),
+    Move(State.ADMITTED, State.CANCELLED, "the run ends"),
+    Move(State.RUNNING, State.GRADED, "it was judged"),
+    Move(State.RUNNING, State.INVALID, "it failed outside the agent's reach"),
+    Move(State.RUNNING, State.REQUEUED, "its worker or the run died: one more attempt"),
+    Move(State.RUNNING, State.PARKED, "it is set aside so that others may go on"),
+    Move(State.RUNNING, State.CANCELLED, "the run ends"),
+    Move(State.REQUEUED, State.RUNNING, "a worker takes it again"),
+    Move(State.REQUEUED, State.GRADED, "its step was lost, its stored outcome stands"),
+    Move(State.REQUEUED, State.INVALID, "no attempt is left"),
+    Move(State.REQUEUED, State.QUARANTINED, "its stored record cannot be read"),
+    Move(State.REQUEUED, State.CANCELLED, "the run ends"),
+    Move(State.PARKED, State.REQUEUED, "there is room for it again"),
+    Move(State.PARKED, State.CANCELLED, "the run ends"),
+    Move(State.GRADED, State.BATCHED, "its batch is formed"),
+    Move(State.GRADED, State.QUARANTINED, "its stored record cannot be read or believed"),
+    Move(State.GRADED, State.CANCELLED, "the run ends"),
+    Move(State.BATCHED, State.TRAINED, "the version that learned from it is committed"),
+    Move(State.BATCHED, State.NO_SIGNAL, "that version is committed; this one had no advantage"),
+    Move(State.BATCHED, State.REQUEUED, "its step was lost before the commit"),
+    Move(State.BATCHED, State.QUARANTINED, "sampler and trainer disagree about it"),
+    Move(State.TRAINED, State.REQUEUED, "the lineage went back before its step"),
+    Move(State.NO_SIGNAL, State.REQUEUED, "the lineage went back before its step"),
+)
+"""The whole table. What is not in it is a `LedgerError`."""
+
+_ALLOWED = {(move.origin, move.to) for move in MOVES}
+
+
+def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
+    """Raise `LedgerError` unless the table allows the move and a terminal state has its reason.
+
+    >>> check("g000001.0", State.RUNNING, State.GRADED, "")
+    >>> check("g000001.0", State.RUNNING, State.TRAINED, "why not")
+    Traceback (most recent call last):
+    etude.errors.LedgerError: rollout g000001.0 cannot go from running to trained
+      hint: from running it may go to cancelled, graded, invalid, parked, requeued
+    """
+    if (origin, to) not in _ALLOWED:
+        ways = ", ".join(sorted(move.to for move in MOVES if move.origin == origin)) or "nowhere: it has ended"
+        raise LedgerError(
+            f"rollout {rollout_id} cannot go from {origin} to {to}", hint=f"from {origin} it may go to {ways}"
+        )
+    if to in TERMINAL and not reason:
+        raise LedgerError(f"rollout {rollout_id} would end as {to}", "no reason given", hint="say why in one line")
