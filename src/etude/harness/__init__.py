@@ -1,0 +1,34 @@
+"""The agent program: a chat format, tools, and the loop that joins a policy to a machine. Usable alone, without torch.
+
+A call is a command line, the cheapest form a small model can learn:
+
+>>> from etude.harness import read_call, standard_tools
+>>> read_call("edit calc.py 3 return a + b", standard_tools().signatures).arguments["text"]
+'return a + b'
+>>> read_call("edti calc.py", standard_tools().signatures)
+'no such tool: edti'
+"""
+
+from etude.harness.agent import AgentRun, Ask, run_agent
+from etude.harness.chat import SPECIAL_TOKENS, ChatError, ChatFormat, Reply, chat_template
+from etude.harness.commands import Call, Signature, read_call
+from etude.harness.config import HarnessConfig
+from etude.harness.tools import ToolSet, Workbench, standard_tools
+
+__all__ = [
+    "SPECIAL_TOKENS",
+    "AgentRun",
+    "Ask",
+    "Call",
+    "ChatError",
+    "ChatFormat",
+    "HarnessConfig",
+    "Reply",
+    "Signature",
+    "ToolSet",
+    "Workbench",
+    "chat_template",
+    "read_call",
+    "run_agent",
+    "standard_tools",
+]

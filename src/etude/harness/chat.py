@@ -1,0 +1,253 @@
+"""The chat format: messages to tokens, once, and sampled tokens back to what was said.
+
+Messages have OpenAI's shape. A Jinja template, which a checkpoint may bring itself, renders them; this file turns the
+rendering into token ids under three rules.
+
+- *Tokens are stored once.* After the first prompt only what a turn appends is ever encoded (`continuation`), and the
+  rendering is checked to be a pure extension of the earlier one. What the model sampled is never re-tokenised.
+- *Structure comes from the template only.* Text that spells a special token (a file that contains ``<|end|>``) is
+  encoded as ordinary text, so no tool output can end a message or speak for somebody else.
+- *A checkpoint's template is outside code*: it runs in Jinja's sandbox.
+
+Knows nothing of machines, engines or torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from etude.errors import EtudeError
+from etude.harness.commands import Call, Signature, read_call, write_words
+from etude.records.wire import I32
+
+PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
+CALL, END, DOC, SYSTEM = "<|call|>", "<|end|>", "<|doc|>", "<|system|>"
+SPECIAL_TOKENS = (PAD, USER, ASSISTANT, TOOL, CALL, END, DOC, SYSTEM)
+"""The special tokens, in the order of their ids in a tokeniser that etude trains."""
+
+_MARK = "\ue000"  # private use: hides text that spells a special token while the template renders
+_SHORT_CHARS = 256  # texts up to here are remembered: tool answers repeat ("ok", an instruction)
+_marked = re.compile(f"{_MARK}({_MARK}?)")
+
+Message = dict[str, Any]
+"""An OpenAI message: role, content, tool_calls, tool_call_id. Arguments may be a JSON string or a mapping."""
+
+
+class ChatError(EtudeError):
+    """Messages that the chat template cannot render, or a checkpoint without a usable chat format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a completion says.
+
+    `text` is what was said before the call, or all of it. With `error` the call could not be read: `text` is then the
+    whole completion, and the error is what the model is told.
+    """
+
+    text: str
+    call: Call | None = None
+    error: str = ""
+
+
+def chat_template() -> str:
+    """The Jinja source of etude's chat format, to be saved beside a tokeniser."""
+    return resources.files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8")
+
+
+class ChatFormat:
+    """Encodes conversations and reads completions. Made from a tokeniser directory; read by harness and gateway."""
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        """Raises `ChatError` when the tokeniser lacks the format's tokens or the template does not compile."""
+        tokenizer.encode_special_tokens = True  # a special token's spelling in a text is ordinary text
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
+        missing = [t for t in (CALL, END) if t not in self._special]
+        if missing:
+            raise ChatError("the tokeniser has no chat format", f"no {' and '.join(missing)}", hint=_HINT_TOKENS)
+        self._special_ids = frozenset(self._special.values())
+        pattern = "|".join(re.escape(t) for t in sorted(self._special, key=len, reverse=True))
+        self._literal = re.compile(f"({pattern})")
+        self.end_id, self._call_id = self._special[END], self._special[CALL]
+        self.stop_token_ids = (self.end_id,)
+        self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
+        try:
+            self._template = _environment().from_string(template)
+        except jinja2.TemplateError as error:
+            raise ChatError("the chat template does not compile", str(error), hint=_HINT_TEMPLATE) from None
+        self._short = lru_cache(maxsize=4096)(self._encode_plain)
+
+    @classmethod
+    def load(cls, folder: Path | str) -> ChatFormat:
+        """From a directory with tokenizer.json and chat_template.jinja. Raises `ChatError`."""
+        folder = Path(folder)
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception for a missing or damaged file
+            raise ChatError(f"no tokeniser in {folder}", str(error), hint=_HINT_FOLDER) from None
+        return cls(tokenizer, _read_template(folder))
+
+    # text and tokens
+
+    def encode(self, text: str) -> I32:
+        """The tokens of ordinary text, [T] int32. A special token's spelling in it is ordinary text too."""
+        return np.array(self._plain(text), np.int32)
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """The text of token ids; special tokens are left out unless asked for. Ids outside the vocabulary vanish."""
+        known = [int(i) for i in ids if 0 <= i < self.vocab_size]
+        return str(self._tokenizer.decode(known, skip_special_tokens=not special))
+
+    def document(self, text: str) -> I32:
+        """A mid-training document, ``<|doc|>text<|end|>``, [T] int32."""
+        return np.array([self._special[DOC], *self._plain(text), self.end_id], np.int32)
+
+    # messages to tokens
+
+    def whole(self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None) -> I32:
+        """A finished conversation, [T] int32: how demonstrations become mid-training documents."""
+        return self._encode_rendering(self._render(messages, signatures or {}, generate=False))
+
+    def first(self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None) -> I32:
+        """The root of a context: the messages and the generation prompt, [P] int32."""
+        return self._encode_rendering(self._render(messages, signatures or {}, generate=True))
+
+    def continuation(
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        signatures: Mapping[str, Signature] | None = None,
+        *,
+        ended: bool = True,
+    ) -> I32:
+        """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32.
+
+        It starts after the stop token that the model sampled; `ended` False says that it sampled none (it was cut off),
+        and the stop token is appended here. Raises `ChatError` for a template that rewrites earlier messages.
+        """
+        before = self._render(previous, signatures or {}, generate=False)
+        after = self._render([*previous, *new], signatures or {}, generate=True)
+        end = before.rfind(END)
+        if end < 0 or not after.startswith(before):
+            raise ChatError(
+                "the chat template does not only append",
+                "a new message changes how earlier ones are rendered",
+                hint="use a template whose rendering of n messages is a prefix of that of n + 1",
+            )
+        return self._encode_rendering(after[end + len(END) if ended else end :])
+
+    # tokens to what was said
+
+    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
+        """What a completion says, its stop token included. Any ids give a `Reply`; nothing raises."""
+        body = [int(i) for i in ids]
+        if not body or body[-1] != self.end_id:
+            return Reply(self.decode(body, special=True), error="too long")
+        del body[-1]
+        structure = [i for i in body if i in self._special_ids]
+        if not structure:
+            return Reply(self.decode(body))
+        if structure != [self._call_id]:
+            return Reply(self.decode(body, special=True), error="one call a turn")
+        at = body.index(self._call_id)
+        call = read_call(self.decode(body[at + 1 :]), signatures)
+        if isinstance(call, str):
+            return Reply(self.decode(body, special=True), error=call)
+        return Reply(self.decode(body[:at]), call)
+
+    def readable(self, ids: Iterable[int]) -> str:
+        """A whole context for people: one message a paragraph, special tokens as names. Never parsed."""
+        text = self.decode(ids, special=True).replace(ASSISTANT + CALL, "\n[call] ").replace(END, "")
+        return self._literal.sub(lambda m: f"\n[{m[0].strip('<|>')}] ", text).strip("\n")
+
+    # inside
+
+    def _render(self, messages: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
+        hidden = [self._hide_message(m, signatures) for m in messages]
+        try:
+            return self._template.render(messages=hidden, add_generation_prompt=generate)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ChatError("the chat template refused the messages", str(error), hint=_HINT_TEMPLATE) from None
+
+    def _hide_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
+        hidden = {k: self._hide(v) if isinstance(v, str) else v for k, v in message.items()}
+        if message.get("tool_calls"):
+            hidden["tool_calls"] = [self._hide_call(c, signatures) for c in message["tool_calls"]]
+        return hidden
+
+    def _hide_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
+        try:
+            name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
+            plain = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+            words = write_words(plain, signatures.get(name))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
+            raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
+        return {"function": {"name": self._hide(name), "arguments": {k: self._hide(w) for k, w in words.items()}}}
+
+    def _hide(self, text: str) -> str:
+        """Break the spelling of special tokens in outside text, so that the rendering holds the template's only."""
+        if _MARK in text:
+            text = text.replace(_MARK, _MARK + _MARK)
+        return self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
+
+    def _encode_rendering(self, rendering: str) -> I32:
+        ids: list[int] = []
+        for i, piece in enumerate(self._literal.split(rendering)):
+            if i % 2:
+                ids.append(self._special[piece])
+            elif piece:
+                ids.extend(self._plain(_marked.sub(r"\1", piece) if _MARK in piece else piece))
+        return np.array(ids, np.int32)
+
+    def _plain(self, text: str) -> tuple[int, ...]:
+        return self._short(text) if len(text) <= _SHORT_CHARS else self._encode_plain(text)
+
+    def _encode_plain(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+_HINT_TOKENS = "train one with etude, or add etude's special tokens to yours"
+_HINT_TEMPLATE = "compare it with the chat_template.jinja that etude packages"
+_HINT_FOLDER = "a tokeniser directory holds tokenizer.json and chat_template.jinja"
+
+
+@lru_cache(maxsize=1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Jinja as Hugging Face templates expect it."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    return environment
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _read_template(folder: Path) -> str:
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        pass
+    try:
+        template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError):
+        template = None
+    if not isinstance(template, str):
+        raise ChatError(f"no chat template in {folder}", hint=_HINT_FOLDER)
+    return template

@@ -1,0 +1,188 @@
+"""Tool calls as command lines: ``edit calc.py 3 return a + b``.
+
+A call is the tool's name and then its arguments in the order of its signature, one space between them. The last
+argument takes the rest of the text, newlines included, so code needs no quoting. An earlier argument is a bare word;
+one that is not (empty, with blanks, or of another type than text) is written as JSON, and a word that starts with
+``"``, ``[`` or ``{`` is read as JSON. Positional and unquoted because every token costs: the same edit as a JSON
+object is three times as long, and a model of a million parameters loses its way in the brackets.
+
+Knows nothing of tokens, templates or what a tool does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ABSENT = "null"
+_JSON_STARTS = ('"', "[", "{")
+_decoder = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One argument of a tool. `kind` is a JSON schema type: string, integer, number, boolean, array, object."""
+
+    name: str
+    description: str = ""
+    kind: str = "string"
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A tool as the model sees it: its name, what it is for, its arguments in order.
+
+    >>> edit = Signature("edit", "Replace a line.", (Parameter("path"), Parameter("line"), Parameter("text")))
+    >>> read_call("edit calc.py 3 return a + b", {"edit": edit})
+    Call(name='edit', arguments={'path': 'calc.py', 'line': '3', 'text': 'return a + b'})
+    """
+
+    name: str
+    description: str
+    parameters: tuple[Parameter, ...] = ()
+
+    def to_openai(self) -> dict[str, Any]:
+        """The tool in the shape of OpenAI's `tools` list."""
+        properties = {p.name: {"type": p.kind, "description": p.description} for p in self.parameters}
+        required = [p.name for p in self.parameters if p.required]
+        schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        function = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
+
+    @classmethod
+    def from_openai(cls, tool: Mapping[str, Any]) -> Signature:
+        """The signature of one entry of OpenAI's `tools` list. Raises `ValueError` for anything else."""
+        try:
+            function = tool["function"]
+            schema = function.get("parameters") or {}
+            properties, required = schema.get("properties") or {}, schema.get("required") or ()
+            name, description = function["name"], function.get("description") or ""
+            parameters = tuple(
+                Parameter(p, str(s.get("description") or ""), _kind(s.get("type")), p in required)
+                for p, s in properties.items()
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a tool is {{type, function: {{name, parameters}}}}: {error!r}") from None
+        if not isinstance(name, str) or not name or any(c.isspace() for c in name):
+            raise ValueError(f"a tool's name is a word, not {name!r}")
+        return cls(name, str(description), parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool call that could be read: arguments by name, in the signature's order."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
+    """The call in a command line, or a short text that says what is wrong with it (what the model is told)."""
+    name, space, rest = line.partition(" ")
+    signature = signatures.get(name.rstrip())
+    if signature is None:
+        return f"no such tool: {name[:40].strip()}"
+    words = _split(rest, len(signature.parameters)) if space or rest else []
+    if words is None:
+        return _usage(signature)
+    arguments: dict[str, Any] = {}
+    for parameter, (word, last) in zip(signature.parameters, words, strict=False):
+        if word == ABSENT and not (parameter.required or last):
+            continue
+        try:
+            arguments[parameter.name] = _value(word, parameter, last=last)
+        except ValueError:
+            return f"{parameter.name} is not of type {parameter.kind}"
+    if len(words) > len(signature.parameters) or any(
+        p.required and p.name not in arguments for p in signature.parameters
+    ):
+        return _usage(signature)
+    return Call(signature.name, arguments)
+
+
+def write_words(arguments: Mapping[str, Any], signature: Signature | None = None) -> dict[str, str]:
+    """The words of a call by argument name, in the signature's order: what a template joins with blanks.
+
+    Without a signature (a tool that is not offered any more) the arguments' own order holds.
+
+    >>> write_words({"line": 3, "path": "a b.py"}, Signature("cat", "", (Parameter("path"), Parameter("line"))))
+    {'path': '"a b.py"', 'line': '3'}
+    """
+    names = list(arguments) if signature is None else [p.name for p in signature.parameters]
+    while names and names[-1] not in arguments:
+        names.pop()
+    words = {n: _word(arguments.get(n), last=n == names[-1]) for n in names}
+    words.update({n: _word(v, last=False) for n, v in arguments.items() if n not in words})
+    return words
+
+
+def _kind(declared: Any) -> str:
+    """The one type that words are read as; of several (["string", "null"]) the first that is not null."""
+    kinds = declared if isinstance(declared, list) else [declared]
+    return next((k for k in kinds if isinstance(k, str) and k != "null"), "string")
+
+
+def _usage(signature: Signature) -> str:
+    if not signature.parameters:
+        return f"{signature.name} takes nothing"
+    return f"usage: {signature.name} {' '.join(p.name.upper() for p in signature.parameters)}"
+
+
+def _split(rest: str, num_parameters: int) -> list[tuple[str, bool]] | None:
+    """Up to `num_parameters` words, each with whether it is the last parameter's. None: a JSON word is broken."""
+    if num_parameters == 0:
+        return [(rest, True)] if rest.strip() else []
+    words: list[tuple[str, bool]] = []
+    while len(words) < num_parameters - 1:
+        if rest.startswith(_JSON_STARTS):
+            try:
+                _, end = _decoder.raw_decode(rest)
+            except (ValueError, RecursionError):
+                return None
+            if rest[end : end + 1] not in ("", " "):
+                return None
+            word, space, rest = rest[:end], rest[end : end + 1], rest[end + 1 :]
+        else:
+            word, space, rest = rest.partition(" ")
+        words.append((word, False))
+        if not space:
+            return words
+    words.append((rest, True))
+    return words
+
+
+def _value(word: str, parameter: Parameter, *, last: bool) -> Any:
+    if parameter.kind == "string":
+        if last or not word.startswith('"'):
+            return word
+        return str(_decoder.decode(word))
+    try:
+        value = _decoder.decode(word)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    kinds: dict[str, tuple[type, ...]] = {
+        "integer": (int,),
+        "number": (int, float),
+        "boolean": (bool,),
+        "array": (list,),
+        "object": (dict,),
+    }
+    if not isinstance(value, kinds.get(parameter.kind, (object,))):
+        raise ValueError(parameter.kind)
+    if isinstance(value, bool) and parameter.kind in ("integer", "number"):
+        raise ValueError(parameter.kind)
+    return value
+
+
+def _word(value: Any, *, last: bool) -> str:
+    if value is None:
+        return ABSENT
+    if not isinstance(value, str):
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    if last:
+        return value
+    plain = value and value != ABSENT and " " not in value and not value.startswith(_JSON_STARTS)
+    return value if plain else json.dumps(value, ensure_ascii=False)

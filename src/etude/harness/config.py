@@ -1,0 +1,35 @@
+"""What bounds an agent. Torch-free; composed into a run's config by loop/."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.config import ranged
+
+LAPTOP_TOOLS = ("ls", "cat", "test", "edit", "submit")
+
+
+@dataclass(frozen=True)
+class HarnessConfig:
+    """The limits of one rollout and the tools it may use.
+
+    `rollout_deadline_s` counts the seconds that the agent's own commands took and nothing else: waiting for an engine
+    is not the agent's time, so a slow host changes no verdict.
+    """
+
+    tools: tuple[str, ...] = LAPTOP_TOOLS
+    max_turns: int = ranged(8, low=1, high=10_000)
+    turn_tokens: int = ranged(24, low=1)  # tokens a turn may sample
+    context_tokens: int = ranged(384, low=16)  # the whole conversation
+    output_chars: int = ranged(400, low=16)  # of a tool's answer; a longer one loses its middle
+    turn_deadline_s: float = ranged(60.0, low=0.01)  # wait for one completion; past it the rollout is invalid
+    tool_deadline_s: float = ranged(5.0, low=0.01)  # one command; past it the command is dead
+    rollout_deadline_s: float = ranged(30.0, low=0.01)  # all commands together
+    export_bytes: int = ranged(1_048_576, low=1)  # of one exported file
+    require_submit: bool = True  # a rollout that never submitted scores 0
+
+    def __post_init__(self) -> None:
+        if self.turn_tokens >= self.context_tokens:
+            raise ValueError(
+                f"turn_tokens = {self.turn_tokens} leaves no room in context_tokens = {self.context_tokens}"
+            )

@@ -1,0 +1,217 @@
+"""The tools: what an agent can do to its machine, answered in as few characters as will do.
+
+A tool is a signature and a coroutine over a `Workbench`. Whatever the agent asks for that cannot be done is answered
+with a short text ("no such file"); only `MachineError`, which the agent cannot cause, rises. Answers are short because
+they are prompt tokens of every later turn. Knows nothing of tokens, policies or grading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from etude.errors import ConfigError, nearest
+from etude.harness.commands import Call, Parameter, Signature
+from etude.records.task import Task
+from etude.seams import Machine
+
+FILE_BYTES = 262_144
+"""The largest file that `cat` and `edit` open."""
+
+
+@dataclass(slots=True)
+class Workbench:
+    """What tools work on: one machine, and what the harness knows of it. Made per rollout by the agent loop.
+
+    `files` are the paths of the tree as long as only the harness has touched it, which saves a command for most uses of
+    `ls`; after the first command it is None and the machine is asked.
+    """
+
+    machine: Machine
+    test_command: tuple[str, ...]
+    files: set[str] | None
+    key: str  # prefix of the commands' idempotency keys
+    deadline_s: float  # of the next command
+    output_chars: int
+    num_commands: int = 0
+    submitted: bool = False
+
+    @classmethod
+    def of(cls, task: Task, machine: Machine, *, key: str, deadline_s: float, output_chars: int) -> Workbench:
+        """The bench of a machine in the task's prepared state."""
+        return cls(machine, task.test_command, set(task.files), key, deadline_s, output_chars)
+
+    async def command(self, argv: tuple[str, ...]) -> str:
+        """Run a command; its output, and how it ended where that is not plain."""
+        self.num_commands += 1
+        self.files = None
+        result = await self.machine.exec(
+            argv,
+            key=f"{self.key}/{self.num_commands}",
+            deadline_s=self.deadline_s,
+            output_bytes=max(1024, 4 * self.output_chars),
+        )
+        output = result.output.decode(errors="replace").strip("\n")
+        if result.timed_out:
+            return f"{output}\ntimed out".lstrip("\n")
+        return output or (f"exit {result.exit_code}" if result.exit_code else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A signature, and the coroutine that does it: called with the workbench and the arguments by name."""
+
+    signature: Signature
+    run: Callable[..., Awaitable[str]]
+
+
+class ToolSet:
+    """The tools of one harness, by name.
+
+    >>> tools = standard_tools(("ls", "cat"))
+    >>> tools.signatures["cat"].to_openai()["function"]["parameters"]["required"]
+    ['path']
+    """
+
+    def __init__(self, tools: tuple[Tool, ...]) -> None:
+        self._tools: Mapping[str, Tool] = {t.signature.name: t for t in tools}
+        self.signatures: Mapping[str, Signature] = {n: t.signature for n, t in self._tools.items()}
+
+    def to_openai(self) -> list[dict[str, Any]]:
+        """The tools in the shape of OpenAI's `tools` list."""
+        return [s.to_openai() for s in self.signatures.values()]
+
+    async def run(self, call: Call, bench: Workbench) -> str:
+        """The tool's answer, clipped. Raises `MachineError` only."""
+        try:
+            answer = await self._tools[call.name].run(bench, **call.arguments)
+        except FileNotFoundError:
+            answer = "no such file"
+        except IsADirectoryError:
+            answer = "is a directory"
+        except (OSError, ValueError) as error:  # a path that leads out, a file too big, a full disk: the agent's doing
+            answer = f"refused: {error}"
+        return clip(answer, bench.output_chars)
+
+
+def clip(text: str, limit_chars: int) -> str:
+    """The head and the tail of a text that is too long.
+
+    >>> clip("0123456789" * 3, 16)
+    '01234567...56789'
+    """
+    if len(text) <= limit_chars:
+        return text
+    head = limit_chars // 2
+    return f"{text[:head]}...{text[len(text) - (limit_chars - head - 3) :]}"
+
+
+def number_lines(text: str) -> str:
+    """Lines with their numbers, each four blanks of indentation shortened to one.
+
+    >>> print(number_lines("def f(n):\\n    return n\\n"))
+    1 def f(n):
+    2  return n
+    """
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        body = line.lstrip(" ")
+        levels, rest = divmod(len(line) - len(body), 4)
+        lines.append(f"{number} {' ' * (levels + rest)}{body}")
+    return "\n".join(lines)
+
+
+def find_line(lines: list[str], place: str) -> int | None:
+    """The index of a line given by number (from 1) or by the name of a function: the first line of its body after the
+    docstring's first line. None: no such place."""
+    if place.isascii() and place.isdigit() and len(place) < 10:
+        index = int(place) - 1
+    else:
+        head = f"def {place}("
+        index = next((i + 1 for i, line in enumerate(lines) if line.lstrip().startswith(head)), -1)
+        if 0 <= index < len(lines) and lines[index].lstrip().startswith(('"""', "'''", '"', "'")):
+            index += 1
+    return index if 0 <= index < len(lines) else None
+
+
+async def _ls(bench: Workbench) -> str:
+    if bench.files is None:
+        found = await bench.command(("find", ".", "-type", "f"))
+        paths = {str(PurePosixPath(line)) for line in found.splitlines()}
+    else:
+        paths = bench.files
+    shown = (p for p in paths if not any(part.startswith((".", "__pycache__")) for part in p.split("/")))
+    return " ".join(sorted(shown))
+
+
+async def _cat(bench: Workbench, path: str) -> str:
+    return number_lines((await bench.machine.read(path, max_bytes=FILE_BYTES)).decode(errors="replace"))
+
+
+async def _test(bench: Workbench) -> str:
+    return await bench.command(bench.test_command) if bench.test_command else "no tests"
+
+
+async def _edit(bench: Workbench, path: str, line: str, text: str) -> str:
+    lines = (await bench.machine.read(path, max_bytes=FILE_BYTES)).decode().splitlines()
+    index = find_line(lines, line)
+    if index is None:
+        return "no such line"
+    indent = lines[index][: len(lines[index]) - len(lines[index].lstrip())]
+    lines[index : index + 1] = [indent + part for part in text.split("\n")]
+    await bench.machine.write(path, ("\n".join(lines) + "\n").encode())
+    return "ok"
+
+
+async def _write(bench: Workbench, path: str, text: str) -> str:
+    await bench.machine.write(path, text.encode() if text.endswith("\n") else f"{text}\n".encode())
+    if bench.files is not None:
+        bench.files.add(str(PurePosixPath(path)))
+    return "ok"
+
+
+async def _run(bench: Workbench, command: str) -> str:
+    return await bench.command(("sh", "-c", command))
+
+
+async def _submit(bench: Workbench) -> str:
+    bench.submitted = True
+    return ""
+
+
+_PATH = Parameter("path", "a file of the repository")
+STANDARD_TOOLS: Mapping[str, Tool] = {
+    tool.signature.name: tool
+    for tool in (
+        Tool(Signature("ls", "List the repository's files."), _ls),
+        Tool(Signature("cat", "Show a file with line numbers.", (_PATH,)), _cat),
+        Tool(Signature("test", "Run the repository's tests."), _test),
+        Tool(
+            Signature(
+                "edit",
+                "Replace one line, keeping its indentation.",
+                (_PATH, Parameter("line", "its number, or a function's name for its body"), Parameter("text")),
+            ),
+            _edit,
+        ),
+        Tool(Signature("write", "Create or replace a file.", (_PATH, Parameter("text", "the whole content"))), _write),
+        Tool(Signature("run", "Run a shell command.", (Parameter("command"),)), _run),
+        Tool(Signature("submit", "Hand the work in; nothing can be done after."), _submit),
+    )
+}
+
+
+def standard_tools(names: tuple[str, ...] = tuple(STANDARD_TOOLS)) -> ToolSet:
+    """The tools of these names. Raises `ConfigError` for an unknown one.
+
+    >>> standard_tools(("submti",))
+    Traceback (most recent call last):
+    etude.errors.ConfigError: unknown tool 'submti'
+      hint: did you mean 'submit'?
+    """
+    for name in names:
+        if name not in STANDARD_TOOLS:
+            raise ConfigError(f"unknown tool {name!r}", hint=nearest(name, STANDARD_TOOLS))
+    return ToolSet(tuple(STANDARD_TOOLS[n] for n in names))

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.harness.commands import Call, Parameter, Signature, read_call, write_words
+from etude.harness.tools import standard_tools
+
+TOOLS = standard_tools().signatures
+MIXED = Signature(
+    "mixed",
+    "",
+    (
+        Parameter("path"),
+        Parameter("count", kind="integer"),
+        Parameter("tags", kind="array"),
+        Parameter("text"),
+    ),
+)
+
+
+def test_the_last_argument_takes_the_rest_of_the_text_newlines_included() -> None:
+    call = read_call("write a.py def f():\n    return 'x  y'\n", TOOLS)
+    assert call == Call("write", {"path": "a.py", "text": "def f():\n    return 'x  y'\n"})
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("", "no such tool: "),
+        ("lss", "no such tool: lss"),
+        ("ls all", "ls takes nothing"),
+        ("cat", "usage: cat PATH"),
+        ("edit calc.py 3", "usage: edit PATH LINE TEXT"),
+        ('edit "calc.py 3 x', "usage: edit PATH LINE TEXT"),
+        ('edit "a"b 3 x', "usage: edit PATH LINE TEXT"),
+        ("x" * 200, "no such tool: " + "x" * 40),
+    ],
+)
+def test_a_malformed_call_is_told_what_is_wrong_in_a_few_characters(line: str, told: str) -> None:
+    assert read_call(line, TOOLS) == told
+
+
+def test_arguments_of_other_types_are_json_and_checked() -> None:
+    signatures = {"mixed": MIXED}
+    assert read_call('mixed "a b" 3 ["x y"] the rest', signatures) == Call(
+        "mixed", {"path": "a b", "count": 3, "tags": ["x y"], "text": "the rest"}
+    )
+    assert read_call("mixed a true [] b", signatures) == "count is not of type integer"
+    assert read_call("mixed a 1 {} b", signatures) == "tags is not of type array"
+
+
+def test_an_optional_argument_may_be_left_out_at_the_end_or_be_null_before_it() -> None:
+    find = Signature("find", "", (Parameter("where", required=False), Parameter("what", required=False)))
+    assert read_call("find", {"find": find}) == Call("find", {})
+    assert read_call("find null null", {"find": find}) == Call("find", {"what": "null"})
+    assert read_call("find src", {"find": find}) == Call("find", {"where": "src"})
+
+
+values = st.fixed_dictionaries(
+    {
+        "path": st.text(max_size=12),
+        "count": st.integers(),
+        "tags": st.lists(st.text(max_size=6) | st.integers() | st.booleans(), max_size=3),
+        "text": st.text(max_size=30),
+    }
+)
+
+
+@given(values)
+def test_a_written_call_is_read_back_whatever_its_arguments_are(arguments: dict[str, object]) -> None:
+    words = write_words(arguments, MIXED)
+    assert read_call(" ".join(["mixed", *words.values()]), {"mixed": MIXED}) == Call("mixed", arguments)
+
+
+@given(st.text(max_size=80), st.sampled_from(["", "edit ", "mixed ", 'mixed "', "mixed a [", "cat {"]))
+def test_any_text_is_a_call_or_an_error_text(tail: str, head: str) -> None:
+    assert isinstance(read_call(head + tail, {**TOOLS, "mixed": MIXED}), Call | str)
+
+
+def test_a_deeply_nested_argument_is_an_error_text() -> None:
+    assert isinstance(read_call("mixed a 1 " + "[" * 200_000, {"mixed": MIXED}), str)
+
+
+def test_a_signature_survives_the_shape_of_openai() -> None:
+    edit = TOOLS["edit"]
+    assert Signature.from_openai(edit.to_openai()) == edit
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    json_values
+    | st.fixed_dictionaries({"function": json_values})
+    | st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": st.text(), "parameters": json_values})})
+)
+def test_any_json_is_a_signature_or_a_value_error(tool: object) -> None:
+    try:
+        assert isinstance(Signature.from_openai(tool), Signature)  # type: ignore[arg-type]
+    except ValueError:
+        pass
