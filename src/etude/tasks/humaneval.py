@@ -3,7 +3,9 @@ Trained on Code"), plain or gzipped.
 
 Each line has ``task_id``, ``prompt`` (a stub: signature and docstring), ``entry_point``, ``canonical_solution``
 and ``test`` (source that defines ``check(candidate)``). The stub becomes ``solution.py``; those of the docstring's
-examples that are one literal call become visible tests. Nothing of the file is executed here.
+examples that are one literal call become visible tests. Hidden tests may use the prompt's imports and helpers by
+name, as in the original; they get the prompt's own, never the agent's, so that a helper cannot be bent to pass.
+Nothing of the file is executed here.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class HumanEvalSource:
             raise TaskError(f"task {task.task_id} is not of {self.path}", hint="open the file that made the task")
         return Answer(
             reference={FILE: line.prompt + line.canonical_solution},
-            test_code=line.test,
+            test_code=f"{line.prompt}\nfrom {MODULE} import {line.entry_point}\n\n{line.test}",
             entry_point=f"{MODULE}:{line.entry_point}",
         )
 
@@ -120,6 +122,7 @@ def _parse(raw: bytes, place: str) -> _Line:
         hint = "a line is a JSON object with task_id, prompt, entry_point, canonical_solution and test, all text"
         raise TaskError(place, str(error), hint=hint) from None
     for part, source, name in (
+        ("prompt", line.prompt, line.entry_point),
         ("prompt + canonical_solution", line.prompt + line.canonical_solution, line.entry_point),
         ("test", line.test, "check"),
     ):

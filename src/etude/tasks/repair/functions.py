@@ -247,11 +247,30 @@ def border_args(rng: random.Random, function: Function) -> list[list[Any]]:
 _DEFINITION = re.compile(r'def \w+\(([\w, ]*)\):\n(?:\d+)? *"""([^"\n]+)"""')
 
 
+def _measure(phrase: str, num_variables: int) -> tuple[int, int]:
+    return num_variables, len(phrase.split())
+
+
+def _phrases() -> dict[tuple[int, int], list[str]]:
+    """All phrases by number of variables and of words: the few that a docstring of that shape can be."""
+    shelves: dict[tuple[int, int], list[str]] = {}
+    for phrase in (p for t in _ALL for p in t.phrases):
+        shelves.setdefault(_measure(phrase, 2 if "B" in phrase else 1), []).append(phrase)
+    return shelves
+
+
+_PHRASES = _phrases()
+
+
 def keys_in(text: str) -> Iterator[str]:
-    """The keys of all functions that a text shows, be it code or the numbered lines of a `cat`.
+    """The keys of all functions of our kind that a text shows, be it code or the numbered lines of a `cat`.
 
     >>> list(keys_in('1 def price(n):\\n2  \"\"\"n plus 3\"\"\"\\n3  return None'))
     ['(n) n plus 3']
     """
     for variables, docstring in _DEFINITION.findall(text):
-        yield f"({variables}) {docstring}"
+        operands = variables.split(", ")
+        constant = re.search(r"\d+", docstring)
+        phrases = _PHRASES.get(_measure(docstring, len(operands)), ())
+        if any(_fill(p, [*operands, constant[0]] if constant else operands) == docstring for p in phrases):
+            yield f"({variables}) {docstring}"
