@@ -32,7 +32,8 @@ from etude.seams import Machine, Policy
 SPEAK_BY_TOOLS = "call a tool"
 """What a turn without a tool call is answered with."""
 
-_GRACE_S = 5.0  # past a request's own deadline, before the policy itself counts as hung
+GRACE_S = 5.0
+"""Seconds past a request's own deadline, before the policy itself counts as hung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,7 @@ async def run_agent(
     limits: HarnessConfig,
     ask: Ask,
     clock: Callable[[], float] = time.monotonic,
+    grace_s: float = GRACE_S,
 ) -> AgentRun:
     """Work at a task on its machine. Raises `ChatError` for a template that only etude's user can mend."""
     talk = _Talk(chat, tools, task.instruction)
@@ -87,7 +89,8 @@ async def run_agent(
             prompt_ids = talk.prompt()
             if talk.num_tokens + len(prompt_ids) + limits.turn_tokens > limits.context_tokens:
                 return ended(Ending.CONTEXT)
-            completion = await _complete(policy, talk.request(prompt_ids, ask, limits), ask, limits)
+            request = talk.request(prompt_ids, ask, limits)
+            completion = await _complete(policy, request, keep_routes=ask.keep_routes, grace_s=grace_s)
             reply = chat.parse(completion.token_ids, tools.signatures)
             began = clock()
             bench.deadline_s = min(limits.tool_deadline_s, limits.rollout_deadline_s - tool_s)
@@ -115,17 +118,17 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-async def _complete(policy: Policy, request: CompletionRequest, ask: Ask, limits: HarnessConfig) -> Completion:
+async def _complete(policy: Policy, request: CompletionRequest, *, keep_routes: bool, grace_s: float) -> Completion:
     try:
-        async with asyncio.timeout(limits.turn_deadline_s + _GRACE_S):
+        async with asyncio.timeout(request.deadline_s + grace_s):
             completion = await policy.complete(request)
     except TimeoutError:
         hint = "the policy does not keep its requests' deadlines; see the engines' logs"
-        facts = f"{limits.turn_deadline_s:g} s and {_GRACE_S:g} s of grace are over"
+        facts = f"{request.deadline_s:g} s and {grace_s:g} s of grace are over"
         raise EngineError(f"no completion for {request.request_id}", facts, hint=hint) from None
     if completion.stop_reason is StopReason.CANCELLED:
         raise EngineError(f"{completion.engine} cancelled {request.request_id}", hint="see the engine's log")
-    if ask.keep_routes:
+    if keep_routes:
         return completion
     computed = len(request.prompt_ids) + len(completion.token_ids) - 1
     return msgspec.structs.replace(completion, routes=completion.routes[:0].copy(), routes_start=computed)

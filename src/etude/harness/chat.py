@@ -150,6 +150,11 @@ class ChatFormat:
             )
         return self._encode_rendering(after[end + len(END) if ended else end :])
 
+    def spell(self, call: Call) -> I32:
+        """The completion that makes a call, stop token included, [T] int32: what a script says in a policy's place."""
+        line = " ".join([call.name, *write_words(call.arguments).values()])
+        return np.array([self._call_id, *self._plain(line), self.end_id], np.int32)
+
     # tokens to what was said
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
@@ -168,6 +173,13 @@ class ChatFormat:
         if isinstance(call, str):
             return Reply(self.decode(body, special=True), error=call)
         return Reply(self.decode(body[:at]), call)
+
+    def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
+        """The text of the last message before a prompt's generation prompt: what a policy was just told."""
+        ids = [int(i) for i in prompt_ids]
+        end = max((i for i, t in enumerate(ids) if t == self.end_id), default=0)
+        start = max((i for i in range(end) if ids[i] in self._special_ids), default=-1)
+        return self.decode(ids[start + 1 : end])
 
     def readable(self, ids: Iterable[int]) -> str:
         """A whole context for people: one message a paragraph, special tokens as names. Never parsed."""

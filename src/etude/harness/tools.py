@@ -15,7 +15,7 @@ from typing import Any
 from etude.errors import ConfigError, nearest
 from etude.harness.commands import Call, Parameter, Signature
 from etude.records.task import Task
-from etude.seams import Machine
+from etude.seams import ExecResult, Machine
 
 FILE_BYTES = 262_144
 """The largest file that `cat` and `edit` open."""
@@ -43,16 +43,20 @@ class Workbench:
         """The bench of a machine in the task's prepared state."""
         return cls(machine, task.test_command, set(task.files), key, deadline_s, output_chars)
 
-    async def command(self, argv: tuple[str, ...]) -> str:
-        """Run a command; its output, and how it ended where that is not plain."""
+    async def exec(self, argv: tuple[str, ...]) -> ExecResult:
+        """Run a command, each once."""
         self.num_commands += 1
         self.files = None
-        result = await self.machine.exec(
+        return await self.machine.exec(
             argv,
             key=f"{self.key}/{self.num_commands}",
             deadline_s=self.deadline_s,
-            output_bytes=max(1024, 4 * self.output_chars),
+            output_bytes=max(4096, 4 * self.output_chars),
         )
+
+    async def command(self, argv: tuple[str, ...]) -> str:
+        """Run a command; its output, and how it ended where that is not plain."""
+        result = await self.exec(argv)
         output = result.output.decode(errors="replace").strip("\n")
         if result.timed_out:
             return f"{output}\ntimed out".lstrip("\n")
@@ -138,8 +142,11 @@ def find_line(lines: list[str], place: str) -> int | None:
 
 async def _ls(bench: Workbench) -> str:
     if bench.files is None:
-        found = await bench.command(("find", ".", "-type", "f"))
-        paths = {str(PurePosixPath(line)) for line in found.splitlines()}
+        found = await bench.exec(("find", ".", "-type", "f"))
+        lines = found.output.decode(errors="replace").splitlines()
+        paths = {line[2:] for line in lines if line.startswith("./")}
+        if not paths and found.exit_code:
+            return f"exit {found.exit_code}"
     else:
         paths = bench.files
     shown = (p for p in paths if not any(part.startswith((".", "__pycache__")) for part in p.split("/")))

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude.harness import SPECIAL_TOKENS, Call, ChatError, ChatFormat, chat_template, standard_tools
 from etude.harness.agent import assistant_message
-from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 CHAT = laptop_chat()
 TOOLS = standard_tools().signatures
@@ -34,7 +34,8 @@ def spell(ids: np.ndarray) -> str:
 def test_messages_render_to_the_documented_wire_form() -> None:
     assert spell(CHAT.first(MESSAGES, TOOLS)) == (
         "<|system|>be brief<|end|><|user|>fix the failing test<|end|><|assistant|><|call|>ls<|end|>"
-        "<|tool|>calc.py<|end|><|assistant|>I see<|call|>edit calc.py 3 return a + b<|end|><|tool|>ok<|end|><|assistant|>"
+        "<|tool|>calc.py<|end|><|assistant|>I see<|call|>edit calc.py 3 return a + b<|end|>"
+        "<|tool|>ok<|end|><|assistant|>"
     )
     assert spell(CHAT.whole(MESSAGES[:3])).endswith("<|call|>ls<|end|>")
     assert CHAT.whole(MESSAGES).dtype == np.int32
@@ -42,7 +43,11 @@ def test_messages_render_to_the_documented_wire_form() -> None:
 
 def test_arguments_may_be_a_json_string_in_any_order() -> None:
     arguments = json.dumps({"text": "x", "line": 3, "path": "a.py"})
-    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "edit", "arguments": arguments}}]}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "edit", "arguments": arguments}}],
+    }
     assert spell(CHAT.whole([message], TOOLS)) == "<|assistant|><|call|>edit a.py 3 x<|end|>"
 
 
@@ -133,7 +138,9 @@ def test_a_directory_without_a_usable_format_is_an_error_with_a_hint(tmp_path: P
 
 
 def test_a_template_cannot_leave_its_sandbox() -> None:
-    chat = ChatFormat(laptop_tokenizer(), "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}")
+    chat = ChatFormat(
+        laptop_tokenizer(), "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}"
+    )
     with pytest.raises(ChatError, match="refused"):
         chat.first(MESSAGES)
 
@@ -141,3 +148,15 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 def test_the_packaged_template_refuses_an_unknown_role() -> None:
     with pytest.raises(ChatError, match="refused"):
         CHAT.first([{"role": "user|><|end", "content": "x"}])
+
+
+def test_a_spelled_call_is_what_the_template_renders_and_parses_back() -> None:
+    spelled = CHAT.spell(EDIT)
+    assert CHAT.parse(spelled, TOOLS).call == EDIT
+    assert CHAT.whole([assistant_message("", EDIT, call_id="c")]).tolist() == [IDS["<|assistant|>"], *spelled]
+
+
+def test_the_last_message_of_a_prompt_is_found() -> None:
+    assert CHAT.last_message(CHAT.first(MESSAGES)) == "ok"
+    assert CHAT.last_message(CHAT.first(MESSAGES[:2])) == "fix the failing test"
+    assert CHAT.last_message([]) == ""

@@ -8,7 +8,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template
 
-_TEXT = ["def price(n):\n    return n + 3\n", "edit calc.py 3 return a + b", "fix the failing test", "ls cat test submit ok"]
+_TEXT = [
+    "def price(n):\n    return n + 3\n",
+    "edit calc.py 3 return a + b",
+    "fix the failing test",
+    "ls cat test submit ok",
+]
 
 
 def laptop_tokenizer() -> Tokenizer:

@@ -1,0 +1,158 @@
+"""One rollout: a machine in the task's state → the agent → the declared files out of it → the machine is gone.
+
+The rule of outcomes is kept here. Whatever the agent can cause ends in exports that a grader will judge: files deleted,
+too large or turned into links are simply not exported. Invalid needs a boundary and evidence from outside: an
+`EngineError` (no engine answered) or a `MachineError` (the machine could not be made, or died, which its runtime
+raises only for causes outside the agent's reach). Knows nothing of answers and grading.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+from etude.errors import EtudeError, MachineError, TaskError
+from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, run_agent, standard_tools
+from etude.records.rollout import Boundary, Ending, Graded, Invalid, Outcome, Rollout, RolloutSpec, Trace
+from etude.records.task import Task
+from etude.seams import Machine, Policy, Runtime
+
+UNFINISHED = Ending.DEADLINE
+"""What `Rollout.ending` holds in an invalid rollout, which has no ending of its own: it was cut off from outside."""
+
+MAX_EXPORTS = 256
+
+
+async def run_rollout(
+    spec: RolloutSpec,
+    *,
+    runtime: Runtime,
+    policy: Policy,
+    chat: ChatFormat,
+    harness: HarnessConfig,
+    clock: Callable[[], float] = time.monotonic,
+) -> Rollout:
+    """Run one rollout to its end. What a rollout can meet never raises: a failed one is data (`Rollout.invalid`)."""
+    began = clock()
+    try:
+        snapshot = await prepare(spec.task, runtime)
+        (machine,) = await runtime.fork(snapshot, 1)
+    except MachineError as error:
+        return unplaced(spec, error, wall_s=clock() - began)
+    return await on_machine(spec, machine, policy=policy, chat=chat, harness=harness, clock=clock, began=began)
+
+
+async def prepare(task: Task, runtime: Runtime) -> str:
+    """The snapshot of the task's tree. Raises `MachineError`."""
+    return await runtime.prepare({path: text.encode() for path, text in task.files.items()})
+
+
+async def on_machine(
+    spec: RolloutSpec,
+    machine: Machine,
+    *,
+    policy: Policy,
+    chat: ChatFormat,
+    harness: HarnessConfig,
+    clock: Callable[[], float],
+    began: float,
+) -> Rollout:
+    """The rollout on a machine that was forked for it, and that it closes however it ends."""
+    try:
+        run = await run_agent(
+            spec.task,
+            machine,
+            policy=policy,
+            chat=chat,
+            tools=standard_tools(harness.tools),
+            limits=harness,
+            ask=_ask(spec),
+            clock=clock,
+        )
+        if run.failure is not None or run.ending is None:
+            boundary = Boundary.MACHINE if isinstance(run.failure, MachineError) else Boundary.PROVIDER
+            return _invalid(spec, boundary, run.failure, run, wall_s=clock() - began)
+        try:
+            exports = await read_exports(machine, spec.task.exports, max_bytes=harness.export_bytes)
+        except MachineError as error:
+            return _invalid(spec, Boundary.MACHINE, error, run, wall_s=clock() - began)
+        return Rollout(
+            rollout_id=spec.rollout_id,
+            group_id=spec.group_id,
+            attempt=spec.attempt,
+            task=spec.task,
+            trace=run.trace,
+            ending=run.ending,
+            exports=exports,
+            wall_s=clock() - began,
+            tool_s=run.tool_s,
+        )
+    finally:
+        await machine.close()
+
+
+async def read_exports(machine: Machine, paths: tuple[str, ...], *, max_bytes: int) -> dict[str, bytes]:
+    """The declared files that are there, are regular and fit. What cannot be had is left out: the grader sees that.
+
+    Raises `MachineError`, and `TaskError` for a declaration that is no plain relative path.
+    """
+    if len(paths) > MAX_EXPORTS:
+        raise TaskError(f"{len(paths)} exports are declared", hint=f"at most {MAX_EXPORTS} are allowed")
+    exports: dict[str, bytes] = {}
+    for path in paths:
+        pure = PurePosixPath(path)
+        if pure.is_absolute() or ".." in pure.parts or str(pure) != path:
+            raise TaskError(f"export {path!r} is not a plain relative path", hint="mend the task's exports")
+        try:
+            exports[path] = await machine.read(path, max_bytes=max_bytes)
+        except (OSError, ValueError):  # deleted, a directory, a link out of the tree, too large
+            continue
+    return exports
+
+
+def settle(rollout: Rollout, outcome: Outcome, *, require_submit: bool) -> Outcome:
+    """The outcome of a rollout after its grader's word: an agent that never submitted scores 0, the raw terms kept.
+
+    Otherwise a policy could idle at its limits with the work half done and never learn to stop.
+    """
+    if not require_submit or isinstance(outcome, Invalid) or rollout.ending is Ending.SUBMITTED:
+        return outcome
+    reason = f"not submitted ({rollout.ending.value}); {outcome.reason}"
+    terms = {**outcome.terms, "submitted": 0.0}
+    return Graded(reward=0.0, terms=terms, trust=outcome.trust, reason=reason)
+
+
+def _ask(spec: RolloutSpec) -> Ask:
+    return Ask(
+        session_id=f"{spec.rollout_id}/{spec.attempt}",
+        seed=spec.seed,
+        temperature=spec.temperature,
+        min_step=spec.min_step,
+        pin_step=spec.pin_step,
+        keep_routes=spec.keep_routes,
+    )
+
+
+def _invalid(
+    spec: RolloutSpec, boundary: Boundary, error: EtudeError | None, run: AgentRun | None = None, *, wall_s: float
+) -> Rollout:
+    what, facts = (error.what, error.facts) if error else ("the agent ended without an ending", "")
+    invalid = Invalid(boundary=boundary, reason=what, evidence=f"{type(error).__name__}: {facts or what}")
+    return Rollout(
+        rollout_id=spec.rollout_id,
+        group_id=spec.group_id,
+        attempt=spec.attempt,
+        task=spec.task,
+        trace=run.trace if run else Trace(()),
+        ending=UNFINISHED,
+        exports={},
+        wall_s=wall_s,
+        tool_s=run.tool_s if run else 0.0,
+        invalid=invalid,
+    )
+
+
+def unplaced(spec: RolloutSpec, error: MachineError, *, wall_s: float) -> Rollout:
+    """A rollout for which no machine could be made."""
+    return _invalid(spec, Boundary.MACHINE, error, wall_s=wall_s)
