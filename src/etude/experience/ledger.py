@@ -57,17 +57,20 @@ class Ledger:
         """Open or create. `capacity` is the number of slots; reopening with another one is a `LedgerError`."""
         self._capacity = capacity
         self._db = Database(path, check=self._check_slots)
-        with self._db.atomic():
-            if self.recall("capacity") is None:
-                self.remember("capacity", capacity)
-                for slot in range(capacity):
-                    self._db.execute("INSERT INTO slots VALUES (?, NULL)", slot)
-        if self.recall("capacity") != capacity:
-            found = self.recall("capacity")
+        found = self.recall("capacity")
+        if found is None:
+            self._create_slots()
+        elif found != capacity:
             self.close()
             raise LedgerError(
                 f"{path} has {found} slots", f"asked for {capacity}", hint="resume a run with the config it began with"
             )
+
+    def _create_slots(self) -> None:
+        with self._db.atomic():
+            self.remember("capacity", self._capacity)
+            for slot in range(self._capacity):
+                self._db.execute("INSERT INTO slots VALUES (?, NULL)", slot)
 
     @classmethod
     def reading(cls, path: Path) -> Ledger:

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from etude.errors import LedgerError, StoreError
+from etude.experience import Finished, Ledger, make_batch
+from etude.experience.database import Database
+from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
+from etude.records import Rollout, unpack
+from etude.seams import ExperienceStore
+
+FORMAT = Path(__file__).parents[3] / "docs/formats/ledger.md"
+
+
+def batch_of(ledger, *group_ids, step=1):
+    groups = [ledger.group(g) for g in group_ids]
+    return make_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+
+
+def test_the_ledger_is_an_experience_store(ledger):
+    assert isinstance(ledger, ExperienceStore)
+
+
+def test_a_finished_rollout_is_stored_with_its_transition(ledger, kit, finish_group):
+    finish_group("g000000", [1.0, 0.0])
+    assert ledger.states() == {"graded": 2}
+    stored = ledger.group("g000000")
+    assert stored.rewards == [1.0, 0.0]
+    assert stored.valid[0][0].trace.path(0).token_ids.tolist() == kit.chain([(0, 4)]).path(0).token_ids.tolist()
+
+
+def test_what_the_table_forbids_is_refused_and_changes_nothing(ledger, kit):
+    ledger.admit(kit.spec("g000000.0"))
+    with pytest.raises(LedgerError, match="from admitted to trained"):
+        ledger.move("g000000.0", "trained", reason="hope")
+    assert ledger.states() == {"admitted": 1}
+
+
+def test_a_terminal_state_needs_its_reason(ledger, kit):
+    ledger.admit(kit.spec("g000000.0"))
+    with pytest.raises(LedgerError, match="no reason given"):
+        ledger.move("g000000.0", "cancelled")
+
+
+def test_every_terminal_state_releases_its_slot(ledger, kit, finish_group):
+    finish_group("g000000", [1.0, 0.0, None])
+    ledger.admit(kit.spec("g000001.0"))
+    assert ledger.slots() == (3, 8)  # the invalid one has none
+    ledger.move("g000001.0", "cancelled", reason="the run ends")
+    batch = batch_of(ledger, "g000000")
+    ledger.batch(batch)
+    assert ledger.slots() == (2, 8)
+    ledger.commit(batch.rollout_ids, kit.version(1))
+    assert ledger.slots() == (0, 8)
+    assert ledger.states() == {"trained": 2, "invalid": 1, "cancelled": 1}
+
+
+def test_a_full_ledger_admits_nobody(ledger, kit):
+    for i in range(8):
+        ledger.admit(kit.spec(f"g000000.{i}"))
+    with pytest.raises(LedgerError, match="all 8 are held"):
+        ledger.admit(kit.spec("g000001.0"))
+    assert ledger.states() == {"admitted": 8}
+
+
+def test_a_rollout_without_an_advantage_ends_as_no_signal(ledger, kit, finish_group):
+    finish_group("g000000", [1.0, 1.0])
+    batch = batch_of(ledger, "g000000")
+    assert batch.samples == ()
+    ledger.batch(batch)
+    ledger.commit(batch.rollout_ids, kit.version(1))
+    assert ledger.states() == {"no-signal": 2}
+    assert ledger.row("g000000.0").version == str(kit.version(1))
+
+
+def test_a_group_is_taken_by_one_batch_only(ledger, finish_group):
+    finish_group("g000000", [1.0, 0.0])
+    batch = batch_of(ledger, "g000000")
+    ledger.batch(batch)
+    assert ledger.open_groups() == []
+    with pytest.raises(LedgerError, match="is in batch b000001"):
+        ledger.batch(batch)
+
+
+def test_a_batch_with_a_running_member_is_refused_as_a_whole(ledger, kit, finish_group):
+    finish_group("g000000", [1.0, 0.0])
+    ledger.admit(kit.spec("g000000.2"))
+    with pytest.raises(LedgerError, match="which is admitted"):
+        ledger.batch(batch_of(ledger, "g000000"))
+    assert ledger.states() == {"graded": 2, "admitted": 1}
+    assert ledger.open_groups() == ["g000000"]
+
+
+def test_the_answer_of_an_attempt_given_up_is_not_counted(ledger, kit):
+    ledger.admit(kit.spec("g000000.0"))
+    ledger.move("g000000.0", "running")
+    ledger.move("g000000.0", "requeued", reason="its worker died")
+    assert ledger.spec("g000000.0").attempt == 1
+    ledger.move("g000000.0", "running")
+    assert not ledger.finish(kit.rollout("g000000.0", attempt=0), kit.graded(1.0))
+    assert ledger.finish(kit.rollout("g000000.0", attempt=1), kit.graded(0.0))
+    assert not ledger.finish(kit.rollout("g000000.0", attempt=1), kit.graded(1.0))  # delivered twice
+    assert ledger.group("g000000").rewards == [0.0]
+
+
+def test_a_rollout_whose_worker_left_nothing_is_invalid_data_of_its_group(ledger, kit):
+    ledger.admit(kit.spec("g000000.0"))
+    ledger.move("g000000.0", "running")
+    ledger.fail("g000000.0", kit.invalid)
+    stored = ledger.group("g000000")
+    assert ledger.group_ready("g000000")
+    assert (stored.valid, stored.invalid) == ((), (kit.invalid,))
+    assert ledger.row("g000000.0").boundary == "machine"
+
+
+def test_groups_come_in_order_of_admission_whatever_finished_first(ledger, kit, finish_group):
+    ledger.admit(kit.spec("g000007.0"))
+    finish_group("g000003", [1.0])
+    assert ledger.open_groups() == ["g000007", "g000003"]
+    assert [ledger.group_ready(g) for g in ledger.open_groups()] == [False, True]
+    assert ledger.num_groups() == 2
+
+
+def test_a_failed_transaction_leaves_neither_rollouts_nor_cursor(ledger, kit):
+    def work():
+        ledger.admit(kit.spec("g000000.0"))
+        ledger.move_cursor("train", 1)
+        ledger.admit(kit.spec("g000000.0"))
+
+    with pytest.raises(LedgerError, match="admitted before"):
+        ledger.transaction(work)
+    assert (ledger.states(), ledger.cursor("train"), ledger.slots()) == ({}, 0, (0, 8))
+
+
+def test_an_inner_failure_undoes_only_itself(ledger, kit):
+    def work():
+        ledger.admit(kit.spec("g000000.0"))
+        with pytest.raises(LedgerError):
+            ledger.admit(kit.spec("g000000.0"))
+        ledger.move_cursor("train", 1)
+
+    ledger.transaction(work)
+    assert (ledger.states(), ledger.cursor("train")) == ({"admitted": 1}, 1)
+
+
+def test_after_a_restart_the_ledger_agrees_with_the_lineage(tmp_path, kit, finish_group, ledger):
+    finish_group("g000000", [1.0, 0.0])
+    finish_group("g000001", [1.0, 0.0])
+    first, second = batch_of(ledger, "g000000"), batch_of(ledger, "g000001", step=2)
+    ledger.batch(first)
+    ledger.commit(first.rollout_ids, kit.version(1))
+    ledger.batch(second)
+    ledger.admit(kit.spec("g000002.0"))
+    ledger.move("g000002.0", "running")
+    ledger.close()
+
+    reopened = Ledger(tmp_path / "ledger.sqlite", capacity=8)
+    mended = reopened.reconcile([*first.rollout_ids, *second.rollout_ids])  # killed between pointer and commit
+    assert (mended.trained, mended.freed, mended.requeued) == (2, 0, 1)
+    assert reopened.waiting() == ["g000002.0"]
+    assert reopened.spec("g000002.0").attempt == 1
+
+    mended = reopened.reconcile(first.rollout_ids)  # the learner goes back to step 1
+    assert (mended.trained, mended.freed, mended.requeued) == (0, 2, 0)
+    assert reopened.open_groups() == ["g000001", "g000002"]
+    assert reopened.group("g000001").rewards == [1.0, 0.0]
+
+
+def test_a_lost_lineage_borrows_slots_and_gives_them_back(ledger, kit, finish_group):
+    finish_group("g000000", [1.0, 0.0])
+    batch = batch_of(ledger, "g000000")
+    ledger.batch(batch)
+    ledger.commit(batch.rollout_ids, kit.version(1))
+    for i in range(8):
+        ledger.admit(kit.spec(f"g000001.{i}"))
+    assert ledger.reconcile([]).freed == 2
+    assert ledger.slots() == (10, 10)
+    ledger.batch(batch)
+    ledger.commit(batch.rollout_ids, kit.version(1))
+    assert ledger.slots() == (8, 8)
+
+
+def test_invalid_members_of_a_lost_step_are_open_with_their_group(ledger, finish_group):
+    finish_group("g000000", [None, None])
+    ledger.batch(batch_of(ledger, "g000000"))
+    assert ledger.open_groups() == []
+    ledger.reconcile([])
+    assert ledger.open_groups() == ["g000000"]
+    assert ledger.states() == {"invalid": 2}
+
+
+def test_a_parked_rollout_gives_up_its_slot_and_takes_one_when_it_returns(ledger, kit):
+    ledger.admit(kit.spec("g000000.0"))
+    ledger.move("g000000.0", "running")
+    ledger.move("g000000.0", "parked", reason="a straggler")
+    assert ledger.slots() == (0, 8)
+    ledger.move("g000000.0", "requeued")
+    assert ledger.slots() == (1, 8)
+
+
+def test_pruning_keeps_what_a_restart_may_need(ledger, kit, finish_group):
+    for step in (1, 2):
+        finish_group(f"g00000{step}", [1.0, 0.0])
+        batch = batch_of(ledger, f"g00000{step}", step=step)
+        ledger.batch(batch)
+        ledger.commit(batch.rollout_ids, kit.version(step))
+    assert ledger.prune(1) == 4  # a spec and a record of each
+    assert ledger.get("g000001.0", "finished") is None
+    assert ledger.get("g000002.0", "finished") is not None
+    with pytest.raises(LedgerError, match="has no spec left"):
+        ledger.spec("g000001.0")
+
+
+def test_a_record_that_cannot_be_read_is_named(ledger, finish_group):
+    finish_group("g000000", [1.0])
+    ledger.put("g000000.0", "finished", b"\x93not a record")
+    with pytest.raises(LedgerError, match=re.escape("finished of rollout g000000.0")):
+        ledger.group("g000000")
+    ledger.move("g000000.0", "quarantined", reason="cannot be read")
+    assert ledger.group("g000000").finished == ()
+
+
+def test_history_tells_the_whole_life(ledger, finish_group):
+    finish_group("g000000", [1.0, 0.0])
+    ledger.batch(batch_of(ledger, "g000000"))
+    assert [step["state"] for step in ledger.history("g000000.0")] == ["admitted", "running", "graded", "batched"]
+    assert ledger.history("g000000.0")[-1]["batch_id"] == "b000001"
+
+
+def test_blobs_of_a_rollout_come_back_and_unknown_rollouts_have_none(ledger, kit):
+    ledger.admit(kit.spec("g000000.0"))
+    ledger.put("g000000.0", "log", b"x")
+    ledger.put("g000000.0", "log", b"y")
+    assert ledger.get("g000000.0", "log") == b"y"
+    assert ledger.get("g000000.0", "nothing") is None
+    with pytest.raises(LedgerError, match="not in the ledger"):
+        ledger.put("g000009.0", "log", b"x")
+
+
+def test_another_capacity_is_another_run(ledger, tmp_path):
+    ledger.close()
+    with pytest.raises(LedgerError, match="has 8 slots"):
+        Ledger(tmp_path / "ledger.sqlite", capacity=9)
+
+
+def test_a_reader_sees_what_the_writer_committed(ledger, tmp_path, kit):
+    ledger.admit(kit.spec("g000000.0"))
+    reader = Ledger.reading(tmp_path / "ledger.sqlite")
+    assert reader.states() == {"admitted": 1}
+    ledger.move("g000000.0", "running")
+    assert reader.states() == {"running": 1}
+    with pytest.raises(LedgerError, match="cannot be used"):
+        reader.move("g000000.0", "cancelled", reason="a reader may not")
+    reader.close()
+
+
+def test_a_slot_that_went_astray_stops_the_next_commit(ledger, kit, tmp_path):
+    ledger.admit(kit.spec("g000000.0"))
+    other = Database(tmp_path / "ledger.sqlite")
+    other.execute("UPDATE slots SET rollout_id = NULL")
+    other.close()
+    with pytest.raises(LedgerError, match="do not add up"):
+        ledger.move("g000000.0", "running")
+
+
+@pytest.mark.parametrize("content", [b"not sqlite at all" * 100, b"SQLite format 3\0" + b"\xff" * 4096])
+def test_a_file_that_is_no_ledger_is_an_error_with_a_hint(tmp_path, content):
+    (tmp_path / "ledger.sqlite").write_bytes(content)
+    with pytest.raises((LedgerError, StoreError)) as caught:
+        Ledger(tmp_path / "ledger.sqlite", capacity=8)
+    assert caught.value.hint
+
+
+def test_reading_where_there_is_none_is_an_error(tmp_path):
+    with pytest.raises(LedgerError, match="cannot be used"):
+        Ledger.reading(tmp_path / "ledger.sqlite")
+
+
+def test_a_ledger_of_another_format_is_refused(ledger, tmp_path):
+    ledger.remember("format", 99)
+    ledger.close()
+    with pytest.raises(LedgerError, match="format 99"):
+        Ledger(tmp_path / "ledger.sqlite", capacity=8)
+
+
+def test_terminal_states_hold_no_slot_and_only_a_lost_lineage_reopens_them():
+    assert not HOLDING & TERMINAL
+    reopened = {move.origin for move in MOVES if move.origin in TERMINAL}
+    assert reopened == {State.TRAINED, State.NO_SIGNAL}
+    assert {move.to for move in MOVES if move.origin in reopened} == {State.REQUEUED}
+    assert {move.to for move in MOVES} | {State.ADMITTED} == set(State)
+
+
+def test_the_format_page_shows_the_same_table():
+    rows = re.findall(r"^\| `([a-z-]+)` → `([a-z-]+)` \| (.+) \|$", FORMAT.read_text(), re.M)
+    assert rows == [(move.origin, move.to, move.when) for move in MOVES]
+
+
+def test_the_stored_rollout_is_the_packed_record(ledger, kit, finish_group):
+    finish_group("g000000", [1.0])
+    data = ledger.get("g000000.0", "finished")
+    assert isinstance(unpack(data, Finished).rollout, Rollout)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import LedgerError
+from etude.experience import Straggler, make_batch, pack, step_facts
+from etude.experience.packing import paths
+from etude.records import Sample, Trace
+from etude.records.rollout import Path, Turn
+
+
+def sample(name: str, num_tokens: int) -> Sample:
+    zeros = np.zeros(num_tokens, np.int32)
+    path = Path(
+        token_ids=zeros,
+        mask=np.ones(num_tokens, bool),
+        logprobs=np.zeros(num_tokens, np.float32),
+        steps=zeros,
+        kv_epochs=zeros,
+        routes=np.zeros((num_tokens, 1, 1), np.uint8),
+    )
+    return Sample(rollout_id=name, path=path, advantage=1.0)
+
+
+@given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 2000), st.randoms())
+def test_packing_keeps_every_sample_once_within_the_budget_in_any_order(lengths, budget, random):
+    samples = [sample(f"r{i:03d}", n) for i, n in enumerate(lengths)]
+    packed = pack(samples, budget_tokens=budget)
+    assert sorted(s.rollout_id for m in packed for s in m) == [s.rollout_id for s in samples]
+    for micro in packed:
+        assert len(micro) == 1 or len(micro) * max(len(s.path.token_ids) for s in micro) <= budget
+    random.shuffle(samples)
+    again = pack(samples, budget_tokens=budget)
+    assert [[s.rollout_id for s in m] for m in again] == [[s.rollout_id for s in m] for m in packed]
+
+
+def test_rows_of_like_length_share_a_microbatch():
+    lengths = [10, 200, 11, 190]
+    packed = pack([sample(str(i), n) for i, n in enumerate(lengths)], budget_tokens=400)
+    assert [[len(s.path.token_ids) for s in m] for m in packed] == [[10, 11], [190, 200]]
+
+
+def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit):
+    groups = [kit.group("g000001", [1.0, 0.0, None]), kit.group("g000000", [1.0, 1.0, 1.0])]
+    batch = make_batch(groups, batch_id="b000001", step=1, max_lag=0)
+    assert [(s.rollout_id, s.advantage) for s in batch.samples] == [("g000001.0", 0.5), ("g000001.1", -0.5)]
+    assert list(batch.rollout_ids) == sorted(i for g in groups for i in g.rollout_ids)
+    assert batch.num_loss_tokens == 5 * 4  # five valid rollouts of four sampled tokens
+
+
+def test_the_order_of_the_groups_does_not_change_the_batch(kit):
+    groups = [kit.group("g000001", [1.0, 0.0]), kit.group("g000000", [0.0, 1.0])]
+    one, two = (make_batch(g, batch_id="b", step=1, max_lag=0) for g in (groups, groups[::-1]))
+    assert [s.rollout_id for s in one.samples] == [s.rollout_id for s in two.samples]
+    assert one.rollout_ids == two.rollout_ids
+
+
+def test_in_a_branching_trace_each_sampled_token_is_in_the_loss_once(kit):
+    stem = kit.chain([(0, 4)]).turns[0]
+    left = Turn(parent=0, prompt_ids=np.arange(2, dtype=np.int32), completion=kit.completion([(0, 5)], context=9))
+    right = Turn(parent=0, prompt_ids=np.arange(1, dtype=np.int32), completion=kit.completion([(0, 6)], context=8))
+    first, second = paths(Trace((stem, left, right)))
+    assert (first.mask.sum(), second.mask.sum()) == (9, 6)
+    assert len(second.token_ids) == 3 + 4 + 1 + 6  # the stem is still context
+    assert (second.logprobs[~second.mask] == 0).all()
+    assert (second.steps[~second.mask] == -1).all()
+
+
+def test_waiting_for_stragglers_refuses_a_token_past_the_bound(kit):
+    groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(2, 4)], [(5, 4)]))]
+    with pytest.raises(LedgerError, match="a token of step 2 would be trained at step 5"):
+        make_batch(groups, batch_id="b", step=6, max_lag=2)
+
+
+def test_masking_stragglers_trains_only_their_fresh_spans(kit):
+    groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(2, 4)], [(2, 1), (5, 3)]))]
+    batch = make_batch(groups, batch_id="b", step=6, max_lag=2, straggler=Straggler.MASK)
+    assert [int(s.path.mask.sum()) for s in batch.samples] == [3, 3]
+    assert {int(s) for s in batch.samples[0].path.steps} == {-1, 5}
+    facts = step_facts(groups, batch)
+    assert facts["masked_share"] == pytest.approx(5 / 8)
+    assert facts["lag"] == {"3": 2}
+    assert facts["token_lag"] == {"0": 6, "3": 10}
+
+
+def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed(kit):
+    groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(0, 4)]))]
+    batch = make_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK)
+    assert batch.samples == ()
+    assert batch.rollout_ids == ("g000000.0", "g000000.1")
+
+
+def test_step_facts_count_what_a_step_saw(kit):
+    groups = [kit.group("g000000", [1.0, 0.0, None]), kit.group("g000001", [0.0, 0.0, 0.0]), kit.group("g2", [None])]
+    facts = step_facts(groups, make_batch(groups, batch_id="b", step=1, max_lag=0))
+    assert facts == {
+        "reward_mean": 0.2,
+        "best_of_k": 0.5,
+        "num_groups": 3,
+        "no_signal_share": pytest.approx(2 / 3),
+        "lag": {"0": 5},
+        "token_lag": {"0": 20},
+        "invalid": {"machine": 2},
+        "turns_mean": 1.0,
+        "sampled_mean": 4.0,
+        "masked_share": 0.0,
+    }

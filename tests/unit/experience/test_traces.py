@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from etude.errors import LedgerError, StoreError
+from etude.experience import Finished, Group, Straggler, make_batch, read_trace, write_trace
+from etude.experience.traces import SCHEMA, read_index
+from etude.records import pack
+
+
+def recorded(tmp_path, kit, **options):
+    groups = [
+        kit.group("g000000", [1.0, 0.0, None], kit.chain([(3, 4)], [(3, 2), (4, 5)])),
+        kit.group("g000001", [1.0, 1.0], kit.chain([(4, 4)])),
+        Group("g000002", ("g000002.0", "g000002.1"), (Finished(rollout_id="g000002.0", outcome=kit.invalid),)),
+    ]
+    batch = make_batch(groups, batch_id="b000005", step=5, **options)
+    return batch, write_trace(tmp_path, batch, groups)
+
+
+@pytest.mark.parametrize(("max_lag", "straggler"), [(1, Straggler.WAIT), (0, Straggler.MASK)])
+def test_a_batch_comes_back_to_the_byte(tmp_path, kit, max_lag, straggler):
+    batch, path = recorded(tmp_path, kit, max_lag=max_lag, straggler=straggler)
+    assert pack(read_trace(path).batch) == pack(batch)
+    assert len(batch.samples) == 2
+    assert batch.samples[0].path.routes.dtype == np.uint8
+
+
+def test_every_consumed_rollout_and_its_outcome_is_kept(tmp_path, kit):
+    _, path = recorded(tmp_path, kit, max_lag=1)
+    outcomes = {one.rollout_id: one.outcome for one in read_trace(path).rollouts}
+    assert outcomes == {
+        "g000000.0": kit.graded(1.0),
+        "g000000.1": kit.graded(0.0),
+        "g000000.2": kit.invalid,
+        "g000001.0": kit.graded(1.0),
+        "g000001.1": kit.graded(1.0),
+        "g000002.0": kit.invalid,
+        "g000002.1": None,  # cancelled: it has no outcome
+    }
+    index = read_index(path)
+    assert (index.step, index.batch_id, index.rollout_ids) == (5, "b000005", frozenset(outcomes))
+    assert index.trained == {"g000000.0", "g000000.1"}
+    assert index.graded == {"g000000.0", "g000000.1", "g000001.0", "g000001.1"}
+
+
+def test_the_file_has_the_documented_columns(tmp_path, kit):
+    _, path = recorded(tmp_path, kit, max_lag=1)
+    assert pq.read_schema(path).names == SCHEMA.names
+    page = (Path(__file__).parents[3] / "docs/formats/traces.md").read_text()
+    assert [name for name in SCHEMA.names if f"| `{name}` |" not in page] == []
+
+
+def test_writing_the_same_batch_again_gives_the_same_bytes(tmp_path, kit):
+    _, one = recorded(tmp_path / "a", kit, max_lag=1)
+    _, two = recorded(tmp_path / "b", kit, max_lag=1)
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_missing_trace_is_named(tmp_path):
+    with pytest.raises(LedgerError, match="no trace at"):
+        read_trace(tmp_path / "batch-000001.parquet")
+
+
+def test_a_parquet_file_of_something_else_is_refused(tmp_path, kit):
+    _, path = recorded(tmp_path, kit, max_lag=1)
+    table = pq.read_table(path).drop_columns(["mask"])
+    pq.write_table(table, path)
+    with pytest.raises(LedgerError, match="columns are not those of a trace"):
+        read_trace(path)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_bytes_give_an_error_with_a_hint_or_a_batch(tmp_path, kit, data):
+    _, path = recorded(tmp_path, kit, max_lag=1)
+    content = bytearray(path.read_bytes())
+    if data.draw(st.booleans()):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        for _ in range(data.draw(st.integers(1, 4))):
+            content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    with contextlib.suppress(LedgerError):  # anything else is a defect
+        assert read_trace(path).batch.step == read_index(path).step
+
+
+def test_a_full_disk_leaves_the_old_trace_whole(tmp_path, kit):
+    batch, path = recorded(tmp_path, kit, max_lag=1)
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard))
+    try:
+        with pytest.raises(StoreError, match="cannot be written"):
+            recorded(tmp_path, kit, max_lag=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert pack(read_trace(path).batch) == pack(batch)
