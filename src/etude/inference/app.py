@@ -1,0 +1,147 @@
+"""An engine's HTTP face: routes in, routes out, nothing decided here.
+
+Token-in/token-out in the shape of vLLM's endpoint, as msgpack or JSON by content type (arrays with dtype and shape,
+never lists of numbers). Errors are `errors.ErrorBody`. A caller that goes away cancels its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from etude.errors import EtudeError
+from etude.inference.engine import ReferenceEngine
+from etude.inference.errors import MalformedRequest, Unauthorised, to_http
+from etude.inference.metrics import exposition
+from etude.inference.wire import GENERATE, JSON, MSGPACK, AdoptRequest, Verified, VerifyRequest
+from etude.records.completion import CompletionRequest
+from etude.records.wire import from_json, pack, to_json, unpack
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(engine: ReferenceEngine, *, token: str | None = None) -> Starlette:
+    """The application. `token`: what every POST must bear; None for an engine that only its own host reaches."""
+    face = _Face(engine, token)
+    return Starlette(
+        routes=[
+            Route(GENERATE, face.guarded(face.generate), methods=["POST"]),
+            Route("/pause", face.guarded(face.pause), methods=["POST"]),
+            Route("/resume", face.guarded(face.resume), methods=["POST"]),
+            Route("/adopt", face.guarded(face.adopt), methods=["POST"]),
+            Route("/verify", face.guarded(face.verify), methods=["POST"]),
+            Route("/health", face.health),
+            Route("/info", face.info),
+            Route("/metrics", face.metrics),
+        ]
+    )
+
+
+class _Face:
+    def __init__(self, engine: ReferenceEngine, token: str | None) -> None:
+        self.engine, self._token = engine, token
+        self._max_body = 64 * 1024 + 16 * engine.config.context_tokens
+
+    def guarded(self, handler: Handler) -> Handler:
+        """Checks the token first, and turns errors into answers."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                self._authorise(request)
+                return await handler(request)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except EtudeError as error:
+                status, body = to_http(error)
+                return Response(body, status, media_type=JSON)
+
+        return answer
+
+    async def generate(self, request: Request) -> Response:
+        asked = await self._read(request, CompletionRequest)
+        work = asyncio.ensure_future(self.engine.generate(asked))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=499)
+            return _reply(request, work.result())
+        finally:
+            work.cancel()
+            gone.cancel()
+
+    async def pause(self, request: Request) -> Response:
+        await self.engine.pause()
+        return Response(b"{}", media_type=JSON)
+
+    async def resume(self, request: Request) -> Response:
+        await self.engine.resume()
+        return Response(b"{}", media_type=JSON)
+
+    async def adopt(self, request: Request) -> Response:
+        asked = await self._read(request, AdoptRequest)
+        return _reply(request, await self.engine.adopt(asked.min_step, deadline_s=asked.deadline_s))
+
+    async def verify(self, request: Request) -> Response:
+        asked = await self._read(request, VerifyRequest)
+        version, logprobs = await self.engine.verify(asked.token_ids)
+        return _reply(request, Verified(version=version, logprobs=logprobs))
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine steps; 503 when its thread is dead or stuck."""
+        engine = self.engine
+        well = engine.alive and engine.stalled_s < engine.config.stall_s
+        body = msgspec.json.encode({"well": well, "stalled_s": round(engine.stalled_s, 3), "trouble": engine.trouble})
+        return Response(body, 200 if well else 503, media_type=JSON)
+
+    async def info(self, request: Request) -> Response:
+        return _reply(request, await self.engine.info())
+
+    async def metrics(self, request: Request) -> Response:
+        return PlainTextResponse(exposition(self.engine.counters, await self.engine.info()))
+
+    def _authorise(self, request: Request) -> None:
+        if self._token is None:
+            return
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            raise Unauthorised("the bearer token is missing or wrong", hint="set ETUDE_TOKEN as the engine has it")
+
+    async def _read(self, request: Request, kind: type[T]) -> T:
+        """The record in the body. Raises `MalformedRequest`, also for a body past any legal size."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self._max_body:
+                raise MalformedRequest("the body is too large", f"over {self._max_body} bytes", hint="send fewer ids")
+        try:
+            return from_json(bytes(body), kind) if _wants_json(request, "content-type") else unpack(bytes(body), kind)
+        except (ValueError, NotImplementedError, RecursionError) as error:
+            raise MalformedRequest(
+                f"the body is not a {kind.__name__}", str(error), hint=f"send it as {MSGPACK} or {JSON}"
+            ) from None
+
+
+def _wants_json(request: Request, header: str) -> bool:
+    return request.headers.get(header, "").startswith(JSON)
+
+
+def _reply(request: Request, record: object) -> Response:
+    """msgpack, unless the request itself was JSON, or asked for it."""
+    if _wants_json(request, "accept" if request.method == "GET" else "content-type"):
+        return Response(to_json(record), media_type=JSON)
+    return Response(pack(record), media_type=MSGPACK)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,115 @@
+"""An engine somewhere else: `seams.Engine` over HTTP. No torch; an engine is a URL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar
+
+import aiohttp
+
+from etude.errors import EngineError
+from etude.inference.errors import EngineGone, from_http
+from etude.inference.wire import GENERATE, MSGPACK, AdoptRequest, Verified, VerifyRequest
+from etude.records.completion import Completion, CompletionRequest, Version
+from etude.records.wire import pack, unpack
+from etude.seams import EngineInfo
+
+T = TypeVar("T")
+
+CONTROL_DEADLINE_S = 35.0  # longer than the engine's own, so that its error, which knows more, comes first
+GRACE_S = 2.0
+
+
+class HttpEngine:
+    """One engine server, reached by its URL. Connections belong to the event loop of the first call.
+
+    >>> HttpEngine("http://127.0.0.1:8000/").url
+    'http://127.0.0.1:8000'
+    """
+
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"accept": MSGPACK, "content-type": MSGPACK}
+        if token is not None:
+            self._headers["authorization"] = f"Bearer {token}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
+        return await self._post(GENERATE, request, Completion, what=what, deadline_s=deadline_s)
+
+    async def pause(self) -> None:
+        await self._call("POST", "/pause", b"", what="to pause", deadline_s=CONTROL_DEADLINE_S)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume", b"", what="to resume", deadline_s=CONTROL_DEADLINE_S)
+
+    async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
+        asked = AdoptRequest(min_step=min_step, deadline_s=deadline_s)
+        what = f"to adopt step {min_step}"
+        return await self._post("/adopt", asked, Version, what=what, deadline_s=deadline_s + GRACE_S)
+
+    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
+        body = await self._call("GET", "/info", None, what="for its state", deadline_s=deadline_s)
+        return self._read(body, EngineInfo)
+
+    async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
+        asked = VerifyRequest(token_ids=[int(t) for t in token_ids])
+        what = "for its log-probabilities"
+        said = await self._post("/verify", asked, Verified, what=what, deadline_s=CONTROL_DEADLINE_S)
+        return said.version, said.logprobs
+
+    async def _post(self, path: str, asked: object, kind: type[T], *, what: str, deadline_s: float) -> T:
+        return self._read(await self._call("POST", path, pack(asked), what=what, deadline_s=deadline_s), kind)
+
+    def _read(self, body: bytes, kind: type[T]) -> T:
+        try:
+            return unpack(body, kind)
+        except ValueError as error:
+            raise EngineError(
+                f"{self.url} answered something that is not a {kind.__name__}", str(error), hint="is it an engine?"
+            ) from None
+
+    async def _call(self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 5.0))
+        try:
+            async with self._connected().request(method, self.url + path, data=body, timeout=timeout) as answer:
+                said = await answer.read()
+                if answer.status != 200:
+                    raise from_http(answer.status, said, engine=self.url)
+                return said
+        except aiohttp.ServerTimeoutError as error:
+            raise self._gone(what, error) from None
+        except TimeoutError:
+            raise EngineError(
+                f"{self.url} was asked {what} and did not answer within {deadline_s:g} s",
+                hint="it hangs, or has too much to do: see its /health and its log",
+            ) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._gone(what, error) from None
+
+    def _gone(self, what: str, error: Exception) -> EngineGone:
+        facts = f"{type(error).__name__}: {error}; it was asked {what}"
+        return EngineGone(f"no engine answers at {self.url}", facts, hint="see whether its process lives")
+
+    def _connected(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            asyncio.get_running_loop()  # a session made outside a loop would bind to none
+            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": 60.0}
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(**options), headers=self._headers, auto_decompress=False
+            )
+        return self._session

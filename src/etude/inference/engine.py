@@ -1,0 +1,377 @@
+"""The reference engine: one thread that owns the model and steps it, and an asyncio face (`seams.Engine`).
+
+The thread alone touches scheduler, KV and weights; everybody else hands it calls, which it answers between two
+steps. So pausing, swapping weights and cancelling happen between two tokens by construction, without a lock around
+the model. A swap waits until no session pins the current version (`pins`).
+
+Two deadlines guard a request: the thread drops it when it is late and says in which phase it was; and should the
+thread itself hang, the waiting side gives up shortly after and says how long the thread has not moved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from etude.errors import ContextFull, EngineBehind, EngineError
+from etude.inference.config import EngineConfig
+from etude.inference.counters import Counters
+from etude.inference.errors import EngineBusy, MalformedRequest
+from etude.inference.patch import Patch
+from etude.inference.pins import Pins
+from etude.inference.runner import Runner
+from etude.inference.scheduler import Plan, Scheduler
+from etude.inference.scheduler import Sequence as Running
+from etude.models import Transformer
+from etude.records.completion import Completion, CompletionRequest, StopReason, Version
+from etude.seams import EngineInfo
+
+T = TypeVar("T")
+
+CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "verify")
+CONTROL_DEADLINE_S = 30.0  # for calls that wait for the end of a step only
+GRACE_S = 0.5  # the thread's own answer about a late request comes first, if the thread is well
+REST_S = 0.05  # how often a thread with nothing to compute looks for late and cancelled requests
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something for the thread to do between two steps, and whom to tell should it die first."""
+
+    run: Callable[[], None]
+    future: Future[Any]
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What a swap did. `pause_s`: how long no step could run because of it."""
+
+    version: Version
+    pause_s: float
+    num_running: int
+
+
+class ReferenceEngine:
+    """Serves `seams.Engine` from a model in this process. Use as an async context manager, or `start` and `close`.
+
+    The model must not be touched by others from `start` on, except through `swap`.
+    """
+
+    def __init__(
+        self, model: Transformer, *, version: Version, name: str = "engine", config: EngineConfig | None = None
+    ) -> None:
+        self.name, self.version, self.config = name, version, config or EngineConfig()
+        if self.config.context_tokens > model.config.context_tokens:
+            raise EngineError(
+                f"a context of {self.config.context_tokens} tokens was asked for",
+                f"the model has positions for {model.config.context_tokens}",
+                hint="lower context_tokens, or take a model with a longer context",
+            )
+        self.counters = Counters()
+        self.trouble = ""  # why the latest adoption failed; "" when it did not
+        self._vocab_size = model.config.vocab_size
+        self._scheduler = Scheduler(
+            num_slots=self.config.max_sequences,
+            chunk_tokens=self.config.chunk_tokens,
+            step_tokens=self.config.step_tokens,
+            max_waiting=self.config.max_waiting,
+        )
+        self._runner = Runner(model, num_slots=self.config.max_sequences, context_tokens=self.config.context_tokens)
+        self._pins = Pins(lease_s=self.config.pin_lease_s)
+        self._paused = False
+        self._swaps: deque[tuple[Patch, Future[Swapped]]] = deque()
+        self._awaiting: list[tuple[int, Future[Version]]] = []  # who waits for which step
+        self._inbox: deque[_Call] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._death: EngineError | None = None
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-steps", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._beat = time.monotonic()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fail what is in flight and stop. Idempotent. Raises `EngineError` when the thread does not end."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(CONTROL_DEADLINE_S)
+            if self._thread.is_alive():
+                raise self._hung(f"{self.name} did not stop within {CONTROL_DEADLINE_S:g} s")
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the stepping thread runs."""
+        return self._thread.is_alive() and self._death is None
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the stepping thread has not moved; under `REST_S` and one step's time when all is well."""
+        return time.monotonic() - self._beat
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
+        self._check(request)
+        running = Running(request, deadline=time.monotonic() + request.deadline_s)
+        self._post(_Call(lambda: self._submit(running), running.future))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(running.future), request.deadline_s + GRACE_S)
+        except TimeoutError:
+            raise self._hung(f"request {request.request_id} passed its deadline of {request.deadline_s:g} s") from None
+
+    async def pause(self) -> None:
+        await self._ask(lambda: setattr(self, "_paused", True), "to pause")
+
+    async def resume(self) -> None:
+        await self._ask(lambda: setattr(self, "_paused", False), "to resume")
+
+    async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
+        """Wait until whoever follows the weight chain (`follow`) has swapped to `min_step` or later."""
+        future: Future[Version] = Future()
+        self._post(_Call(lambda: self._await_step(min_step, future), future))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), deadline_s)
+        except TimeoutError:
+            held = "; sessions pin that version" if self._pins.held(now=time.monotonic()) else ""
+            raise EngineError(
+                f"{self.name} did not reach step {min_step} within {deadline_s:g} s",
+                f"it holds {self.version}{held}{'; ' + self.trouble if self.trouble else ''}",
+                hint="see whether the learner published that step, and the engine's log",
+            ) from None
+
+    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
+        """Never waits for the stepping thread, so that a hung engine can still be looked at."""
+        return EngineInfo(
+            name=self.name,
+            version=self.version,
+            paused=self._paused,
+            context_tokens=self.config.context_tokens,
+            max_sequences=self.config.max_sequences,
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_tokens_free=self._scheduler.slots.num_available * self.config.context_tokens,
+            capabilities=CAPABILITIES,
+        )
+
+    async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
+        ids = [int(t) for t in token_ids]
+        self._check_ids(np.array(ids, np.int64), least=2, most=self.config.context_tokens)
+        return await self._ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
+
+    def swap(self, patch: Patch) -> Future[Swapped]:
+        """Write the patch between two tokens, as soon as nobody pins the version. From any thread."""
+        future: Future[Swapped] = Future()
+        self._post(_Call(lambda: self._swaps.append((patch, future)), future))
+        return future
+
+    # -- handing calls to the thread
+
+    def _post(self, call: _Call) -> None:
+        with self._wake:
+            if self._death is not None or self._closing:
+                raise self._death or _closing(self.name)
+            if len(self._inbox) > self.config.max_waiting + self.config.max_sequences:
+                raise EngineBusy(
+                    f"{self.name} does not take up calls", f"{len(self._inbox)} wait", hint="see whether it hangs"
+                )
+            self._inbox.append(call)
+            self._wake.notify()
+
+    async def _ask(self, call: Callable[[], T], what: str) -> T:
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_result(call())
+
+        self._post(_Call(answer, future))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)
+        except TimeoutError:
+            raise self._hung(f"{self.name} was asked {what} and did not within {CONTROL_DEADLINE_S:g} s") from None
+
+    def _hung(self, what: str) -> EngineError:
+        return EngineError(
+            what,
+            f"the stepping thread of {self.name} has not moved for {self.stalled_s:.1f} s",
+            hint="restart the engine; its requests can be sent again elsewhere",
+        )
+
+    def _check(self, request: CompletionRequest) -> None:
+        """Raises `MalformedRequest` or `ContextFull`."""
+        asked, num_prompt = request.sampling, len(request.prompt_ids)
+        self._check_ids(request.prompt_ids, least=1, most=None)
+        if not (asked.max_tokens >= 1 and 0.0 <= asked.temperature < 1e4 and 0 <= asked.seed < 2**63):
+            raise MalformedRequest(
+                f"request {request.request_id} asks for impossible sampling",
+                f"max_tokens {asked.max_tokens}, temperature {asked.temperature}, seed {asked.seed}",
+                hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
+            )
+        if not 0 <= request.routes_from <= num_prompt or not 0.0 < request.deadline_s < 1e6:
+            raise MalformedRequest(
+                f"request {request.request_id} is out of range",
+                f"routes_from {request.routes_from} of {num_prompt} prompt tokens, deadline_s {request.deadline_s}",
+                hint="routes_from lies within the prompt; deadline_s is positive",
+            )
+        if num_prompt + asked.max_tokens > self.config.context_tokens:
+            raise ContextFull(
+                f"request {request.request_id} needs {num_prompt + asked.max_tokens} tokens of context",
+                f"{num_prompt} of prompt and {asked.max_tokens} to sample; {self.name} has "
+                f"{self.config.context_tokens}",
+                hint="shorten the prompt, lower max_tokens, or raise the engine's context_tokens",
+            )
+
+    def _check_ids(self, ids: np.ndarray[Any, Any], *, least: int, most: int | None) -> None:
+        whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) >= least
+        if not whole or (most is not None and len(ids) > most) or ids.min() < 0 or ids.max() >= self._vocab_size:
+            raise MalformedRequest(
+                "the token ids cannot be computed",
+                f"{ids.dtype} {list(ids.shape)}",
+                hint=f"send {least} to {most or self.config.context_tokens} ids in [0, {self._vocab_size}), one row",
+            )
+
+    # -- on the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._beat = time.monotonic()
+                while self._inbox:
+                    self._inbox.popleft().run()
+                self._swap_if_free()
+                for gone in self._scheduler.departed(time.monotonic()):
+                    self._left(gone, failed=True)
+                plan = Plan([], []) if self._paused else self._scheduler.plan()
+                if plan:
+                    self._step(plan)
+                else:
+                    self._rest()
+            self._fail_all(_closing(self.name))
+        except Exception as error:  # noqa: BLE001 - the thread's last word: everybody who waits must hear it
+            self._fail_all(
+                EngineError(f"{self.name} died", f"{type(error).__name__}: {error}", hint="restart it; see its log")
+            )
+
+    def _rest(self) -> None:
+        with self._wake:
+            if not self._inbox and not self._closing:
+                self._wake.wait(REST_S)
+
+    def _step(self, plan: Plan) -> None:
+        begin, counters = time.perf_counter(), self.counters
+        for chunk in plan.chunks:
+            counters.prefill_tokens += chunk.stop - chunk.start
+            counters.cached_tokens += chunk.start if chunk.start == chunk.sequence.num_cached else 0
+        sampled = self._runner.step(plan)
+        counters.tokens += len(sampled)
+        counters.steps += 1
+        for running in sampled:
+            if running.finished:
+                self._finish(running)
+        counters.busy_s += time.perf_counter() - begin
+
+    def _submit(self, running: Running) -> None:
+        request, step = running.request, self.version.step
+        try:
+            if step < request.min_step or (request.pin_step is not None and step != request.pin_step):
+                asked = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} on"
+                raise EngineBehind(
+                    f"request {request.request_id} asks for {asked}",
+                    f"{self.name} holds {self.version}",
+                    hint="adopt first, or ask an engine that holds it",
+                )
+            self._scheduler.submit(running)
+        except EngineError as error:
+            self.counters.failed += 1
+            _fail(running.future, error)
+            return
+        if request.pin_step is not None:
+            self._pins.enter(request.session_id)
+
+    def _finish(self, running: Running) -> None:
+        running.close_span(self.version)
+        request, ids = running.request, running.token_ids
+        stopped = ids[-1] in request.sampling.stop_token_ids
+        completion = Completion(
+            request_id=request.request_id,
+            token_ids=np.array(ids, np.int32),
+            logprobs=np.array(running.logprobs, np.float32),
+            routes=self._runner.routes(running),
+            routes_start=request.routes_from,
+            spans=tuple(running.spans),
+            stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
+            engine=self.name,
+            num_cached=running.num_cached,
+        )
+        self._scheduler.finish(running)
+        self._left(running, failed=False)
+        if running.future.set_running_or_notify_cancel():
+            running.future.set_result(completion)
+
+    def _left(self, running: Running, *, failed: bool) -> None:
+        request = running.request
+        self.counters.failed += failed
+        self.counters.requests += not failed
+        if request.pin_step is not None:
+            self._pins.leave(request.session_id, now=time.monotonic(), coming_back=request.keep_session)
+
+    def _swap_if_free(self) -> None:
+        while self._swaps and not self._pins.held(now=time.monotonic()):
+            patch, future = self._swaps.popleft()
+            begin = time.perf_counter()
+            patch.apply()
+            self._scheduler.swapped(self.version)
+            self.version = patch.version
+            pause_s = time.perf_counter() - begin
+            self.counters.swaps += 1
+            future.set_result(Swapped(patch.version, pause_s, len(self._scheduler.running)))
+            reached = [f for step, f in self._awaiting if self.version.step >= step]
+            self._awaiting = [(step, f) for step, f in self._awaiting if self.version.step < step and not f.done()]
+            for waiter in reached:
+                if waiter.set_running_or_notify_cancel():
+                    waiter.set_result(self.version)
+
+    def _await_step(self, min_step: int, future: Future[Version]) -> None:
+        if self.version.step < min_step:
+            self._awaiting.append((min_step, future))
+        elif future.set_running_or_notify_cancel():
+            future.set_result(self.version)
+
+    def _fail_all(self, error: EngineError) -> None:
+        with self._wake:
+            self._death = error
+            futures: list[Future[Any]] = [call.future for call in self._inbox]
+            self._inbox.clear()
+        futures += [running.future for running in (*self._scheduler.waiting, *self._scheduler.running)]
+        futures += [swap for _, swap in self._swaps]
+        futures += [waiter for _, waiter in self._awaiting]
+        for future in futures:
+            _fail(future, error)
+
+
+def _fail(future: Future[Any], error: EngineError) -> None:
+    if not future.done() and future.set_running_or_notify_cancel():
+        future.set_exception(error)
+
+
+def _closing(name: str) -> EngineError:
+    return EngineError(f"{name} is closing", hint="send the request to another engine")

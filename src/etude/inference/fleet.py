@@ -1,0 +1,206 @@
+"""Many engines behind one `Policy` call: who serves what, and what happens when one falls behind, fills up or dies.
+
+A session stays with its engine, whose KV it extends. An engine that is gone, or no longer says how it is while it
+holds a request, is left alone for a while and its work is sent elsewhere under the same request id: sampling is
+keyed, so a repeat is the same completion. Everything ends at the request's deadline, with an error that names what
+was waited for. Nothing runs in the background; engines may come and go at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from etude.errors import ContextFull, EngineBehind, EngineError
+from etude.inference.errors import EngineBusy, EngineGone, MalformedRequest, Unauthorised
+from etude.records.completion import Completion, CompletionRequest
+from etude.seams import Engine
+
+REST_S = 2.0  # how long an engine that was gone is left alone
+RETRY_S = 0.05  # between two tries when nobody could serve
+MAX_SESSIONS = 65_536  # remembered at most; the one unused for longest is forgotten
+
+
+class Assignment(enum.StrEnum):
+    """How a new session gets its engine."""
+
+    LEAST_LOADED = "least-loaded"
+    STABLE = "stable"  # by hash of the session's group and the engine's name: a repeated run asks the same engines
+
+
+@dataclass(eq=False)
+class _Member:
+    name: str
+    engine: Engine
+    num_running: int = 0
+    rests_until: float = 0.0  # on the monotonic clock
+    probe: asyncio.Task[bool] | None = None  # one question at a time, whoever waits
+
+
+@dataclass
+class _Try:
+    """One request's way through the fleet."""
+
+    request: CompletionRequest
+    deadline: float
+    refused: dict[str, EngineError] = field(default_factory=dict)  # each engine's latest no
+    skipped: set[str] = field(default_factory=set)  # not asked again in this round
+    hopeless: set[str] = field(default_factory=set)  # past the pinned step: never asked again
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+class Fleet:
+    """`seams.Policy` over named engines. A group is a session id up to its last dot ("g000012" of "g000012.3").
+
+    `heartbeat_s`: how often an engine that holds a request is asked whether it still answers.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        *,
+        assignment: Assignment = Assignment.LEAST_LOADED,
+        heartbeat_s: float = 5.0,
+    ) -> None:
+        self.assignment, self.heartbeat_s = assignment, heartbeat_s
+        self._members = {name: _Member(name, engine) for name, engine in engines.items()}
+        self._sessions: dict[str, str] = {}  # session -> engine's name, the one unused for longest first
+        self._changed = asyncio.Event()
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """All members, resting ones included."""
+        return {name: member.engine for name, member in self._members.items()}
+
+    def add(self, name: str, engine: Engine) -> None:
+        """A new member, or a restarted one under its old name and a new address."""
+        self._members[name] = _Member(name, engine)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def remove(self, name: str) -> None:
+        """It gets nothing new; what it still serves goes on. Unknown names are fine."""
+        self._members.pop(name, None)
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        """See `seams.Policy`. `MalformedRequest` and `ContextFull` are the caller's own and raised at once."""
+        at = _Try(request, time.monotonic() + request.deadline_s)
+        while at.left_s > 0:
+            member = self._choose(at)
+            if member is None:
+                if at.hopeless and at.hopeless >= self._members.keys():
+                    raise next(iter(at.refused.values()))
+                at.skipped.clear()
+                await self._pause_between_rounds(at)
+                continue
+            try:
+                completion = await self._serve(member, at)
+            except (MalformedRequest, ContextFull, Unauthorised):
+                raise
+            except EngineError as error:
+                at.refused[member.name] = error
+                await self._after_refusal(member, at, error)
+            else:
+                self._remember(request, member)
+                return completion
+        raise _nobody(at)
+
+    def _choose(self, at: _Try) -> _Member | None:
+        """The session's engine if it may be asked, else the assignment's; None: nobody may be asked now."""
+        now, out = time.monotonic(), at.skipped | at.hopeless
+        able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
+        home = self._sessions.get(at.request.session_id)
+        for member in able:
+            if member.name == home:
+                return member
+        if self.assignment is Assignment.STABLE:
+            group = at.request.session_id.rpartition(".")[0] or at.request.session_id
+            return max(able, key=lambda m: hashlib.sha256(f"{group}\0{m.name}".encode()).digest(), default=None)
+        return min(able, key=lambda m: (m.num_running, m.name), default=None)
+
+    async def _serve(self, member: _Member, at: _Try) -> Completion:
+        """Ask one engine, and while it works, whether it still answers."""
+        member.num_running += 1
+        asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
+        work = asyncio.ensure_future(member.engine.generate(asked))
+        try:
+            while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
+                if not await self._answers(member):
+                    raise EngineGone(
+                        f"{member.name} holds request {at.request.request_id} and does not answer",
+                        f"asked for its state, with {self.heartbeat_s:g} s of patience",
+                        hint="it hangs or its host is gone: restart it",
+                    )
+            return work.result()
+        finally:
+            member.num_running -= 1
+            work.cancel()
+
+    async def _answers(self, member: _Member) -> bool:
+        if member.probe is None or member.probe.done():
+            member.probe = asyncio.ensure_future(_is_well(member.engine, self.heartbeat_s))
+        return await asyncio.shield(member.probe)
+
+    async def _after_refusal(self, member: _Member, at: _Try, error: EngineError) -> None:
+        """What a refusal means for the next choice."""
+        at.skipped.add(member.name)
+        if isinstance(error, EngineBehind):
+            if self.assignment is Assignment.STABLE or self._choose(at) is None:
+                await self._catch_up(member, at)
+        elif not isinstance(error, EngineBusy):
+            member.rests_until = time.monotonic() + REST_S
+
+    async def _catch_up(self, member: _Member, at: _Try) -> None:
+        """Wait until the engine holds what the request demands; it pulls the weights itself."""
+        pin = at.request.pin_step
+        try:
+            version = await member.engine.adopt(
+                at.request.min_step if pin is None else pin, deadline_s=max(at.left_s, 0.001)
+            )
+        except EngineError as error:
+            at.refused[member.name] = error
+            return
+        if pin is not None and version.step > pin:
+            at.hopeless.add(member.name)
+        else:
+            at.skipped.discard(member.name)
+
+    async def _pause_between_rounds(self, at: _Try) -> None:
+        """Until the fleet changes, or a moment later."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), max(0.001, min(at.left_s, RETRY_S)))
+        except TimeoutError:
+            return
+
+    def _remember(self, request: CompletionRequest, member: _Member) -> None:
+        self._sessions.pop(request.session_id, None)
+        if request.keep_session:
+            self._sessions[request.session_id] = member.name
+        if len(self._sessions) > MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
+
+
+async def _is_well(engine: Engine, patience_s: float) -> bool:
+    try:
+        await engine.info(deadline_s=patience_s)
+    except EngineError:
+        return False
+    return True
+
+
+def _nobody(at: _Try) -> EngineError:
+    reasons = "; ".join(f"{name}: {str(e).splitlines()[0]}" for name, e in sorted(at.refused.items()))
+    return EngineError(
+        f"no engine served request {at.request.request_id} within {at.request.deadline_s:g} s",
+        reasons or "the fleet had no engine to ask",
+        hint="see the engines' logs; restarted ones join under their new address",
+    )

@@ -1,0 +1,180 @@
+"""Keys and values of every slot, and attention over them whose bits depend on one request alone.
+
+Per layer one tensor for keys and one for values, ``[S, G, C, A]``: a slot's keys of one head are one run of memory.
+Decoding rows attend together, over all slots between the first and the last in use: a slot nobody decodes in costs
+its arithmetic, which is less than copying the others out would. A chunk of a prompt attends by itself.
+
+Three things keep a row's bits free of its neighbours, of chunking and of prefix hits: no product has fewer than
+`MIN_ROWS` rows; a row sees a *window* of whole blocks of `BLOCK` positions, masked, and never a ragged end; and only
+windows are used in which a row has the same bits as in all others. The vendor's GEMM splits some sums in two (here
+with windows of 256 and 320), so `invariant_windows` finds out which, once, when the cache is made.
+
+Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot,
+A head width, W window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from etude.models import ModelConfig
+from etude.numerics import MIN_ROWS
+
+BLOCK = 64
+KERNEL_BLOCK = 512  # positions that the CPU attention kernel takes at once; slots are whole ones, pages are lazy
+I64 = npt.NDArray[np.int64]
+
+
+class KVCache:
+    """The memory: allocated once, untouched pages cost nothing."""
+
+    def __init__(self, sizes: ModelConfig, *, num_slots: int, context_tokens: int) -> None:
+        self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
+        self.heads, self.group = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
+        self.head_dim = sizes.head_dim
+        shape = (num_slots, self.heads, self.length, sizes.head_dim)
+        self.keys = [_lazy_zeros(shape) for _ in range(sizes.num_layers)]
+        self.values = [_lazy_zeros(shape) for _ in range(sizes.num_layers)]
+        self.windows = invariant_windows(self.heads, self.group, sizes.head_dim, self.length)
+        rows = max(self.group, MIN_ROWS)
+        self.queries = torch.zeros(num_slots, self.heads, rows, sizes.head_dim)  # scratch of decoding steps
+
+    @property
+    def num_bytes(self) -> int:
+        """Address space of all keys and values; resident only as far as used."""
+        return sum(t.nbytes for t in (*self.keys, *self.values))
+
+    def window(self, stop: int) -> int:
+        """The smallest usable window that covers positions [0, stop)."""
+        return next((w for w in self.windows if w >= stop), self.length)
+
+
+def _lazy_zeros(shape: tuple[int, ...]) -> torch.Tensor:
+    """Zeros whose pages the system hands out when they are first written (torch.zeros touches them all)."""
+    return torch.from_numpy(np.zeros(shape, np.float32))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A chunk's place: rows [first, first + stop - start) of the step are positions [start, stop) of the slot."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+class StepCache:
+    """The cache as one forward sees it (`models.Cache`): `decode` rows first, then the chunks, in order."""
+
+    def __init__(self, kv: KVCache, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> None:
+        self.kv, self.num_decode = kv, len(decode_slots)
+        self.chunks = [_ChunkView(kv, c) for c in chunks]
+        slots = np.concatenate([decode_slots, *(np.full(c.stop - c.start, c.slot) for c in chunks)])
+        self.row_slots: I64 = slots.astype(np.int64)  # [N]
+        self.row_positions: I64 = np.concatenate(
+            [decode_positions, *(np.arange(c.start, c.stop) for c in chunks)]
+        ).astype(np.int64)  # [N]
+        self.positions = torch.from_numpy(self.row_positions)
+        heads = self.row_slots[:, None] * kv.heads + np.arange(kv.heads)
+        self._places = torch.from_numpy((heads * kv.length + self.row_positions[:, None]).ravel())
+        self._decode = _DecodeView(kv, decode_slots, decode_positions) if self.num_decode else None
+
+    def attend(self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGA: torch.Tensor) -> torch.Tensor:
+        """Keep the step's keys and values, attend causally within each slot; o_NHA."""
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        width = keys.shape[-1]
+        keys.view(-1, width).index_copy_(0, self._places, k_NGA.reshape(-1, width))
+        values.view(-1, width).index_copy_(0, self._places, v_NGA.reshape(-1, width))
+        parts, at = [], self.num_decode
+        if self._decode is not None:
+            parts.append(self._decode.attend(keys, values, q_NHA[:at]))
+        for chunk in self.chunks:
+            parts.append(chunk.attend(keys, values, q_NHA[at : at + chunk.num_rows]))
+            at += chunk.num_rows
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _DecodeView:
+    """One row a slot, over the run of slots [low, high)."""
+
+    def __init__(self, kv: KVCache, slots: I64, positions: I64) -> None:
+        self.kv, self.low, self.high = kv, int(slots[0]), int(slots[-1]) + 1
+        run = self.high - self.low
+        self.window = kv.window(int(positions.max()) + 1)
+        self.places = None if run == len(slots) else torch.from_numpy(slots - self.low)
+        last = np.zeros(run, np.int64)  # a slot nobody decodes in sees its first position, and is not read
+        last[slots - self.low] = positions
+        hidden = np.where(np.arange(self.window) > last[:, None], np.float32(-np.inf), np.float32(0.0))
+        self.mask = torch.from_numpy(hidden)[:, None, None]  # [run, 1, 1, W]
+
+    def attend(self, keys: torch.Tensor, values: torch.Tensor, q_NHA: torch.Tensor) -> torch.Tensor:
+        kv, (n, h, a) = self.kv, q_NHA.shape
+        queries = kv.queries[self.low : self.high]
+        rows, q_NGRA = queries[:, :, : kv.group], q_NHA.view(n, kv.heads, kv.group, a)
+        if self.places is None:
+            rows.copy_(q_NGRA)
+        else:
+            rows.index_copy_(0, self.places, q_NGRA)
+        k, v = (t[self.low : self.high, :, : self.window] for t in (keys, values))
+        o = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.mask)[:, :, : kv.group]
+        return (o if self.places is None else o[self.places]).reshape(n, h, a)
+
+
+class _ChunkView:
+    """Consecutive positions of one slot; query heads of a key/value head are rows of one product."""
+
+    def __init__(self, kv: KVCache, chunk: Span) -> None:
+        self.kv, self.slot, self.num_rows = kv, chunk.slot, chunk.stop - chunk.start
+        self.window = kv.window(chunk.stop)
+        self.padding = max(0, -(-MIN_ROWS // kv.group) - self.num_rows)  # positions added to reach MIN_ROWS rows
+        positions = torch.arange(chunk.start, chunk.stop + self.padding)
+        self.mask = _causal_mask(positions, kv.group, self.window)
+
+    def attend(self, keys: torch.Tensor, values: torch.Tensor, q_NHA: torch.Tensor) -> torch.Tensor:
+        kv, (n, h, a) = self.kv, q_NHA.shape
+        q = F.pad(q_NHA, (0, 0, 0, 0, 0, self.padding)) if self.padding else q_NHA
+        q = q.view(-1, kv.heads, kv.group, a).transpose(0, 1).reshape(1, kv.heads, -1, a)
+        k, v = (t[self.slot : self.slot + 1, :, : self.window] for t in (keys, values))
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return o.view(kv.heads, -1, kv.group, a).transpose(0, 1)[:n].reshape(n, h, a)
+
+
+def _causal_mask(positions: torch.Tensor, group: int, window: int) -> torch.Tensor:
+    """Additive float32 [1, 1, N·R, W]: each position's rows see the positions up to it."""
+    hidden = torch.arange(window) > positions.repeat_interleave(group)[:, None]
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[None, None]
+
+
+def invariant_windows(heads: int, group: int, head_dim: int, length: int) -> list[int]:
+    """Windows (multiples of `BLOCK`, ascending) in which a row has the bits that it has in the whole slot.
+
+    Measured here and now with random numbers, in milliseconds, rather than assumed: it depends on the machine's
+    vector width and on the vendor's library. `length`, whole kernel blocks, is always among them. Past two kernel
+    blocks the pattern repeats: earlier blocks are whole, and only the last one's size matters.
+    """
+    total, length = length, min(length, 2 * KERNEL_BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 1, heads, length, head_dim, generator=generator).unbind()
+    q = torch.randn(1, heads, length, group, head_dim, generator=generator)
+    few = -(-MIN_ROWS // group)
+
+    def last_rows(num: int, stop: int, window: int) -> torch.Tensor:
+        """Attention of the `few` positions before `stop`, computed among `num`."""
+        rows = q[:, :, stop - num : stop].reshape(1, heads, -1, head_dim)
+        mask = _causal_mask(torch.arange(stop - num, stop), group, window)
+        o = F.scaled_dot_product_attention(rows, k[:, :, :window], v[:, :, :window], attn_mask=mask)
+        return o.view(heads, num, group, head_dim)[:, -few:]
+
+    def invariant(window: int) -> bool:
+        whole = last_rows(few, window, length)
+        nums = [n for n in (few, 16, 32, 96, 256, 1024) if n <= window]  # each takes another tiling of the rows
+        return all(torch.equal(last_rows(n, window, window), whole) for n in nums)
+
+    tested = [w for w in range(BLOCK, length, BLOCK) if invariant(w)] + [length]
+    second = [w for w in tested if w > KERNEL_BLOCK]
+    return tested + [w + k for k in range(KERNEL_BLOCK, total - length + 1, KERNEL_BLOCK) for w in second]

@@ -1,0 +1,52 @@
+"""An engine's counters for Prometheus (text exposition format 0.0.4) and for telemetry (`engine.load`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from etude.inference.counters import Counters
+from etude.seams import EngineInfo
+
+
+def exposition(counters: Counters, info: EngineInfo) -> str:
+    """The page behind GET /metrics.
+
+    >>> from etude.seams import EngineInfo
+    >>> info = EngineInfo(name="e", version=None, paused=False, context_tokens=8, max_sequences=1, num_running=0,
+    ...                   num_waiting=0, kv_tokens_free=8, capabilities=())
+    >>> print(exposition(Counters(tokens=3), info).splitlines()[-1])
+    etude_engine_version_step{engine="e"} -1
+    """
+    totals = {f"etude_engine_{k}_total": ("counter", v) for k, v in dataclasses.asdict(counters).items()}
+    gauges = {
+        "etude_engine_num_running": ("gauge", info.num_running),
+        "etude_engine_num_waiting": ("gauge", info.num_waiting),
+        "etude_engine_kv_tokens_free": ("gauge", info.kv_tokens_free),
+        "etude_engine_paused": ("gauge", int(info.paused)),
+        "etude_engine_version_step": ("gauge", -1 if info.version is None else info.version.step),
+    }
+    lines = []
+    for name, (kind, value) in (totals | gauges).items():
+        lines += [f"# TYPE {name} {kind}", f'{name}{{engine="{info.name}"}} {value}']
+    return "\n".join(lines) + "\n"
+
+
+class Load:
+    """What an engine did since it was last asked."""
+
+    def __init__(self) -> None:
+        self._before = Counters()
+
+    def since(self, counters: Counters, info: EngineInfo, *, wall_s: float) -> dict[str, Any]:
+        """The facts of an `engine.load` event over the last `wall_s` seconds."""
+        now, before = dataclasses.replace(counters), self._before
+        self._before = now
+        return {
+            "num_running": info.num_running,
+            "num_waiting": info.num_waiting,
+            "tokens": now.tokens - before.tokens,
+            "prefill_tokens": now.prefill_tokens - before.prefill_tokens,
+            "cached_tokens": now.cached_tokens - before.cached_tokens,
+            "busy_share": round(min(1.0, (now.busy_s - before.busy_s) / wall_s), 4),
+        }

@@ -1,0 +1,85 @@
+"""Computes one planned step with the model: tokens in, sampled tokens out. Owns the arrays behind the slots.
+
+Knows nothing of requests' lives, threads or versions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from etude.inference.kv import I64, KVCache, Span, StepCache
+from etude.inference.scheduler import Plan, Sequence
+from etude.models import Transformer
+from etude.numerics.sampling import sample
+from etude.records.wire import U8
+
+
+class Runner:
+    """The model, its KV cache, and each slot's tokens and routes.
+
+    L layers, K experts a token.
+    """
+
+    def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
+        self.model = model.eval()
+        self.kv = KVCache(model.config, num_slots=num_slots, context_tokens=context_tokens)
+        sizes = (num_slots, context_tokens)
+        self._tokens = np.zeros(sizes, np.int64)
+        self._routes = np.zeros((*sizes, model.config.num_layers, model.config.top_k), np.uint8)
+
+    def routes(self, sequence: Sequence) -> U8:
+        """[num_computed - routes_from, L, K]: a copy of what the caller does not hold yet."""
+        start = sequence.request.routes_from
+        return self._routes[sequence.row, start : sequence.num_computed].copy()
+
+    @torch.inference_mode()
+    def step(self, plan: Plan) -> list[Sequence]:
+        """Compute the plan; returns the sequences that sampled a token, which is now the last of theirs."""
+        slots = np.array([s.row for s in plan.decode], np.int64)
+        positions = np.array([s.num_computed for s in plan.decode], np.int64)
+        cache = StepCache(self.kv, slots, positions, [Span(c.sequence.row, c.start, c.stop) for c in plan.chunks])
+        for c in plan.chunks:
+            self._tokens[c.sequence.row, c.start : c.stop] = c.sequence.request.prompt_ids[c.start : c.stop]
+        tokens = torch.from_numpy(self._tokens[cache.row_slots, cache.row_positions])
+        rows = None if not plan.chunks else torch.from_numpy(_sampling_rows(plan))
+        logits, routes = self.model(tokens, cache, rows=rows)
+        self._routes[cache.row_slots, cache.row_positions] = routes.numpy()
+        for sequence in plan.decode:
+            sequence.num_computed += 1
+        for chunk in plan.chunks:
+            chunk.sequence.num_computed = chunk.stop
+        sampling = plan.decode + [c.sequence for c in plan.chunks if c.last]
+        if sampling:
+            self._sample(sampling, logits)
+        return sampling
+
+    def _sample(self, sequences: list[Sequence], logits_RV: torch.Tensor) -> None:
+        asked = [s.request.sampling for s in sequences]
+        positions = np.array([s.num_computed for s in sequences], np.int64)
+        tokens, logprobs = sample(logits_RV, [a.temperature for a in asked], [a.seed for a in asked], positions)
+        sampled: list[int] = tokens.tolist()
+        for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
+            sequence.token_ids.append(token)
+            sequence.logprobs.append(logprob)
+        room = positions < self._tokens.shape[1]  # the last token of a full context is never computed
+        slots = np.array([s.row for s in sequences], np.int64)
+        self._tokens[slots[room], positions[room]] = tokens.numpy()[room]
+
+    @torch.inference_mode()
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities at temperature 1 of each token but the first, given those before it; no KV is used."""
+        tokens = torch.tensor(token_ids)
+        logits, _ = self.model(tokens)
+        scores: list[float] = logits[:-1].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
+        return scores
+
+
+def _sampling_rows(plan: Plan) -> I64:
+    """Rows of the step whose logits are needed: all decoding ones and the last of each prompt."""
+    rows, at = list(range(len(plan.decode))), len(plan.decode)
+    for chunk in plan.chunks:
+        at += chunk.stop - chunk.start
+        if chunk.last:
+            rows.append(at - 1)
+    return np.array(rows, np.int64)

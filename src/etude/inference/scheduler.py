@@ -1,0 +1,192 @@
+"""What the next forward computes: pure, no tensors, no threads, the clock is passed in.
+
+Continuous batching at token granularity: every step is one flat batch of one decoded token for each running
+sequence that has its prompt behind it, and chunks of the prompts that have not. Sequences join and leave between
+any two steps. Where a prompt is cut depends on its positions alone, never on what else is in the batch.
+
+Bounded: slots, prompt tokens a step, and the waiting queue, past which a request is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from etude.errors import EngineError
+from etude.inference.errors import EngineBusy
+from etude.inference.slots import Slot, SlotTable
+from etude.records.completion import Completion, CompletionRequest, Version, VersionSpan
+from etude.records.wire import I32
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way through the engine."""
+
+    request: CompletionRequest
+    deadline: float  # on the clock of whoever drives the scheduler
+    future: Future[Completion] = field(default_factory=Future)
+    slot: Slot | None = None  # None: waiting
+    num_cached: int = 0
+    num_computed: int = 0  # positions whose KV is in the slot
+    token_ids: list[int] = field(default_factory=list)  # sampled so far
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)  # closed ones
+    num_spanned: int = 0  # tokens in closed spans
+    kv_epoch: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def row(self) -> int:
+        """The index of its slot; it must have one."""
+        assert self.slot is not None, f"request {self.request.request_id} has no slot"
+        return self.slot.index
+
+    @property
+    def finished(self) -> bool:
+        """Whether a stop token or the limit was reached."""
+        sampling, ids = self.request.sampling, self.token_ids
+        return bool(ids) and (len(ids) >= sampling.max_tokens or ids[-1] in sampling.stop_token_ids)
+
+    @property
+    def phase(self) -> str:
+        """Where it is, for errors."""
+        if self.slot is None:
+            return "waiting for a KV slot"
+        if self.num_computed < self.num_prompt:
+            return f"{self.num_computed} of {self.num_prompt} prompt tokens computed"
+        return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
+
+    def close_span(self, version: Version) -> None:
+        """Everything sampled since the last span was sampled by `version`."""
+        n = len(self.token_ids) - self.num_spanned
+        if n:
+            self.spans.append(VersionSpan(version, n, self.kv_epoch))
+            self.num_spanned += n
+
+    def context(self) -> I32:
+        """Tokens whose KV is in the slot, in order."""
+        whole = np.concatenate([self.request.prompt_ids, np.array(self.token_ids, np.int32)])
+        return whole[: self.num_computed].astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt positions [start, stop) of a sequence; the last chunk of a prompt samples its first token."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.sequence.num_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One forward: `decode` in order of slot, one token each, then the chunks."""
+
+    decode: list[Sequence]
+    chunks: list[Chunk]
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.chunks)
+
+
+class Scheduler:
+    """Admits requests to slots and plans steps."""
+
+    def __init__(self, *, num_slots: int, chunk_tokens: int, step_tokens: int, max_waiting: int) -> None:
+        self.slots = SlotTable(num_slots)
+        self.chunk_tokens, self.step_tokens, self.max_waiting = chunk_tokens, step_tokens, max_waiting
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def submit(self, sequence: Sequence) -> None:
+        """Join the queue. Raises `EngineBusy` when it is full."""
+        if len(self.waiting) >= self.max_waiting:
+            raise EngineBusy(
+                f"request {sequence.request.request_id} was refused",
+                f"{len(self.waiting)} requests wait for {len(self.running)} running ones",
+                hint="send it to another engine or a little later; or raise max_waiting",
+            )
+        self.waiting.append(sequence)
+
+    def plan(self) -> Plan:
+        """Admit what fits, then the next step's work. Empty when there is none."""
+        self._admit()
+        decode = [s for s in self.running if s.num_computed >= s.num_prompt]
+        decode.sort(key=lambda s: s.row)
+        chunks: list[Chunk] = []
+        budget = self.step_tokens
+        for sequence in self.running:
+            if sequence.num_computed < sequence.num_prompt:
+                chunk = self._next_chunk(sequence)
+                if chunks and chunk.stop - chunk.start > budget:
+                    break
+                chunks.append(chunk)
+                budget -= chunk.stop - chunk.start
+        return Plan(decode, chunks)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Leave, at the end or before it; the slot goes to the session, or to whoever waits."""
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+            return
+        self.running.remove(sequence)
+        keep = sequence.request.keep_session and sequence.num_computed > 0
+        self.slots.release(sequence.slot, sequence.context() if keep else None)
+
+    def departed(self, now: float) -> list[Sequence]:
+        """Sequences that were cancelled or are past their deadline, now removed; late ones have failed."""
+        gone = [s for s in (*self.waiting, *self.running) if s.future.cancelled() or now >= s.deadline]
+        for sequence in gone:
+            self.finish(sequence)
+            if sequence.future.set_running_or_notify_cancel():
+                sequence.future.set_exception(late(sequence))
+        return gone
+
+    def swapped(self, old: Version) -> None:
+        """The weights changed between two steps; `old` sampled everything up to here."""
+        for sequence in self.running:
+            sequence.close_span(old)
+            sequence.kv_epoch += sequence.num_computed > 0
+        self.slots.swapped()
+
+    def _admit(self) -> None:
+        """First the calls of sessions that hold a slot (it costs nobody anything), then in order of arrival."""
+        if not self.waiting:
+            return
+        for only_kept in (True, False):
+            for sequence in list(self.waiting):
+                if only_kept and not self.slots.keeps(sequence.request.session_id):
+                    continue
+                got = self.slots.acquire(sequence.request.session_id, sequence.request.prompt_ids)
+                if got is None:
+                    return
+                sequence.slot, sequence.num_cached = got
+                sequence.num_computed = sequence.num_cached
+                self.waiting.remove(sequence)
+                self.running.append(sequence)
+
+    def _next_chunk(self, sequence: Sequence) -> Chunk:
+        start = sequence.num_computed
+        boundary = (start // self.chunk_tokens + 1) * self.chunk_tokens
+        return Chunk(sequence, start, min(boundary, sequence.num_prompt))
+
+
+def late(sequence: Sequence) -> EngineError:
+    """The error of a request that is past its deadline."""
+    request = sequence.request
+    return EngineError(
+        f"request {request.request_id} passed its deadline of {request.deadline_s:g} s",
+        sequence.phase,
+        hint="give it more time, ask for fewer tokens, or add engines",
+    )
