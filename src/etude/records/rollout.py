@@ -42,6 +42,7 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
     steps: I32  # [T] version step that sampled the token, -1 where mask is False
     kv_epochs: I32  # [T] 0 where mask is False
     routes: U8  # [T, layers, top_k], MISSING_ROUTE where no engine computed the position (the last token)
+    digest: str = ""  # content digest of the one version that sampled every token; "" when several did, or unknown
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -85,6 +86,7 @@ class Trace(msgspec.Struct, frozen=True):
                 raise ValueError(f"completion {c.request_id}: routes {c.routes.shape} reach past the path")
             fresh = routes[c.routes_start : end, 0, 0] == MISSING_ROUTE if len(shape) == 2 else np.ones(0, bool)
             routes[c.routes_start : end][fresh] = c.routes[fresh]
+        digests = {s.version.digest for turn in chain for s in turn.completion.spans}
         return Path(
             token_ids=token_ids,
             mask=np.concatenate(masks),
@@ -92,6 +94,7 @@ class Trace(msgspec.Struct, frozen=True):
             steps=np.concatenate(steps).astype(np.int32),
             kv_epochs=np.concatenate(epochs).astype(np.int32),
             routes=routes,
+            digest=digests.pop() if len(digests) == 1 else "",
         )
 
 
