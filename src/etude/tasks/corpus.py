@@ -50,11 +50,11 @@ def library_documents(
         if not text.isascii():
             continue
         for piece in _pieces(text.decode("ascii"), piece_chars)[:10]:
-            if left < len(piece):
+            if len(piece) > left:
                 return
             left -= len(piece)
             yield piece
-    if left == budget_chars:
+    if left == budget_chars > 0:
         raise TaskError(f"no Python source in {folder}", hint="set library_chars = 0, or install the standard library")
 
 

@@ -170,11 +170,12 @@ class Function:
         return [Body(t, self.operands) for t in TEMPLATES[self.template.family] if t is not self.template]
 
     def wrong_operands(self) -> list[Body]:
-        """Two variables swapped, or one taken twice; none where there is only one."""
+        """One variable taken twice, or the two swapped where that matters; none where there is only one."""
         if self.template.family != "ab":
             return []
         a, b = self.variables
-        return [Body(self.template, (b, a)), Body(self.template, (a, a))]
+        swapped = [Body(self.template, (b, a))] if self.template.apply(1, 2) != self.template.apply(2, 1) else []
+        return [*swapped, Body(self.template, (a, a))]
 
     def wrong_constants(self, rng: random.Random, n: int = 8) -> list[Body]:
         """Up to n draws of another constant; none where there is no constant."""

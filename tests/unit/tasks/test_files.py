@@ -1,0 +1,147 @@
+"""Tasks from folders: what is read, what is refused and how it is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from etude.errors import TaskError
+from etude.records.task import Split, Trust
+from etude.tasks import DirectorySource, check
+from etude.tasks.splits import split_of
+from etude.testing import FakeGrader
+
+TOML = 'instruction = "write double"\nexports = ["own.py"]\n'
+CASES = [{"module": "own", "function": "double", "args": [3], "expected": 6}]
+
+
+def _task(root: Path, name: str = "double", toml: str = TOML) -> Path:
+    folder = root / name
+    (folder / "files" / "docs").mkdir(parents=True)
+    (folder / "answer" / "reference").mkdir(parents=True)
+    (folder / "task.toml").write_text(toml)
+    (folder / "files" / "own.py").write_text("def double(n):\n    pass\n")
+    (folder / "files" / "docs" / "note.txt").write_text(f"{name}\n")
+    (folder / "answer" / "reference" / "own.py").write_text("def double(n):\n    return 2 * n\n")
+    (folder / "answer" / "cases.json").write_text(json.dumps(CASES))
+    return folder
+
+
+def test_a_folder_becomes_a_task_whose_split_follows_from_its_content(tmp_path: Path) -> None:
+    for n in range(30):
+        _task(tmp_path, f"t{n:02}")
+    source = DirectorySource(tmp_path)
+    sizes = {split: source.size(split) or 0 for split in Split}
+    assert sum(sizes.values()) == 30
+    assert sizes[Split.TRAIN] > 15
+    first = source.task(Split.TRAIN, 0)
+    assert set(first.files) == {"own.py", "docs/note.txt"}
+    assert first.trust is Trust.DATA
+    again = DirectorySource(tmp_path)
+    assert [again.task(Split.TRAIN, i) for i in range(sizes[Split.TRAIN])] == [
+        source.task(Split.TRAIN, i) for i in range(sizes[Split.TRAIN])
+    ]
+
+
+def test_a_check_makes_a_code_graded_task(tmp_path: Path) -> None:
+    folder = _task(tmp_path, toml=TOML + 'split = "heldout"\nentry_point = "own:double"\ntrust = "code-graded"\n')
+    (folder / "answer" / "cases.json").unlink()
+    (folder / "answer" / "check.py").write_text("def check(candidate):\n    assert candidate(4) == 8\n")
+    source = DirectorySource(tmp_path)
+    assert source.task(Split.HELDOUT, 0).trust is Trust.CODE
+    asyncio.run(check(source, FakeGrader(), Split.HELDOUT)).require()
+
+
+def _edit(path: str, text: str | bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / path).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def _link(folder: Path) -> None:
+    (folder / "files" / "link").symlink_to("/etc/passwd")
+
+
+def _no_files(folder: Path) -> None:
+    (folder / "files").rename(folder / "moved")
+
+
+BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
+    (_edit("task.toml", "instruction ="), "is not TOML"),
+    (_edit("task.toml", b"\xff"), "is not TOML"),
+    (_edit("task.toml", TOML + "familly = 'x'"), "unknown key 'familly'(.|\n)*family"),
+    (_edit("task.toml", "exports = ['own.py']"), "'instruction' is missing"),
+    (_edit("task.toml", "instruction = 'x'\nexports = []"), "must not be empty"),
+    (_edit("task.toml", "instruction = 'x'\nexports = ['../own.py']"), "no plain path"),
+    (_edit("task.toml", "instruction = 'x'\nexports = ['/own.py']"), "no plain path"),
+    (_edit("task.toml", TOML + "split = 'held'"), "'held' is unknown(.|\n)*heldout"),
+    (_edit("task.toml", TOML + "trust = 'code-graded'"), "its answer is data-graded"),
+    (_edit("answer/check.py", "def check(candidate): pass"), "it has both"),
+    (lambda folder: (folder / "answer" / "cases.json").unlink(), "it has neither"),
+    (lambda folder: (folder / "answer" / "cases.json").rename(folder / "answer" / "check.py"), "no entry_point"),
+    (_edit("files/own.py", b"\xff\xfe"), "cannot read .*own.py"),
+    (_edit("files/own.py", b"x" * (1 << 20 | 1)), "larger than"),
+    (_link, "is a link"),
+    (_no_files, "has no files/"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), BAD_FOLDERS)
+def test_a_bad_folder_is_named_with_what_is_wrong(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(_task(tmp_path))
+    with pytest.raises(TaskError, match=said) as caught:
+        DirectorySource(tmp_path)
+    assert "double" in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "[{}]", '[{"module": 1}]', "[1]"])
+def test_bad_cases_are_refused_when_the_grader_asks(tmp_path: Path, text: str) -> None:
+    folder = _task(tmp_path, toml=TOML + 'split = "train"')
+    (folder / "answer" / "cases.json").write_text(text)
+    source = DirectorySource(tmp_path)
+    with pytest.raises(TaskError, match=r"cases\.json"):
+        source.answer(source.task(Split.TRAIN, 0))
+
+
+def test_a_directory_without_tasks_or_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="holds no task"):
+        DirectorySource(tmp_path)
+    with pytest.raises(TaskError, match="cannot list"):
+        DirectorySource(tmp_path / "none")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=st.sampled_from(["task.toml", "answer/cases.json"]),
+    place=st.integers(0, 80),
+    put=st.binary(max_size=4),
+    cut=st.integers(0, 6),
+)
+def test_mutated_files_are_read_or_refused_and_nothing_else(
+    tmp_path: Path, name: str, place: int, put: bytes, cut: int
+) -> None:
+    folder = tmp_path / "double"
+    if not folder.exists():
+        _task(tmp_path)
+    original = (folder / name).read_bytes()
+    (folder / name).write_bytes(original[:place] + put + original[place + cut :])
+    try:
+        with suppress(TaskError):
+            source = DirectorySource(tmp_path)
+            for split in Split:
+                for index in range(source.size(split) or 0):
+                    assert source.answer(source.task(split, index)).cases
+    finally:
+        (folder / name).write_bytes(original)
+
+
+def test_the_split_rule_is_about_one_tenth_each() -> None:
+    found = [split_of(str(i)) for i in range(5_000)]
+    assert 0.08 < found.count(Split.HELDOUT) / 5_000 < 0.12
+    assert 0.08 < found.count(Split.VALIDATION) / 5_000 < 0.12
