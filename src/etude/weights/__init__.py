@@ -1,5 +1,40 @@
-"""Weights on their way from the trainer to every engine: exact deltas under a chain of digests. Usable alone."""
+"""Weights on their way from the trainer to every engine: exact deltas under a chain of digests. Usable alone.
 
-from etude.weights.tensors import Tensor
+>>> import numpy as np
+>>> from etude.stores import MemoryStore
+>>> store = MemoryStore()
+>>> channel, follower = Channel(store), Follower(store)
+>>> old = {"w": Tensor("bf16", (3,), np.array([0x3F80, 0x3F81, 0x3F82], np.uint16))}
+>>> first = channel.publish(old, step=0, parent=None, rollout_ids=[])
+>>> follower.advance().version == first.version
+True
+>>> new = {"w": Tensor("bf16", (3,), np.array([0x3F80, 0x3F81, 0x3F83], np.uint16))}
+>>> second = channel.publish(new, step=1, parent=first.version, rollout_ids=["g000000.0"])
+>>> positions, codes = follower.advance().changed["w"]
+>>> positions.tolist(), codes.tolist()
+([2], [16259])
+"""
 
-__all__ = ["Tensor"]
+from etude.weights.bound import bound_bytes
+from etude.weights.channel import Channel
+from etude.weights.codec import decode, encode
+from etude.weights.follower import Follower, Update
+from etude.weights.history import chain, lineage
+from etude.weights.manifest import Manifest
+from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
+
+__all__ = [
+    "Channel",
+    "Follower",
+    "Manifest",
+    "Spec",
+    "Tensor",
+    "Update",
+    "bound_bytes",
+    "chain",
+    "content_digest",
+    "decode",
+    "encode",
+    "lineage",
+    "tensor_digest",
+]

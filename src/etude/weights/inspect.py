@@ -1,0 +1,194 @@
+"""What `etude weights log | diff A B | verify` say about a channel. Reads only, prints nothing."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from etude.errors import EtudeError, WeightsError, nearest
+from etude.records.completion import Version
+from etude.seams import BlobStore
+from etude.weights import history
+from etude.weights.codec import steps_between
+from etude.weights.manifest import Kind, Manifest, Ref
+from etude.weights.tensors import DTYPES, Tensor
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """One published version."""
+
+    version: Version
+    parent: Version | None
+    kind: Kind
+    in_lineage: bool  # False: trained, but the current weights do not come from it
+    object_bytes: int  # what an engine of the version before fetches
+    anchor_bytes: int  # the snapshot beside it; 0: none
+    manifest_bytes: int
+    snapshot_bytes: int
+    bound_bytes: float
+    changed_share: float
+    rollout_ids: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Snapshot bytes over object bytes."""
+        return self.snapshot_bytes / max(1, self.object_bytes)
+
+    @property
+    def share_of_bound(self) -> float:
+        """The bound over object bytes: 1.0 is as small as order-0 coding gets; 0 where nothing had to change."""
+        return self.bound_bytes / max(1, self.object_bytes)
+
+
+@dataclass(frozen=True)
+class DiffRow:
+    """One tensor between two versions."""
+
+    name: str
+    dtype: str
+    num_elements: int
+    num_changed: int
+    max_step: int | None  # the longest change in ULP; None where one side has no such tensor
+
+
+@dataclass(frozen=True)
+class Check:
+    """What `verify` found. `problems` are sentences; none means that every version can be rebuilt exactly."""
+
+    num_versions: int
+    num_objects: int
+    object_bytes: int
+    problems: tuple[str, ...]
+    orphans: tuple[str, ...]  # keys that no version refers to: what killed publishes left; harmless
+
+
+def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
+    """Every version of the chain, in order of publishing. Raises `WeightsError`."""
+    trained = {manifest.version for manifest in history.lineage(store, name)}
+    return [_log_row(manifest, manifest.version in trained) for manifest in history.chain(store, name)]
+
+
+def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
+    """The version of a channel's chain or lineage that a text names: "v000003", "3", or a longer prefix.
+
+    Where several match, the last of the lineage, else the last of the chain. Raises `WeightsError` with the nearest names.
+    """
+    trained = {manifest.version: manifest for manifest in history.lineage(store, name)}
+    abandoned = [manifest for manifest in history.chain(store, name) if manifest.version not in trained]
+    known = {manifest.version: manifest for manifest in (*abandoned, *trained.values())}
+    prefix = f"v{int(version):06d}-" if re.fullmatch("[0-9]{1,9}", version) else version
+    for manifest in reversed(known.values()):
+        if str(manifest.version).startswith(prefix):
+            return manifest
+    raise WeightsError(
+        f"no version {version!r} in channel {name!r}", hint=nearest(version, [str(v) for v in [*known][-8:]])
+    )
+
+
+def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:
+    """How each tensor differs between two versions, by name. Raises `WeightsError`."""
+    old, new = (history.rebuild(store, find(store, version, name)) for version in (a, b))
+    return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
+
+
+def verify(store: BlobStore, name: str = "policy") -> Check:
+    """Read every manifest and object of a channel and rebuild every version by every way. Raises `StoreError`."""
+    problems: list[str] = []
+    manifests, keys = _reachable(store, name, problems)
+    tensors: dict[str, Tensor] | None = None
+    held: Version | None = None
+    objects: dict[str, int] = {}
+    for manifest in manifests:
+        made: dict[str, Tensor] | None = None
+        for way in manifest.ways:
+            objects.update((item.key, item.num_bytes) for item in way.objects)
+            start = way.base.version if way.base else None
+            if start is not None and (tensors is None or held != start):
+                problems.append(f"{manifest.version}: its delta was not tried, for its base could not be rebuilt")
+                continue
+            try:
+                made, _ = history.run(store, history.Plan(start, ((manifest, way),)), tensors or {})
+            except EtudeError as error:
+                problems.append(f"{manifest.version}: {error.what}" + (f" ({error.facts})" if error.facts else ""))
+        tensors, held = made, manifest.version if made is not None else None
+    stored = {*store.list(f"manifests/{name}/"), *store.list("objects/")}
+    return Check(
+        num_versions=len(manifests),
+        num_objects=len(objects),
+        object_bytes=sum(objects.values()),
+        problems=tuple(problems),
+        orphans=tuple(sorted(stored - keys - objects.keys())),
+    )
+
+
+def _reachable(store: BlobStore, name: str, problems: list[str]) -> tuple[list[Manifest], set[str]]:
+    """Manifests that base and parent references lead to from the head, bases before what builds on them; their keys.
+
+    What cannot be read becomes a problem.
+    """
+    try:
+        pointer = history.head(store, name)
+    except WeightsError as error:
+        problems.append(f"pointer: {error.what} ({error.facts})")
+        return [], set()
+    found: dict[str, Manifest] = {}
+    waiting: list[Ref] = [pointer.head] if pointer else []
+    seen: set[str] = set()
+    while waiting:
+        ref = waiting.pop()
+        if ref.key in seen:
+            continue
+        seen.add(ref.key)
+        try:
+            manifest = found[ref.key] = history.load(store, ref)
+        except EtudeError as error:
+            problems.append(f"{ref.version}: {error.what}" + (f" ({error.facts})" if error.facts else ""))
+            continue
+        waiting += [r for r in (manifest.parent, manifest.base) if r]
+    return _by_base(found), seen
+
+
+def _by_base(found: dict[str, Manifest]) -> list[Manifest]:
+    """Each manifest right after its base where one build on another: several chains where several were begun."""
+    built_on: dict[str | None, list[str]] = {}
+    for key, manifest in found.items():
+        base = manifest.base.key if manifest.base and manifest.base.key in found else None
+        built_on.setdefault(base, []).append(key)
+    ordered: list[Manifest] = []
+    waiting = built_on.get(None, [])[:]
+    while waiting:
+        key = waiting.pop()
+        ordered.append(found[key])
+        waiting += built_on.get(key, [])
+    return ordered
+
+
+def _log_row(manifest: Manifest, in_lineage: bool) -> LogRow:
+    return LogRow(
+        version=manifest.version,
+        parent=manifest.parent.version if manifest.parent else None,
+        kind=manifest.kind,
+        in_lineage=in_lineage,
+        object_bytes=manifest.ways[0].num_bytes,
+        anchor_bytes=manifest.anchor.num_bytes if manifest.anchor else 0,
+        manifest_bytes=len(msgspec.json.encode(manifest)),
+        snapshot_bytes=manifest.snapshot_bytes,
+        bound_bytes=manifest.facts.bound_bytes,
+        changed_share=manifest.facts.changed_share,
+        rollout_ids=manifest.rollout_ids,
+    )
+
+
+def _diff_row(name: str, old: Tensor | None, new: Tensor | None) -> DiffRow:
+    shown = new or old
+    assert shown is not None
+    size = shown.codes.size
+    if old is None or new is None or old.spec != new.spec:
+        return DiffRow(name, shown.dtype, size, size, None)
+    where = np.flatnonzero(old.codes != new.codes)
+    steps = steps_between(old.codes[where], new.codes[where], DTYPES[new.dtype])[1]
+    return DiffRow(name, new.dtype, size, int(where.size), int(steps.max(initial=0)))

@@ -1,0 +1,241 @@
+"""Manifests and pointers: what a version is, how to rebuild it, and what proves it. JSON, strict, of bounded size.
+
+A pointer names a manifest and its SHA-256; a manifest names its objects, its base and its parent in the same way: one
+trusted pointer proves everything below it. `docs/formats/manifest.md` has every field. Knows nothing of stores.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from etude.errors import WeightsError
+from etude.records.completion import Version
+from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
+
+FORMAT = 1
+MAX_MANIFEST_BYTES = 32 << 20
+MAX_POINTER_BYTES = 4096
+MAX_NAME_BYTES = 512
+
+T = TypeVar("T", bound="Manifest | Pointer")
+_HEX8, _HEX64 = re.compile("[0-9a-f]{8}"), re.compile("[0-9a-f]{64}")
+
+
+class Kind(enum.StrEnum):
+    """Whether a version can be rebuilt alone."""
+
+    ANCHOR = "anchor"  # it holds a whole snapshot, perhaps a delta beside it
+    DELTA = "delta"  # it needs its base
+
+
+class Ref(msgspec.Struct, frozen=True):
+    """A manifest by name and by content."""
+
+    version: Version
+    key: str
+    sha256: str
+
+
+class StoredObject(msgspec.Struct, frozen=True):
+    """An immutable object: the next `num_tensors` of the manifest's table, as `docs/formats/delta.md` says."""
+
+    key: str
+    num_bytes: int
+    sha256: str
+    num_tensors: int
+
+
+class Way(msgspec.Struct, frozen=True):
+    """One way to the version: objects over a base. `base` None: over nothing, a whole snapshot."""
+
+    base: Ref | None
+    objects: tuple[StoredObject, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(o.num_bytes for o in self.objects)
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor of the target."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str  # tensor_digest of the target's codes
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(self.dtype, self.shape)
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the writer measured. For reports: no reader decides by it."""
+
+    bound_bytes: float  # weights.bound over the delta; the snapshot's bytes where there is none
+    changed_share: float  # of elements whose code differs from the base's; 1.0 where there is none
+    encode_s: float
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One version. Made by `Channel.publish`, read by followers, the audit and `etude weights`.
+
+    `parent` is the version these weights were trained from (None: the root), which is not always the base: after a
+    restart from an older checkpoint the delta still applies to the version published last.
+    """
+
+    format: int
+    channel: str
+    version: Version
+    parent: Ref | None
+    ways: tuple[Way, ...]  # at most one without a base; the delta from the version published before comes first
+    tensors: tuple[TensorEntry, ...]  # sorted by name
+    rollout_ids: tuple[str, ...]  # every rollout the step consumed; trained means: listed in the current lineage
+    facts: Facts
+    nonce: str  # 32 hex characters, drawn for this manifest
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.DELTA if self.anchor is None else Kind.ANCHOR
+
+    @property
+    def anchor(self) -> Way | None:
+        """The way over nothing."""
+        return next((way for way in self.ways if way.base is None), None)
+
+    @property
+    def delta(self) -> Way | None:
+        """The way from the version published before."""
+        return next((way for way in self.ways if way.base is not None), None)
+
+    @property
+    def base(self) -> Ref | None:
+        """The version published before."""
+        return self.delta.base if self.delta else None
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the whole target."""
+        return sum(entry.spec.num_bytes for entry in self.tensors)
+
+
+class Pointer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a channel stands. Moving it is the commit."""
+
+    format: int
+    head: Ref
+    nonce: str  # the head manifest's, so that a writer whose answer got lost can see whether it won
+
+
+def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
+    """The manifest's table of a set of tensors. Raises `WeightsError` for a name that no table may hold."""
+    for name in tensors:
+        if not _allowed_name(name):
+            raise WeightsError(f"tensor name {name[:80]!r} is not allowed", hint="1 to 512 bytes of UTF-8, no NUL")
+    return tuple(TensorEntry(n, t.dtype, t.shape, tensor_digest(t)) for n, t in sorted(tensors.items()))
+
+
+def table_digest(entries: Sequence[TensorEntry]) -> str:
+    """`Version.digest` of a table."""
+    return content_digest({entry.name: entry.sha256 for entry in entries})
+
+
+def write_manifest(manifest: Manifest) -> tuple[Ref, bytes]:
+    """The manifest's bytes and the reference to them."""
+    data = msgspec.json.encode(manifest)
+    key = f"manifests/{manifest.channel}/{manifest.version}-{manifest.nonce[:8]}.json"
+    return Ref(manifest.version, key, hashlib.sha256(data).hexdigest()), data
+
+
+def read_manifest(data: bytes) -> Manifest:
+    """A manifest from outside bytes. Raises `WeightsError` unless every part of it is consistent."""
+    manifest = _read(data, Manifest, MAX_MANIFEST_BYTES)
+    try:
+        _check_manifest(manifest)
+    except ValueError as error:
+        raise _damaged("manifest", str(error)) from None
+    return manifest
+
+
+def write_pointer(head: Ref, nonce: str) -> bytes:
+    return msgspec.json.encode(Pointer(format=FORMAT, head=head, nonce=nonce))
+
+
+def read_pointer(data: bytes) -> Pointer:
+    """A pointer from outside bytes. Raises `WeightsError`."""
+    pointer = _read(data, Pointer, MAX_POINTER_BYTES)
+    try:
+        _check_ref(pointer.head)
+    except ValueError as error:
+        raise _damaged("pointer", str(error)) from None
+    return pointer
+
+
+def _read(data: bytes, kind: type[T], limit: int) -> T:
+    name = kind.__name__.lower()
+    if len(data) > limit:
+        raise _damaged(name, f"it has more than {limit} bytes")
+    try:
+        record = msgspec.json.decode(data, type=kind)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(name, str(error)) from None
+    if record.format != FORMAT:
+        raise WeightsError(
+            f"{name} has format {record.format}", f"this etude reads {FORMAT}", hint="use the etude that wrote it"
+        )
+    return record
+
+
+def _damaged(name: str, facts: str) -> WeightsError:
+    return WeightsError(f"{name} is damaged", facts, hint="`etude weights verify` names what is wrong in the store")
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    _require(bool(re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", manifest.channel)), "channel name")
+    _check_version(manifest.version)
+    _require(bool(re.fullmatch("[0-9a-f]{32}", manifest.nonce)), "nonce")
+    names = [entry.name for entry in manifest.tensors]
+    _require(all(a < b for a, b in itertools.pairwise(names)), "tensors are not sorted by name")
+    for entry in manifest.tensors:
+        _require(_allowed_name(entry.name) and bool(_HEX64.fullmatch(entry.sha256)), f"tensor {entry.name[:80]!r}")
+        _ = entry.spec  # raises for an unknown dtype or a wild shape
+    _require(table_digest(manifest.tensors) == manifest.version.digest, "the version's digest is not the table's")
+    if manifest.parent:
+        _check_ref(manifest.parent)
+    _require(len(manifest.ways) > 0 and sum(way.base is None for way in manifest.ways) <= 1, "ways")
+    for way in manifest.ways:
+        if way.base:
+            _check_ref(way.base)
+        _require(sum(o.num_tensors for o in way.objects) == len(names), "objects do not cover the tensors")
+        for item in way.objects:
+            _require(item.num_bytes >= 0 and item.num_tensors >= 0, f"object {item.key[:80]!r}")
+            _require(bool(_HEX64.fullmatch(item.sha256)), f"object {item.key[:80]!r}")
+
+
+def _check_ref(ref: Ref) -> None:
+    _check_version(ref.version)
+    _require(bool(_HEX64.fullmatch(ref.sha256)), f"reference {ref.key[:80]!r}")
+
+
+def _check_version(version: Version) -> None:
+    shaped = version.step >= 0 and _HEX8.fullmatch(version.incarnation) and _HEX64.fullmatch(version.digest)
+    _require(bool(shaped), "version")
+
+
+def _allowed_name(name: str) -> bool:
+    try:
+        return 0 < len(name.encode()) <= MAX_NAME_BYTES and "\0" not in name
+    except UnicodeEncodeError:
+        return False
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
