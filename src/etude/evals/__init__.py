@@ -1,0 +1,30 @@
+"""How good a policy is, and how sure that is: rows of judged rollouts, rates with intervals, comparisons.
+
+Running the rollouts is no business of this folder: an evaluation is rollouts like any others, of a pinned version.
+
+>>> from etude.evals import wilson
+>>> wilson(90, 100).low > 0.8
+True
+"""
+
+from etude.evals.comparison import Comparison, compare, compare_runs
+from etude.evals.intervals import Interval, difference, paired_difference, wilson
+from etude.evals.result import EvalResult, best_of_k, evaluate
+from etude.evals.rows import EvalRow, make_row, read_rows, write_rows
+
+__all__ = [
+    "Comparison",
+    "EvalResult",
+    "EvalRow",
+    "Interval",
+    "best_of_k",
+    "compare",
+    "compare_runs",
+    "difference",
+    "evaluate",
+    "make_row",
+    "paired_difference",
+    "read_rows",
+    "wilson",
+    "write_rows",
+]

@@ -1,0 +1,88 @@
+"""What an evaluation found: solve rate with its interval, best of k, costs, and what was invalid. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from etude.evals.intervals import wilson
+from etude.evals.rows import EvalRow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """The facts of the `eval.result` event. Rates are over valid rollouts; invalid ones are only counted."""
+
+    name: str  # "before", "during", "after", or a baseline's
+    split: str
+    step: int
+    num_tasks: int  # tasks with at least one valid try
+    tries: int  # most tries at one task
+    solved: int  # valid rollouts with reward 1
+    rate: float
+    low: float
+    high: float
+    best_of_k: float  # share of tasks that some try solved
+    turns_mean: float
+    sampled_mean: float
+    by_family: Mapping[str, float]  # solve rate
+    invalid: Mapping[str, int]  # by boundary
+    wall_s: float
+
+    def facts(self) -> dict[str, Any]:
+        """As plain data, for `Telemetry.event("eval.result", **result.facts())`."""
+        return asdict(self)
+
+
+def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float) -> EvalResult:
+    """Sum up the rollouts of one evaluation.
+
+    With several tries a task the tries are not independent; the interval then counts tasks, not tries, which is never
+    too narrow.
+    """
+    rows = list(rows)
+    valid = [r for r in rows if r.valid]
+    by_task = tries_by_task(valid)
+    tries = max((len(v) for v in tries_by_task(rows).values()), default=0)
+    solved = sum(r.solved for r in valid)
+    n = len(valid)
+    effective = n if tries <= 1 else len(by_task)
+    interval = wilson(min(solved / n * effective, effective) if n else 0.0, effective)
+    families = _group(valid, lambda r: r.family)
+    return EvalResult(
+        name=name,
+        split=split,
+        step=step,
+        num_tasks=len(by_task),
+        tries=tries,
+        solved=solved,
+        rate=solved / n if n else 0.0,
+        low=interval.low,
+        high=interval.high,
+        best_of_k=best_of_k(valid),
+        turns_mean=sum(r.turns for r in valid) / n if n else 0.0,
+        sampled_mean=sum(r.sampled for r in valid) / n if n else 0.0,
+        by_family={f: sum(r.solved for r in rs) / len(rs) for f, rs in sorted(families.items())},
+        invalid=dict(sorted(Counter(r.outcome for r in rows if not r.valid).items())),
+        wall_s=wall_s,
+    )
+
+
+def best_of_k(rows: Iterable[EvalRow]) -> float:
+    """The share of tasks that at least one valid try solved; 0.0 where there is none."""
+    by_task = tries_by_task([r for r in rows if r.valid])
+    return sum(any(r.solved for r in tries) for tries in by_task.values()) / len(by_task) if by_task else 0.0
+
+
+def tries_by_task(rows: Iterable[EvalRow]) -> dict[str, list[EvalRow]]:
+    """Rows by task id."""
+    return _group(rows, lambda r: r.task_id)
+
+
+def _group(rows: Iterable[EvalRow], key: Callable[[EvalRow], str]) -> dict[str, list[EvalRow]]:
+    groups: dict[str, list[EvalRow]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
