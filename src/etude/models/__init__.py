@@ -16,10 +16,11 @@ from etude.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from etude.models.attention import Cache, Packed
+    from etude.models.checkpoint import load_model, save_model
     from etude.models.naming import hf_views
     from etude.models.transformer import Forward, Transformer
 
-__all__ = ["Cache", "Forward", "ModelConfig", "Packed", "Transformer", "hf_views"]
+__all__ = ["Cache", "Forward", "ModelConfig", "Packed", "Transformer", "hf_views", "load_model", "save_model"]
 
 _HOME = {
     "Cache": "attention",
@@ -27,6 +28,8 @@ _HOME = {
     "Packed": "attention",
     "Transformer": "transformer",
     "hf_views": "naming",
+    "load_model": "checkpoint",
+    "save_model": "checkpoint",
 }
 
 

@@ -6,6 +6,7 @@ mixture of experts in every layer with normalised top-k gates). Anything else is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from etude.errors import CheckpointError
 from etude.records.completion import MISSING_ROUTE
 
 _ARCHITECTURE = "Qwen3MoeForCausalLM"
+
+MAX_CONTEXT_TOKENS = 1 << 20
+"""Bounds the rotary tables that a config can make us allocate."""
 
 _SIZES = {  # our name -> Hugging Face's
     "vocab_size": "vocab_size",
@@ -60,15 +64,15 @@ class ModelConfig:
     rope_theta: float = ranged(10_000.0, low=1.0)
     rms_eps: float = ranged(1e-6, low=0.0)
     tie_embeddings: bool = False
-    context_tokens: int = ranged(1024, low=1)
+    context_tokens: int = ranged(1024, low=1, high=MAX_CONTEXT_TOKENS)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}")
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k = {self.top_k} exceeds num_experts = {self.num_experts}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions turn pairs")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim}, but rotary positions turn pairs")
 
     @property
     def num_parameters(self) -> int:
@@ -105,11 +109,13 @@ class ModelConfig:
             head_dim = raw.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"]
             if sizes["num_experts"] > MISSING_ROUTE:
                 raise ValueError(f"num_experts = {sizes['num_experts']}, at most {MISSING_ROUTE} fit a one-byte route")
+            if sizes["context_tokens"] > MAX_CONTEXT_TOKENS:
+                raise ValueError(f"max_position_embeddings = {sizes['context_tokens']} is past {MAX_CONTEXT_TOKENS}")
             return cls(
                 **sizes,
                 head_dim=int(head_dim),
                 rope_theta=_rope_theta(raw),
-                rms_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                rms_eps=_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps"),
                 tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             )
         except (TypeError, ValueError, ZeroDivisionError) as error:
@@ -152,4 +158,10 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(f"rope_type = {kind!r}, only 'default' is computed")
-    return float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    return _positive(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)), "rope_theta")
+
+
+def _positive(value: Any, key: str) -> float:
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key} = {value!r}, expected a positive number")
+    return float(value)

@@ -99,7 +99,7 @@ class _Mix(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, gates: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, to: Dispatch
     ) -> torch.Tensor:
-        x_S = x[to.source_S]
+        x_S = x.index_select(0, to.source_S)
         h_S = _per_expert(x_S, gate_up.transpose(1, 2), to.rows)
         a, b = h_S.chunk(2, -1)
         act_S = F.silu(a) * b
@@ -115,7 +115,7 @@ class _Mix(torch.autograd.Function):
         to: Dispatch = ctx.to
         gate_S = gates.new_zeros(len(to.source_S))  # padding keeps gate 0 and so has no gradient
         gate_S[to.slot_NK] = gates
-        dy_S = dy[to.source_S]
+        dy_S = dy.index_select(0, to.source_S)
         dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
         dout_S = dy_S.mul_(gate_S[:, None])
         dact_S = _per_expert(dout_S, down, to.rows)
@@ -126,7 +126,7 @@ class _Mix(torch.autograd.Function):
         torch.mul(dact_S, F.silu(a), out=db)
         da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
         dgate_up = _per_expert_weight(dh_S, x_S, gate_up, to.rows)
-        dx = _per_expert(dh_S, gate_up, to.rows)[to.slot_NK].sum(1)
+        dx = F.embedding(to.slot_NK, _per_expert(dh_S, gate_up, to.rows)).sum(1)
         return dx, dgates, dgate_up, ddown, None
 
 
@@ -153,7 +153,7 @@ def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tenso
 def _combine(out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
     """Σ over K in slot order, one fused multiply-add a slot, so that the order never depends on N."""
     first, *rest = zip(slot_NK.unbind(1), gates_NK.unbind(1), strict=True)
-    y = out_SD[first[0]] * first[1][:, None]
+    y = out_SD.index_select(0, first[0]) * first[1][:, None]
     for slot, gate in rest:
-        y.addcmul_(out_SD[slot], gate[:, None])
+        y.addcmul_(out_SD.index_select(0, slot), gate[:, None])
     return y

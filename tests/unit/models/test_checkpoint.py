@@ -1,0 +1,148 @@
+"""Checkpoint directories: complete or absent, and nothing believed that was not checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import CheckpointError
+from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
+from etude.models.checkpoint import load_tensors, save_tensors, whole_directory
+
+SIZES = ModelConfig(
+    vocab_size=13,
+    hidden_size=8,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    expert_size=6,
+    num_experts=3,
+    top_k=2,
+    context_tokens=32,
+)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_model(Transformer(SIZES, seed=2), tmp_path / "model", dtype="f32")
+    return tmp_path / "model"
+
+
+def test_what_is_saved_is_loaded_to_the_bit(saved: Path) -> None:
+    original, again = hf_views(Transformer(SIZES, seed=2)), hf_views(load_model(saved))
+    assert original.keys() == again.keys()
+    assert all(torch.equal(original[name], again[name]) for name in original)
+
+
+def test_bf16_weights_are_the_rounded_ones(tmp_path: Path) -> None:
+    model = Transformer(SIZES, seed=2)
+    save_model(model, tmp_path / "model", dtype="bf16")
+    again = hf_views(load_model(tmp_path / "model"))
+    assert all(torch.equal(v.bfloat16().float(), again[n]) for n, v in hf_views(model).items())
+
+
+def test_tokeniser_files_travel_with_the_weights(tmp_path: Path, saved: Path) -> None:
+    (saved / "tokenizer.json").write_text("{}")
+    (saved / "unrelated.txt").write_text("no")
+    save_model(load_model(saved), tmp_path / "copy", dtype="f32", assets=saved)
+    assert {f.name for f in (tmp_path / "copy").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_a_truncated_file_is_named(saved: Path) -> None:
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        load_model(saved)
+
+
+def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        load_model(tmp_path / "nowhere")
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights at"):
+        load_model(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c | {"num_hidden_layers": 3}, "do not fit"),
+        (lambda c: c | {"hidden_size": 10**9}, "do not fit"),
+        (lambda c: c | {"vocab_size": "many"}, "vocab_size = 'many'"),
+        (lambda c: c | {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        (lambda c: c | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type = 'yarn'"),
+        (lambda c: c | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3"),
+        (lambda c: c | {"num_key_value_heads": 3}, "no multiple"),
+        (lambda c: c | {"num_experts": 300}, "one-byte route"),
+        (lambda c: c | {"head_dim": -4}, "head_dim = -4"),
+        (lambda c: c | {"max_position_embeddings": 10**12}, "max_position_embeddings"),
+        (lambda c: c | {"rms_norm_eps": "x"}, "rms_norm_eps"),
+    ],
+)
+def test_a_config_that_does_not_fit_says_why(
+    saved: Path, change: Callable[[dict[str, Any]], dict[str, Any]], message: str
+) -> None:
+    file = saved / "config.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(saved)
+
+
+def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
+    tensors = load_tensors(saved / "model.safetensors")
+    q = "model.layers.0.self_attn.q_proj.weight"
+    save_tensors(tensors | {q: tensors[q].t().contiguous().reshape(4, 16)}, saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj.*\[4, 16\]"):
+        load_model(saved)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_mutated_files_load_or_raise_a_checkpoint_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("mutated")
+    save_model(Transformer(SIZES, seed=2), folder / "model", dtype="bf16")
+    file = folder / "model" / data.draw(st.sampled_from(["config.json", "model.safetensors"]))
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, min(len(content), 4000) - 1))] = data.draw(st.integers(0, 255))
+    file.write_bytes(content[: data.draw(st.sampled_from([len(content), len(content) // 2]))])
+    try:
+        model = load_model(folder / "model")
+    except CheckpointError:
+        return
+    assert model.config.num_parameters == SIZES.num_parameters
+
+
+def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    def write_and_fail() -> None:
+        with whole_directory(tmp_path / "out") as folder:
+            (folder / "half").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_directory_is_replaced(tmp_path: Path) -> None:
+    for content in ("old", "new"):
+        with whole_directory(tmp_path / "out") as folder:
+            (folder / "file").write_text(content)
+    assert (tmp_path / "out" / "file").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_disk_that_refuses_is_a_checkpoint_error_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        save_model(Transformer(SIZES), tmp_path / "file" / "model", dtype="f32")
