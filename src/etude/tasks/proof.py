@@ -49,7 +49,7 @@ class Proof:
             raise TaskError(
                 f"{len(self.failures)} of {self.num_tasks} {self.split} tasks of {self.source} do not prove themselves",
                 f"task {first.index} ({first.task_id}): {first.reason}",
-                hint=f"look at it with `etude tasks show {self.source} --split {self.split} --index {first.index}`",
+                hint=f"look at it with `etude tasks show SOURCE --split {self.split} --index {first.index}`",
             )
 
 
@@ -65,7 +65,7 @@ async def check(
     """Grade the reference and the untouched state of the split's first n tasks (all, or 100 of an endless source).
 
     `deadline_s` bounds each verdict; one that does not come is that task's failure, by name. Raises `TaskError` when
-    the split holds no task.
+    the split holds no task, and whatever the source or the grader raises.
     """
     size = source.size(split)
     count = min(x for x in (n, size) if x is not None) if (n, size) != (None, None) else DEFAULT_TASKS
@@ -84,9 +84,12 @@ async def check(
             if failure is not None:
                 failures.append(failure)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, count)):
-            group.create_task(worker())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, count)):
+                group.create_task(worker())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # one error with its hint says more than the group
     return Proof(
         source=source.name,
         split=split,
@@ -101,7 +104,7 @@ async def _check_one(source: TaskSource, grader: Grader, split: Split, index: in
     try:
         answer = source.answer(task)
     except TaskError as error:
-        return Failure(index, task.task_id, f"no answer: {error.what}: {error.facts}")
+        return Failure(index, task.task_id, f"has no answer: {str(error).splitlines()[0]}")
     strangers = sorted(set(answer.reference) - set(task.exports))
     if strangers:
         return Failure(index, task.task_id, f"the reference changes {strangers[0]}, which is not exported")

@@ -90,6 +90,11 @@ def test_demonstrations_are_seeded_and_have_nine_turns_at_most() -> None:
     assert all(c[-1] == ("submit", {}) for c in calls(0))
 
 
+def test_demonstrations_of_another_split_show_its_tasks() -> None:
+    made = list(demonstrations(SOURCE, count=20, seed=0, first=5, split=Split.VALIDATION))
+    assert [d.task for d in made] == [SOURCE.task(Split.VALIDATION, i) for i in range(5, 25)]
+
+
 def test_a_wrong_edit_never_miscopies_a_constant() -> None:
     seen = 0
     for index in range(300):

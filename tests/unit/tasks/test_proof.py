@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import build
-from etude.errors import TaskError
+from etude.errors import MachineError, TaskError
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Case, Split, Task, Trust
 from etude.tasks import CorpusConfig, RepairSource, TasksConfig, check, open_source, show
@@ -76,6 +76,14 @@ def test_an_invalid_verdict_and_one_that_never_comes_are_failures_by_name() -> N
     hung = asyncio.run(check(source, _Silent(), Split.TRAIN, deadline_s=0.01))
     assert [f.reason for f in died.failures] == ["reference solution could not be graded (grader): it died"]
     assert [f.reason for f in hung.failures] == ["reference solution got no verdict within 0.01 s"]
+
+
+def test_what_the_grader_raises_comes_out_as_itself() -> None:
+    def no_machines(task: Task) -> Graded:
+        raise MachineError("no user namespaces here", hint="run in a container")
+
+    with pytest.raises(MachineError, match="no user namespaces here"):
+        asyncio.run(check(RepairSource(seed=0), FakeGrader(no_machines), Split.TRAIN, 20))
 
 
 def test_nothing_to_check_is_an_error() -> None:

@@ -78,7 +78,7 @@ def _wrong_bodies(function: Function) -> list[Body]:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A training task and a script to play on it, once. `problem` is what the script knows."""
+    """A task and a script to play on it, once. `problem` is what the script knows."""
 
     task: Task
     problem: Problem
@@ -86,10 +86,19 @@ class Demonstration:
 
 
 def demonstrations(
-    source: RepairSource, *, count: int, seed: int, right_body: float = 0.6, first: int = 1_000_000
+    source: RepairSource,
+    *,
+    count: int,
+    seed: int,
+    right_body: float = 0.6,
+    first: int = 1_000_000,
+    split: Split = Split.TRAIN,
 ) -> Iterator[Demonstration]:
-    """Imperfect demonstrations on training tasks from index `first` on, far from those that rollouts try."""
+    """Imperfect demonstrations on tasks from index `first` on, far from those that rollouts try.
+
+    Only training tasks may be learned from; those of another split serve to measure a loss.
+    """
     for index in range(first, first + count):
-        problem = source.problem(Split.TRAIN, index)
+        problem = source.problem(split, index)
         script = imperfect(problem, random.Random(f"demonstration {seed} {index}"), right_body=right_body)
-        yield Demonstration(task_of(problem, Split.TRAIN, index), problem, script)
+        yield Demonstration(task_of(problem, split, index), problem, script)
