@@ -75,7 +75,8 @@ def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
 def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     """The version of a channel's chain or lineage that a text names: "v000003", "3", or a longer prefix.
 
-    Where several match, the last of the lineage, else the last of the chain. Raises `WeightsError` with the nearest names.
+    Where several match, the last of the lineage, else the last of the chain. Raises `WeightsError` that names the
+    nearest.
     """
     trained = {manifest.version: manifest for manifest in history.lineage(store, name)}
     abandoned = [manifest for manifest in history.chain(store, name) if manifest.version not in trained]
@@ -99,22 +100,22 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
     """Read every manifest and object of a channel and rebuild every version by every way. Raises `StoreError`."""
     problems: list[str] = []
     manifests, keys = _reachable(store, name, problems)
-    tensors: dict[str, Tensor] | None = None
-    held: Version | None = None
     objects: dict[str, int] = {}
-    for manifest in manifests:
-        made: dict[str, Tensor] | None = None
+    held: Ref | None = None
+    tensors: dict[str, Tensor] = {}
+    for ref, manifest in manifests:
+        made = None
         for way in manifest.ways:
             objects.update((item.key, item.num_bytes) for item in way.objects)
-            start = way.base.version if way.base else None
-            if start is not None and (tensors is None or held != start):
-                problems.append(f"{manifest.version}: its delta was not tried, for its base could not be rebuilt")
-                continue
             try:
-                made, _ = history.run(store, history.Plan(start, ((manifest, way),)), tensors or {})
+                if way.base and way.base != held:
+                    tensors, held = history.rebuild(store, history.load(store, way.base)), way.base
+                start = way.base.version if way.base else None
+                made, _ = history.run(store, history.Plan(start, ((manifest, way),)), tensors)
             except EtudeError as error:
                 problems.append(f"{manifest.version}: {error.what}" + (f" ({error.facts})" if error.facts else ""))
-        tensors, held = made, manifest.version if made is not None else None
+        if made is not None:
+            tensors, held = made, ref
     stored = {*store.list(f"manifests/{name}/"), *store.list("objects/")}
     return Check(
         num_versions=len(manifests),
@@ -125,8 +126,8 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
     )
 
 
-def _reachable(store: BlobStore, name: str, problems: list[str]) -> tuple[list[Manifest], set[str]]:
-    """Manifests that base and parent references lead to from the head, bases before what builds on them; their keys.
+def _reachable(store: BlobStore, name: str, problems: list[str]) -> tuple[list[tuple[Ref, Manifest]], set[str]]:
+    """Manifests that base and parent references lead to from the head, bases before what builds on them; every key.
 
     What cannot be read becomes a problem.
     """
@@ -135,8 +136,8 @@ def _reachable(store: BlobStore, name: str, problems: list[str]) -> tuple[list[M
     except WeightsError as error:
         problems.append(f"pointer: {error.what} ({error.facts})")
         return [], set()
-    found: dict[str, Manifest] = {}
-    waiting: list[Ref] = [pointer.head] if pointer else []
+    found: list[tuple[Ref, Manifest]] = []
+    waiting = [pointer.head] if pointer else []
     seen: set[str] = set()
     while waiting:
         ref = waiting.pop()
@@ -144,27 +145,13 @@ def _reachable(store: BlobStore, name: str, problems: list[str]) -> tuple[list[M
             continue
         seen.add(ref.key)
         try:
-            manifest = found[ref.key] = history.load(store, ref)
+            manifest = history.load(store, ref)
         except EtudeError as error:
             problems.append(f"{ref.version}: {error.what}" + (f" ({error.facts})" if error.facts else ""))
             continue
+        found.append((ref, manifest))
         waiting += [r for r in (manifest.parent, manifest.base) if r]
-    return _by_base(found), seen
-
-
-def _by_base(found: dict[str, Manifest]) -> list[Manifest]:
-    """Each manifest right after its base where one build on another: several chains where several were begun."""
-    built_on: dict[str | None, list[str]] = {}
-    for key, manifest in found.items():
-        base = manifest.base.key if manifest.base and manifest.base.key in found else None
-        built_on.setdefault(base, []).append(key)
-    ordered: list[Manifest] = []
-    waiting = built_on.get(None, [])[:]
-    while waiting:
-        key = waiting.pop()
-        ordered.append(found[key])
-        waiting += built_on.get(key, [])
-    return ordered
+    return found[::-1], seen
 
 
 def _log_row(manifest: Manifest, in_lineage: bool) -> LogRow:
