@@ -101,6 +101,11 @@ class ChatFormat:
             raise ChatError(f"no tokeniser in {folder}", str(error), hint=_HINT_FOLDER) from None
         return cls(tokenizer, _read_template(folder))
 
+    @staticmethod
+    def signatures(tools: Iterable[Mapping[str, Any]]) -> dict[str, Signature]:
+        """The signatures in OpenAI's `tools` list, by name. Raises `ValueError` for what is no tool."""
+        return {s.name: s for s in map(Signature.from_openai, tools)}
+
     # text and tokens
 
     def encode(self, text: str) -> I32:

@@ -1,0 +1,51 @@
+"""Refusals: every error that leaves the gateway, in OpenAI's shape."""
+
+from __future__ import annotations
+
+from starlette.responses import JSONResponse
+
+from etude.errors import ContextFull, EngineError, EtudeError
+
+
+class Refused(Exception):
+    """A request that is not served: an HTTP status and what the client is told."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def body(self) -> dict[str, object]:
+        """``{"error": {"message", "type", "param", "code"}}``."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers = {429: {"retry-after": "1"}, 503: {"retry-after": "1"}, 401: {"www-authenticate": "Bearer"}}
+        return JSONResponse(self.body(), self.status, headers.get(self.status))
+
+
+def invalid(message: str, param: str | None = None) -> Refused:
+    """400: the request is wrong in itself."""
+    return Refused(400, message, code="invalid_request", param=param)
+
+
+def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> Refused:
+    """400: the conversation and the answer do not fit, in the words that clients know from OpenAI."""
+    asked = prompt_tokens + answer_tokens
+    message = (
+        f"This model's maximum context length is {context_tokens} tokens. However, you requested {asked} tokens "
+        f"({prompt_tokens} in the messages, {answer_tokens} in the completion). "
+        "Please reduce the length of the messages or completion."
+    )
+    return Refused(400, message, code="context_length_exceeded", param="messages")
+
+
+def of_error(error: EtudeError) -> Refused:
+    """The refusal for an error of ours that a request met."""
+    message = f"{error.what}{': ' + error.facts if error.facts else ''}"
+    if isinstance(error, ContextFull):
+        return Refused(400, message, code="context_length_exceeded", param="messages")
+    if isinstance(error, EngineError):
+        return Refused(503, message, code="engine_unavailable")
+    return invalid(message, "messages")

@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from tests.unit.harness.tokeniser import laptop_chat
+
+from etude.errors import ConfigError, ContextFull, EngineError
+from etude.gateway import GatewayConfig, create_app, serving
+from etude.harness import Call, standard_tools
+from etude.records import Completion, CompletionRequest
+from etude.testing import EnginePolicy, ScriptedEngine
+
+CHAT = laptop_chat()
+END = CHAT.end_id
+TOOLS = standard_tools().to_openai()
+
+
+def text(said: str) -> list[int]:
+    return [*CHAT.encode(said).tolist(), END]
+
+
+def call(name: str, **arguments: str) -> list[int]:
+    return CHAT.spell(Call(name, arguments)).tolist()
+
+
+class Slow:
+    """A policy that answers when it is let, and says what it has been asked and what was taken back."""
+
+    def __init__(self) -> None:
+        self.let, self.asked, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.engine = ScriptedEngine([text("late")] * 100)
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        self.asked.set()
+        try:
+            await self.let.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return await self.engine.generate(request)
+
+
+class Raising:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        raise self.error
+
+
+@asynccontextmanager
+async def door(
+    answers: Sequence[Sequence[int]] = (),
+    *,
+    policy: object = None,
+    key: str | None = None,
+    context_tokens: int = 512,
+    config: GatewayConfig | None = None,
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, ScriptedEngine, str]]:
+    """A real server and the real client."""
+    engine = ScriptedEngine(answers)
+    config = config or GatewayConfig(port=0)
+    app = create_app(
+        policy or EnginePolicy(engine),  # type: ignore[arg-type]
+        CHAT,
+        model="laptop",
+        context_tokens=context_tokens,
+        config=config,
+        key=key,
+    )
+    async with (
+        serving(app, config=config) as url,
+        openai.AsyncOpenAI(base_url=url, api_key=key or "none", max_retries=0, timeout=20) as client,
+    ):
+        yield client, engine, url
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await work()
+
+    asyncio.run(bounded())
+
+
+USER = [{"role": "user", "content": "fix the failing test"}]
+
+
+def test_a_client_lists_the_model_and_chats_with_it() -> None:
+    async def work() -> None:
+        async with door([text("ok")]) as (client, engine, _):
+            models = await client.models.list()
+            assert [m.id for m in models.data] == ["laptop"]
+            assert (await client.models.retrieve("laptop")).id == "laptop"
+            answer = await client.chat.completions.create(
+                model="laptop", messages=USER, max_tokens=9, temperature=0.5, seed=3
+            )
+            choice = answer.choices[0]
+            assert (choice.message.content, choice.finish_reason, choice.message.role) == ("ok", "stop", "assistant")
+            assert answer.usage is not None
+            prompt = CHAT.first(USER)
+            sampled = len(text("ok"))
+            assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), sampled)
+            assert answer.system_fingerprint == str(engine.version)
+            sampling = engine.requests[0].sampling
+            assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (9, 0.5, 3)
+            assert engine.requests[0].prompt_ids.tolist() == prompt.tolist()
+
+    run(work)
+
+
+def test_tools_become_tool_calls_and_a_known_conversation_is_never_tokenised_again() -> None:
+    async def work() -> None:
+        # tokens that no tokeniser would give for this text: were it tokenised again, they would be lost
+        odd = [call("ls")[0], *[int(i) for c in "ls" for i in CHAT.encode(c)], END]
+        assert odd != call("ls")
+        async with door([odd, call("submit")]) as (client, engine, _):
+            messages: list[dict[str, object]] = [*USER]
+            first = await client.chat.completions.create(model="laptop", messages=messages, tools=TOOLS)
+            said = first.choices[0].message
+            assert said.tool_calls is not None
+            assert (said.tool_calls[0].function.name, said.tool_calls[0].function.arguments) == ("ls", "{}")
+            assert first.choices[0].finish_reason == "tool_calls"
+            messages += [
+                said.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "calc.py"},
+            ]
+            second = await client.chat.completions.create(model="laptop", messages=messages, tools=TOOLS)
+            assert second.choices[0].finish_reason == "tool_calls"
+            one, two = engine.requests
+            assert two.prompt_ids[: len(one.prompt_ids) + len(odd)].tolist() == [*one.prompt_ids.tolist(), *odd]
+            assert two.session_id == one.session_id
+            assert CHAT.last_message(two.prompt_ids) == "calc.py"
+
+    run(work)
+
+
+def test_another_history_is_another_session() -> None:
+    async def work() -> None:
+        async with door([text("a"), text("b"), text("c")]) as (client, engine, _):
+            for content in ("x", "y"):
+                history = [*USER, {"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
+                await client.chat.completions.create(model="laptop", messages=history)
+            assert len({r.session_id for r in engine.requests}) == 2
+
+    run(work)
+
+
+def test_arguments_reach_the_client_as_json_and_come_back() -> None:
+    async def work() -> None:
+        edit = call("edit", path="calc.py", line="3", text='return "ü"\n')
+        async with door([edit, text("done")]) as (client, engine, _):
+            first = await client.chat.completions.create(model="laptop", messages=USER, tools=TOOLS)
+            said = first.choices[0].message
+            assert said.tool_calls is not None
+            assert json.loads(said.tool_calls[0].function.arguments)["text"] == 'return "ü"\n'
+            messages = [*USER, said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "ok"}]
+            await client.chat.completions.create(model="laptop", messages=messages, tools=TOOLS)
+            assert engine.requests[1].session_id == engine.requests[0].session_id
+
+    run(work)
+
+
+def test_a_stream_gives_pieces_then_usage() -> None:
+    async def work() -> None:
+        async with door([text("héllo wörld 🎉")]) as (client, _, _url):
+            stream = await client.chat.completions.create(
+                model="laptop", messages=USER, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            pieces = [c.choices[0].delta.content for c in chunks if c.choices and c.choices[0].delta.content]
+            assert "".join(pieces) == "héllo wörld 🎉"
+            assert len(pieces) > 3
+            assert all("\ufffd" not in p for p in pieces)
+            assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+            assert chunks[-1].usage is not None
+            assert chunks[-1].usage.completion_tokens == len(text("héllo wörld 🎉"))
+
+    run(work)
+
+
+def test_a_stream_of_a_tool_call_adds_up_to_the_call() -> None:
+    async def work() -> None:
+        async with door([call("cat", path="calc.py"), text("ok")]) as (client, engine, _):
+            async with client.chat.completions.stream(model="laptop", messages=USER, tools=TOOLS) as stream:
+                final = await stream.get_final_completion()
+            said = final.choices[0].message
+            assert said.tool_calls is not None
+            assert said.tool_calls[0].function.name == "cat"
+            assert json.loads(said.tool_calls[0].function.arguments) == {"path": "calc.py"}
+            answer = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "x"}
+            echoed = {"role": "assistant", "tool_calls": [c.model_dump(exclude={"index"}) for c in said.tool_calls]}
+            for c in echoed["tool_calls"]:
+                c["function"].pop("parsed_arguments", None)
+            await client.chat.completions.create(model="laptop", messages=[*USER, echoed, answer], tools=TOOLS)
+            assert engine.requests[1].session_id == engine.requests[0].session_id
+
+    run(work)
+
+
+def test_a_stop_text_cuts_the_answer_and_the_length_limit_is_named() -> None:
+    async def work() -> None:
+        async with door([text("one two three"), text("far too long an answer")]) as (client, _, _url):
+            cut = await client.chat.completions.create(model="laptop", messages=USER, stop=[" three", " two"])
+            assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ("one", "stop")
+            long = await client.chat.completions.create(model="laptop", messages=USER, max_completion_tokens=2)
+            assert long.choices[0].finish_reason == "length"
+            assert long.choices[0].message.content == CHAT.decode(text("far too long an answer")[:2])
+
+    run(work)
+
+
+def test_an_answer_that_was_cut_off_is_continued_by_its_own_tokens_and_an_end() -> None:
+    async def work() -> None:
+        async with door([text("far too long"), text("ok")]) as (client, engine, _):
+            first = await client.chat.completions.create(model="laptop", messages=USER, max_tokens=2)
+            said = {"role": "assistant", "content": first.choices[0].message.content}
+            messages = [*USER, said, {"role": "user", "content": "go on"}]
+            await client.chat.completions.create(model="laptop", messages=messages)
+            one, two = engine.requests
+            kept = [*one.prompt_ids.tolist(), *text("far too long")[:2], END]
+            assert two.prompt_ids[: len(kept)].tolist() == kept
+
+    run(work)
+
+
+def test_token_ids_are_returned_to_who_asks() -> None:
+    async def work() -> None:
+        async with door([text("ok")]) as (client, _, _url):
+            answer = await client.chat.completions.create(
+                model="laptop", messages=USER, extra_body={"return_token_ids": True}
+            )
+            assert answer.model_extra is not None
+            assert answer.model_extra["prompt_token_ids"] == CHAT.first(USER).tolist()
+            assert answer.choices[0].model_extra == {"token_ids": text("ok")}
+
+    run(work)
+
+
+def test_a_wrong_key_is_401_and_a_right_one_is_served() -> None:
+    async def work() -> None:
+        async with door([text("ok")], key="s3cret-ü") as (client, _, url):
+            with pytest.raises(openai.AuthenticationError) as wrong:
+                await client.with_options(api_key="guess").chat.completions.create(model="laptop", messages=USER)
+            assert wrong.value.code == "invalid_api_key"
+            async with httpx.AsyncClient() as bare:
+                headers = {"authorization": "Bearer s3cret-ü".encode()}
+                assert (await bare.get(f"{url}/models")).status_code == 401
+                assert (await bare.get(f"{url}/models", headers=headers)).status_code == 200
+                assert (await bare.get(f"{url[:-3]}/health")).status_code == 200
+
+    run(work)
+
+
+def test_a_context_that_is_too_long_is_400_with_the_numbers() -> None:
+    async def work() -> None:
+        async with door(context_tokens=64) as (client, engine, _):
+            long = [{"role": "user", "content": "x " * 200}]
+            with pytest.raises(openai.BadRequestError) as past:
+                await client.chat.completions.create(model="laptop", messages=long)
+            assert past.value.code == "context_length_exceeded"
+            assert "maximum context length is 64 tokens" in past.value.message
+            with pytest.raises(openai.BadRequestError, match="1000 in the completion"):
+                await client.chat.completions.create(model="laptop", messages=USER, max_tokens=1000)
+            assert engine.requests == []
+
+    run(work)
+
+
+def test_an_answer_without_a_limit_takes_what_room_there_is() -> None:
+    async def work() -> None:
+        async with door([text("ok")], context_tokens=64) as (client, engine, _):
+            await client.chat.completions.create(model="laptop", messages=USER)
+            assert engine.requests[0].sampling.max_tokens == 64 - len(CHAT.first(USER))
+
+    run(work)
+
+
+def test_what_is_not_offered_is_refused_by_name() -> None:
+    async def work() -> None:
+        async with door() as (client, _, url):
+            with pytest.raises(openai.NotFoundError) as unknown:
+                await client.chat.completions.create(model="gpt", messages=USER)
+            assert unknown.value.code == "model_not_found"
+            with pytest.raises(openai.BadRequestError) as many:
+                await client.chat.completions.create(model="laptop", messages=USER, n=2)
+            assert many.value.param == "n"
+            with pytest.raises(openai.BadRequestError) as tool:
+                await client.chat.completions.create(model="laptop", messages=USER, tools=[{"type": "x"}])  # type: ignore[list-item]
+            assert tool.value.param == "tools"
+            async with httpx.AsyncClient() as bare:
+                assert (await bare.get(f"{url}/nothing")).json()["error"]["code"] == "not_found"
+                assert (await bare.get(f"{url}/chat/completions")).status_code == 405
+                page = await bare.post(f"{url}/chat/completions", content=b"{}", headers={"content-type": "text/plain"})
+                assert page.status_code == 415
+                foreign = await bare.get(f"{url}/models", headers={"host": "evil.example"})
+                assert foreign.status_code == 403
+
+    run(work)
+
+
+def test_a_body_past_the_limit_is_413() -> None:
+    async def work() -> None:
+        async with door(config=GatewayConfig(port=0, max_body_bytes=2048)) as (client, _, _url):
+            with pytest.raises(openai.APIStatusError) as large:
+                await client.chat.completions.create(model="laptop", messages=[{"role": "user", "content": "x" * 4000}])
+            assert large.value.status_code == 413
+
+    run(work)
+
+
+def test_requests_past_the_bounded_queue_are_429_and_the_others_are_served() -> None:
+    async def work() -> None:
+        slow = Slow()
+        config = GatewayConfig(port=0, max_running=1, max_waiting=0)
+        async with door(policy=slow, config=config) as (client, _, _url):
+            first = asyncio.create_task(client.chat.completions.create(model="laptop", messages=USER))
+            await slow.asked.wait()
+            with pytest.raises(openai.RateLimitError) as many:
+                await client.chat.completions.create(model="laptop", messages=USER)
+            assert many.value.response.headers["retry-after"] == "1"
+            slow.let.set()
+            assert (await first).choices[0].message.content == "late"
+            again = await client.chat.completions.create(model="laptop", messages=USER)
+            assert again.choices[0].message.content == "late"
+
+    run(work)
+
+
+def test_a_client_that_goes_away_takes_its_request_back() -> None:
+    async def work() -> None:
+        slow = Slow()
+        async with door(policy=slow) as (client, _, _url):
+            gone = asyncio.create_task(client.chat.completions.create(model="laptop", messages=USER))
+            await slow.asked.wait()
+            gone.cancel()
+            await slow.cancelled.wait()
+
+    run(work)
+
+
+def test_a_request_past_its_deadline_is_504() -> None:
+    async def work() -> None:
+        slow = Slow()
+        async with door(policy=slow, config=GatewayConfig(port=0, deadline_s=0.05)) as (client, _, _url):
+            with pytest.raises(openai.InternalServerError) as late:
+                await client.chat.completions.create(model="laptop", messages=USER)
+            assert late.value.status_code == 504
+            await slow.cancelled.wait()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (EngineError("no engine answers", hint="restart"), 503, "engine_unavailable"),
+        (ContextFull("too long", hint="shorten"), 400, "context_length_exceeded"),
+    ],
+)
+def test_errors_of_engines_reach_the_client_in_its_own_shape(error: Exception, status: int, code: str) -> None:
+    async def work() -> None:
+        async with door(policy=Raising(error)) as (client, _, _url):
+            with pytest.raises(openai.APIStatusError) as failed:
+                await client.chat.completions.create(model="laptop", messages=USER)
+            assert (failed.value.status_code, failed.value.code) == (status, code)
+
+    run(work)
+
+
+def test_an_address_open_to_the_network_needs_a_key() -> None:
+    async def work() -> None:
+        with pytest.raises(ConfigError, match="open to the network"):
+            async with door(config=GatewayConfig(host="0.0.0.0", port=0)):
+                raise AssertionError
+        async with door(config=GatewayConfig(host="0.0.0.0", port=0), key="k"):
+            pass
+
+    run(work)
+
+
+def test_a_port_in_use_is_named() -> None:
+    async def work() -> None:
+        async with door() as (_, _engine, url):
+            port = int(url.rsplit(":", 1)[1].partition("/")[0])
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+                async with door(config=GatewayConfig(port=port)):
+                    raise AssertionError
+        with pytest.raises(ConfigError, match="no address"):
+            async with door(config=GatewayConfig(host="no such host.invalid", port=0), key="k"):
+                raise AssertionError
+
+    run(work)
+
+
+def test_prompts_are_int32() -> None:
+    async def work() -> None:
+        async with door([text("ok")]) as (client, engine, _):
+            await client.chat.completions.create(model="laptop", messages=USER)
+            assert engine.requests[0].prompt_ids.dtype == np.int32
+
+    run(work)

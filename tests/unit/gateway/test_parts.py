@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.gateway import ChatRequest, Refused, TokenTree, read_request
+from etude.gateway.tree import chain
+
+GOOD = {
+    "model": "m",
+    "messages": [
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": " brief"}]},
+        {"role": "user", "content": "hi", "name": "somebody"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "ls", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "a.py"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "ls"}}],
+    "max_tokens": 5,
+    "temperature": 0,
+    "stop": "x",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "n": 1,
+    "user": "unknown fields are skipped",
+}
+
+
+def read(**changes: object) -> ChatRequest:
+    return read_request(json.dumps({**GOOD, **changes}).encode())
+
+
+def test_messages_become_canonical() -> None:
+    request = read()
+    assert request.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "ls", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "a.py"},
+    ]
+    assert (request.stop, request.stream, request.include_usage, request.max_tokens) == (("x",), True, True, 5)
+    assert request.temperature == 0.0
+
+
+def test_tools_that_the_client_forbids_are_not_offered() -> None:
+    assert read(tool_choice="none").tools == []
+    assert len(read(tool_choice="auto").tools) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{"function": {"name": "ls"}}]}]},
+            "messages[0].tool_calls",
+        ),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"n": 2}, "n"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str) -> None:
+    with pytest.raises(Refused) as refused:
+        read(**changes)
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_arguments_that_are_no_json_object_are_refused() -> None:
+    for arguments in ("[]", "{", "3", "[" * 100_000):
+        calls = [{"function": {"name": "ls", "arguments": arguments}}]
+        with pytest.raises(Refused, match="JSON object"):
+            read(messages=[{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x"}])
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_a_refusal(data: bytes) -> None:
+    with contextlib.suppress(Refused):
+        assert isinstance(read_request(data), ChatRequest)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([*sorted(GOOD), "seed", "top_p", "tool_choice", "logit_bias"]), json_values)
+def test_any_value_in_any_field_is_a_request_or_a_refusal(field: str, value: object) -> None:
+    with contextlib.suppress(Refused):
+        assert isinstance(read(**{field: value}), ChatRequest)
+
+
+@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"model":' + b"[" * 200_000, b"\xff", b""])
+def test_hostile_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(Refused):
+        read_request(data)
+
+
+def test_keys_ignore_the_order_of_fields_and_tell_histories_apart() -> None:
+    one = chain([], [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    same = chain([], [{"content": "a", "role": "user"}, {"role": "assistant", "content": "b"}])
+    assert one == same
+    assert one[0] == chain([], [{"role": "user", "content": "a"}])[0]
+    assert one[1] != chain([], [{"role": "assistant", "content": "b"}])[0]
+    assert one[0] != chain([{"type": "function"}], [{"role": "user", "content": "a"}])[0]
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_the_deepest_known_completion_is_found_and_holds_the_whole_context() -> None:
+    tree = TokenTree(max_tokens=100)
+    root = tree.add(b"a", None, ids(1, 2), session_id="s", ended=True)
+    tree.add(b"b", root, ids(3), session_id="s", ended=False)
+    found = tree.deepest([b"a", b"x", b"b", b"y"])
+    assert found is not None
+    assert (found.key, found.ended, found.context().tolist(), found.num_tokens) == (b"b", False, [1, 2, 3], 3)
+    assert tree.deepest([b"x"]) is None
+
+
+def test_the_least_recently_used_leaf_is_forgotten_first() -> None:
+    tree = TokenTree(max_tokens=6)
+    root = tree.add(b"root", None, ids(1, 2), session_id="s", ended=True)
+    tree.add(b"left", root, ids(3, 4), session_id="s", ended=True)
+    tree.add(b"right", root, ids(5, 6), session_id="s", ended=True)
+    tree.deepest([b"left"])
+    tree.add(b"new", root, ids(7, 8), session_id="s", ended=True)
+    assert tree.deepest([b"right"]) is None
+    assert tree.deepest([b"left"]) is not None
+    assert (len(tree), tree.num_tokens) == (3, 6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(1, 5)), max_size=40))
+def test_the_tree_stays_within_its_bound_and_counts_what_it_holds(steps: list[tuple[int, int, int]]) -> None:
+    tree = TokenTree(max_tokens=12)
+    for key, parent, size in steps:
+        node = tree.deepest([bytes([parent])])
+        if node is not None and bytes([key]) in _line(node):
+            continue
+        added = np.zeros(size, np.int32)
+        tree.add(bytes([key]), node, added, session_id="s", ended=True)
+        assert tree.num_tokens <= 12
+        kept = [n for n in (tree.deepest([bytes([k])]) for k in range(9)) if n is not None]
+        assert tree.num_tokens == sum(len(n.added) for n in kept)
+        assert len(kept) == len(tree)
+
+
+def _line(node: object) -> set[bytes]:
+    keys: set[bytes] = set()
+    while node is not None:
+        keys.add(node.key)  # type: ignore[attr-defined]
+        node = node.parent  # type: ignore[attr-defined]
+    return keys
