@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 import msgspec
@@ -29,8 +30,13 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(engine: ReferenceEngine, *, token: str | None = None) -> Starlette:
-    """The application. `token`: what every POST must bear; None for an engine that only its own host reaches."""
+def build_app(
+    engine: ReferenceEngine, *, token: str | None = None, lifespan: AbstractAsyncContextManager[None] | None = None
+) -> Starlette:
+    """The application. `token`: what every POST must bear; None for an engine that only its own host reaches.
+
+    `lifespan` is entered before the first request and left after the last.
+    """
     face = _Face(engine, token)
     return Starlette(
         routes=[
@@ -42,7 +48,8 @@ def build_app(engine: ReferenceEngine, *, token: str | None = None) -> Starlette
             Route("/health", face.health),
             Route("/info", face.info),
             Route("/metrics", face.metrics),
-        ]
+        ],
+        lifespan=lambda _: nullcontext() if lifespan is None else lifespan,
     )
 
 

@@ -20,5 +20,5 @@ class EngineConfig:
     chunk_tokens: int = ranged(256, low=1)  # a prompt is computed in chunks that end at multiples of this position
     step_tokens: int = ranged(512, low=1)  # prompt tokens computed in one step, beside one decoded token a sequence
     max_waiting: int = ranged(1024, low=0)  # requests without a slot; one more is refused
-    pin_lease_s: float = ranged(15.0, low=0.0)  # how long a pinned session holds its version between two calls
+    pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
     stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer is a hang

@@ -183,6 +183,20 @@ class ReferenceEngine:
         self._post(_Call(lambda: self._swaps.append((patch, future)), future))
         return future
 
+    def between_steps(self, call: Callable[[], T]) -> Future[T]:
+        """Have the stepping thread run `call` before its next step. From any thread."""
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except Exception as error:  # noqa: BLE001 - whatever it is belongs to the caller, not to the thread
+                    future.set_exception(error)
+
+        self._post(_Call(answer, future))
+        return future
+
     # -- handing calls to the thread
 
     def _post(self, call: _Call) -> None:
@@ -197,13 +211,7 @@ class ReferenceEngine:
             self._wake.notify()
 
     async def _ask(self, call: Callable[[], T], what: str) -> T:
-        future: Future[T] = Future()
-
-        def answer() -> None:
-            if future.set_running_or_notify_cancel():
-                future.set_result(call())
-
-        self._post(_Call(answer, future))
+        future = self.between_steps(call)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)
         except TimeoutError:

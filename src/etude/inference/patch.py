@@ -16,7 +16,7 @@ import torch
 
 from etude.errors import WeightsError
 from etude.records.completion import Version
-from etude.weights import Tensor
+from etude.weights import Tensor, content_digest, tensor_digest
 
 Array = np.ndarray[Any, np.dtype[Any]]
 DENSE = 1 / 16  # share of changed values from which the whole tensor is copied
@@ -64,6 +64,13 @@ def prepare(
             patch.sparse.append((view.view(-1), torch.from_numpy(places), content))
     patch.whole.extend((views[name], _content(tensors[name], views[name])) for name in sorted(whole))
     return patch
+
+
+def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
+    """The name of weights from a checkpoint, not a chain: step 0, no incarnation, digest of the f32 content."""
+    codes = {n: v.detach().float().contiguous().numpy().view(np.uint32).ravel() for n, v in views.items()}
+    digests = {n: tensor_digest(Tensor("f32", tuple(views[n].shape), c)) for n, c in codes.items()}
+    return Version(step=0, incarnation="00000000", digest=content_digest(digests))
 
 
 def differing(views: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor]) -> list[str]:

@@ -110,8 +110,8 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def submit(self, sequence: Sequence) -> None:
-        """Join the queue. Raises `EngineBusy` when it is full."""
-        if len(self.waiting) >= self.max_waiting:
+        """Join the queue; who will get a slot at the next plan does not count. Raises `EngineBusy` when it is full."""
+        if len(self.waiting) >= self.max_waiting + self.slots.num_available:
             raise EngineBusy(
                 f"request {sequence.request.request_id} was refused",
                 f"{len(self.waiting)} requests wait for {len(self.running)} running ones",

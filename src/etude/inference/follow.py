@@ -1,0 +1,152 @@
+"""Keeps an engine's live weights at the head of the weight chain: a thread that polls the pointer.
+
+Fetching, decoding and checking every digest happen here, while the engine goes on; the engine only pauses to write.
+After each swap the live memory is compared with what was published, bit for bit; if it differs, or if an update was
+fetched but never written, everything is written anew. Trouble is told (`engine.trouble`, an event) and tried again:
+an engine that cannot follow keeps serving what it holds, and refuses what demands more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import TimeoutError as NotYet
+from typing import Protocol
+
+import torch
+
+from etude.errors import EtudeError, WeightsError
+from etude.inference.engine import ReferenceEngine, Swapped
+from etude.inference.patch import Patch, differing, prepare
+from etude.records.completion import Version
+from etude.telemetry import Telemetry
+from etude.weights import Tensor, Update
+
+TROUBLE_REST_S = 0.5
+
+
+class Chain(Protocol):
+    """The part of `weights.Follower` that is used here."""
+
+    @property
+    def version(self) -> Version | None: ...
+
+    def pointer(self) -> Version | None: ...
+
+    def advance(self) -> Update | None: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]: ...
+
+
+class Following:
+    """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names."""
+
+    def __init__(
+        self,
+        engine: ReferenceEngine,
+        views: Mapping[str, torch.Tensor],
+        chain: Chain,
+        *,
+        poll_s: float = 0.05,
+        telemetry: Telemetry | None = None,
+    ) -> None:
+        self.engine, self.views, self.chain, self.poll_s = engine, views, chain, poll_s
+        self._telemetry = telemetry
+        self._written = False  # whether the live weights are what the chain last gave
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{engine.name}-follow", daemon=True)
+
+    def start_at_head(self) -> None:
+        """Adopt what is there, so that the first request finds it, then follow. Trouble is told, not raised."""
+        self._try()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End at the next opportunity. Idempotent."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(5.0)
+
+    def step(self) -> Version | None:
+        """Adopt what is new; the version adopted, or None. Raises `EtudeError` when it cannot."""
+        head = self.chain.pointer()
+        if head is None or (self._written and head == self.engine.version):
+            return None
+        update = self.chain.advance()
+        if self._written and update is None:
+            return None
+        patch = self._changes(update) if self._written and update is not None else self._everything()
+        self._written = False
+        swapped = self._swap(patch)
+        if swapped is None:
+            return None
+        self._heal_if_damaged(patch.version)
+        self._written = True
+        if self._telemetry is not None:
+            self._telemetry.event(
+                "engine.adopt",
+                step=patch.version.step,
+                version=str(patch.version),
+                fetch_s=round(update.fetch_s, 6) if update is not None else 0.0,
+                pause_s=round(swapped.pause_s, 6),
+                num_running=swapped.num_running,
+            )
+        return patch.version
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.poll_s):
+            if not self._try():
+                self._stop.wait(TROUBLE_REST_S)
+
+    def _try(self) -> bool:
+        try:
+            self.step()
+        except EtudeError as error:
+            self._complain(error)
+            return False
+        self.engine.trouble = ""
+        return True
+
+    def _complain(self, error: EtudeError) -> None:
+        said = str(error).replace("\n", "; ")
+        if said != self.engine.trouble and self._telemetry is not None:
+            self._telemetry.event("engine.trouble", reason=said)
+        self.engine.trouble = said
+
+    def _changes(self, update: Update) -> Patch:
+        return prepare(
+            self.views,
+            self.chain.tensors,
+            version=update.version,
+            changed=update.changed,
+            replaced=update.replaced,
+        )
+
+    def _everything(self) -> Patch:
+        tensors, version = self.chain.tensors, self.chain.version
+        assert version is not None, "the chain gave tensors without a version"
+        return prepare(self.views, tensors, version=version, changed={}, replaced=tensors)
+
+    def _swap(self, patch: Patch) -> Swapped | None:
+        """Wait as long as sessions pin the old version; None when told to stop meanwhile."""
+        future = self.engine.swap(patch)
+        while not self._stop.is_set():
+            try:
+                return future.result(timeout=0.2)
+            except NotYet:
+                continue
+        future.cancel()
+        return None
+
+    def _heal_if_damaged(self, version: Version) -> None:
+        damaged = differing(self.views, self.chain.tensors)
+        if not damaged:
+            return
+        self._swap(self._everything())
+        if differing(self.views, self.chain.tensors):
+            raise WeightsError(
+                f"the live weights of {self.engine.name} do not hold {version}",
+                f"{damaged[0]}, one of {len(damaged)}, differs after writing it whole",
+                hint="restart the engine; if it stays, the memory is bad",
+            )

@@ -1,0 +1,178 @@
+"""One engine as a process: ``python -m etude.inference.server --checkpoint DIR [--store DIR] ...``.
+
+It loads the checkpoint (architecture, and weights until the store has some), follows the weight chain by itself,
+serves `app` on a socket, and writes ``{"url", "pid", "name"}`` to the ready file once it answers. It dies with its
+parent, and it ends itself when its stepping thread is dead or stuck: a restarted engine is worth more than a hung one.
+ETUDE_TOKEN in the environment is the bearer token that every POST must carry.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+import uvicorn
+
+from etude.config import build
+from etude.errors import EngineError, EtudeError
+from etude.inference.app import build_app
+from etude.inference.config import EngineConfig
+from etude.inference.engine import ReferenceEngine
+from etude.inference.follow import Following
+from etude.inference.lifetime import die_with_parent
+from etude.inference.metrics import Load
+from etude.inference.patch import initial_version
+from etude.models import hf_views
+from etude.models.checkpoint import load_model
+from etude.stores import DirectoryStore
+from etude.telemetry import Telemetry
+from etude.weights import Follower
+
+HUNG_EXIT_CODE = 70
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code."""
+    args = _parser().parse_args(argv)
+    die_with_parent(watch_stdin=args.watch_stdin)
+    torch.set_num_threads(args.threads)
+    telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
+    try:
+        listener = _listen(args.host, args.port)
+        engine, following = _build(args, telemetry)
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    app = build_app(engine, token=os.environ.get("ETUDE_TOKEN"), lifespan=_lifespan(engine, following, telemetry))
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=1,
+    )
+    server = _Server(config, ready=_ready(listener, args.name), ready_file=args.ready_file)
+    server.run(sockets=[listener])
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Says that it is ready when it is."""
+
+    def __init__(self, config: uvicorn.Config, *, ready: bytes, ready_file: Path | None) -> None:
+        super().__init__(config)
+        self._ready, self._ready_file = ready, ready_file
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.should_exit:
+            return
+        if self._ready_file is not None:
+            partial = self._ready_file.with_name(f"{self._ready_file.name}.{os.getpid()}")
+            partial.write_bytes(self._ready)
+            partial.replace(self._ready_file)
+        print(self._ready.decode(), flush=True)
+
+
+def _build(args: argparse.Namespace, telemetry: Telemetry | None) -> tuple[ReferenceEngine, Following | None]:
+    settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
+    config = build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
+    model = load_model(args.checkpoint)
+    views = hf_views(model)
+    engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
+    if args.store is None:
+        return engine, None
+    chain = Follower(DirectoryStore(args.store))
+    return engine, Following(engine, views, chain, poll_s=args.poll_s, telemetry=telemetry)
+
+
+def _lifespan(
+    engine: ReferenceEngine, following: Following | None, telemetry: Telemetry | None
+) -> contextlib.AbstractAsyncContextManager[None]:
+    @contextlib.asynccontextmanager
+    async def span() -> AsyncIterator[None]:
+        engine.start()
+        if following is not None:
+            await asyncio.to_thread(following.start_at_head)
+        watch = asyncio.create_task(_watch(engine, telemetry))
+        yield
+        watch.cancel()
+        if following is not None:
+            await asyncio.to_thread(following.stop)
+        await asyncio.to_thread(engine.close)
+
+    return span()
+
+
+async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None) -> None:
+    """Each second: report the load, and end the process if the engine cannot be helped."""
+    load, last = Load(), time.monotonic()
+    while True:
+        await asyncio.sleep(1.0)
+        if not engine.alive or engine.stalled_s > engine.config.stall_s:
+            state = f"has not moved for {engine.stalled_s:.0f} s" if engine.alive else "is dead"
+            print(
+                f"error: the stepping thread of {engine.name} {state}: this process ends", file=sys.stderr, flush=True
+            )
+            os._exit(HUNG_EXIT_CODE)
+        now = time.monotonic()
+        facts = load.since(engine.counters, await engine.info(), wall_s=now - last)
+        last = now
+        if telemetry is not None:
+            telemetry.event("engine.load", **facts)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise EngineError(
+            f"cannot listen on {host}:{port}", str(error), hint="take another --port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+def _ready(listener: socket.socket, name: str) -> bytes:
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return msgspec.json.encode({"url": url, "pid": os.getpid(), "name": name})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m etude.inference.server", description="One inference engine.")
+    parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a Hugging Face directory")
+    parser.add_argument("--store", type=Path, help="the directory blob store whose weight chain it follows")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
+    parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it answers")
+    for setting in dataclasses.fields(EngineConfig):
+        kind = type(setting.default)
+        parser.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, help=f"default {setting.default}")
+    parser.add_argument("--poll-s", type=float, default=0.05, help="how often the weight pointer is read")
+    parser.add_argument("--telemetry", type=Path, help="the events file")
+    parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")
+    parser.add_argument("--watch-stdin", action="store_true", help="end at the end of standard input, too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

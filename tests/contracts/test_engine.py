@@ -1,0 +1,425 @@
+"""What every engine promises. A new one joins with one line in ENGINES.
+
+Each implementation serves the same tiny random model and follows the same weight chain. `World.publish` moves the
+chain; `World.hang` stops the engine from computing, without its leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+
+from etude.errors import ContextFull, EngineBehind, EngineError
+from etude.inference import EngineBusy, EngineConfig, HttpEngine, MalformedRequest
+from etude.inference.app import build_app
+from etude.inference.engine import ReferenceEngine
+from etude.inference.follow import Following
+from etude.inference.patch import initial_version
+from etude.models import ModelConfig, Transformer, hf_views
+from etude.models.checkpoint import load_model, save_model
+from etude.records import Completion, CompletionRequest, Sampling, Version
+from etude.records.completion import StopReason
+from etude.seams import Engine
+from etude.stores import DirectoryStore
+from etude.weights import Channel, Follower, Tensor
+
+SIZES = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    expert_size=32,
+    num_experts=4,
+    top_k=2,
+    context_tokens=2048,
+)
+CONTEXT_TOKENS = 2048
+MAX_SEQUENCES = 4
+MAX_WAITING = 8
+LONG = 1500  # tokens that take long enough for something to happen meanwhile
+
+
+@dataclass
+class World:
+    """An engine and the hands around it."""
+
+    engine: Engine
+    model: Transformer  # what the engine should compute at step 0
+    channel: Channel
+    hang: Callable[[], None]
+    unhang: Callable[[], None]
+    last: Version | None = None
+
+    def publish(self, step: int) -> Transformer:
+        """Another random model becomes version `step`."""
+        model = Transformer(SIZES, seed=100 + step)
+        tensors = {
+            n: Tensor("f32", tuple(v.shape), v.contiguous().numpy().view(np.uint32).ravel())
+            for n, v in hf_views(model).items()
+        }
+        self.last = self.channel.publish(tensors, step=step, parent=self.last, rollout_ids=[]).version
+        return model
+
+
+@asynccontextmanager
+async def in_process(folder: Path) -> AsyncIterator[World]:
+    model = load_model(folder / "checkpoint")
+    config = EngineConfig(max_sequences=MAX_SEQUENCES, context_tokens=CONTEXT_TOKENS, max_waiting=MAX_WAITING)
+    views, store, hung = hf_views(model), DirectoryStore(folder / "store"), threading.Event()
+    engine = ReferenceEngine(model, version=initial_version(views), name="engine-0", config=config)
+    following = Following(engine, views, Follower(store), poll_s=0.01)
+
+    def hang() -> None:
+        hung.clear()
+        engine.between_steps(hung.wait)
+
+    async with engine:
+        following.start_at_head()
+        yield World(engine, load_model(folder / "checkpoint"), Channel(store), hang, hung.set)
+        hung.set()
+        await asyncio.to_thread(following.stop)
+
+
+@asynccontextmanager
+async def over_http(folder: Path) -> AsyncIterator[World]:
+    async with in_process(folder) as world:
+        assert isinstance(world.engine, ReferenceEngine)
+        config = uvicorn.Config(build_app(world.engine), http="httptools", ws="none", log_level="critical")
+        server, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+        config.load()
+        server.lifespan = config.lifespan_class(config)
+        await server.startup(sockets=[listener])
+        async with HttpEngine(f"http://127.0.0.1:{listener.getsockname()[1]}") as engine:
+            yield replace(world, engine=engine)
+        await server.shutdown(sockets=[listener])
+
+
+ENGINES = {"reference": in_process, "reference over http": over_http}
+Story = Callable[[World], Awaitable[None]]
+
+
+@pytest.fixture(params=ENGINES)
+def tell(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Story], None]:
+    """Runs a story in a fresh world of one implementation."""
+    torch.set_num_threads(1)
+    save_model(Transformer(SIZES, seed=1), tmp_path / "checkpoint", dtype="f32")
+
+    async def run(story: Story) -> None:
+        async with asyncio.timeout(100), ENGINES[request.param](tmp_path) as world:
+            await story(world)
+
+    return lambda story: asyncio.run(run(story))
+
+
+def ask(name: str, prompt: Any = 10, max_tokens: int = 8, **fields: Any) -> CompletionRequest:
+    """A request; `prompt` is its token ids, or how many random ones, keyed by the name."""
+    seed = sum(name.encode())
+    if isinstance(prompt, int):
+        prompt = np.random.default_rng(seed).integers(0, SIZES.vocab_size, prompt)
+    sampling = Sampling(max_tokens=max_tokens, stop_token_ids=fields.pop("stop", ()), seed=seed)
+    return CompletionRequest(
+        request_id=name,
+        session_id=fields.pop("session", name),
+        prompt_ids=np.asarray(prompt, np.int32),
+        sampling=sampling,
+        **fields,
+    )
+
+
+async def running(world: World, number: int = 1) -> None:
+    """Wait until so many requests have a slot."""
+    while (await world.engine.info()).num_running < number:  # noqa: ASYNC110 - the state is another process's
+        await asyncio.sleep(0)
+
+
+def spans(completion: Completion) -> list[tuple[int, int]]:
+    return [(s.version.step, s.kv_epoch) for s in completion.spans]
+
+
+def same(a: Completion, b: Completion) -> bool:
+    """Whether two completions agree bit for bit in everything the model computed."""
+    return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in ("token_ids", "logprobs", "routes"))
+
+
+def test_it_says_what_it_is(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        info = await world.engine.info()
+        assert isinstance(world.engine, Engine)
+        assert (info.name, info.context_tokens, info.max_sequences) == ("engine-0", CONTEXT_TOKENS, MAX_SEQUENCES)
+        assert (info.paused, info.num_running, info.num_waiting) == (False, 0, 0)
+        assert info.kv_tokens_free == MAX_SEQUENCES * CONTEXT_TOKENS
+        assert info.version is not None
+        assert info.version.step == 0
+        assert {"routes", "spans", "adopt", "verify", "pause-keep"} <= set(info.capabilities)
+
+    tell(story)
+
+
+def test_log_probabilities_and_routes_are_those_of_the_model(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        request = ask("r", 37, 50)
+        done = await world.engine.generate(request)
+        context = torch.from_numpy(np.concatenate([request.prompt_ids, done.token_ids]).astype(np.int64))
+        with torch.inference_mode():
+            logits, routes = world.model.eval()(context)
+        expected = logits.log_softmax(-1)[36:-1].gather(1, context[37:, None])[:, 0]
+        assert np.allclose(done.logprobs, expected.numpy(), atol=1e-5)
+        assert np.array_equal(done.routes, routes.numpy()[:-1])
+        assert (done.routes_start, done.stop_reason, done.engine) == (0, StopReason.LENGTH, "engine-0")
+        assert spans(done) == [(0, 0)]
+
+    tell(story)
+
+
+def test_mixed_lengths_together_and_alone_give_the_same_bits(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        requests = [ask(f"r{i}", 1 + 61 * i % 700, 5 + 17 * i % 90, keep_session=False) for i in range(12)]
+        together = await asyncio.gather(*(world.engine.generate(r) for r in requests))
+        alone = [await world.engine.generate(r) for r in requests]
+        assert all(same(a, b) for a, b in zip(together, alone, strict=True))
+        assert [len(c.token_ids) for c in alone] == [r.sampling.max_tokens for r in requests]
+
+    tell(story)
+
+
+def test_a_stop_token_ends_a_completion_and_is_its_last(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        free = await world.engine.generate(ask("r", 10, 30))
+        stop = int(free.token_ids[12])
+        done = await world.engine.generate(ask("r", 10, 30, stop=(stop,)))
+        first = free.token_ids.tolist().index(stop) + 1
+        assert done.token_ids.tolist() == free.token_ids.tolist()[:first]
+        assert done.stop_reason is StopReason.STOP
+
+    tell(story)
+
+
+def test_the_next_turn_of_a_session_reuses_its_context_and_changes_no_bit(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        first = ask("one", 300, 20, session="s")
+        done = await world.engine.generate(first)
+        context = [*first.prompt_ids, *done.token_ids]
+        second = ask("two", [*context, *range(30)], 20, session="s", routes_from=len(context) - 1)
+        hit = await world.engine.generate(second)
+        miss = await world.engine.generate(ask("two", second.prompt_ids, 20, session="t"))
+        assert hit.num_cached == len(context) - 1
+        assert miss.num_cached == 0
+        assert np.array_equal(hit.token_ids, miss.token_ids)
+        assert np.array_equal(hit.logprobs, miss.logprobs)
+        assert hit.routes_start == len(context) - 1
+        assert len(hit.routes) == 30 + 1 + 20 - 1
+        assert np.array_equal(hit.routes, miss.routes[hit.routes_start :])
+
+    tell(story)
+
+
+def test_a_request_past_the_context_is_refused(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        with pytest.raises(ContextFull, match="big"):
+            await world.engine.generate(ask("big", CONTEXT_TOKENS - 5, 6))
+        fits = await world.engine.generate(ask("fits", CONTEXT_TOKENS - 5, 5))
+        assert len(fits.token_ids) == 5
+
+    tell(story)
+
+
+def test_with_all_slots_taken_requests_wait_and_past_the_queue_they_are_refused(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        await world.engine.pause()
+        number = MAX_SEQUENCES + MAX_WAITING + 1
+        tasks = [asyncio.ensure_future(world.engine.generate(ask(f"r{i}", 10, 5))) for i in range(number)]
+        done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert [type(t.exception()) for t in done] == [EngineBusy]
+        await world.engine.resume()
+        assert all(len(c.token_ids) == 5 for c in await asyncio.gather(*waiting))
+
+    tell(story)
+
+
+def test_a_cancelled_request_gives_its_slot_back(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        tasks = [asyncio.ensure_future(world.engine.generate(ask(f"r{i}", 10, LONG))) for i in range(MAX_SEQUENCES)]
+        await running(world, MAX_SEQUENCES)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        done = await world.engine.generate(ask("next", 10, 5))
+        assert len(done.token_ids) == 5
+        while (info := await world.engine.info()).num_running:  # noqa: ASYNC110 - as above
+            await asyncio.sleep(0)
+        assert info.kv_tokens_free == MAX_SEQUENCES * CONTEXT_TOKENS
+
+    tell(story)
+
+
+def test_a_request_past_its_deadline_fails_by_name(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        await world.engine.pause()
+        with pytest.raises(EngineError, match=r"slow passed its deadline of 0.2 s"):
+            await world.engine.generate(ask("slow", deadline_s=0.2))
+        await world.engine.resume()
+        assert len((await world.engine.generate(ask("next"))).token_ids) == 8
+
+    tell(story)
+
+
+def test_a_hang_is_noticed_at_the_deadline_and_named(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        await world.engine.generate(ask("well"))
+        world.hang()
+        with pytest.raises(EngineError) as error:
+            await world.engine.generate(ask("stuck", deadline_s=0.2))
+        assert "stuck" in error.value.what
+        assert "deadline" in error.value.what or "did not answer within" in error.value.what
+        world.unhang()
+        assert len((await world.engine.generate(ask("next"))).token_ids) == 8
+
+    tell(story)
+
+
+def test_a_paused_request_stays_alive_and_nothing_in_it_changes(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        whole = await world.engine.generate(ask("r", 20, 400))
+        task = asyncio.ensure_future(world.engine.generate(ask("r", 20, 400, session="again")))
+        await running(world)
+        await world.engine.pause()
+        info = await world.engine.info()
+        assert info.paused
+        assert info.num_running == 1
+        assert not task.done()
+        await world.engine.resume()
+        assert same(await task, whole)
+
+    tell(story)
+
+
+def test_a_swap_in_mid_generation_shows_in_the_spans_and_fails_nothing(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        tasks = [asyncio.ensure_future(world.engine.generate(ask(f"r{i}", 20, LONG))) for i in range(3)]
+        await running(world, 3)
+        world.publish(1)
+        assert (await world.engine.adopt(1, deadline_s=20.0)) == world.last
+        for task in tasks:
+            done = await task
+            assert spans(done) == [(0, 0), (1, 1)]
+            assert sum(s.num_tokens for s in done.spans) == LONG
+            assert len(done.routes) == 20 + LONG - 1
+
+    tell(story)
+
+
+def test_after_a_swap_the_probe_gives_the_new_models_log_probabilities(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        text = list(range(1, 41))
+        for step, model in ((0, world.model), (1, None), (2, None)):
+            if model is None:
+                model = world.publish(step)
+                await world.engine.adopt(step, deadline_s=20.0)
+            version, logprobs = await world.engine.verify(text)
+            with torch.inference_mode():
+                scores = model.eval()(torch.tensor(text))[0].log_softmax(-1)
+            expected = scores[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
+            assert version.step == step
+            assert np.allclose(logprobs, expected.numpy(), atol=1e-6)
+
+    tell(story)
+
+
+def test_a_prefix_of_another_version_is_computed_anew(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        first = ask("one", 100, 10, session="s")
+        done = await world.engine.generate(first)
+        model = world.publish(1)
+        await world.engine.adopt(1, deadline_s=20.0)
+        prompt = np.concatenate([first.prompt_ids, done.token_ids, np.arange(10, dtype=np.int32)])
+        again = await world.engine.generate(ask("two", prompt, 10, session="s"))
+        assert again.num_cached == 0
+        assert spans(again) == [(1, 0)]
+        context = torch.from_numpy(np.concatenate([prompt, again.token_ids]).astype(np.int64))
+        with torch.inference_mode():
+            scores = model.eval()(context)[0].log_softmax(-1)
+        expected = scores[len(prompt) - 1 : -1].gather(1, context[len(prompt) :, None])[:, 0]
+        assert np.allclose(again.logprobs, expected.numpy(), atol=1e-5)
+
+    tell(story)
+
+
+def test_work_for_a_later_version_is_refused_until_it_is_adopted(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        with pytest.raises(EngineBehind, match="early"):
+            await world.engine.generate(ask("early", min_step=1))
+        world.publish(1)
+        await world.engine.adopt(1, deadline_s=20.0)
+        done = await world.engine.generate(ask("now", min_step=1))
+        assert spans(done) == [(1, 0)]
+
+    tell(story)
+
+
+def test_a_pinned_request_is_never_swapped_under(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        pinned = ask("pinned", 20, LONG, pin_step=0, keep_session=False)
+        task = asyncio.ensure_future(world.engine.generate(pinned))
+        await running(world)
+        world.publish(1)
+        await world.engine.adopt(1, deadline_s=60.0)
+        assert task.done() or (await task)
+        assert spans(task.result()) == [(0, 0)]
+        with pytest.raises(EngineBehind, match="late"):
+            await world.engine.generate(ask("late", pin_step=0))
+
+    tell(story)
+
+
+def test_an_adoption_that_does_not_come_is_named(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        with pytest.raises(EngineError, match=r"(?s)did not reach step 7 within 0.2 s: it holds v000000"):
+            await world.engine.adopt(7, deadline_s=0.2)
+
+    tell(story)
+
+
+def test_an_engine_that_missed_versions_comes_to_the_head(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        world.hang()
+        for step in (1, 2, 3):
+            world.publish(step)
+        world.unhang()
+        assert (await world.engine.adopt(3, deadline_s=20.0)) == world.last
+
+    tell(story)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"prompt": []},
+        {"prompt": [0, SIZES.vocab_size]},
+        {"prompt": [-1]},
+        {"prompt": [[1, 2]]},
+        {"max_tokens": 0},
+        {"routes_from": 11},
+        {"deadline_s": 0.0},
+    ],
+    ids=str,
+)
+def test_a_request_that_no_engine_could_serve_is_malformed(tell: Callable[[Story], None], bad: dict[str, Any]) -> None:
+    async def story(world: World) -> None:
+        with pytest.raises(MalformedRequest):
+            await world.engine.generate(ask("bad", **bad))
+        assert len((await world.engine.generate(ask("good"))).token_ids) == 8
+
+    tell(story)

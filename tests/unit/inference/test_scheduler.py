@@ -1,0 +1,135 @@
+"""What the next forward computes."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.errors import EngineError
+from etude.inference.errors import EngineBusy
+from etude.inference.scheduler import Plan, Scheduler, Sequence
+
+from .helpers import ask, version
+
+
+def scheduler(**changes: int) -> Scheduler:
+    return Scheduler(**{"num_slots": 2, "chunk_tokens": 16, "step_tokens": 32, "max_waiting": 4, **changes})
+
+
+def compute(plan: Plan) -> None:
+    """What the runner does to sequences, without a model: every sampled token is a 7."""
+    for s in plan.decode:
+        s.num_computed += 1
+    for chunk in plan.chunks:
+        chunk.sequence.num_computed = chunk.stop
+    for s in plan.decode + [c.sequence for c in plan.chunks if c.last]:
+        s.token_ids.append(7)
+        s.logprobs.append(-1.0)
+
+
+def join(queue: Scheduler, name: str, prompt: int = 10, deadline: float = 100.0, **fields: object) -> Sequence:
+    sequence = Sequence(ask(name, prompt, **fields), deadline)
+    queue.submit(sequence)
+    return sequence
+
+
+def test_prompts_are_cut_at_multiples_of_the_chunk_whatever_else_runs() -> None:
+    def cuts(others: int) -> list[tuple[int, int]]:
+        queue, seen = scheduler(num_slots=4), []
+        long = join(queue, "long", 40)
+        for i in range(others):
+            join(queue, f"other{i}", 30)
+        while long.num_computed < 40:
+            plan = queue.plan()
+            seen += [(c.start, c.stop) for c in plan.chunks if c.sequence is long]
+            compute(plan)
+        return seen
+
+    assert cuts(0) == cuts(3) == [(0, 16), (16, 32), (32, 40)]
+
+
+def test_a_step_computes_no_more_prompt_tokens_than_its_budget() -> None:
+    queue = scheduler(num_slots=8, max_waiting=8)
+    for i in range(8):
+        join(queue, f"r{i}", 40)
+    plan = queue.plan()
+    assert sum(c.stop - c.start for c in plan.chunks) == 32
+
+
+def test_a_chunk_larger_than_the_budget_still_goes_alone() -> None:
+    queue = scheduler(step_tokens=4)
+    join(queue, "a", 40)
+    join(queue, "b", 40)
+    assert [(c.start, c.stop) for c in queue.plan().chunks] == [(0, 16)]
+
+
+def test_a_decoding_sequence_goes_on_beside_the_chunks_of_another() -> None:
+    queue = scheduler()
+    first = join(queue, "first", 4)
+    compute(queue.plan())
+    second = join(queue, "second", 40)
+    plan = queue.plan()
+    assert plan.decode == [first]
+    assert [c.sequence for c in plan.chunks] == [second]
+
+
+def test_requests_wait_for_slots_in_order_of_arrival_and_past_the_queue_are_refused() -> None:
+    queue = scheduler(num_slots=1, max_waiting=2)
+    first = join(queue, "first")
+    compute(queue.plan())
+    second, third = join(queue, "second"), join(queue, "third")
+    with pytest.raises(EngineBusy, match="fourth"):
+        join(queue, "fourth")
+    queue.finish(first)
+    queue.plan()
+    assert second.slot is not None
+    assert third.slot is None
+
+
+def test_a_session_that_holds_a_slot_does_not_wait_behind_those_that_need_one() -> None:
+    queue = scheduler(num_slots=2)
+    mine = join(queue, "mine", 10, session="s")
+    join(queue, "busy")
+    compute(queue.plan())
+    prompt = mine.request.prompt_ids
+    queue.finish(mine)
+    stranger = join(queue, "stranger")
+    again = join(queue, "again", prompt, session="s")
+    queue.plan()
+    assert again.slot is not None
+    assert again.num_cached == 9
+    assert stranger.slot is None
+
+
+def test_a_cancelled_sequence_frees_its_slot_at_the_next_look() -> None:
+    queue = scheduler(num_slots=1)
+    first = join(queue, "first")
+    compute(queue.plan())
+    first.future.cancel()
+    assert queue.departed(now=0.0) == [first]
+    assert queue.slots.num_available == 1
+    assert not queue.plan()
+
+
+def test_a_late_request_fails_naming_its_deadline_and_its_phase() -> None:
+    queue = scheduler(num_slots=1)
+    running, waiting = join(queue, "running", deadline=5.0), join(queue, "waiting", deadline=4.0)
+    compute(queue.plan())
+    assert queue.departed(now=5.0) == [waiting, running]
+    with pytest.raises(EngineError, match=r"(?s)running passed its deadline of 60 s: 1 of 8 tokens sampled"):
+        raise running.future.exception(0)
+    with pytest.raises(EngineError, match=r"(?s)waiting passed its deadline.*waiting for a KV slot"):
+        raise waiting.future.exception(0)
+
+
+def test_a_swap_closes_spans_and_counts_only_for_kept_keys() -> None:
+    queue = scheduler(num_slots=2)
+    early = join(queue, "early", 4)
+    compute(queue.plan())
+    compute(queue.plan())
+    late = join(queue, "late", 4)
+    queue.swapped(version(0))
+    compute(queue.plan())
+    early.close_span(version(1))
+    late.close_span(version(1))
+    assert [(s.version.step, s.num_tokens, s.kv_epoch) for s in early.spans] == [(0, 2, 0), (1, 1, 1)]
+    assert [(s.version.step, s.num_tokens, s.kv_epoch) for s in late.spans] == [(1, 1, 0)]
