@@ -83,7 +83,7 @@ class ChatFormat:
         pattern = "|".join(re.escape(t) for t in sorted(self._special, key=len, reverse=True))
         self._literal = re.compile(f"({pattern})")
         self.end_id, self._call_id = self._special[END], self._special[CALL]
-        self.stop_token_ids = (self.end_id,)
+        self.stop_token_ids: tuple[int, ...] = (self.end_id,)
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         try:
             self._template = _environment().from_string(template)

@@ -185,6 +185,10 @@ class Supervisor:
         if not self.failed.done():
             self.failed.set_result(error)
 
+    def pids(self) -> dict[str, int]:
+        """Children that run now: name → pid."""
+        return {name: child.pid for name, child in self.children.items() if child.pid is not None}
+
     async def remove(self, name: str) -> None:
         """Stop a child and stop watching it."""
         watcher = self._watchers.pop(name, None)

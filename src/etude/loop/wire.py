@@ -9,6 +9,7 @@ Knows nothing of what is called.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import socket
 import struct
@@ -23,6 +24,7 @@ from etude.errors import DeadlineExceeded, EtudeError
 from etude.records.wire import pack, unpack
 
 MAX_FRAME_BYTES = 1 << 30
+CANCEL = "cancel"  # the method by which a caller says that it no longer waits
 _LENGTH = struct.Struct("<I")
 _frame = msgspec.msgpack.Decoder(tuple[int, str, bytes])
 T = TypeVar("T")
@@ -68,6 +70,9 @@ class Caller:
             raise DeadlineExceeded(
                 f"{self.name} did not answer {method}", f"within {deadline_s:g} s", hint=f"see logs/{self.name}.log"
             ) from None
+        except asyncio.CancelledError:
+            _write(self._writer, number, CANCEL, b"")
+            raise
         except ConnectionError:
             raise Lost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log") from None
         finally:
@@ -114,25 +119,32 @@ Handler = Callable[..., Awaitable[object]]
 async def serve(sock: socket.socket, handlers: dict[str, tuple[tuple[Any, ...], Handler]]) -> None:
     """Answer calls until the other end goes. `handlers`: method → (argument types, coroutine function).
 
-    Calls run concurrently, each as its own task.
+    Calls run concurrently, each as its own task, which is cancelled when the caller no longer waits for it.
     """
     reader, writer = await asyncio.open_connection(sock=sock)
-    tasks: set[asyncio.Task[None]] = set()
+    tasks: dict[int, asyncio.Task[None]] = {}
     try:
         while True:
             number, method, payload = await _read(reader)
+            if method == CANCEL:
+                if number in tasks:
+                    tasks[number].cancel()
+                continue
             kinds, handler = handlers[method]
             kind: Any = tuple.__class_getitem__(kinds)
-            task = asyncio.create_task(_answer(writer, number, handler, unpack(payload, kind)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+            tasks[number] = asyncio.create_task(_answer(writer, number, handler, unpack(payload, kind)))
+            tasks[number].add_done_callback(functools.partial(_forget, tasks, number))
     except (asyncio.IncompleteReadError, ConnectionError):
         return
     finally:
-        for task in tasks:
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
         writer.close()
+
+
+def _forget(tasks: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del tasks[number]
 
 
 async def _answer(writer: asyncio.StreamWriter, number: int, handler: Handler, arguments: tuple[Any, ...]) -> None:

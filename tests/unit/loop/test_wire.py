@@ -32,8 +32,15 @@ async def _break() -> None:
     raise KeyError("oops")
 
 
+cancelled = asyncio.Event()
+
+
 async def _hang() -> None:
-    await asyncio.Event().wait()
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise
 
 
 HANDLERS = {"echo": ((Version, int), _echo), "refuse": ((), _refuse), "break": ((), _break), "hang": ((), _hang)}
@@ -83,6 +90,17 @@ def test_a_hung_call_ends_at_its_deadline_and_names_what_was_called():
     async def work(caller, server):
         with pytest.raises(DeadlineExceeded, match="child did not answer hang"):
             await caller.call("hang", type(None), deadline_s=0.05)
+
+    run(work)
+
+
+def test_a_call_that_is_no_longer_waited_for_is_cancelled_in_the_child():
+    async def work(caller, server):
+        cancelled.clear()
+        pending = asyncio.create_task(caller.call("hang", type(None), deadline_s=5))
+        await caller.call("echo", Version, Version(0, "0" * 8, "a" * 64), 1, deadline_s=5)
+        pending.cancel()
+        await asyncio.wait_for(cancelled.wait(), 5)
 
     run(work)
 

@@ -1,0 +1,154 @@
+"""The command line: parse and hand over. Each command's work is a function of the folder that owns it.
+
+Exit codes: 0 done, 1 a named failure, 2 bad input or config, 3 a run that is in use or of another config,
+130 interrupted (the run can be resumed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from etude import __version__
+from etude.errors import EtudeError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; errors that have an explanation are printed in three parts, all others keep their traceback."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(_command(args.command)(args) or 0)
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
+    module, _, function = name.partition(":")
+    found: Callable[[argparse.Namespace], int | None] = getattr(import_module(f"etude.cli.{module}"), function)
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="etude", description="Turn an open MoE model into your product's specialist.")
+    parser.add_argument("--version", action="version", version=f"etude {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _run_commands(commands)
+    _look_commands(commands)
+    _task_commands(commands)
+    _weights_commands(commands)
+    _model_commands(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # argparse has no public name for it
+
+
+def _add(commands: Commands[argparse.ArgumentParser], name: str, command: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _run_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run folder (default: the newest in runs/)")
+
+
+def _run_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    run = _add(commands, "run", "run:run", "run a config from nothing to a better model")
+    run.add_argument("config", type=Path, metavar="CONFIG")
+    run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value (repeatable)")
+    run.add_argument("--dry-run", action="store_true", help="check everything, print the effective config, do nothing")
+    run.add_argument(
+        "--resume", nargs="?", const="", metavar="RUN", help="go on with a stopped run (default: the newest)"
+    )
+    run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
+    _run_argument(_add(commands, "status", "run:status", "what a run is doing now"))
+    stop = _add(commands, "stop", "run:stop", "stop a run cleanly; it can be resumed")
+    _run_argument(stop)
+    stop.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS")
+    evaluate = _add(commands, "eval", "evaluate:evaluate", "solve rate of a checkpoint on held-out or validation tasks")
+    evaluate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT|RUN")
+    evaluate.add_argument(
+        "--config", type=Path, required=False, help="where tasks and harness are set (default: the run's)"
+    )
+    evaluate.add_argument("--split", choices=["validation", "heldout"], default="validation")
+    evaluate.add_argument("--tasks", type=int, default=128, metavar="N")
+    evaluate.add_argument("--tries", type=int, default=1, metavar="K", help="rollouts a task, for best-of-k")
+    evaluate.add_argument("--set", action="append", default=[], metavar="a.b=c")
+
+
+def _look_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    compare = _add(commands, "compare", "look:compare", "two runs' held-out results, with intervals")
+    compare.add_argument("run_a", type=Path, metavar="RUN")
+    compare.add_argument("run_b", type=Path, metavar="RUN")
+    _run_argument(_add(commands, "report", "look:report", "write report.html and summary.json again"))
+    rollouts = commands.add_parser("rollouts", help="look at rollouts").add_subparsers(required=True, metavar="COMMAND")
+    listing = _add(rollouts, "list", "look:rollouts_list", "rollouts of a run, newest last")
+    _run_argument(listing)
+    listing.add_argument("--state", help="only this state")
+    listing.add_argument("--limit", type=int, default=40)
+    show = _add(rollouts, "show", "look:rollouts_show", "one rollout, turn by turn")
+    show.add_argument("rollout_id", metavar="ROLLOUT")
+    show.add_argument("run", nargs="?", type=Path, metavar="RUN")
+    ledger = commands.add_parser("ledger", help="the record of rollouts").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    _run_argument(
+        _add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice")
+    )
+
+
+def _task_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    tasks = commands.add_parser("tasks", help="look at tasks and prove them").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    for name, text in (
+        ("check", "prove tasks: the reference scores 1, the untouched state 0"),
+        ("show", "show one task"),
+    ):
+        parser = _add(tasks, name, f"tasks:{name}", text)
+        parser.add_argument("source", metavar="SOURCE", help="repair, humaneval:PATH or a directory")
+        parser.add_argument("--split", choices=["train", "validation", "heldout"], default="train")
+        parser.add_argument("--seed", type=int, default=0)
+        if name == "check":
+            parser.add_argument("--num", type=int, default=64, metavar="N", help="how many tasks of the split")
+        else:
+            parser.add_argument("--index", type=int, default=0)
+            parser.add_argument("--answer", action="store_true", help="show the hidden side, too")
+
+
+def _weights_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    weights = commands.add_parser("weights", help="the chain of published weights").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    _run_argument(_add(weights, "log", "weights:log", "every version: bytes, ratio, share of the bound"))
+    diff = _add(weights, "diff", "weights:diff", "what changed between two versions, by tensor")
+    diff.add_argument("a", metavar="A", help="a version or step")
+    diff.add_argument("b", metavar="B")
+    diff.add_argument("run", nargs="?", type=Path, metavar="RUN")
+    _run_argument(_add(weights, "verify", "weights:verify", "check every object and digest of the chain"))
+
+
+def _model_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+    serve = _add(commands, "serve", "serve:serve", "serve a checkpoint or a run's newest version, OpenAI-compatible")
+    serve.add_argument("model", nargs="?", type=Path, metavar="CHECKPOINT|RUN")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
+    serve.add_argument("--max-concurrent", type=int, default=32)
+    export = _add(commands, "export", "serve:export", "write a run's version as a Hugging Face directory")
+    export.add_argument("source", metavar="CHECKPOINT|RUN|RUN@STEP")
+    export.add_argument("out", type=Path, metavar="DIRECTORY")
+    export.add_argument("--dtype", choices=["bf16", "f32"], default="bf16")

@@ -1,0 +1,3 @@
+from etude.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,40 @@
+"""``etude eval``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+
+from etude.cli.places import open_run
+from etude.config import load
+from etude.errors import CheckpointError, ConfigError
+from etude.loop.config import RunConfig
+from etude.records.task import Split
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Solve rate of a checkpoint or of a run's newest one; JSON on stdout."""
+    from etude.loop.standalone import evaluate_checkpoint
+
+    run = open_run(args.checkpoint) if (args.checkpoint / "run.json").is_file() else None
+    from etude.loop.exporting import newest_checkpoint
+
+    checkpoint = newest_checkpoint(run) if run else args.checkpoint
+    if not (checkpoint / "config.json").is_file():
+        raise CheckpointError(
+            f"{checkpoint} is no checkpoint", "it has no config.json", hint="give a Hugging Face directory or a run"
+        )
+    path = args.config or (run / "config.toml" if run else None)
+    if path is None:
+        raise ConfigError(
+            "--config is missing", "a checkpoint alone does not say which tasks", hint="give the run's config.toml"
+        )
+    config = load(path, RunConfig, args.set)
+    result = asyncio.run(
+        evaluate_checkpoint(
+            checkpoint, config, split=Split(args.split), num_tasks=args.tasks, tries=args.tries, out=None
+        )
+    )
+    print(json.dumps(result.facts(), indent=2))
+    return 0

@@ -1,0 +1,93 @@
+"""``etude compare | report | rollouts | ledger``: they read a run folder, of a run that is under way, too."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from etude.cli.places import open_run
+from etude.dashboard import summarise, write_report
+from etude.errors import LedgerError, RunError, nearest
+from etude.evals import compare_runs
+from etude.experience import Finished, Ledger, audit
+from etude.experience.ledger import FINISHED
+from etude.experience.transitions import State
+from etude.harness import ChatFormat
+from etude.records import Graded, unpack
+from etude.run import write_durably
+from etude.stores import DirectoryStore
+from etude.weights import lineage
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Two runs' held-out results and the difference with its interval."""
+    a, b = open_run(args.run_a), open_run(args.run_b)
+    Console().print(compare_runs(a.path, b.path))
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write summary.json and report.html again, from what the run folder holds."""
+    run = open_run(args.run)
+    write_durably(run / "summary.json", json.dumps(summarise(run.path), indent=2).encode())
+    print(write_report(run.path))
+    return 0
+
+
+def rollouts_list(args: argparse.Namespace) -> int:
+    """Rollouts of a run, the newest last."""
+    run = open_run(args.run)
+    if args.state is not None and args.state not in list(State):
+        raise RunError(f"no state {args.state!r}", hint=nearest(args.state, list(State)))
+    ledger = Ledger.reading(run / "ledger.sqlite")
+    rows = [row for row in ledger.rows() if args.state in (None, row.state)][-args.limit :]
+    table = Table("rollout", "state", "reward", "step", "attempt", "reason")
+    for row in rows:
+        reward = "" if row.reward is None else f"{row.reward:g}"
+        table.add_row(row.rollout_id, row.state, reward, str(row.step or ""), str(row.attempt), row.reason)
+    Console().print(table)
+    return 0
+
+
+def rollouts_show(args: argparse.Namespace) -> int:
+    """One rollout: what the model saw and said, how it was judged, what the ledger did with it."""
+    run = open_run(args.run)
+    ledger = Ledger.reading(run / "ledger.sqlite")
+    history = ledger.history(args.rollout_id)
+    ledger.row(args.rollout_id)
+    data = ledger.get(args.rollout_id, FINISHED)
+    console = Console(highlight=False, markup=False)
+    for move in history:
+        console.print(f"{move['t']:.2f} {move['origin'] or '-'} -> {move['state']} {move['reason']}")
+    if data is None:
+        console.print("(its record was pruned after training; its trace is in traces/)")
+        return 0
+    finished = unpack(data, Finished)
+    if isinstance(finished.outcome, Graded):
+        console.print(f"\nreward {finished.outcome.reward:g}: {finished.outcome.reason} ({finished.outcome.trust})")
+    else:
+        console.print(f"\ninvalid at {finished.outcome.boundary}: {finished.outcome.reason}")
+    if finished.rollout is not None:
+        chat = ChatFormat.load(run / "tokenizer")
+        for leaf in finished.rollout.trace.leaves():
+            console.print(chat.readable(finished.rollout.trace.path(leaf).token_ids))
+    return 0
+
+
+def ledger_audit(args: argparse.Namespace) -> int:
+    """Recompute from traces and manifests: lost, trained twice. Exit code 1 when anything is."""
+    run = open_run(args.run)
+    path = run / "ledger.sqlite"
+    if not path.exists():
+        raise LedgerError(f"{run.path} has no ledger", hint="it has not begun RL: see etude status")
+    chain = [manifest.rollout_ids for manifest in lineage(DirectoryStore(run / "weights"), "policy")]
+    found = audit(Ledger.reading(path), run / "traces", chain)
+    print(
+        f"{len(found.lost)} lost, {len(found.twice)} trained twice, {len(found.leaked)} slots leaked; "
+        f"{found.num_consumed} of {found.num_rollouts} rollouts consumed by {found.num_steps} steps"
+    )
+    found.require_sound()
+    return 0

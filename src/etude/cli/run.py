@@ -1,0 +1,144 @@
+"""``etude run | status | stop``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from etude.cli.places import RUNS, newest_run, open_run
+from etude.config import load, to_toml
+from etude.dashboard import RunView, plain_line, render
+from etude.errors import DeadlineExceeded, RunError
+from etude.loop.config import RunConfig, check_paths, open_tasks
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+
+REDRAW_S, PLAIN_EVERY_S = 1.0, 5.0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a config, or go on with a run."""
+    config = load(args.config, RunConfig, args.set)
+    check_paths(config)
+    text = to_toml(config)
+    if args.dry_run:
+        preflight(config)
+        print(text, end="")
+        return 0
+    preflight(config)
+    if args.resume is None:
+        folder = RunFolder.create(RUNS / (args.name or _new_name(args.config)), config_toml=text, seed=config.seed)
+    else:
+        folder = open_run(Path(args.resume)) if args.resume else newest_run()
+        folder.check_config(text)
+    folder.lock()
+    print(f"run {folder.path}", flush=True)
+    interrupted = asyncio.run(_watched(folder, config))
+    if interrupted:
+        print(f"stopped; go on with: etude run {args.config} --resume {folder.path}", file=sys.stderr)
+        return 130
+    from etude.dashboard import result_lines
+
+    print("\n".join(result_lines(folder.path)))
+    return 0
+
+
+def preflight(config: RunConfig) -> None:
+    """Everything that can be known to fail before anything is started."""
+    from etude.environments import probe
+
+    open_tasks(config)
+    probe()
+
+
+def _new_name(config: Path) -> str:
+    stem = config.resolve().parent.name if config.stem == "config" else config.stem
+    return f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+
+
+async def _watched(folder: RunFolder, config: RunConfig) -> bool:
+    """Run the phases with a view of them; True when a signal stopped it."""
+    from etude.loop.phases import run_phases
+
+    telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
+    work = asyncio.create_task(run_phases(folder, config, telemetry), name="run")
+    loop = asyncio.get_running_loop()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        work.cancel()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, stop)
+    view = asyncio.create_task(_show(folder), name="view")
+    try:
+        await work
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+    finally:
+        view.cancel()
+        await asyncio.gather(view, return_exceptions=True)
+        telemetry.close()
+    return stopped
+
+
+async def _show(folder: RunFolder) -> None:
+    """The live view in a terminal; a plain line every few seconds when piped. It reads the run folder only."""
+    console = Console()
+    if not console.is_terminal:
+        last = ""
+        while True:
+            line = plain_line(RunView(folder.path))
+            if line != last:
+                print(line, flush=True)
+            last = line
+            await asyncio.sleep(PLAIN_EVERY_S)
+    with Live(console=console, auto_refresh=False) as live:
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                live.update(render(RunView(folder.path)), refresh=True)
+                await asyncio.sleep(REDRAW_S)
+        live.update(render(RunView(folder.path)), refresh=True)
+
+
+def status(args: argparse.Namespace) -> int:
+    """What a run is doing now."""
+    folder = open_run(args.run)
+    holder = folder.holder()
+    console = Console()
+    console.print(render(RunView(folder.path)))
+    console.print(f"{folder.path}: " + (f"running, process {holder}" if holder else "not running"))
+    return 0
+
+
+def stop(args: argparse.Namespace) -> int:
+    """Ask the conductor to stop and wait until it has."""
+    folder = open_run(args.run)
+    holder = folder.holder()
+    if holder is None:
+        raise RunError(f"{folder.path} is not running", hint="etude status shows the newest run")
+    os.kill(holder, signal.SIGTERM)
+    end = time.monotonic() + args.deadline
+    while folder.holder() is not None:
+        if time.monotonic() > end:
+            raise DeadlineExceeded(
+                f"process {holder} has not let go of {folder.path}",
+                f"waited {args.deadline:g} s",
+                hint="look at its logs; kill -9 is safe, too: the run can be resumed",
+            )
+        time.sleep(0.05)
+    print(f"{folder.path} stopped; it can be resumed")
+    return 0

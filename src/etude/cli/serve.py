@@ -1,0 +1,56 @@
+"""``etude serve | export``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from etude.cli.places import newest_run, open_run
+from etude.errors import CheckpointError, RunError
+from etude.gateway import GatewayConfig
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    model = args.model or newest_run().path
+    gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY")))
+    return 0
+
+
+async def _serve(model: Path, gateway: GatewayConfig, key: str | None) -> None:
+    from etude.loop.serving import forever, parts_of, serve_checkpoint
+
+    work = asyncio.current_task()
+    assert work is not None, "runs in a task"
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, work.cancel)
+    checkpoint, store = parts_of(model)
+    name = model.resolve().name
+    async with serve_checkpoint(checkpoint, store=store, model=name, gateway=gateway, key=key) as url:
+        print(f"serving {name} at {url} ({'with' if key else 'without'} a key); end with Ctrl-C", flush=True)
+        await forever()
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write a Hugging Face directory of a checkpoint, a run's result, or one of its published versions."""
+    from etude.loop.exporting import export_checkpoint, export_version
+
+    if args.out.exists() and any(args.out.iterdir()):
+        raise CheckpointError(f"{args.out} is not empty", hint="export into a new directory")
+    path, at, step = args.source.rpartition("@")
+    if at:
+        if not step.isdigit():
+            raise RunError(
+                f"no step {step!r}", "a version is named by its step", hint="write RUN@30; see etude weights log"
+            )
+        print(export_version(open_run(Path(path)), int(step), args.out, dtype=args.dtype))
+    else:
+        source = Path(args.source)
+        print(export_checkpoint(source, args.out, dtype=args.dtype))
+    return 0

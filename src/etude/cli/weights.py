@@ -1,0 +1,62 @@
+"""``etude weights log | diff | verify``."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from etude.cli.places import open_run
+from etude.errors import WeightsError
+from etude.stores import DirectoryStore
+from etude.weights import inspect
+
+
+def log(args: argparse.Namespace) -> int:
+    """Every version, the newest last: bytes, ratio, share of the bound, what it was trained on."""
+    run = open_run(args.run)
+    table = Table("version", "kind", "bytes", "ratio", "share of bound", "changed", "rollouts")
+    for row in inspect.log(DirectoryStore(run / "weights")):
+        table.add_row(
+            f"{row.version}{'' if row.in_lineage else ' (abandoned)'}",
+            row.kind,
+            f"{row.object_bytes:,}",
+            f"{row.ratio:.2f}",
+            f"{row.share_of_bound:.3f}",
+            f"{row.changed_share:.3f}",
+            str(len(row.rollout_ids)),
+        )
+    Console().print(table)
+    return 0
+
+
+def diff(args: argparse.Namespace) -> int:
+    """What changed between two versions, by tensor."""
+    run = open_run(args.run)
+    table = Table("tensor", "dtype", "elements", "changed", "longest step (ULP)")
+    for row in inspect.diff(DirectoryStore(run / "weights"), args.a, args.b):
+        share = row.num_changed / max(1, row.num_elements)
+        longest = "" if row.max_step is None else str(row.max_step)
+        table.add_row(row.name, row.dtype, str(row.num_elements), f"{share:.3f}", longest)
+    Console().print(table)
+    return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Check every object and digest by rebuilding every version by every way. Exit code 1 for a damaged one."""
+    run = open_run(args.run)
+    check = inspect.verify(DirectoryStore(run / "weights"))
+    for problem in check.problems:
+        print(problem)
+    print(
+        f"{check.num_versions} versions, {check.num_objects} objects, {check.object_bytes:,} bytes: "
+        f"{len(check.problems)} problems, {len(check.orphans)} orphans"
+    )
+    if check.problems:
+        raise WeightsError(
+            f"{len(check.problems)} problems in {run / 'weights'}",
+            check.problems[0],
+            hint="engines heal from the nearest anchor; publishing again writes a fresh one",
+        )
+    return 0

@@ -1,0 +1,39 @@
+"""What every child of the conductor shares: its arguments, its socket, and its end.
+
+A child serves calls until its socket closes (the conductor is gone or wants it to end), then leaves at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from etude.loop.wire import Handler, serve
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+
+Handlers = dict[str, tuple[tuple[type, ...], Handler]]
+
+
+def main(handlers: Callable[[RunFolder, str, Telemetry], Awaitable[Handlers]]) -> None:
+    """Run a child: make its handlers, serve them, and end with the socket."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--socket", type=int, required=True)
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the conductor, which ends its children in order
+    run = RunFolder.open(args.run)
+    telemetry = Telemetry(run / "events" / f"{args.name}.jsonl", process=args.name)
+
+    async def child() -> None:
+        sock = socket.socket(fileno=args.socket)
+        await serve(sock, await handlers(run, args.name, telemetry))
+
+    asyncio.run(child())
+    os._exit(0)  # threads that hang in a library do not hold the run up

@@ -1,0 +1,247 @@
+"""The one loop: batches in order of admission → learner → version → engines, on one screen (`_train`).
+
+Beside it run `_admit` (tasks → admitted groups), `Rolling.run` (admitted → graded) and the probes of each new version,
+all in one task group: what fails, fails the loop by name. Synchronous RL is `max_lag = 0` of the same code.
+
+| | consumes | produces | waits for | unblocked by |
+| --- | --- | --- | --- | --- |
+| `_admit` | task cursor | admitted groups, at most the window's | room in the window | `published` |
+| `Rolling.run` | admitted rollouts | graded rollouts in the ledger | a place to run | a finished rollout |
+| `_batches` | ready groups, strictly in order | one batch | its slowest group | `Rolling` |
+| `_train` | a batch | a version | the learner | – |
+
+The commit is the move of the pointer in `learner.publish`. A learner that dies ends `_lineage` with `Lost`; the next
+one starts from the last checkpoint, publishes it under a new incarnation, and the ledger reconciles to that lineage.
+Two ways out: the last step (everything in flight is cancelled: its groups were not needed), or a stop (the same, and
+the ledger keeps them for `--resume`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+
+from etude.errors import DeadlineExceeded, EngineError, ParityError
+from etude.evals import EvalResult
+from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
+from etude.harness import ChatFormat
+from etude.loop.config import RunConfig
+from etude.loop.crew import Crew
+from etude.loop.evaluating import evaluate
+from etude.loop.rolling import Rolling, siblings
+from etude.loop.wire import Lost
+from etude.records import Batch, RolloutSpec
+from etude.records.sample import Published, StepReport
+from etude.records.task import Split
+from etude.run import RunFolder
+from etude.seams import TaskSource
+from etude.stores import DirectoryStore
+from etude.telemetry import Telemetry
+from etude.weights import lineage
+
+STEP_S, ADOPT_S, PROBE_TOKENS = 600.0, 60.0, 128
+
+
+class Conductor:
+    """Reinforcement learning over a crew, a ledger and a task source."""
+
+    def __init__(
+        self, run: RunFolder, config: RunConfig, telemetry: Telemetry, crew: Crew, source: TaskSource, chat: ChatFormat
+    ) -> None:
+        self.run_folder, self.config, self.telemetry = run, config, telemetry
+        self.crew, self.source, self.chat = crew, source, chat
+        self.window = Window(
+            max_lag=config.experience.max_lag,
+            groups_per_step=config.experience.groups_per_step,
+            straggler=config.experience.straggler,
+        )
+        capacity = self.window.num_groups * config.experience.group_size
+        self.ledger = Ledger(run / "ledger.sqlite", capacity=capacity)
+        self.rolling = Rolling(self.ledger, crew, telemetry, max_running=config.max_running)
+        self.step = 0
+        self._learner_pid: int | None = None
+        self.probe = probe_text(chat)
+        self._published = asyncio.Event()
+        self._admitted = asyncio.Event()
+
+    async def reinforce(self) -> None:
+        """Train until the last step; a lost learner is replaced and goes on from its last checkpoint."""
+        while True:
+            try:
+                await self.resume()
+                await self._lineage()
+                return
+            except* Lost:
+                self.telemetry.event("lineage", state="lost", step=self.step)
+
+    async def resume(self) -> None:
+        """Have the learner hold the newest checkpoint, publish it, and agree with the ledger about what is trained.
+        Nothing to do for a learner that was not replaced since."""
+        pid = self.crew.supervisor.pids().get("learner")
+        if pid is not None and pid == self._learner_pid:
+            return
+        self.step = await self.crew.learner("begin", int, str(self._newest_checkpoint()), deadline_s=STEP_S)
+        published = await self.crew.learner("publish", Published, (), deadline_s=STEP_S)
+        trained = [i for m in lineage(DirectoryStore(self.run_folder / "weights"), "policy") for i in m.rollout_ids]
+        mended = self.ledger.reconcile(trained)
+        self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
+        await self._probe(published)
+        self._learner_pid = pid
+
+    async def _lineage(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            beside = [
+                tasks.create_task(self._admit(), name="admit"),
+                tasks.create_task(self.rolling.run(self._next_waiting, self._admitted), name="rolling"),
+            ]
+            await self._train(tasks)
+            for task in beside:
+                task.cancel()
+
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        async for batch, groups, wait_s in self._batches():
+            began = time.perf_counter()
+            report = await self.crew.learner("forward_backward", StepReport, batch, deadline_s=STEP_S)
+            optim = await self.crew.learner("optim_step", dict[str, float], deadline_s=STEP_S)
+            published = await self.crew.learner("publish", Published, batch.rollout_ids, deadline_s=STEP_S)
+            self.step = published.version.step
+            self.ledger.commit(batch.rollout_ids, published.version)
+            self._published.set()
+            self.telemetry.event(
+                "rl.step",
+                step=batch.step,
+                num_steps=self.config.rl.steps,
+                **step_facts(groups, batch),
+                **{name: getattr(report, name) for name in report.__struct_fields__},
+                **optim,
+                wait_s=round(wait_s, 4),
+                train_s=round(time.perf_counter() - began, 4),
+            )
+            tasks.create_task(self._probe(published), name=f"probe of {published.version}")
+            if self._due(self.config.rl.checkpoint_every):
+                await self._checkpoint()
+            if self._due(self.config.evals.every) and self.step < self.config.rl.steps:
+                await self.evaluate("during", Split.VALIDATION, self.config.evals.during_tasks)
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.rl.steps
+
+    async def _batches(self) -> AsyncIterator[tuple[Batch, list[Group], float]]:
+        """The batch of each next step, its groups, and the seconds it was waited for."""
+        while self.step < self.config.rl.steps:
+            began = time.perf_counter()
+            taken = await self._next_groups()
+            groups = [self.ledger.group(group_id) for group_id in taken]
+            batch = make_batch(
+                groups,
+                batch_id=f"b{self.step + 1:06d}",
+                step=self.step + 1,
+                max_lag=self.config.experience.max_lag,
+                scheme=SCHEMES[self.config.experience.credit],
+                straggler=self.config.experience.straggler,
+            )
+            write_trace(self.run_folder / "traces", batch, groups)
+            self.ledger.batch(batch)
+            yield batch, groups, time.perf_counter() - began
+
+    async def _next_groups(self) -> list[str]:
+        """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
+        while True:
+            order = self.ledger.open_groups()
+            ready = {g for g in order[: 2 * self.window.groups_per_step] if self.ledger.group_ready(g)}
+            taken = self.window.take(order, ready)
+            if taken is not None:
+                return taken
+            await self.rolling.progress()
+
+    async def _admit(self) -> None:
+        """Admit groups whenever the window has room, in one transaction with the task cursor."""
+        size = self.config.experience.group_size
+        while True:
+            index = self.ledger.num_groups()
+            self._published.clear()
+            if index >= self.config.rl.steps * self.window.groups_per_step:
+                return
+            if not self.window.room(index, self.step):
+                await self._published.wait()
+                continue
+            cursor = self.ledger.cursor(Split.TRAIN)
+            specs = siblings(
+                f"g{index:06d}",
+                self.source.task(Split.TRAIN, cursor),
+                size,
+                seed=self.config.seed,
+                temperature=self.config.rl.temperature,
+                min_step=self.window.min_step(index),
+            )
+            self.ledger.transaction(functools.partial(self._admit_group, specs, cursor + 1))
+            self._admitted.set()
+            await asyncio.sleep(0)
+
+    def _admit_group(self, specs: list[RolloutSpec], cursor: int) -> None:
+        for spec in specs:
+            self.ledger.admit(spec)
+        self.ledger.move_cursor(Split.TRAIN, cursor)
+
+    def _next_waiting(self) -> str | None:
+        waiting = self.ledger.waiting()
+        return waiting[0] if waiting else None
+
+    async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:
+        """Solve rate of the published version. No version is published meanwhile, so its pin costs engines nothing."""
+        return await evaluate(
+            self.crew,
+            self.source,
+            self.chat,
+            name=name,
+            split=split,
+            step=self.step,
+            num_tasks=num_tasks,
+            tries=tries,
+            seed=self.config.seed,
+            temperature=self.config.evals.temperature,
+            max_running=self.config.max_running,
+            out=self.run_folder / "evals",
+            telemetry=self.telemetry,
+        )
+
+    async def _probe(self, published: Published) -> None:
+        """The version-matched check: each engine's log-probabilities of a fixed text against the learner's own."""
+        mine = np.array(await self.crew.learner("probe", list[float], self.probe, deadline_s=STEP_S))
+        step = published.version.step
+        for name, engine in list(self.crew.engines.items()):
+            try:
+                await engine.adopt(step, deadline_s=ADOPT_S)
+                version, theirs = await engine.verify(self.probe)
+            except (EngineError, DeadlineExceeded):
+                continue  # an engine that is gone or late catches up by itself and is given no work until then
+            if version != published.version:
+                continue  # it has moved on: the probe of that version will speak
+            ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
+            self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max)
+            if ratio_max > self.config.rl.probe_limit:
+                raise ParityError(
+                    f"{name} and the learner disagree about {published.version}",
+                    f"max |r - 1| = {ratio_max:.2e} on the probe, the limit is {self.config.rl.probe_limit:g}",
+                    hint="the engine holds other bytes or computes otherwise: etude weights verify, then see its log",
+                )
+
+    def _newest_checkpoint(self) -> Path:
+        steps = sorted((self.run_folder / "checkpoints").glob("step-*"))
+        return steps[-1] if steps else self.run_folder / "checkpoints" / "mid"
+
+    async def _checkpoint(self) -> None:
+        path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
+        await self.crew.learner("save", type(None), str(path), deadline_s=STEP_S)
+        self.ledger.prune(self.step)
+
+
+def probe_text(chat: ChatFormat) -> list[int]:
+    """The fixed text whose log-probabilities prove an update: tokens drawn from the whole vocabulary, none twice."""
+    order = np.random.default_rng(0).permutation(chat.vocab_size)
+    return [int(token) for token in order[:PROBE_TOKENS]]

@@ -1,0 +1,129 @@
+"""What mid-training reads, made from the task source: demonstrations, code documents, standard-library text.
+
+A program of its own (``python -m etude.loop.corpus --run DIR``), since it is all CPU: demonstrations are played on
+both cores, the tokeniser is trained on a sample, everything is encoded once. No held-out or validation function is in
+it: asserted by hash on the finished texts, demonstrations included. Idempotent: what a killed one left is made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, pairwise
+from pathlib import Path
+
+from etude.errors import ConfigError, EtudeError
+from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template, standard_tools
+from etude.harness.chat import Message
+from etude.loop.config import RunConfig, open_tasks, read_config
+from etude.records.task import Split
+from etude.rollouts import demonstrate
+from etude.run import RunFolder
+from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
+from etude.tasks.repair.demonstrations import demonstrations
+from etude.telemetry import Telemetry
+from etude.testing import MemoryMachine
+from etude.training.corpus import write_corpus
+from etude.training.tokenizer import train_tokenizer
+
+HELDOUT_DOCUMENTS = 96  # demonstrations on validation tasks, for the held-out loss
+TOKENIZER_SAMPLE = 1500  # demonstrations that the tokeniser is trained on
+CODE_PER_DOCUMENT = 4
+
+
+def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
+    """Write ``tokenizer/`` and ``corpus/`` of a run."""
+    source = open_tasks(config)
+    if not isinstance(source, RepairSource):
+        raise ConfigError(
+            f"no corpus can be made from the source {config.tasks.source!r}",
+            "demonstrations are known for the generated tasks only",
+            hint="set start = a checkpoint directory, so that mid-training is not needed",
+        )
+    corpus = config.corpus
+    code = list(code_documents(count=corpus.num_code_documents, seed=config.seed))
+    library = list(library_documents(budget_chars=corpus.library_chars, seed=config.seed))
+    with telemetry.span("corpus.demonstrations", count=corpus.num_demonstrations):
+        talks = _demonstrate(config)
+    heldout = _play(
+        source, HELDOUT_DOCUMENTS, seed=config.seed, first=2_000_000, right_body=1.0, split=Split.VALIDATION
+    )
+    assert_no_heldout(code)
+    with telemetry.span("corpus.tokenizer", vocab_size=config.model.vocab_size):
+        texts = chain(code[:TOKENIZER_SAMPLE], library, *map(_spoken, talks[:TOKENIZER_SAMPLE]))
+        train_tokenizer(
+            texts,
+            run / "tokenizer",
+            vocab_size=config.model.vocab_size,
+            special_tokens=SPECIAL_TOKENS,
+            chat_template=chat_template(),
+        )
+    chat = ChatFormat.load(run / "tokenizer")
+    signatures = standard_tools(config.harness.tools).signatures
+    documents = [chat.whole(talk, signatures) for talk in talks]
+    documents += [chat.document("".join(some)) for some in _batched(code, CODE_PER_DOCUMENT)]
+    documents += [chat.document(text) for text in library]
+    random.Random(f"corpus {config.seed}").shuffle(documents)
+    write_corpus(run / "corpus", documents, heldout=[chat.whole(talk, signatures) for talk in heldout])
+    telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
+
+
+def _demonstrate(config: RunConfig) -> list[list[Message]]:
+    """All demonstrations, played in as many processes as there are cores."""
+    cores, count = len(os.sched_getaffinity(0)), config.corpus.num_demonstrations
+    cuts = [count * i // cores for i in range(cores + 1)]
+    with multiprocessing.get_context("spawn").Pool(cores) as pool:
+        parts = pool.starmap(_demonstrate_part, [(config, a, b) for a, b in pairwise(cuts)])
+    return list(chain.from_iterable(parts))
+
+
+def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Message]]:
+    source = open_tasks(config)
+    assert isinstance(source, RepairSource), "checked by build"
+    talks = _play(source, stop - start, seed=config.seed, first=1_000_000 + start, right_body=config.corpus.right_body)
+    assert_no_heldout(message["content"] for talk in talks for message in talk)
+    return talks
+
+
+def _play(
+    source: RepairSource, count: int, *, seed: int, first: int, right_body: float, split: Split = Split.TRAIN
+) -> list[list[Message]]:
+    tools = standard_tools()
+    return [
+        demonstrate(d.task, d.script, tools, MemoryMachine({p: t.encode() for p, t in d.task.files.items()}))
+        for d in demonstrations(source, count=count, seed=seed, right_body=right_body, first=first, split=split)
+    ]
+
+
+def _spoken(talk: list[Message]) -> Iterator[str]:
+    """The texts between a conversation's special tokens, as the chat format will encode them."""
+    for message in talk:
+        yield message["content"]
+        for call in message.get("tool_calls", ()):
+            yield " ".join([call["function"]["name"], *call["function"]["arguments"].values()])
+
+
+def _batched(items: Sequence[str], size: int) -> Iterator[list[str]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", type=Path, required=True)
+    run = RunFolder.open(parser.parse_args().run)
+    try:
+        build(run, read_config(run), Telemetry(run / "events" / "corpus.jsonl", process="corpus"))
+    except EtudeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,171 @@
+"""The children of a run by role: learner, engines, workers, graders; how each is started, found again and called.
+
+Every call has a deadline. A child that dies is brought back by the supervisor; calls that were under way fail with
+`Lost` and the caller decides what that means (a rollout is requeued, a grade is asked again, training resumes from
+its checkpoint).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from etude.errors import DeadlineExceeded
+from etude.inference import HttpEngine
+from etude.loop.config import RunConfig
+from etude.loop.processes import Child, Supervisor
+from etude.loop.wire import Caller
+from etude.records import Outcome, Rollout, RolloutSpec
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+
+T = TypeVar("T")
+GRADE_S = 60.0
+AnyOutcome: Any = Outcome  # a union is no `type` to a type checker, but it is to the decoder
+
+
+class Pool:
+    """Callers of one role. A call goes to the member with the fewest calls under way; with none up, it waits."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.members: dict[str, Caller] = {}
+        self._load: dict[str, int] = {}
+        self._up = asyncio.Event()
+
+    def join(self, caller: Caller) -> None:
+        self.members[caller.name] = caller
+        self._load[caller.name] = 0
+        self._up.set()
+
+    async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
+        caller = await self._pick(deadline_s)
+        self._load[caller.name] += 1
+        try:
+            return await caller.call(method, kind, *args, deadline_s=deadline_s)
+        finally:
+            self._load[caller.name] -= 1
+
+    async def _pick(self, deadline_s: float) -> Caller:
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    for name in [n for n, c in self.members.items() if c.lost.is_set()]:
+                        del self.members[name]
+                    if self.members:
+                        return self.members[min(self.members, key=lambda n: (self._load[n], n))]
+                    self._up.clear()
+                    await self._up.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no {self.role} is up", f"waited {deadline_s:g} s", hint=f"see logs/{self.role}-0.log"
+            ) from None
+
+
+class Crew:
+    """Starts the children and keeps their addresses."""
+
+    def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor) -> None:
+        self.run, self.config, self.telemetry, self.supervisor = run, config, telemetry, supervisor
+        self.workers, self.graders, self.learners = Pool("worker"), Pool("grader"), Pool("learner")
+        self.engines: dict[str, HttpEngine] = {}
+        self._urls: dict[str, str] = {}
+
+    async def start_sampling(self) -> None:
+        """Engines, workers and graders, all at once; returns when every one is ready."""
+        config = self.config
+        await asyncio.gather(
+            *(self._start_engine(f"engine-{i}") for i in range(config.fleet.num_engines)),
+            *(self._start_member("worker", i, self.workers) for i in range(config.fleet.num_workers)),
+            *(self._start_member("grader", i, self.graders) for i in range(config.fleet.num_graders)),
+        )
+
+    async def start_learner(self) -> None:
+        await self._start_member("learner", 0, self.learners)
+
+    async def close(self) -> None:
+        for engine in self.engines.values():
+            await engine.close()
+        await self.supervisor.close()
+
+    async def rollout(self, spec: RolloutSpec) -> Rollout:
+        limits = self.config.harness  # a worker's own deadlines end it first
+        deadline_s = limits.rollout_deadline_s + limits.max_turns * limits.turn_deadline_s
+        return await self.workers.call("rollout", Rollout, spec, deadline_s=deadline_s)
+
+    async def learner(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
+        """Call the learner. Raises `Lost` when it died; the next call reaches its successor."""
+        return await self.learners.call(method, kind, *args, deadline_s=deadline_s)
+
+    async def grade(self, rollout: Rollout) -> Outcome:
+        graded: Outcome = await self.graders.call(
+            "grade", AnyOutcome, rollout.task, rollout.exports, deadline_s=GRADE_S
+        )
+        return graded
+
+    def _child(self, name: str, argv: list[str]) -> Child:
+        return Child(name, argv, logs=self.run / "logs", telemetry=self.telemetry)
+
+    async def _start_member(self, role: str, index: int, pool: Pool) -> None:
+        module = {"worker": "worker", "grader": "grading", "learner": "learning"}[role]
+        name = f"{role}-{index}" if role != "learner" else role
+        argv = ["-m", f"etude.loop.{module}", "--run", str(self.run.path), "--name", name]
+
+        async def on_up(child: Child) -> None:
+            caller = child.caller
+            assert caller is not None, "members are started with a socket"
+            await caller.call("ready", bool, deadline_s=60.0)
+            if role == "worker":
+                await caller.call("engines", type(None), self._urls, deadline_s=10.0)
+            pool.join(caller)
+
+        await self.supervisor.add(self._child(name, argv), with_socket=True, on_up=on_up)
+
+    async def _start_engine(self, name: str) -> None:
+        config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
+        argv = ["-m", "etude.inference.server", "--name", name, "--checkpoint", str(self.run / "checkpoints" / "mid")]
+        argv += ["--store", str(self.run / "weights"), "--ready-file", str(ready_file)]
+        argv += ["--max-sequences", str(config.max_sequences), "--context-tokens", str(config.context_tokens)]
+        argv += ["--telemetry", str(self.run / "events" / f"{name}.jsonl"), "--threads", "1"]
+
+        async def on_up(child: Child) -> None:
+            url = await read_url(ready_file, child.pid)
+            old = self.engines.get(name)
+            self.engines[name], self._urls[name] = HttpEngine(url), url
+            if old is not None:
+                await old.close()
+            await self._tell_workers()
+
+        ready_file.unlink(missing_ok=True)
+        await self.supervisor.add(self._child(name, argv), with_socket=False, on_up=on_up)
+
+    async def _tell_workers(self) -> None:
+        for caller in list(self.workers.members.values()):
+            with contextlib.suppress(DeadlineExceeded):
+                await caller.call("engines", type(None), self._urls, deadline_s=10.0)
+
+
+async def read_url(ready_file: Path, pid: int | None) -> str:
+    """The URL that the engine with this pid writes when it serves. The supervisor bounds the wait."""
+    while True:
+        try:
+            ready = json.loads(ready_file.read_text())
+        except (FileNotFoundError, ValueError):
+            ready = {}
+        if ready.get("pid") == pid:
+            return str(ready["url"])
+        await asyncio.sleep(0.02)
+
+
+@contextlib.asynccontextmanager
+async def crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor) -> AsyncIterator[Crew]:
+    """A crew that is gone when the block ends."""
+    members = Crew(run, config, telemetry, supervisor)
+    try:
+        yield members
+    finally:
+        await members.close()

@@ -1,0 +1,94 @@
+"""Evaluation: the same rollouts as in training, on tasks that were never trained on, at one pinned version."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from etude.evals import EvalResult, make_row, write_rows
+from etude.evals import evaluate as sum_up
+from etude.harness import ChatFormat
+from etude.loop.crew import Crew
+from etude.loop.rolling import judge, run_once, siblings
+from etude.records import Outcome, Rollout, RolloutSpec
+from etude.records.task import Split
+from etude.seams import TaskSource
+from etude.telemetry import Telemetry
+
+
+async def evaluate(
+    crew: Crew,
+    source: TaskSource,
+    chat: ChatFormat,
+    *,
+    name: str,
+    split: Split,
+    step: int,
+    num_tasks: int,
+    tries: int,
+    seed: int,
+    temperature: float,
+    max_running: int,
+    out: Path,
+    telemetry: Telemetry,
+) -> EvalResult:
+    """Solve rate of version step `step` on the first `num_tasks` of a split; the `eval.result` event's facts.
+
+    Keeps every rollout with its transcript: ``out/<name>.parquet`` for held-out tasks, ``out/<name>-<step>.parquet``
+    for validation tasks; replaced when done again.
+    """
+    began = time.perf_counter()
+    room = asyncio.Semaphore(max_running)
+
+    async def one(spec: RolloutSpec) -> tuple[Rollout, Outcome]:
+        async with room:
+            return await run_once(crew, spec)
+
+    specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
+    done = await asyncio.gather(*(one(spec) for spec in specs))
+    rows = [make_row(r, outcome, transcript=_transcript(chat, r)) for r, outcome in done]
+    file_name = name if split is Split.HELDOUT else f"{name}-{step:06d}"
+    write_rows(out / f"{file_name}.parquet", rows)
+    result = sum_up(rows, name=name, split=split, step=step, wall_s=round(time.perf_counter() - began, 3))
+    telemetry.event("eval.result", **result.facts())
+    return result
+
+
+async def baseline(crew: Crew, source: TaskSource, kind: str, *, num_tasks: int, seed: int, max_running: int) -> float:
+    """Solve rate of a script that needs no model ("oracle", "random") on held-out tasks, by the same rollout code."""
+    room = asyncio.Semaphore(max_running)
+
+    async def one(spec: RolloutSpec) -> tuple[Rollout, Outcome]:
+        async with room:
+            rollout = await crew.workers.call("baseline", Rollout, spec, kind, deadline_s=120.0)
+            return rollout, await judge(crew, rollout)
+
+    specs = _specs(source, Split.HELDOUT, num_tasks, 1, seed=seed, temperature=1.0, pin_step=None)
+    done = await asyncio.gather(*(one(spec) for spec in specs))
+    rows = [make_row(rollout, outcome, transcript="") for rollout, outcome in done]
+    return sum_up(rows, name=kind, split=Split.HELDOUT, step=0, wall_s=0.0).rate
+
+
+def _transcript(chat: ChatFormat, rollout: Rollout) -> str:
+    leaves = rollout.trace.leaves()
+    return chat.readable(rollout.trace.path(leaves[-1]).token_ids) if leaves else ""
+
+
+def _specs(
+    source: TaskSource, split: Split, num_tasks: int, tries: int, *, seed: int, temperature: float, pin_step: int | None
+) -> list[RolloutSpec]:
+    size = source.size(split)
+    count = num_tasks if size is None else min(num_tasks, size)
+    return [
+        spec
+        for index in range(count)
+        for spec in siblings(
+            f"{split}{index:06d}",
+            source.task(split, index),
+            tries,
+            seed=seed,
+            temperature=temperature,
+            pin_step=pin_step,
+        )
+    ]

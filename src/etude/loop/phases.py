@@ -1,0 +1,158 @@
+"""A run from nothing to a better model: the phases in order, each skipped once it has ended.
+
+``corpus → mid-training → eval-before → rl → eval-after → report``. What a phase leaves lies in the run folder, so a
+killed run goes on with the phase it was in. Corpus and mid-training are programs of their own that run to their end;
+from `eval-before` on, the crew (engines, workers, graders, learner) is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from etude.dashboard import summarise, write_report
+from etude.errors import EtudeError
+from etude.harness import ChatFormat
+from etude.loop import usage
+from etude.loop.conductor import Conductor
+from etude.loop.config import RunConfig, open_tasks
+from etude.loop.crew import Crew, crew
+from etude.loop.evaluating import baseline
+from etude.loop.processes import Child, Supervisor
+from etude.loop.standalone import take_checkpoint
+from etude.records.task import Split
+from etude.run import RunFolder, write_durably
+from etude.telemetry import Telemetry
+
+Phase = Callable[[], Awaitable[Mapping[str, Any]]]
+
+
+async def run_phases(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
+    """Everything that has not ended yet. Cancel to stop cleanly; the run can be resumed."""
+    supervisor = Supervisor(telemetry)
+    watching = asyncio.create_task(usage.watch(supervisor.pids, telemetry), name="usage")
+    try:
+        preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
+        if config.start is not None:
+            await _phase(run, telemetry, "corpus", functools.partial(_adopt_start, run, config))
+        else:
+            for phase, module in preparing.items():
+                program = functools.partial(_program, run, telemetry, supervisor, phase, module)
+                await _phase(run, telemetry, phase, program)
+        if not run.ended("eval-after"):
+            async with crew(run, config, telemetry, supervisor) as members:
+                await _with_crew(run, config, telemetry, members)
+        await _phase(run, telemetry, "report", functools.partial(_report, run))
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await supervisor.close()
+
+
+async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -> None:
+    if run.ended(name):
+        return
+    telemetry.event("phase", phase=name, state="start")
+    began = time.perf_counter()
+    facts = await work()
+    wall_s = time.perf_counter() - began
+    telemetry.event("phase", phase=name, state="end", wall_s=round(wall_s, 3))
+    run.end_phase(name, wall_s=wall_s, facts=facts)
+
+
+async def _adopt_start(run: RunFolder, config: RunConfig) -> Mapping[str, Any]:
+    """Begin from the user's own checkpoint."""
+    assert config.start is not None, "called with a start only"
+    await asyncio.to_thread(take_checkpoint, config.start, run)
+    return {"start": str(config.start)}
+
+
+async def _program(
+    run: RunFolder, telemetry: Telemetry, supervisor: Supervisor, phase: str, module: str
+) -> Mapping[str, Any]:
+    """A program that runs to its end; one that dies is started again and goes on from what it left."""
+    child = Child(phase, ["-m", module, "--run", str(run.path)], logs=run / "logs", telemetry=telemetry)
+    supervisor.children[phase] = child
+    try:
+        while True:
+            await child.start(with_socket=False)
+            code = await child.exited()
+            if code == 0:
+                return {}
+            if code > 0 or not child.may_restart():  # it said why, or it keeps being killed
+                raise EtudeError(f"{phase} failed", child.last_words(), hint=f"the whole log is {child.log_path}")
+    finally:
+        await child.stop()
+        supervisor.children.pop(phase, None)
+
+
+async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, members: Crew) -> None:
+    chat = ChatFormat.load(run / "tokenizer")
+    source = open_tasks(config)
+    conductor = Conductor(run, config, telemetry, members, source=source, chat=chat)
+    evals = config.evals
+
+    async def before() -> Mapping[str, Any]:
+        result = await conductor.evaluate("before", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
+        rates = {}
+        for kind in ("oracle", "random"):
+            rates[kind] = await baseline(
+                members,
+                source,
+                kind,
+                num_tasks=evals.baseline_tasks,
+                seed=config.seed,
+                max_running=config.max_running,
+            )
+        telemetry.event("eval.baselines", **rates)
+        return {"rate": result.rate, "baselines": rates}
+
+    async def rl() -> Mapping[str, Any]:
+        await conductor.reinforce()
+        final = run / "checkpoints" / "final"
+        await members.learner("save", type(None), str(final), deadline_s=60.0)
+        return {"step": conductor.step}
+
+    async def after() -> Mapping[str, Any]:
+        result = await conductor.evaluate("after", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
+        return {"rate": result.rate}
+
+    async with _unless_failed(members.supervisor):
+        await asyncio.gather(members.start_learner(), members.start_sampling())
+        await conductor.resume()
+        await _phase(run, telemetry, "eval-before", before)
+        await _phase(run, telemetry, "rl", rl)
+        await _phase(run, telemetry, "eval-after", after)
+
+
+@contextlib.asynccontextmanager
+async def _unless_failed(supervisor: Supervisor) -> AsyncIterator[None]:
+    """Run the block; a child that cannot be kept alive ends it by name."""
+    block = asyncio.current_task()
+    assert block is not None, "runs in a task"
+
+    def give_up(_: asyncio.Future[EtudeError]) -> None:
+        block.cancel()
+
+    supervisor.failed.add_done_callback(give_up)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if supervisor.failed.done():
+            block.uncancel()
+            raise supervisor.failed.result() from None
+        raise
+    finally:
+        supervisor.failed.remove_done_callback(give_up)
+
+
+async def _report(run: RunFolder) -> Mapping[str, Any]:
+    summary = await asyncio.to_thread(summarise, run.path)
+    write_durably(run / "summary.json", json.dumps(summary, indent=2).encode())
+    await asyncio.to_thread(write_report, run.path)
+    return {}

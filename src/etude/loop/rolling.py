@@ -1,0 +1,157 @@
+"""Rollouts and their grades: tasks → admitted groups → running → judged → ledger.
+
+A group's rollouts start in order of admission, as many at a time as the engines can decode. A rollout whose worker
+dies is requeued and run again; a grade whose grader dies is asked again; after `MAX_ATTEMPTS` it is invalid at that
+boundary, on the evidence of the host. Knows nothing of weights and training.
+
+| | consumes | produces | waits for | unblocked by |
+| --- | --- | --- | --- | --- |
+| `run` | admitted and requeued rollouts | graded or invalid ones | a place to run | a finished rollout |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from etude.errors import DeadlineExceeded, EtudeError
+from etude.experience import Ledger
+from etude.loop.crew import Crew
+from etude.loop.wire import Lost
+from etude.records import Graded, Invalid, Outcome, Rollout, RolloutSpec, Task
+from etude.records.rollout import Boundary
+from etude.rollouts import settle
+from etude.telemetry import Telemetry
+
+MAX_ATTEMPTS = 4
+
+
+def keyed_seed(*parts: object) -> int:
+    """A 63-bit seed from what identifies a draw.
+
+    >>> keyed_seed(0, "g000001.2") == keyed_seed(0, "g000001.2") != keyed_seed(1, "g000001.2")
+    True
+    """
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
+
+
+def siblings(
+    group_id: str, task: Task, n: int, *, seed: int, temperature: float, min_step: int = 0, pin_step: int | None = None
+) -> list[RolloutSpec]:
+    """The specs of a group."""
+    return [
+        RolloutSpec(
+            rollout_id=f"{group_id}.{i}",
+            group_id=group_id,
+            attempt=0,
+            task=task,
+            seed=keyed_seed(seed, group_id, i),
+            temperature=temperature,
+            min_step=min_step,
+            pin_step=pin_step,
+        )
+        for i in range(n)
+    ]
+
+
+async def judge(crew: Crew, rollout: Rollout) -> Outcome:
+    """The outcome of a finished rollout; a grader that dies is replaced and asked again."""
+    if rollout.invalid is not None:
+        return rollout.invalid
+    error: EtudeError | None = None
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            outcome = await crew.grade(rollout)
+            return settle(rollout, outcome, require_submit=crew.config.harness.require_submit)
+        except (Lost, DeadlineExceeded) as lost:
+            error = lost
+    return Invalid(boundary=Boundary.GRADER, reason=f"{MAX_ATTEMPTS} graders were lost", evidence=str(error))
+
+
+async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Rollout, Outcome]:
+    """A rollout that no ledger keeps (an evaluation's), until it has an outcome. Raises `EtudeError` when workers keep
+    dying under it."""
+    while True:
+        try:
+            rollout = await crew.rollout(spec)
+            return rollout, await judge(crew, rollout)
+        except Lost:
+            if spec.attempt + 1 >= MAX_ATTEMPTS:
+                raise
+            spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
+
+
+class Rolling:
+    """Runs what the ledger has admitted."""
+
+    def __init__(self, ledger: Ledger, crew: Crew, telemetry: Telemetry, *, max_running: int) -> None:
+        self.ledger, self.crew, self.telemetry = ledger, crew, telemetry
+        self._room = asyncio.Semaphore(max_running)
+        self._settled = asyncio.Event()
+        self._lost: Counter[str] = Counter()  # workers that died under a rollout
+
+    async def progress(self) -> None:
+        """Wait until some group has no member left that is awaited. Each rollout has deadlines of its own."""
+        self._settled.clear()
+        await self._settled.wait()
+
+    async def run(self, next_waiting: Callable[[], str | None], more: asyncio.Event) -> None:
+        """Start waiting rollouts in order, for ever; cancel to stop. `more` is set when there may be new ones."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._room.acquire()
+                while (rollout_id := next_waiting()) is None:
+                    more.clear()
+                    await more.wait()
+                self.ledger.move(rollout_id, "running")
+                tasks.create_task(self._run_one(rollout_id, more), name=rollout_id)
+
+    async def _run_one(self, rollout_id: str, more: asyncio.Event) -> None:
+        try:
+            spec = self.ledger.spec(rollout_id)
+            try:
+                rollout = await self.crew.rollout(spec)
+                outcome = await judge(self.crew, rollout)
+            except (Lost, DeadlineExceeded) as lost:
+                self._give_back(spec, lost)
+                more.set()
+                return
+            if self.ledger.finish(rollout, outcome):
+                self._tell(rollout, outcome)
+            self._settle(spec.group_id)
+        finally:
+            self._room.release()
+
+    def _give_back(self, spec: RolloutSpec, lost: EtudeError) -> None:
+        """Its worker is gone: run it again, or say that it cannot be run."""
+        self._lost[spec.rollout_id] += 1
+        if self._lost[spec.rollout_id] < MAX_ATTEMPTS:
+            self.ledger.move(spec.rollout_id, "requeued", reason=lost.what)
+        else:
+            reason = f"{MAX_ATTEMPTS} workers were lost"
+            self.ledger.fail(spec.rollout_id, Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(lost)))
+            self._settle(spec.group_id)
+
+    def _settle(self, group_id: str) -> None:
+        if self.ledger.group_ready(group_id):
+            self._settled.set()
+
+    def _tell(self, rollout: Rollout, outcome: Outcome) -> None:
+        self.telemetry.event(
+            "rollout",
+            rollout_id=rollout.rollout_id,
+            task_id=rollout.task.task_id,
+            family=rollout.task.family,
+            outcome="graded" if isinstance(outcome, Graded) else "invalid",
+            reward=outcome.reward if isinstance(outcome, Graded) else None,
+            ending=rollout.ending,
+            turns=rollout.num_turns,
+            sampled=rollout.num_sampled,
+            malformed=rollout.num_malformed,
+            wall_s=round(rollout.wall_s, 4),
+            tool_s=round(rollout.tool_s, 4),
+        )

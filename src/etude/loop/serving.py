@@ -1,0 +1,67 @@
+"""One engine and the gateway before it: how a checkpoint, or a run that is still learning, is talked to.
+
+The engine is a child, supervised as in a run. For a run it follows the chain of weights, so that an answer comes from
+the newest version; for a checkpoint it holds what the directory holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from etude.errors import CheckpointError
+from etude.gateway import GatewayConfig, create_app, serving
+from etude.harness import ChatFormat
+from etude.inference import Fleet, HttpEngine
+from etude.loop.crew import read_url
+from etude.loop.processes import Child, Supervisor
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+
+
+@contextlib.asynccontextmanager
+async def serve_checkpoint(
+    checkpoint: Path, *, store: Path | None, model: str, gateway: GatewayConfig, key: str | None
+) -> AsyncIterator[str]:
+    """Serve while the block runs; yields the base URL for an OpenAI client."""
+    if not (checkpoint / "config.json").is_file():
+        raise CheckpointError(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
+    chat = ChatFormat.load(checkpoint)
+    with tempfile.TemporaryDirectory(prefix="etude-serve-") as scratch:
+        folder = Path(scratch)
+        telemetry = Telemetry(folder / "events.jsonl", process="serve")
+        supervisor = Supervisor(telemetry)
+        fleet = Fleet({})
+        ready_file = folder / "engine.ready"
+        argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
+        argv += ["--ready-file", str(ready_file)] + (["--store", str(store)] if store else [])
+
+        async def on_up(child: Child) -> None:
+            fleet.add("engine", HttpEngine(await read_url(ready_file, child.pid)))
+
+        try:
+            engine = Child("engine", argv, logs=folder, telemetry=telemetry)
+            await supervisor.add(engine, with_socket=False, on_up=on_up)
+            info = await fleet.engines["engine"].info()
+            app = create_app(fleet, chat, model=model, context_tokens=info.context_tokens, config=gateway, key=key)
+            async with serving(app, config=gateway) as url:
+                yield url
+        finally:
+            await supervisor.close()
+
+
+def parts_of(model: Path) -> tuple[Path, Path | None]:
+    """(checkpoint, weight store) behind a path: a run's are followed, a checkpoint has no store."""
+    if not (model / "run.json").is_file():
+        return model, None
+    run = RunFolder.open(model)
+    store = run / "weights"
+    return run / "checkpoints" / "mid", store if (store / "pointers").is_dir() else None
+
+
+async def forever() -> None:
+    """Wait until cancelled."""
+    await asyncio.Event().wait()

@@ -1,0 +1,58 @@
+"""Engines, workers and graders around one checkpoint, without a learner: how a checkpoint is evaluated by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+
+from etude.config import to_toml
+from etude.evals import EvalResult
+from etude.harness import ChatFormat
+from etude.loop.config import RunConfig, open_tasks
+from etude.loop.crew import crew
+from etude.loop.evaluating import evaluate
+from etude.loop.processes import Supervisor
+from etude.records.task import Split
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def take_checkpoint(checkpoint: Path, run: RunFolder) -> None:
+    """Put a Hugging Face directory where a run keeps its starting checkpoint, and its tokeniser where a run looks."""
+    shutil.copytree(checkpoint, run / "checkpoints" / "mid", dirs_exist_ok=True)
+    (run / "tokenizer").mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copy(checkpoint / name, run / "tokenizer" / name)
+    ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
+
+
+async def evaluate_checkpoint(
+    checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None
+) -> EvalResult:
+    """Solve rate of a checkpoint by the rollout code of a run. `out`: where the rollouts are kept."""
+    with tempfile.TemporaryDirectory(prefix="etude-eval-") as scratch:
+        run = RunFolder.create(Path(scratch) / "run", config_toml=to_toml(config), seed=config.seed)
+        await asyncio.to_thread(take_checkpoint, checkpoint, run)
+        telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
+        async with crew(run, config, telemetry, Supervisor(telemetry)) as members:
+            await members.start_sampling()
+            return await evaluate(
+                members,
+                open_tasks(config),
+                ChatFormat.load(run / "tokenizer"),
+                name=checkpoint.name,
+                split=split,
+                step=0,
+                num_tasks=num_tasks,
+                tries=tries,
+                seed=config.seed,
+                temperature=config.evals.temperature,
+                max_running=config.max_running,
+                out=out or run / "evals",
+                telemetry=telemetry,
+            )
