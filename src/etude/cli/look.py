@@ -16,7 +16,8 @@ from etude.experience import Finished, Ledger, audit
 from etude.experience.ledger import FINISHED
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
-from etude.records import Graded, unpack
+from etude.records import Graded
+from etude.records.wire import unpack
 from etude.run import write_durably
 from etude.stores import DirectoryStore
 from etude.weights import lineage

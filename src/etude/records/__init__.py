@@ -1,6 +1,7 @@
 """The nouns of etude as frozen data. Imports nothing of ours.
 
->>> from etude.records import Version, pack, unpack
+>>> from etude.records import Version
+>>> from etude.records.wire import pack, unpack
 >>> unpack(pack(Version(0, "00000000", "0" * 64)), Version).step
 0
 """
@@ -9,7 +10,6 @@ from etude.records.completion import Completion, CompletionRequest, Sampling, Ve
 from etude.records.rollout import Graded, Invalid, Outcome, Rollout, RolloutSpec, Trace
 from etude.records.sample import Batch, Sample
 from etude.records.task import Answer, Task
-from etude.records.wire import pack, unpack
 
 __all__ = [
     "Answer",
@@ -27,6 +27,4 @@ __all__ = [
     "Trace",
     "Version",
     "VersionSpan",
-    "pack",
-    "unpack",
 ]

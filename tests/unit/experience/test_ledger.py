@@ -9,7 +9,8 @@ from etude.errors import LedgerError, StoreError
 from etude.experience import Finished, Ledger, make_batch
 from etude.experience.database import Database
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
-from etude.records import Rollout, unpack
+from etude.records import Rollout
+from etude.records.wire import unpack
 from etude.seams import ExperienceStore
 
 FORMAT = Path(__file__).parents[3] / "docs/formats/ledger.md"

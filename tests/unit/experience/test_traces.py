@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from etude.errors import LedgerError, StoreError
 from etude.experience import Finished, Group, Straggler, make_batch, read_trace, write_trace
 from etude.experience.traces import SCHEMA, read_index
-from etude.records import pack
+from etude.records.wire import pack
 
 
 def recorded(tmp_path, kit, **options):

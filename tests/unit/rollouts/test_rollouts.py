@@ -10,9 +10,10 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import EngineError, MachineError, TaskError
 from etude.harness import Call, HarnessConfig, standard_tools
-from etude.records import Completion, CompletionRequest, Graded, Invalid, Rollout, RolloutSpec, Task, pack, unpack
+from etude.records import Completion, CompletionRequest, Graded, Invalid, Rollout, RolloutSpec, Task
 from etude.records.rollout import Boundary, Ending
 from etude.records.task import Split, Trust
+from etude.records.wire import pack, unpack
 from etude.rollouts import Script, ScriptedPolicy, demonstrate, read_exports, run_group, run_rollout, settle
 from etude.seams import Machine
 from etude.testing import EnginePolicy, MemoryMachine, MemoryRuntime, ScriptedEngine
