@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,38 @@ def test_a_disk_that_takes_no_more_is_a_store_error_and_leaves_nothing_half_writ
     assert store.list("") == ["pointers/p", "small"]
     assert store.get("pointers/p") == b"one"
     assert list((tmp_path / ".tmp").iterdir()) == []
+
+
+ON_A_FULL_DISK = """
+import sys
+from etude.errors import StoreError
+from etude.stores import DirectoryStore
+store = DirectoryStore(sys.argv[1])
+store.put("small", b"x" * 100)
+store.compare_and_swap("pointers/p", None, b"one")
+for number in range(100):
+    try:
+        store.put(f"objects/{number}", b"x" * 10_000)
+    except StoreError as error:
+        print(error)
+        break
+kept = store.list("objects/")
+print(len(kept) == number > 0, all(len(store.get(key)) == 10_000 for key in kept))
+print(store.get("pointers/p"))
+"""
+
+
+def test_a_full_disk_is_a_store_error_and_every_object_is_whole(tmp_path: Path) -> None:
+    mounted = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    ran = subprocess.run(
+        [*command, sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "hint: the disk is full" in ran.stdout
+    assert ran.stdout.splitlines()[-2:] == ["True True", "b'one'"]
 
 
 def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:

@@ -1,0 +1,411 @@
+"""Weights under faults: readers see the old version or the new one, whole, or an error that says what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from etude.errors import StoreError, WeightsError
+from etude.records import Version
+from etude.stores import DirectoryStore, MemoryStore
+from etude.weights import Channel, Follower, Manifest, Tensor, chain
+from etude.weights.history import head, pointer_key
+from etude.weights.inspect import verify
+from etude.weights.manifest import FORMAT, Pointer, Ref, read_manifest
+from etude.weights.tensors import same_bits
+
+SIZE = 3000
+STEPS = ("objects", "manifest", "pointer")
+
+
+def policy_at(step: int) -> dict[str, Tensor]:
+    codes = np.random.default_rng(0).integers(0x3C00, 0x3E00, SIZE).astype(np.uint16)
+    for s in range(1, step + 1):
+        codes = codes + (np.random.default_rng([1, s]).random(SIZE) < 0.05).astype(np.uint16)
+    return {
+        "a": Tensor("bf16", (SIZE // 2,), codes[: SIZE // 2]),
+        "b": Tensor("bf16", (SIZE // 2,), codes[SIZE // 2 :]),
+    }
+
+
+def publish_steps(store: MemoryStore | DirectoryStore, steps: range) -> list[Version]:
+    writer = Channel(store)
+    versions: list[Version] = []
+    for step in steps:
+        parent = versions[-1] if versions else None
+        versions.append(writer.publish(policy_at(step), step=step, parent=parent, rollout_ids=[]).version)
+    return versions
+
+
+def holds(follower: Follower, step: int) -> bool:
+    return all(same_bits(follower.tensors[name], tensor) for name, tensor in policy_at(step).items())
+
+
+def replace(store: MemoryStore, key: str, data: bytes) -> None:
+    store.delete(key)
+    store.put(key, data)
+
+
+def delta_keys(store: MemoryStore) -> dict[int, str]:
+    return {m.version.step: m.delta.objects[0].key for m in chain(store, "policy") if m.delta}
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "lost": lambda data: None,
+    "empty": lambda data: b"",
+    "truncated": lambda data: data[: len(data) // 2],
+    "one bit": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "longer": lambda data: data + b"\0",
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_follower_heals_from_an_anchor_when_its_delta_is_damaged(damage: str) -> None:
+    store = MemoryStore()
+    writer, follower = Channel(store), Follower(store)
+    parent = None
+    for step in range(40):
+        parent = writer.publish(policy_at(step), step=step, parent=parent, rollout_ids=[]).version
+        manifest = chain(store, "policy")[-1]
+        if step == 0:
+            follower.advance()
+        elif manifest.anchor is not None:
+            break
+    assert manifest.delta is not None
+    assert follower.version is not None
+    key = manifest.delta.objects[0].key
+    data = DAMAGE[damage](store.get(key))
+    store.delete(key)
+    if data is not None:
+        store.put(key, data)
+    update = follower.advance()
+    assert update is not None
+    assert update.version == manifest.version
+    assert holds(follower, manifest.version.step)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_where_no_way_is_left_the_error_names_it_and_the_old_version_stays(damage: str) -> None:
+    store = MemoryStore()
+    writer, follower = Channel(store), Follower(store)
+    first = writer.publish(policy_at(0), step=0, parent=None, rollout_ids=[]).version
+    follower.advance()
+    second = writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[]).version
+    key = delta_keys(store)[1]
+    data = DAMAGE[damage](store.get(key))
+    store.delete(key)
+    if data is not None:
+        store.put(key, data)
+    with pytest.raises(WeightsError, match="no way leads to v000001") as caught:
+        follower.advance()
+    assert key in caught.value.facts
+    assert "etude weights verify" in caught.value.hint
+    assert follower.version == first
+    assert holds(follower, 0)
+    repaired = Channel(store).publish(policy_at(2), step=2, parent=second, rollout_ids=[])
+    assert repaired.anchor
+    assert follower.advance() is not None
+    assert holds(follower, 2)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", ["manifest", "pointer"])
+def test_a_damaged_manifest_or_pointer_is_an_error_and_the_old_version_stays(kind: str, damage: str) -> None:
+    store = MemoryStore()
+    writer, follower = Channel(store), Follower(store)
+    first = writer.publish(policy_at(0), step=0, parent=None, rollout_ids=[]).version
+    follower.advance()
+    writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[])
+    pointer = head(store, "policy")
+    assert pointer is not None
+    key = pointer.head.key if kind == "manifest" else pointer_key("policy")
+    data = DAMAGE[damage](store.get(key))
+    store.delete(key)
+    if data is None and kind == "pointer":
+        assert follower.advance() is None
+    else:
+        if data is not None:
+            store.put(key, data)
+        with pytest.raises(WeightsError):
+            follower.advance()
+    assert follower.version == first
+    assert holds(follower, 0)
+
+
+def test_a_forged_delta_whose_every_checksum_fits_cannot_give_other_tensors() -> None:
+    store = MemoryStore()
+    publish_steps(store, range(2))
+    base = Follower(store)
+    good_head = head(store, "policy")
+    assert good_head is not None
+    manifest = read_manifest(store.get(good_head.head.key))
+    assert manifest.delta is not None
+    good = store.get(manifest.delta.objects[0].key)
+    chance = random.Random(3)
+    outcomes = set()
+    for _ in range(300):
+        bad = bytearray(good)
+        bad[chance.randrange(len(bad))] ^= chance.randrange(1, 256)
+        forged = _with_delta(store, manifest, bytes(bad))
+        base = Follower(forged)
+        try:
+            base.advance()
+        except WeightsError:
+            outcomes.add("error")
+        else:
+            assert holds(base, 1)
+            outcomes.add("right")
+    assert "error" in outcomes
+
+
+def _with_delta(store: MemoryStore, manifest: Manifest, data: bytes) -> MemoryStore:
+    """A store whose head's delta is `data`, every reference and checksum fixed up; the target's digests stay."""
+    forged = MemoryStore()
+    for key in store.list(""):
+        if not key.startswith("pointers/"):
+            forged.put(key, store.get(key))
+    digest = hashlib.sha256(data).hexdigest()
+    forged.put(f"objects/forged-{digest}", data)
+    way = manifest.ways[0]
+    item = msgspec.structs.replace(way.objects[0], key=f"objects/forged-{digest}", num_bytes=len(data), sha256=digest)
+    body = msgspec.json.encode(msgspec.structs.replace(manifest, ways=(msgspec.structs.replace(way, objects=(item,)),)))
+    forged.put("manifests/policy/forged.json", body)
+    ref = Ref(manifest.version, "manifests/policy/forged.json", hashlib.sha256(body).hexdigest())
+    pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce)
+    forged.compare_and_swap("pointers/policy", None, msgspec.json.encode(pointer))
+    return forged
+
+
+def test_a_mutated_manifest_whose_checksum_fits_gives_an_error_or_the_right_tensors() -> None:
+    store = MemoryStore()
+    publish_steps(store, range(2))
+    pointer = head(store, "policy")
+    assert pointer is not None
+    good = store.get(pointer.head.key)
+    chance = random.Random(5)
+    for number in range(500):
+        bad = bytearray(good)
+        bad[chance.randrange(len(bad))] = chance.choice(b'09afz"{}[],:-.e \x00\xff')
+        key = f"manifests/policy/mutated-{number}.json"
+        store.put(key, bytes(bad))
+        ref = Ref(pointer.head.version, key, hashlib.sha256(bad).hexdigest())
+        moved = msgspec.json.encode(Pointer(format=FORMAT, head=ref, nonce=pointer.nonce))
+        assert store.compare_and_swap("pointers/policy", store.get("pointers/policy"), moved)
+        follower = Follower(store)
+        try:
+            follower.advance()
+        except (WeightsError, StoreError):
+            continue
+        assert holds(follower, 1)
+
+
+def test_a_manifest_of_another_format_names_the_cure() -> None:
+    store = MemoryStore()
+    publish_steps(store, range(1))
+    pointer = json.loads(store.get("pointers/policy"))
+    pointer["format"] = 2
+    replace(store, "pointers/policy", json.dumps(pointer).encode())
+    with pytest.raises(WeightsError, match="format 2") as caught:
+        Follower(store).advance()
+    assert "the etude that wrote it" in caught.value.hint
+
+
+class Killed(BaseException):
+    """What no handler of the channel may catch."""
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_a_publish_that_dies_between_its_steps_shows_readers_the_old_version_or_the_new(at: str) -> None:
+    store = MemoryStore()
+    versions = publish_steps(store, range(2))
+    follower = Follower(store)
+    follower.advance()
+
+    def die(step: str) -> None:
+        if step == at:
+            raise Killed
+
+    dying = Channel(store)
+    with pytest.raises(Killed):
+        dying.publish(policy_at(2), step=2, parent=versions[-1], rollout_ids=["g000002.0"], after=die)
+    follower.advance()
+    assert follower.version is not None
+    assert follower.version.step == (2 if at == "pointer" else 1)
+    assert holds(follower, follower.version.step)
+    again = Channel(store).publish(policy_at(3), step=3, parent=follower.version, rollout_ids=[])
+    follower.advance()
+    assert follower.version == again.version
+    assert holds(follower, 3)
+    check = verify(store)
+    assert check.problems == ()
+    assert len(check.orphans) == {"objects": 1, "manifest": 2, "pointer": 0}[at]
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_the_same_writer_may_publish_again_after_a_failed_try(at: str) -> None:
+    store = MemoryStore()
+    writer = Channel(store)
+    first = writer.publish(policy_at(0), step=0, parent=None, rollout_ids=[]).version
+
+    def fail(step: str) -> None:
+        if step == at:
+            raise StoreError("the store went away", hint="wait")
+
+    with pytest.raises(StoreError):
+        writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[], after=fail)
+    second = writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[]).version
+    follower = Follower(store)
+    follower.advance()
+    assert follower.version == second
+    assert holds(follower, 1)
+    assert verify(store).problems == ()
+
+
+KILLED_WRITER = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[3])
+import test_weights as shared
+from etude.stores import DirectoryStore
+from etude.weights import Channel, Follower
+store, at = DirectoryStore(sys.argv[1]), sys.argv[2]
+def die(done):
+    if done == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+parent = Follower(store).pointer()
+step = parent.step + 1
+Channel(store).publish(shared.policy_at(step), step=step, parent=parent, rollout_ids=[], after=die)
+"""
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_a_writer_process_killed_between_its_steps_leaves_a_whole_store(at: str, tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    publish_steps(store, range(2))
+    command = [sys.executable, "-c", KILLED_WRITER, str(tmp_path / "store"), at, str(Path(__file__).parent)]
+    killed = subprocess.run(command, capture_output=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    follower = Follower(store)
+    follower.advance()
+    assert follower.version is not None
+    assert follower.version.step == (2 if at == "pointer" else 1)
+    assert holds(follower, follower.version.step)
+    subprocess.run([*command[:4], "never", command[5]], check=True, timeout=60)
+    follower.advance()
+    assert follower.version.step == (3 if at == "pointer" else 2)
+    assert holds(follower, follower.version.step)
+    assert verify(store).problems == ()
+
+
+def test_of_two_writers_the_second_to_commit_is_told_and_changes_nothing() -> None:
+    store = MemoryStore()
+    versions = publish_steps(store, range(1))
+    one, other = Channel(store), Channel(store)
+    one.publish(policy_at(1), step=1, parent=versions[0], rollout_ids=[])
+    inside: list[Version] = []
+
+    def overtake(step: str) -> None:
+        if step == "manifest":
+            inside.append(one.publish(policy_at(2), step=2, parent=None, rollout_ids=[]).version)
+
+    with pytest.raises(WeightsError, match="another writer moved") as caught:
+        other.publish(policy_at(5), step=2, parent=versions[0], rollout_ids=[], after=overtake)
+    assert "one learner publishes" in caught.value.hint
+    with pytest.raises(WeightsError, match="another writer moved"):
+        other.publish(policy_at(5), step=2, parent=versions[0], rollout_ids=[])
+    follower = Follower(store)
+    follower.advance()
+    assert follower.version == inside[0]
+    assert holds(follower, 2)
+
+
+class LostAnswer(MemoryStore):
+    """A store whose compare-and-swap does its work, or not, and then fails to say so."""
+
+    def __init__(self, *, works: bool) -> None:
+        super().__init__()
+        self.works, self.broken = works, False
+
+    def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        if not self.broken:
+            return super().compare_and_swap(key, expected, data)
+        if self.works:
+            super().compare_and_swap(key, expected, data)
+        raise StoreError("the answer did not come", hint="look again")
+
+
+def test_a_commit_whose_answer_got_lost_is_found_by_its_nonce() -> None:
+    store = LostAnswer(works=True)
+    writer = Channel(store)
+    first = writer.publish(policy_at(0), step=0, parent=None, rollout_ids=[]).version
+    store.broken = True
+    second = writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[]).version
+    assert Follower(store).pointer() == second
+
+
+def test_a_commit_that_did_not_happen_is_the_stores_error_and_may_be_repeated() -> None:
+    store = LostAnswer(works=False)
+    writer = Channel(store)
+    first = writer.publish(policy_at(0), step=0, parent=None, rollout_ids=[]).version
+    store.broken = True
+    with pytest.raises(StoreError, match="did not come"):
+        writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[])
+    assert Follower(store).pointer() == first
+    store.broken = False
+    second = writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[]).version
+    assert Follower(store).pointer() == second
+
+
+FULL_DISK = """
+import resource, sys
+sys.path.insert(0, sys.argv[2])
+import test_weights as shared
+from etude.errors import StoreError
+from etude.stores import DirectoryStore
+from etude.weights import Channel, Follower
+store = DirectoryStore(sys.argv[1])
+parent = Follower(store).pointer()
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
+try:
+    Channel(store).publish(shared.policy_at(2), step=2, parent=parent, rollout_ids=[])
+except StoreError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_is_an_error_with_a_hint_and_readers_keep_the_old_version(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    publish_steps(store, range(2))
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "store"), str(Path(__file__).parent)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "cannot be written" in ran.stdout
+    assert "hint:" in ran.stdout
+    follower = Follower(store)
+    follower.advance()
+    assert holds(follower, 1)
+    assert verify(store).problems == ()
+    assert list((tmp_path / "store" / ".tmp").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_store_without_write_permission_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    versions = publish_steps(store, range(1))
+    (tmp_path / "store" / ".tmp").chmod(0o500)
+    try:
+        with pytest.raises(StoreError) as caught:
+            Channel(store).publish(policy_at(1), step=1, parent=versions[0], rollout_ids=[])
+        assert "write access" in caught.value.hint
+    finally:
+        (tmp_path / "store" / ".tmp").chmod(0o700)

@@ -1,0 +1,86 @@
+"""What `etude weights` says about a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from etude.errors import WeightsError
+from etude.stores import MemoryStore
+from etude.weights import Channel, Tensor
+from etude.weights.inspect import diff, find, log, verify
+from etude.weights.manifest import Kind
+
+Policy = Callable[..., dict[str, Tensor]]
+
+
+@pytest.fixture
+def store(policy: Policy) -> MemoryStore:
+    """Versions 0 to 3, then a restart at 2 that leaves the old 2 and 3 behind."""
+    store = MemoryStore()
+    writer, parents = Channel(store, incarnation="aaaaaaaa"), []
+    for step in range(4):
+        parent = parents[-1] if parents else None
+        parents.append(writer.publish(policy(step), step=step, parent=parent, rollout_ids=[f"r{step}"]).version)
+    Channel(store, incarnation="bbbbbbbb").publish(policy(7), step=2, parent=parents[1], rollout_ids=["r7"])
+    return store
+
+
+def test_the_log_has_a_row_for_each_version_with_its_bytes_and_lineage(store: MemoryStore) -> None:
+    rows = log(store)
+    assert [row.version.step for row in rows] == [0, 1, 2, 3, 2]
+    assert [row.in_lineage for row in rows] == [True, True, False, False, True]
+    assert [row.kind for row in rows[:2]] == [Kind.ANCHOR, Kind.DELTA]
+    assert rows[-1].parent == rows[1].version
+    assert rows[-1].rollout_ids == ("r7",)
+    assert rows[1].ratio > 4
+    assert 0.8 < rows[1].share_of_bound < 1.01
+    assert all(row.manifest_bytes > 500 for row in rows)
+
+
+def test_a_version_is_found_by_step_or_prefix_and_the_lineage_comes_first(store: MemoryStore) -> None:
+    assert find(store, "2").version.incarnation == "bbbbbbbb"
+    assert find(store, "v000002-aaaaaaaa").version.incarnation == "aaaaaaaa"
+    assert find(store, "3").version.step == 3
+    with pytest.raises(WeightsError) as caught:
+        find(store, "v000009")
+    assert "v00000" in caught.value.hint
+
+
+def test_a_diff_counts_changes_by_tensor(store: MemoryStore) -> None:
+    rows = {row.name: row for row in diff(store, "0", "1")}
+    assert 600 < rows["embed"].num_changed < 1000
+    assert (rows["embed"].num_elements, rows["embed"].max_step) == (4000, 1)
+    assert (rows["frozen"].num_changed, rows["frozen"].max_step) == (0, 0)
+    assert rows["norm"].max_step == 2
+
+
+def test_a_whole_channel_verifies(store: MemoryStore) -> None:
+    check = verify(store)
+    assert (check.problems, check.orphans) == ((), ())
+    assert check.num_versions == 5
+    assert check.num_objects == len(store.list("objects/"))
+    assert check.object_bytes == sum(len(store.get(key)) for key in store.list("objects/"))
+
+
+def test_an_empty_store_verifies_and_has_no_log() -> None:
+    assert verify(MemoryStore()).num_versions == 0
+    assert log(MemoryStore()) == []
+
+
+def test_damage_and_orphans_are_named(store: MemoryStore) -> None:
+    delta = find(store, "1").ways[0].objects[0].key
+    data = store.get(delta)
+    store.delete(delta)
+    store.put(delta, data[:-1] + bytes([data[-1] ^ 1]))
+    store.put("objects/00/stray", b"")
+    check = verify(store)
+    assert check.orphans == ("objects/00/stray",)
+    assert any("v000001" in problem and "not what was published" in problem for problem in check.problems)
+
+
+def test_a_lost_manifest_is_named(store: MemoryStore) -> None:
+    key = next(key for key in store.list("manifests/") if "v000001" in key)
+    store.delete(key)
+    assert any("v000001" in problem and "gone" in problem for problem in verify(store).problems)
