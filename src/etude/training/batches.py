@@ -1,0 +1,84 @@
+"""Which tokens each step of mid-training sees. Pure and seeded: the plan is the same in every process and after every
+restart, and does not depend on the number of ranks that share a step.
+
+Documents are never joined: each is a sequence of its own, a longer one is cut. A batch is whole documents up to a
+budget; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import TaskError
+from etude.training.corpus import Documents
+
+Spans = npt.NDArray[np.int64]
+"""[documents, 2]: start and stop in `Documents.tokens`."""
+
+
+def plan(documents: Documents, *, num_tokens: int, batch_tokens: int, document_tokens: int, seed: int) -> list[Spans]:
+    """The batches of a run, until they hold `num_tokens`; each pass over the corpus is newly shuffled. Raises
+    `TaskError` when no document has two tokens.
+
+    >>> docs = Documents(tokens=np.arange(9, dtype=np.uint16), offsets=np.array([0, 4, 9]))
+    >>> [b.tolist() for b in plan(docs, num_tokens=9, batch_tokens=6, document_tokens=5, seed=0)]
+    [[[0, 4]], [[4, 9]]]
+    """
+    spans = pieces(documents, document_tokens=min(document_tokens, batch_tokens))
+    if not len(spans):
+        raise TaskError(
+            "the corpus has nothing to predict", "every document is shorter than two tokens", hint="fill it"
+        )
+    batches: list[Spans] = []
+    planned, epoch = 0, 0
+    while planned < num_tokens:
+        shuffled = spans[np.random.default_rng([seed, epoch]).permutation(len(spans))]
+        for part in runs((shuffled[:, 1] - shuffled[:, 0]).tolist(), batch_tokens):
+            batches.append(shuffled[part])
+            planned += int((shuffled[part, 1] - shuffled[part, 0]).sum())
+            if planned >= num_tokens:
+                break
+        epoch += 1
+    return batches
+
+
+def pieces(documents: Documents, *, document_tokens: int) -> Spans:
+    """Every document, a longer one cut; a piece of a single token predicts nothing and is left out."""
+    cut = [
+        (at, min(at + document_tokens, int(stop)))
+        for start, stop in zip(documents.offsets[:-1], documents.offsets[1:], strict=True)
+        for at in range(int(start), int(stop), document_tokens)
+    ]
+    return np.array([p for p in cut if p[1] - p[0] >= 2], np.int64).reshape(-1, 2)
+
+
+def share(spans: Spans, rank: int, ranks: int) -> Spans:
+    """A rank's part of a batch: documents from the longest on, each to the rank with the fewest tokens so far."""
+    lengths = spans[:, 1] - spans[:, 0]
+    load = [0] * ranks
+    mine = []
+    for i in np.argsort(-lengths, kind="stable"):
+        lightest = load.index(min(load))
+        load[lightest] += int(lengths[i])
+        if lightest == rank:
+            mine.append(int(i))
+    return spans[sorted(mine)]
+
+
+def runs(lengths: Sequence[int], budget: int) -> Iterator[slice]:
+    """Slices of consecutive items of at most `budget` together; a longer item comes alone.
+
+    >>> list(runs([3, 3, 9, 1], 6))
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
+    """
+    start = size = 0
+    for i, length in enumerate(lengths):
+        if i > start and size + length > budget:
+            yield slice(start, i)
+            start, size = i, 0
+        size += length
+    if start < len(lengths):
+        yield slice(start, len(lengths))

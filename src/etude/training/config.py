@@ -1,0 +1,47 @@
+"""Settings of reinforcement learning and of mid-training. Torch-free."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from etude.config import ranged
+
+
+class LiveWeights(enum.StrEnum):
+    """What the learner's live weights hold. Forward and backward are computed in float32 either way."""
+
+    BF16 = "bf16"  # the optimiser's float32 masters rounded to bf16: exactly the bytes that are published
+    F32 = "f32"
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """The `[learner]` section. Defaults are the laptop example's, chosen on validation tasks."""
+
+    lr: float = ranged(5e-4, low=0.0)  # constant, then linear to a tenth over the last 40 % of the steps
+    warmup_steps: int = ranged(0, low=0)
+    grad_clip: float = ranged(1.0, low=0.0)  # largest norm of the whole gradient
+    clip_low: float = ranged(0.8, low=0.0, high=1.0)
+    clip_high: float = ranged(1.28, low=1.0)
+    budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
+    replay_routes: bool = True
+    balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss
+    fresh_ratio_limit: float = ranged(0.01, low=0.0)  # max |r - 1| where the sampler's weights are the learner's own
+    weights: LiveWeights = LiveWeights.BF16
+
+
+@dataclass(frozen=True)
+class MidTrainingConfig:
+    """The `[mid_training]` section: the same learner pieces over a corpus."""
+
+    num_tokens: int = ranged(2_100_000, low=1)  # to train on; the corpus is repeated, newly shuffled, as needed
+    batch_tokens: int = ranged(2048, low=1)  # of one optimiser step, over all ranks
+    document_tokens: int = ranged(512, low=2)  # a longer document is cut into pieces
+    lr: float = ranged(3e-3, low=0.0)  # warmed up, constant, then linear to 3 % from 60 % of the steps on
+    warmup_steps: int = ranged(20, low=0)
+    weight_decay: float = ranged(0.01, low=0.0)
+    grad_clip: float = ranged(1.0, low=0.0)
+    balance: float = ranged(0.03, low=0.0)
+    eval_every: int = ranged(200, low=1)  # steps between held-out losses and copy probes
+    checkpoint_every: int = ranged(200, low=1)  # steps; a killed run loses at most so many

@@ -1,0 +1,108 @@
+"""A corpus on disk: token ids of documents, one after another, and where each begins. Torch-free.
+
+``tokens.bin`` holds uint16, ``documents.bin`` int64 offsets into it, one a document and the total at the end; both
+little-endian. ``heldout.tokens.bin`` and ``heldout.documents.bin`` are the documents that are never trained on.
+``corpus.json`` has the counts and is written last: without it there is no corpus.
+
+Knows nothing of tokenisers or of what the documents say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import TaskError
+from etude.records.wire import I32
+
+FORMAT = 1
+_HINT = "delete the corpus directory, so that it is made again"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Many documents in two arrays.
+
+    >>> docs = Documents(tokens=np.array([5, 6, 7], np.uint16), offsets=np.array([0, 2, 3]))
+    >>> len(docs), docs[0].tolist(), docs.lengths.tolist()
+    (2, [5, 6], [2, 1])
+    """
+
+    tokens: npt.NDArray[np.uint16]  # [T]
+    offsets: npt.NDArray[np.int64]  # [documents + 1]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.uint16]:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[documents] number of tokens of each."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is trained on, and what is held out."""
+
+    train: Documents
+    heldout: Documents
+
+
+def write_corpus(folder: Path | str, documents: Sequence[I32], *, heldout: Sequence[I32] = ()) -> None:
+    """Write a corpus directory. Raises `ValueError` for a token id that does not fit 16 bits."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "corpus.json").unlink(missing_ok=True)
+    counts = {}
+    for name, prefix, docs in (("train", "", documents), ("heldout", "heldout.", heldout)):
+        packed = _pack(docs)
+        packed.tokens.astype("<u2").tofile(folder / f"{prefix}tokens.bin")
+        packed.offsets.astype("<i8").tofile(folder / f"{prefix}documents.bin")
+        counts[name] = {"num_documents": len(packed), "num_tokens": len(packed.tokens)}
+    (folder / "corpus.json").write_text(json.dumps({"format": FORMAT, **counts}) + "\n")
+
+
+def _pack(documents: Iterable[I32]) -> Documents:
+    documents = list(documents)
+    tokens = np.concatenate([np.zeros(0, np.int32), *documents])
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < 1 << 16:
+        raise ValueError(f"token ids from {tokens.min()} to {tokens.max()} do not fit 16 bits")
+    return Documents(tokens.astype(np.uint16), np.cumsum([0, *(len(d) for d in documents)], dtype=np.int64))
+
+
+def read_corpus(folder: Path | str, *, vocab_size: int) -> Corpus:
+    """The corpus in a directory. Raises `TaskError` when it is missing, damaged, empty, or of a larger vocabulary."""
+    folder = Path(folder)
+    try:
+        about = json.loads((folder / "corpus.json").read_bytes())
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise ValueError("corpus.json is not of this format")
+        corpus = Corpus(train=_read(folder, ""), heldout=_read(folder, "heldout."))
+    except (OSError, ValueError) as error:
+        raise TaskError(f"no corpus in {folder}", str(error), hint=_HINT) from None
+    if not len(corpus.train):
+        raise TaskError(f"the corpus in {folder} has no documents", hint="raise the counts under [corpus]")
+    for docs in (corpus.train, corpus.heldout):
+        if len(docs.tokens) and docs.tokens.max() >= vocab_size:
+            raise TaskError(
+                f"the corpus in {folder} has token id {docs.tokens.max()}",
+                f"the model's vocabulary has {vocab_size}",
+                hint="set model.vocab_size to the tokeniser's size",
+            )
+    return corpus
+
+
+def _read(folder: Path, prefix: str) -> Documents:
+    tokens = np.fromfile(folder / f"{prefix}tokens.bin", "<u2").astype(np.uint16, copy=False)
+    offsets = np.fromfile(folder / f"{prefix}documents.bin", "<i8").astype(np.int64, copy=False)
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
+        raise ValueError(f"{prefix}documents.bin does not fit {prefix}tokens.bin")
+    return Documents(tokens, offsets)

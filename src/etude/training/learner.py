@@ -1,0 +1,236 @@
+"""The learner of reinforcement learning: holds the weights, changes them, saves and publishes them.
+
+Parity is checked where it matters, on every batch: the ratio of trainer to sampler over all tokens is reported, and
+where one version with the learner's own bytes sampled a whole path it must be 1, or the step is refused. Routes that
+engines recorded are replayed, every one of them. Nothing here is random, so there is no generator to save.
+
+Knows nothing of rollouts, rewards or engines: it reads `Batch`es and hands tensors to a channel.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from etude.errors import CheckpointError, ParityError, WeightsError
+from etude.models.attention import Packed
+from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
+from etude.models.naming import hf_views
+from etude.models.transformer import Forward, Transformer
+from etude.records import Batch, Sample, Version
+from etude.records.sample import Published, StepReport
+from etude.training.config import LearnerConfig, LiveWeights
+from etude.training.losses import PolicyLoss, entropy, policy_loss
+from etude.training.optimizer import AdamW
+from etude.training.report import Tally
+from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
+from etude.training.schedule import rate
+from etude.weights.tensors import Tensor
+
+FORMAT = 1
+STATE, ABOUT = "learner.safetensors", "learner.json"
+
+
+class Channel(Protocol):
+    """Where versions are published; `etude.weights.Channel` is one."""
+
+    def publish(
+        self, tensors: Mapping[str, Tensor], *, step: int, parent: Version | None, rollout_ids: Sequence[str]
+    ) -> Published: ...
+
+
+class TorchLearner:
+    """`seams.Learner` on torch. `load` comes first.
+
+    `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
+    rollouts were sampled with, since the ratio is of the distribution sampled from.
+    """
+
+    def __init__(
+        self,
+        config: LearnerConfig,
+        *,
+        channel: Channel | None = None,
+        num_steps: int | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        self.config, self.step, self.version = config, 0, None
+        self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
+        self._assets: Path | None = None
+        self._model: Transformer | None = None
+        self._optimizer: AdamW | None = None
+
+    step: int
+    """Version step of the live weights: optimiser steps since the starting checkpoint."""
+    version: Version | None
+    """The last version published in the lineage of these weights."""
+
+    @property
+    def model(self) -> Transformer:
+        """The live model. Raises `CheckpointError` before `load`."""
+        if self._model is None:
+            raise CheckpointError("the learner holds no weights", hint="load a checkpoint first")
+        return self._model
+
+    @property
+    def optimizer(self) -> AdamW:
+        """The live optimiser. Raises `CheckpointError` before `load`."""
+        if self._optimizer is None:
+            raise CheckpointError("the learner holds no weights", hint="load a checkpoint first")
+        return self._optimizer
+
+    # training
+
+    def forward_backward(self, batch: Batch) -> StepReport:
+        """Accumulate the gradient of the batch's loss.
+
+        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing; the accumulated gradient is
+        then forgotten, since a part of this batch may be in it.
+        """
+        began = time.process_time()
+        tally = Tally()
+        try:
+            num_tokens = sum(forwarded(sample) for sample in batch.samples)
+            for samples in microbatches(batch.samples, budget_tokens=self.config.budget_tokens):
+                self._one(samples, batch.num_loss_tokens, num_tokens, tally)
+        except ParityError:
+            self.optimizer.clear()
+            raise
+        return tally.report(cpu_s=time.process_time() - began)
+
+    def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
+        sizes = self.model.config
+        if self.config.replay_routes:
+            check_routes(samples, num_layers=sizes.num_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
+        rows = lay_flat(samples)
+        done = self.model.train().run(
+            rows.tokens_N, Packed(rows.lengths), rows.routes_NLK if self.config.replay_routes else None, rows.rows_R
+        )
+        logprobs_RV = self._logprobs(done.logits)
+        logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
+        policy = policy_loss(
+            logprobs_R,
+            rows.sampler_logprobs_R,
+            rows.advantages_R,
+            normaliser=normaliser,
+            clip_low=self.config.clip_low,
+            clip_high=self.config.clip_high,
+        )
+        fresh = self._fresh_ratio(samples, rows, policy)
+        loss = policy.loss
+        if self.config.balance and done.balance is not None:
+            loss = loss + self.config.balance * done.balance * (len(rows.tokens_N) / num_tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            tally.add(rows, done, policy, logprobs_R - rows.sampler_logprobs_R, entropy(logprobs_RV), loss, fresh)
+
+    def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        scores = logits_RV if self._temperature == 1.0 else logits_RV / self._temperature
+        return scores.log_softmax(-1)
+
+    def _fresh_ratio(self, samples: Sequence[Sample], rows: Rows, policy: PolicyLoss) -> float | None:
+        """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
+        fresh = torch.tensor([self._is_fresh(sample) for sample in samples])
+        off = (policy.ratio_R - 1).abs() * fresh[rows.sample_R]
+        worst = float(off.max())
+        if not worst <= self.config.fresh_ratio_limit:  # nan included
+            rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id
+            raise ParityError(
+                f"the ratio on the learner's own weights is off by {worst:.3g} in rollout {rollout}",
+                f"the limit is {self.config.fresh_ratio_limit:g} at step {self.step}",
+                hint="an engine computes other numbers than the learner: compare its probe with the learner's",
+            )
+        return worst if bool(fresh.any()) else None
+
+    def _is_fresh(self, sample: Sample) -> bool:
+        """Whether the live weights sampled all of it. A restarted learner may have other bytes under a step's number
+        than its predecessor had; the digest tells them apart where both are known."""
+        if not sample.single_version or sample.oldest_step != self.step:
+            return False
+        known = self.version is not None and self.version.step == self.step and sample.path.digest
+        return not known or self.version is None or sample.path.digest == self.version.digest
+
+    def optim_step(self) -> dict[str, float]:
+        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`."""
+        lr = self.config.lr * rate(
+            self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
+        )
+        norm = self.optimizer.step(lr)
+        self.step += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    @torch.no_grad()
+    def probe(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities that the live weights give a text's tokens, all but the first."""
+        tokens = torch.tensor(token_ids)
+        done: Forward = self.model.eval().run(tokens[:-1])
+        return self._logprobs(done.logits).gather(1, tokens[1:, None])[:, 0].tolist()
+
+    # weights in and out
+
+    def publish(self, rollout_ids: Sequence[str]) -> Published:
+        """Hand the live weights to the channel as the version of this step. Raises `WeightsError`."""
+        if self._channel is None:
+            raise WeightsError("the learner has no channel to publish to", hint="give TorchLearner a channel")
+        tensors = export(self.model, self.config.weights)
+        published = self._channel.publish(tensors, step=self.step, parent=self.version, rollout_ids=rollout_ids)
+        self.version = published.version
+        return published
+
+    def save(self, path: Path | str) -> None:
+        """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient
+        is not part of it. Raises `CheckpointError`."""
+        version = None if self.version is None else [self.version.step, self.version.incarnation, self.version.digest]
+        about = {"format": FORMAT, "step": self.step, "version": version, "weights": str(self.config.weights)}
+        with whole_directory(path) as folder:
+            write_model(self.model, folder, dtype=self.config.weights, assets=self._assets)
+            save_tensors(self.optimizer.state(), folder / STATE)
+            (folder / ABOUT).write_text(json.dumps(about) + "\n")
+
+    def load(self, path: Path | str) -> None:
+        """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
+        and then the learner holds what it held."""
+        path = Path(path)
+        model = load_model(path)
+        optimizer = AdamW(model, weights=self.config.weights, grad_clip=self.config.grad_clip)
+        step, version = 0, None
+        if (path / ABOUT).is_file():
+            step, version = _read_about(path / ABOUT, self.config.weights)
+            optimizer.restore(load_tensors(path / STATE))
+        self._model, self._optimizer, self._assets = model, optimizer, path
+        self.step, self.version = step, version
+
+
+def export(model: Transformer, weights: LiveWeights) -> dict[str, Tensor]:
+    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded."""
+    kind, codes = {
+        LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
+        LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
+    }[weights]
+    return {
+        name: Tensor(
+            str(weights), tuple(view.shape), view.to(kind).view(codes[0]).numpy(force=True).view(codes[1]).ravel()
+        )
+        for name, view in hf_views(model).items()
+    }
+
+
+def _read_about(path: Path, weights: LiveWeights) -> tuple[int, Version | None]:
+    about = read_json(path)
+    step, version = about.get("step"), about.get("version")
+    whole = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
+    if about.get("format") != FORMAT or not isinstance(step, int) or not (version is None or whole):
+        raise CheckpointError(f"{path} is damaged", f"it holds {about}", hint="load another checkpoint")
+    if about.get("weights") != weights:
+        raise CheckpointError(
+            f"{path} is of a learner with weights = {about.get('weights')!r}",
+            f"this one has {str(weights)!r}",
+            hint="set learner.weights to the checkpoint's",
+        )
+    return step, Version(*version) if isinstance(version, list) else None

@@ -1,0 +1,64 @@
+"""Losses and estimators: pure functions of tensors, each with its source. No model, no optimiser, no state.
+
+Shapes: R rows, one a sampled token; V vocabulary. Log-probabilities are in nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """`loss` is a scalar to differentiate; the others are detached."""
+
+    loss: torch.Tensor
+    ratio_R: torch.Tensor  # trainer's probability over sampler's
+    clipped_R: torch.Tensor  # bool: the ratio lies outside the clip range
+
+
+def policy_loss(
+    logprobs_R: torch.Tensor,
+    sampler_logprobs_R: torch.Tensor,
+    advantages_R: torch.Tensor,
+    *,
+    normaliser: float,
+    clip_low: float = 0.8,
+    clip_high: float = 1.28,
+) -> PolicyLoss:
+    """PPO's clipped surrogate a token (arXiv 1707.06347, eq. 7) with a higher upper clip (DAPO, arXiv 2503.14476),
+    summed over tokens and divided by a constant (Dr. GRPO, arXiv 2503.20783): no length normalisation.
+
+    The ratio is taken against the version that sampled the token, so a stale token is corrected by it.
+    """
+    ratio = (logprobs_R - sampler_logprobs_R).exp()
+    gain = torch.minimum(ratio * advantages_R, ratio.clamp(clip_low, clip_high) * advantages_R)
+    seen = ratio.detach()
+    return PolicyLoss(loss=-gain.sum() / normaliser, ratio_R=seen, clipped_R=(seen < clip_low) | (seen > clip_high))
+
+
+def k1(log_ratio_R: torch.Tensor) -> torch.Tensor:
+    """KL(sampler ‖ trainer) of sampled tokens, unbiased, may be negative: −log r (Schulman, "Approximating KL
+    divergence", 2020). As a loss its gradient is zero in expectation on-policy: put it into the reward."""
+    return -log_ratio_R
+
+
+def k3(log_ratio_R: torch.Tensor) -> torch.Tensor:
+    """The same, unbiased and never negative: r − 1 − log r (ibid.)."""
+    return torch.expm1(log_ratio_R) - log_ratio_R
+
+
+def entropy(logprobs_RV: torch.Tensor) -> torch.Tensor:
+    """Entropy of each row's distribution, [R]; a probability of zero counts nothing."""
+    entropy_RV: torch.Tensor = torch.special.entr(logprobs_RV.exp())
+    return entropy_RV.sum(-1)
+
+
+def reward_with_kl(
+    reward: float, logprobs_T: torch.Tensor, reference_logprobs_T: torch.Tensor, *, coefficient: float
+) -> float:
+    """A rollout's reward less `coefficient` · Σ log(π/π_ref) over its sampled tokens: k1 folded into the reward, where
+    its policy gradient is that of the KL (arXiv 2203.02155, eq. 2)."""
+    return reward - coefficient * float((logprobs_T - reference_logprobs_T).sum())

@@ -1,0 +1,306 @@
+"""Mid-training: the learner's pieces over a corpus, data-parallel, resumable at any moment.
+
+A step's batch does not depend on the number of ranks; each computes its share, gradients are summed as one buffer, and
+every rank takes the same optimiser step, so their weights stay equal to the bit (asserted at the end). Progress lies
+in ``<out>.partial/step-NNNNNN`` until the result is whole; a run that was killed goes on from the last one and ends
+with the same bytes as one that was not.
+
+Knows nothing of tasks: what is in the corpus, and what a copy probe measures, is the caller's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from etude.config import to_plain
+from etude.errors import CheckpointError, ParityError, RunError
+from etude.models.attention import Packed
+from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
+from etude.models.config import ModelConfig
+from etude.models.transformer import Transformer
+from etude.telemetry import Telemetry
+from etude.training.batches import Spans, pieces, plan, runs, share
+from etude.training.config import LiveWeights, MidTrainingConfig
+from etude.training.corpus import Corpus, Documents, read_corpus
+from etude.training.optimizer import AdamW
+from etude.training.ranks import Ranks, run_ranks
+from etude.training.schedule import rate
+
+FORMAT = 1
+FORWARD_TOKENS = 4096  # of one forward; bounds memory, changes nothing else
+RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.safetensors"
+
+Probe = Callable[[Transformer], float]
+"""Measures a skill of the model, for `mid.eval`. A module-level function or a partial of one: ranks are spawned."""
+
+
+@dataclass(frozen=True)
+class MidTrained:
+    """What mid-training did; also in the result's ``mid_training.json``."""
+
+    num_steps: int
+    num_tokens: int
+    loss: float  # of the last step, nats a token
+    heldout_loss: float | None  # None: the corpus holds nothing out
+    copy_probe: float | None
+    digest: str  # SHA-256 of the weights' bytes, the same in every rank
+
+
+@dataclass(frozen=True)
+class _Job:
+    config: MidTrainingConfig
+    model: ModelConfig
+    corpus: Path
+    out: Path
+    start: Path | None
+    assets: Path | None
+    seed: int
+    probe: Probe | None
+    telemetry: tuple[Path, str] | None
+
+    @property
+    def partial(self) -> Path:
+        return self.out.with_name(self.out.name + ".partial")
+
+    @property
+    def identity(self) -> str:
+        """What must be equal for a checkpoint to be gone on from."""
+        corpus = (self.corpus / "corpus.json").read_text()
+        plain = [to_plain(self.config), to_plain(self.model), self.seed, str(self.start), corpus]
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def mid_train(
+    config: MidTrainingConfig,
+    corpus_dir: Path | str,
+    out_dir: Path | str,
+    *,
+    model: ModelConfig,
+    ranks: int = 2,
+    seed: int = 0,
+    start: Path | str | None = None,
+    assets: Path | str | None = None,
+    telemetry: Telemetry | None = None,
+    copy_probe: Probe | None = None,
+) -> MidTrained:
+    """Train a new model, or the one in the checkpoint directory `start`, on a corpus; `out_dir` becomes a Hugging Face
+    directory in float32.
+
+    `assets` is a directory whose tokeniser files are copied into it. Returns at once when `out_dir` holds the result
+    of the same settings. Raises `RunError` when a rank dies or the progress found is of other settings, `TaskError`
+    for the corpus, `CheckpointError` when the disk refuses, `DeadlineExceeded` when the ranks stall.
+    """
+    where = None if telemetry is None else (telemetry.path, telemetry.process)
+    read_corpus(corpus_dir, vocab_size=model.vocab_size)  # an error of the corpus is told before ranks start
+    job = _Job(
+        config,
+        model,
+        Path(corpus_dir),
+        Path(out_dir),
+        None if start is None else Path(start),
+        None if assets is None else Path(assets),
+        seed,
+        copy_probe,
+        where,
+    )
+    if (job.out / RESULT).is_file():
+        shutil.rmtree(job.partial, ignore_errors=True)
+        return _finished(job)
+    results = run_ranks(_train, job, ranks=ranks)
+    if any(result.digest != results[0].digest for result in results):
+        digests = ", ".join(result.digest[:12] for result in results)
+        raise ParityError("the ranks ended with different weights", digests, hint="report this; it must not happen")
+    shutil.rmtree(job.partial, ignore_errors=True)
+    return results[0]
+
+
+def _finished(job: _Job) -> MidTrained:
+    about = read_json(job.out / RESULT)
+    if about.pop("identity", None) != job.identity:
+        raise RunError(f"{job.out} was trained with other settings", hint="give another directory, or delete it")
+    try:
+        return MidTrained(**about)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise CheckpointError(f"{job.out / RESULT} is damaged", str(error), hint="delete the directory") from None
+
+
+def _train(ranks: Ranks, job: _Job) -> MidTrained:
+    """One rank's run."""
+    run = _Run(ranks, job)
+    for step in range(run.optimizer.num_steps, len(run.batches)):
+        ranks.beat()
+        run.one(step)
+        done = step + 1
+        if done % job.config.eval_every == 0 or done == len(run.batches):
+            run.evaluate()
+        if done % job.config.checkpoint_every == 0 and done < len(run.batches):
+            run.checkpoint()
+    return run.finish()
+
+
+class _Run:
+    """The state of one rank."""
+
+    def __init__(self, ranks: Ranks, job: _Job) -> None:
+        config = job.config
+        self.ranks, self.job, self.identity = ranks, job, job.identity
+        self.corpus: Corpus = read_corpus(job.corpus, vocab_size=job.model.vocab_size)
+        self.batches = plan(
+            self.corpus.train,
+            num_tokens=config.num_tokens,
+            batch_tokens=config.batch_tokens,
+            document_tokens=self._longest,
+            seed=job.seed,
+        )
+        self.model = (Transformer(job.model, seed=job.seed) if job.start is None else load_model(job.start)).train()
+        self.optimizer = AdamW(
+            self.model, weights=LiveWeights.F32, weight_decay=config.weight_decay, grad_clip=config.grad_clip
+        )
+        self.telemetry = None
+        if job.telemetry is not None and ranks.rank == 0:
+            self.telemetry = Telemetry(job.telemetry[0], process=job.telemetry[1])
+        self.num_tokens, self.loss = 0, float("nan")
+        self.heldout_loss: float | None = None
+        self.copy_probe: float | None = None
+        self._resume()
+        self._told = (time.monotonic(), self.num_tokens)
+
+    def one(self, step: int) -> None:
+        """One optimiser step."""
+        config, spans = self.job.config, self.batches[step]
+        sums = self._accumulate(spans)
+        self.ranks.add(self.optimizer.grad)
+        self.ranks.add(sums)
+        lr = config.lr * rate(step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03)
+        norm = self.optimizer.step(lr)
+        self.loss = float(sums[0])
+        self.num_tokens += _num_tokens(spans)
+        self._tell(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
+
+    def _accumulate(self, spans: Spans) -> torch.Tensor:
+        """Add this rank's part of the gradient; returns its part of (mean loss, balance loss)."""
+        num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
+        sums = torch.zeros(2)
+        for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
+            done = self.model.run(inputs, Packed(lengths))
+            assert done.balance is not None, "the model is in training"
+            loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
+            balance = done.balance * ((len(inputs) + len(lengths)) / num_inputs)
+            (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]
+            sums += torch.stack([loss.detach(), balance.detach()])
+        return sums
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Held-out loss over all ranks, and the copy probe on the first."""
+        self.model.eval()
+        docs = self.corpus.heldout
+        sums = torch.zeros(2)
+        if len(docs):
+            every = pieces(docs, document_tokens=self._longest)
+            for inputs, targets, lengths in _forwards(docs, share(every, self.ranks.rank, self.ranks.size)):
+                logits, _ = self.model(inputs, Packed(lengths))
+                sums += torch.tensor([float(F.cross_entropy(logits, targets, reduction="sum")), float(len(targets))])
+        self.ranks.add(sums)
+        self.heldout_loss = float(sums[0] / sums[1]) if sums[1] else None
+        if self.job.probe is not None and self.ranks.rank == 0:
+            self.copy_probe = self.job.probe(self.model)
+        self.model.train()
+        if self.telemetry is not None:
+            self.telemetry.event(
+                "mid.eval",
+                step=self.optimizer.num_steps,
+                tokens=self.num_tokens,
+                heldout_loss=self.heldout_loss,
+                copy_probe=self.copy_probe,
+            )
+
+    @property
+    def _longest(self) -> int:
+        return min(self.job.config.document_tokens, self.job.model.context_tokens)
+
+    def checkpoint(self) -> None:
+        """Leave everything that going on needs."""
+        self.ranks.beat()
+        if self.ranks.rank:
+            return
+        about = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
+        path = self.job.partial / f"step-{self.optimizer.num_steps:06d}"
+        with whole_directory(path) as folder:
+            save_tensors(self.optimizer.state(), folder / STATE)
+            (folder / PROGRESS).write_text(json.dumps(about) + "\n")
+        for other in self.job.partial.iterdir():
+            if other != path:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _resume(self) -> None:
+        """Go on from the last whole checkpoint, if there is one. Raises `RunError` when it is of other settings."""
+        found = sorted(self.job.partial.glob("step-*"))
+        if not found:
+            return
+        about = read_json(found[-1] / PROGRESS)
+        tokens = about.get("num_tokens")
+        if about.get("identity") != self.identity or not isinstance(tokens, int):
+            raise RunError(
+                f"{found[-1]} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
+            )
+        self.optimizer.restore(load_tensors(found[-1] / STATE), live=False)
+        self.num_tokens = tokens
+
+    def finish(self) -> MidTrained:
+        """Write the result, from the first rank."""
+        digest = hashlib.sha256(self.optimizer.live.numpy().tobytes()).hexdigest()
+        result = MidTrained(
+            num_steps=len(self.batches),
+            num_tokens=self.num_tokens,
+            loss=self.loss,
+            heldout_loss=self.heldout_loss,
+            copy_probe=self.copy_probe,
+            digest=digest,
+        )
+        if self.ranks.rank == 0:
+            with whole_directory(self.job.out) as folder:
+                write_model(self.model, folder, dtype="f32", assets=self.job.assets)
+                about = {**dataclasses.asdict(result), "identity": self.identity}
+                (folder / RESULT).write_text(json.dumps(about) + "\n")
+        return result
+
+    def _tell(self, step: int, **facts: float) -> None:
+        """An event about once a second, and at the end."""
+        now, (since, tokens) = time.monotonic(), self._told
+        if self.telemetry is None or (now - since < 1.0 and step < len(self.batches)):
+            return
+        self._told = now, self.num_tokens
+        self.telemetry.event(
+            "mid.step",
+            step=step,
+            num_steps=len(self.batches),
+            tokens=self.num_tokens,
+            loss=self.loss,
+            tokens_per_s=(self.num_tokens - tokens) / max(now - since, 1e-9),
+            **facts,
+        )
+
+
+def _num_tokens(spans: Spans) -> int:
+    return int((spans[:, 1] - spans[:, 0]).sum())
+
+
+def _forwards(documents: Documents, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor, list[int]]]:
+    """(inputs, targets, lengths) of each forward over some documents: a document's last token is predicted only."""
+    batches = []
+    for part in runs((spans[:, 1] - spans[:, 0]).tolist(), FORWARD_TOKENS):
+        docs = [torch.from_numpy(documents.tokens[start:stop].astype("int64")) for start, stop in spans[part]]
+        lengths = [len(doc) - 1 for doc in docs]
+        batches.append((torch.cat([d[:-1] for d in docs]), torch.cat([d[1:] for d in docs]), lengths))
+    return batches

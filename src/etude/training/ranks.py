@@ -1,0 +1,141 @@
+"""Data-parallel ranks on one machine: spawned processes of one torch thread each, joined by gloo.
+
+Two processes of one thread use two cores better than one process of two threads at small sizes. A rank that dies,
+fails or stalls ends all of them, by name; ranks whose parent has gone end themselves.
+
+Knows nothing of models or of what the ranks compute.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import distributed
+
+from etude.errors import DeadlineExceeded, EtudeError, RunError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Ranks(Protocol):
+    """What a rank knows of the others."""
+
+    rank: int
+    size: int
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Replace the tensor by its sum over all ranks, the same bits in each. Collective."""
+        ...
+
+    def beat(self) -> None:
+        """Say that this rank is alive and going on; called at least once a step."""
+        ...
+
+
+class Alone:
+    """The only rank, in the caller's own process."""
+
+    rank, size = 0, 1
+
+    def add(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def beat(self) -> None:
+        pass
+
+
+class _Gloo:
+    def __init__(self, rank: int, size: int, beats: Any) -> None:
+        self.rank, self.size, self._beats = rank, size, beats
+
+    def add(self, tensor: torch.Tensor) -> None:
+        distributed.all_reduce(tensor)
+
+    def beat(self) -> None:
+        parent = multiprocessing.parent_process()
+        if parent is None or not parent.is_alive():
+            sys.exit("the parent has gone")
+        self._beats[self.rank] += 1
+
+
+def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, stall_s: float = 120.0) -> list[Result]:
+    """Run `work(ranks, job)` in that many processes; their results by rank. `work`, `job` and the results are pickled.
+
+    One rank runs in the caller's process. An `EtudeError` of a rank is raised here. Raises `RunError` when a rank
+    dies, `DeadlineExceeded` when one has not called `beat` for `stall_s`.
+    """
+    if ranks == 1:
+        return [work(Alone(), job)]
+    context = multiprocessing.get_context("spawn")
+    beats = context.Array("q", ranks, lock=False)
+    with tempfile.TemporaryDirectory(prefix="etude-ranks-") as meeting:
+        processes, answers = [], []
+        try:
+            for rank in range(ranks):
+                receive, send = context.Pipe(duplex=False)
+                where = (rank, ranks, Path(meeting) / "store", stall_s)
+                process = context.Process(target=_main, args=(work, job, where, beats, send), daemon=True)
+                process.start()
+                send.close()
+                processes.append(process)
+                answers.append(receive)
+            return _collect(answers, beats, stall_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(answers: list[Connection], beats: Any, stall_s: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    last, since = list(beats), time.monotonic()
+    while len(results) < len(answers):
+        for ready in wait([a for rank, a in enumerate(answers) if rank not in results], timeout=0.5):
+            rank = answers.index(ready)  # type: ignore[arg-type]
+            results[rank] = _answer(ready, rank)  # type: ignore[arg-type]
+        if list(beats) != last:
+            last, since = list(beats), time.monotonic()
+        elif time.monotonic() - since > stall_s:
+            raise DeadlineExceeded(
+                f"no rank made a step for {stall_s:g} s", f"steps by rank: {last}", hint="see the ranks' output"
+            )
+    return [results[rank] for rank in range(len(answers))]
+
+
+def _answer(ready: Connection, rank: int) -> Any:
+    try:
+        result, error = ready.recv()
+    except EOFError:
+        raise RunError(f"rank {rank} died", "without an answer", hint="out of memory, or killed; resume") from None
+    if error is not None:
+        raise error
+    return result
+
+
+def _main(
+    work: Callable[[Ranks, Any], Any], job: Any, where: tuple[int, int, Path, float], beats: Any, answer: Connection
+) -> None:
+    rank, size, store, stall_s = where
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine; its name need not resolve
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s)
+    )
+    try:
+        answer.send((work(_Gloo(rank, size, beats), job), None))
+    except EtudeError as error:
+        answer.send((None, error))
+    finally:
+        answer.close()
+        distributed.destroy_process_group()

@@ -1,0 +1,74 @@
+"""The numbers of one training batch, gathered over its microbatches. Pure arithmetic on detached tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from etude.models.transformer import Forward
+from etude.records.completion import MISSING_ROUTE
+from etude.records.sample import StepReport
+from etude.training.losses import PolicyLoss, k1, k3
+from etude.training.rows import Rows
+
+
+@dataclass
+class Tally:
+    """Sums so far. Made for one batch; `report` ends it."""
+
+    num_tokens: int = 0
+    loss: float = 0.0
+    balance: float = 0.0  # weighted by tokens
+    num_clipped: int = 0
+    entropy: float = 0.0
+    num_flipped: int = 0
+    num_routed: int = 0  # token-layers that had a recorded route
+    fresh: list[float] = field(default_factory=list)
+    log_ratios: list[torch.Tensor] = field(default_factory=list)
+
+    def add(
+        self,
+        rows: Rows,
+        done: Forward,
+        policy: PolicyLoss,
+        log_ratio_R: torch.Tensor,
+        entropy_R: torch.Tensor,
+        loss: torch.Tensor,
+        fresh: float | None,
+    ) -> None:
+        """Count one microbatch."""
+        n = len(rows.tokens_N)
+        self.num_tokens += n
+        self.loss += float(loss)
+        self.balance += n * float(done.balance) if done.balance is not None else 0.0
+        self.num_clipped += int(policy.clipped_R.sum())
+        self.entropy += float(entropy_R.sum())
+        self.fresh += [] if fresh is None else [fresh]
+        self.log_ratios.append(log_ratio_R.detach())
+        if rows.routes_NLK is not None:
+            known = rows.routes_NLK[..., 0] != MISSING_ROUTE
+            differs = (rows.routes_NLK.sort(-1).values != done.live.sort(-1).values).any(-1)
+            self.num_flipped += int((differs & known).sum())
+            self.num_routed += int(known.sum())
+
+    def report(self, *, cpu_s: float) -> StepReport:
+        """The numbers of the batch. A batch without samples has a loss of 0 and ratios of 1."""
+        log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
+        off = torch.expm1(log_ratio).abs()
+        num_sampled = sum(len(x) for x in self.log_ratios)
+        return StepReport(
+            num_tokens=self.num_tokens,
+            num_sampled=num_sampled,
+            loss=self.loss,
+            entropy=self.entropy / max(1, num_sampled),
+            clip_share=self.num_clipped / max(1, num_sampled),
+            ratio_max=float(off.max()),
+            ratio_p99=float(off.sort().values[int(0.99 * (len(off) - 1))]),
+            k1=float(k1(log_ratio).mean()),
+            k3=float(k3(log_ratio).mean()),
+            fresh_ratio_max=max(self.fresh) if self.fresh else None,
+            flipped_share=self.num_flipped / max(1, self.num_routed),
+            balance_loss=self.balance / max(1, self.num_tokens),
+            cpu_s=cpu_s,
+        )

@@ -1,0 +1,63 @@
+"""Train a byte-level BPE tokeniser and save it as Hugging Face files. Torch-free; takes about a second.
+
+Every byte is a token, so any text can be encoded and nothing is unknown. Digits stay single: a small model copies and
+compares numbers digit by digit. Which tokens are special is the caller's business.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from etude.errors import TaskError
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    folder: Path | str,
+    *,
+    vocab_size: int,
+    special_tokens: Sequence[str],
+    chat_template: str,
+    end_token: str = "<|end|>",
+    pad_token: str = "<|pad|>",
+) -> Tokenizer:
+    """Train on `texts` and write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`.
+
+    Special tokens get the ids 0, 1, … in their order. `end_token` and `pad_token` are named as such in the config if
+    they are among them. Raises `TaskError` when the vocabulary has no room for bytes and special tokens.
+    """
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + len(special_tokens):
+        raise TaskError(
+            f"a vocabulary of {vocab_size} is too small",
+            f"{len(alphabet)} bytes and {len(special_tokens)} special tokens need a place",
+            hint="raise model.vocab_size; 768 serves the laptop example",
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(special_tokens), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_prefix_space": False,
+        "additional_special_tokens": list(special_tokens),
+        **({"eos_token": end_token} if end_token in special_tokens else {}),
+        **({"pad_token": pad_token} if pad_token in special_tokens else {}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(chat_template)
+    return tokenizer
