@@ -51,6 +51,7 @@ SCHEMA = pa.schema(
         pa.field("kv_epochs", pa.list_(pa.int32())),
         pa.field("routes", pa.binary()),
         pa.field("routes_shape", pa.list_(pa.int32())),
+        pa.field("digest", pa.string()),
     ]
 )
 """The columns; `docs/formats/traces.md` says what each holds."""
@@ -152,6 +153,7 @@ def _columns(path: Path) -> dict[str, Any]:
         "kv_epochs": path.kv_epochs,
         "routes": path.routes.tobytes(),
         "routes_shape": list(path.routes.shape),
+        "digest": path.digest,
     }
 
 
@@ -263,4 +265,4 @@ def _path(row: dict[str, Any], arrays: dict[str, Any], i: int) -> Path:
         or row["advantage"] is None
     ):
         raise ValueError(f"the columns of rollout {row['rollout_id']} have different lengths")
-    return Path(**found, routes=np.frombuffer(row["routes"], np.uint8).reshape(shape))
+    return Path(**found, routes=np.frombuffer(row["routes"], np.uint8).reshape(shape), digest=row["digest"])

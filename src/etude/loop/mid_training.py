@@ -1,0 +1,101 @@
+"""Mid-training as a program of its own: ``python -m etude.loop.mid_training --run DIR``.
+
+Two ranks by default, one a core. Killed at any moment it goes on from its last checkpoint. The *copy probe* is the
+skill that forms last and that RL cannot mend: shown the tests' complaint and the right file, is the edit right?
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from etude.errors import EtudeError
+from etude.harness import ChatFormat, standard_tools
+from etude.loop.config import RunConfig, open_tasks, read_config
+from etude.models import Transformer
+from etude.models.attention import Packed
+from etude.records.task import Split
+from etude.records.wire import I32
+from etude.rollouts import demonstrate
+from etude.run import RunFolder
+from etude.tasks import RepairSource, Script
+from etude.tasks.repair.problem import Problem, line_of
+from etude.tasks.repair.source import task_of
+from etude.telemetry import Telemetry
+from etude.testing import MemoryMachine
+from etude.training import mid_train
+
+PROBE_TASKS, PROBE_FIRST = 128, 5_000_000
+"""Training-side tasks, far from those that demonstrations and rollouts use."""
+
+
+@dataclass(frozen=True)
+class CopyProbe:
+    """Share of texts whose last `num_answer` tokens are all the model's first choice. Picklable: every rank has one."""
+
+    texts: tuple[I32, ...]
+    num_answer: tuple[int, ...]
+
+    @torch.no_grad()
+    def __call__(self, model: Transformer) -> float:
+        tokens = [torch.from_numpy(text).long() for text in self.texts]
+        logits, _ = model(torch.cat([t[:-1] for t in tokens]), Packed([len(t) - 1 for t in tokens]))
+        right = torch.split(logits.argmax(-1) == torch.cat([t[1:] for t in tokens]), [len(t) - 1 for t in tokens])
+        return sum(bool(r[-n:].all()) for r, n in zip(right, self.num_answer, strict=True)) / len(tokens)
+
+
+def copy_probe(run: RunFolder, config: RunConfig) -> CopyProbe | None:
+    """The probe of a generated source; None for any other."""
+    source = open_tasks(config)
+    if not isinstance(source, RepairSource):
+        return None
+    chat, tools = ChatFormat.load(run / "tokenizer"), standard_tools()
+    texts, num_answer = [], []
+    for index in range(PROBE_FIRST, PROBE_FIRST + PROBE_TASKS):
+        problem = source.problem(Split.TRAIN, index)
+        machine = MemoryMachine(
+            {path: text.encode() for path, text in task_of(problem, Split.TRAIN, index).files.items()}
+        )
+        talk = demonstrate(task_of(problem, Split.TRAIN, index), _to_the_edit(problem), tools, machine)
+        texts.append(chat.whole(talk[:-1], tools.signatures))  # without the edit's answer
+        num_answer.append(len(chat.encode(f" return {problem.function.body.text}")) + 1)  # and the end of the turn
+    return CopyProbe(tuple(texts), tuple(num_answer))
+
+
+def _to_the_edit(problem: Problem) -> Script:
+    yield "test", {}
+    yield "cat", {"path": f"{problem.module}.py"}
+    text = f"return {problem.function.body.text}"
+    yield "edit", {"path": f"{problem.module}.py", "line": line_of(problem.place), "text": text}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", type=Path, required=True)
+    run = RunFolder.open(parser.parse_args().run)
+    config = read_config(run)
+    try:
+        mid_train(
+            config.mid_training,
+            run / "corpus",
+            run / "checkpoints" / "mid",
+            model=config.model,
+            ranks=len(os.sched_getaffinity(0)),
+            seed=config.seed,
+            assets=run / "tokenizer",
+            telemetry=Telemetry(run / "events" / "learner.jsonl", process="learner"),
+            copy_probe=copy_probe(run, config),
+        )
+    except EtudeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
