@@ -1,0 +1,123 @@
+"""The reference engine's own sides: what the contract of all engines does not ask."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from etude.errors import EngineError
+from etude.inference.patch import prepare
+from etude.models import ModelConfig, Transformer, hf_views
+from etude.weights import Tensor
+
+from .helpers import TINY, ask, engine, version
+
+
+def weights(model: Transformer) -> dict[str, Tensor]:
+    codes = {n: v.contiguous().numpy().view(np.uint32).ravel() for n, v in hf_views(model).items()}
+    return {n: Tensor("f32", tuple(v.shape), codes[n]) for n, v in hf_views(model).items()}
+
+
+def test_a_request_alone_and_among_sixteen_of_mixed_lengths_gets_the_same_bits_at_the_laptops_size() -> None:
+    torch.set_num_threads(1)
+    sizes = ModelConfig()
+    requests = [ask(f"r{i}", 3 + 47 * i % 400, 10 + 7 * i, vocab_size=sizes.vocab_size) for i in range(16)]
+
+    async def story() -> None:
+        async with engine(Transformer(sizes, seed=3), max_sequences=16, context_tokens=1024) as served:
+            together = await asyncio.gather(*(served.generate(r) for r in requests))
+            for request, among in list(zip(requests, together, strict=True))[::3]:
+                alone = await served.generate(ask(request.request_id, request.prompt_ids, request.sampling.max_tokens))
+                assert np.array_equal(alone.token_ids, among.token_ids)
+                assert np.array_equal(alone.logprobs, among.logprobs)
+                assert np.array_equal(alone.routes, among.routes)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64, 1024])
+def test_how_a_prompt_is_chunked_changes_no_bit(chunk_tokens: int) -> None:
+    async def story(chunk: int) -> np.ndarray:
+        async with engine(chunk_tokens=chunk, step_tokens=1024) as served:
+            return (await served.generate(ask("r", 333, 40))).logprobs
+
+    assert np.array_equal(asyncio.run(story(256)), asyncio.run(story(chunk_tokens)))
+
+
+def test_greedy_is_the_models_argmax() -> None:
+    async def story() -> None:
+        model = Transformer(TINY, seed=1)
+        async with engine(model) as served:
+            done = await served.generate(ask("r", 12, 10, temperature=0.0))
+        context = torch.from_numpy(np.concatenate([ask("r", 12).prompt_ids, done.token_ids]).astype(np.int64))
+        with torch.inference_mode():
+            assert model(context)[0].argmax(-1)[11:-1].tolist() == done.token_ids.tolist()
+
+    asyncio.run(story())
+
+
+def test_an_exception_in_a_step_fails_everybody_and_is_named_from_then_on() -> None:
+    class Broken(Transformer):
+        def run(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+            raise ZeroDivisionError("a kernel broke")
+
+    async def story() -> None:
+        async with engine(Broken(TINY, seed=1)) as served:
+            results = await asyncio.gather(*(served.generate(ask(f"r{i}")) for i in range(3)), return_exceptions=True)
+            assert [type(r) for r in results] == [EngineError] * 3
+            assert "ZeroDivisionError: a kernel broke" in str(results[0])
+            assert not served.alive
+            with pytest.raises(EngineError, match="died"):
+                await served.generate(ask("after"))
+
+    asyncio.run(story())
+
+
+def test_closing_fails_what_is_in_flight_by_name() -> None:
+    async def story() -> None:
+        async with engine() as served:
+            await served.pause()
+            task = asyncio.ensure_future(served.generate(ask("r")))
+            await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="is closing"):
+            await task
+
+    asyncio.run(story())
+
+
+def test_a_context_longer_than_the_models_is_refused_at_the_start() -> None:
+    with pytest.raises(EngineError, match=r"(?s)context of 4096 tokens.*positions for 2048"):
+        engine(context_tokens=4096)
+
+
+def test_a_pinned_session_holds_its_version_between_two_calls_and_its_last_call_lets_go() -> None:
+    async def story() -> None:
+        model = Transformer(TINY, seed=1)
+        new = weights(Transformer(TINY, seed=2))
+        async with engine(model, pin_lease_s=600.0) as served:
+            await served.generate(ask("one", session="eval", pin_step=0))
+            swap = served.swap(prepare(hf_views(model), new, version=version(1), changed={}, replaced=new))
+            await served.generate(ask("two", session="eval", pin_step=0))
+            assert not swap.done()
+            await served.generate(ask("three", session="eval", pin_step=0, keep_session=False))
+            assert (await asyncio.wrap_future(swap)).version == version(1) == served.version
+
+    asyncio.run(story())
+
+
+def test_counters_tell_computed_from_reused_tokens() -> None:
+    async def story() -> None:
+        async with engine() as served:
+            first = ask("one", 50, 10, session="s")
+            done = await served.generate(first)
+            prompt = np.concatenate([first.prompt_ids, done.token_ids, first.prompt_ids])
+            await served.generate(ask("two", prompt, 10, session="s"))
+            seen = served.counters
+        assert (seen.requests, seen.failed, seen.tokens) == (2, 0, 20)
+        assert (seen.prefill_tokens, seen.cached_tokens) == (50 + 51, 59)
+        assert seen.busy_s > 0
+
+    asyncio.run(story())

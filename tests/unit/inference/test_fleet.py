@@ -1,0 +1,221 @@
+"""Many engines behind one call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from etude.errors import ContextFull, EngineBehind, EngineError
+from etude.inference import Assignment, EngineBusy, EngineGone, Fleet
+from etude.records import Completion, CompletionRequest
+from etude.seams import EngineInfo, Policy
+from etude.testing import ScriptedEngine, make_version
+
+from .helpers import ask
+
+
+class Member(ScriptedEngine):
+    """An engine that answers [7] without end, and can be told to be gone, busy, or to hang."""
+
+    def __init__(self, name: str, *, step: int = 0) -> None:
+        super().__init__(iter(lambda: [7], None), name=name, step=step)
+        self.gone = self.busy = self.hangs = self.adopts = False
+        self.num_adopts = 0
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        if self.gone:
+            raise EngineGone(f"{self.name} is gone", hint="restart it")
+        if self.busy:
+            raise EngineBusy(f"{self.name} is full", hint="later")
+        if self.hangs:
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
+        if self.hangs or self.gone:
+            raise EngineGone(f"{self.name} is gone", hint="restart it")
+        return await super().info()
+
+
+def fleet(number: int = 3, **settings: object) -> tuple[Fleet, dict[str, Member]]:
+    members = {f"engine-{i}": Member(f"engine-{i}") for i in range(number)}
+    return Fleet(members, **settings), members  # type: ignore[arg-type]
+
+
+async def served_by(policy: Policy, *names: str, **fields: object) -> list[str]:
+    return [(await policy.complete(ask(name, **fields))).engine for name in names]
+
+
+def test_a_session_stays_with_its_engine_until_its_last_call() -> None:
+    async def story() -> None:
+        policy, _ = fleet()
+        first = await served_by(policy, "a")
+        assert await served_by(policy, "b", "c", "d", session="a") == first * 3
+
+    asyncio.run(story())
+
+
+def test_new_sessions_go_to_the_engine_with_the_least_work() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        for member in members.values():
+            await member.pause()
+        tasks = [asyncio.ensure_future(policy.complete(ask(f"r{i}"))) for i in range(6)]
+        await asyncio.sleep(0.01)
+        assert [(await m.info()).num_waiting for m in members.values()] == [3, 3]
+        for member in members.values():
+            await member.resume()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(story())
+
+
+def test_a_stable_assignment_is_the_same_in_any_order_and_shares_an_engine_in_a_group() -> None:
+    async def assign(sessions: list[str]) -> dict[str, str]:
+        policy, _ = fleet(assignment=Assignment.STABLE)
+        return {s: (await served_by(policy, "r", session=s))[0] for s in sessions}
+
+    sessions = [f"g{g:06d}.{i}/0" for g in range(12) for i in range(2)]
+    forward, backward = asyncio.run(assign(sessions)), asyncio.run(assign(sessions[::-1]))
+    assert forward == backward
+    assert len(set(forward.values())) == 3
+    assert all(forward[f"g{g:06d}.0/0"] == forward[f"g{g:06d}.1/0"] for g in range(12))
+
+
+def test_the_work_of_a_dead_engine_is_done_elsewhere_under_the_same_id() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        home = (await served_by(policy, "a"))[0]
+        members[home].gone = True
+        done = await policy.complete(ask("b", session="a"))
+        assert done.engine != home
+        assert members[done.engine].requests[-1].request_id == "b"
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_holds_a_request_and_does_not_answer_loses_it() -> None:
+    async def story() -> None:
+        policy, members = fleet(2, heartbeat_s=0.01)
+        members["engine-0"].hangs = True
+        assert await served_by(policy, "a", "b") == ["engine-1", "engine-1"]
+
+    asyncio.run(story())
+
+
+def test_with_every_engine_gone_a_restarted_one_serves_at_its_new_address() -> None:
+    async def story() -> None:
+        policy, members = fleet(1)
+        members["engine-0"].gone = True
+        task = asyncio.ensure_future(policy.complete(ask("a")))
+        await asyncio.sleep(0)
+        policy.add("engine-0", Member("engine-0"))
+        assert (await task).engine == "engine-0"
+
+    asyncio.run(story())
+
+
+def test_at_the_deadline_the_error_names_every_engine_and_its_no() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        members["engine-0"].gone = members["engine-1"].busy = True
+        with pytest.raises(EngineError) as error:
+            await policy.complete(ask("a", deadline_s=0.2))
+        assert "no engine served request a within 0.2 s" in str(error.value)
+        assert "engine-0: engine-0 is gone" in str(error.value)
+        assert "engine-1: engine-1 is full" in str(error.value)
+
+    asyncio.run(story())
+
+
+def test_an_empty_fleet_waits_for_an_engine_and_says_so() -> None:
+    with pytest.raises(EngineError, match="no engine to ask"):
+        asyncio.run(fleet(0)[0].complete(ask("a", deadline_s=0.05)))
+
+
+def test_a_busy_engine_is_asked_again_and_a_free_one_meanwhile() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        members["engine-0"].busy = True
+        assert await served_by(policy, "a") == ["engine-1"]
+        members["engine-1"].busy = True
+        task = asyncio.ensure_future(policy.complete(ask("b")))
+        await asyncio.sleep(0)
+        members["engine-0"].busy = False
+        assert (await task).engine == "engine-0"
+
+    asyncio.run(story())
+
+
+def test_work_for_a_later_version_goes_to_an_engine_that_holds_it() -> None:
+    async def story() -> None:
+        policy, members = fleet(3)
+        members["engine-2"].version = make_version(5)
+        assert await served_by(policy, "a", min_step=5) == ["engine-2"]
+        assert members["engine-0"].version.step == 0
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("assignment", list(Assignment))
+def test_when_nobody_holds_it_one_is_waited_for(assignment: Assignment) -> None:
+    async def story() -> None:
+        policy, members = fleet(2, assignment=assignment)
+        done = await policy.complete(ask("a", min_step=5))
+        assert done.spans[0].version.step == 5
+        assert sorted(m.version.step for m in members.values()) == [0, 5]
+
+    asyncio.run(story())
+
+
+def test_a_pinned_version_that_every_engine_has_left_behind_is_refused_at_once() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        for member in members.values():
+            member.version = make_version(5)
+        with pytest.raises(EngineBehind):
+            await policy.complete(ask("a", pin_step=3, deadline_s=60.0))
+        assert await served_by(policy, "b", pin_step=5) == ["engine-0"]
+
+    asyncio.run(story())
+
+
+def test_what_no_engine_could_serve_is_not_tried_twice() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        with pytest.raises(ContextFull):
+            await policy.complete(ask("a", 5000))
+        assert not any(m.requests for m in members.values())
+
+    asyncio.run(story())
+
+
+def test_a_removed_engine_gets_nothing_new() -> None:
+    async def story() -> None:
+        policy, _ = fleet(2)
+        policy.remove("engine-0")
+        policy.remove("engine-0")
+        assert set(await served_by(policy, *"abcd")) == {"engine-1"}
+
+    asyncio.run(story())
+
+
+def test_a_caller_that_goes_away_takes_its_request_along() -> None:
+    async def story() -> None:
+        policy, members = fleet(1)
+        await members["engine-0"].pause()
+        task = asyncio.ensure_future(policy.complete(ask("a")))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0)
+        assert (await members["engine-0"].info()).num_waiting == 0
+
+    asyncio.run(story())
+
+
+def test_a_fleet_is_a_policy() -> None:
+    made: Callable[[], Policy] = lambda: fleet()[0]  # noqa: E731 - the annotation is the test
+    assert isinstance(made(), Policy)

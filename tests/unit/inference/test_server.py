@@ -1,0 +1,115 @@
+"""An engine as a process: how it starts, what it refuses, and that it never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.errors import EngineError
+from etude.inference import EngineGone, HttpEngine
+from etude.models import Transformer
+from etude.models.checkpoint import save_model
+from etude.telemetry import read_events
+
+from .helpers import TINY, ask
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    save_model(Transformer(TINY, seed=1), tmp_path / "checkpoint", dtype="bf16")
+    argv = [sys.executable, "-m", "etude.inference.server", "--checkpoint", str(tmp_path / "checkpoint")]
+    return [*argv, "--store", str(tmp_path / "store"), "--ready-file", str(tmp_path / "ready.json")]
+
+
+@pytest.fixture
+def process(argv: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    events = ["--telemetry", str(tmp_path / "events" / "engine.jsonl"), "--watch-stdin"]
+    with subprocess.Popen(
+        argv + events, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**ENVIRONMENT, "ETUDE_TOKEN": "t"}
+    ) as started:
+        yield started
+        started.kill()
+
+
+def ready(process: subprocess.Popen[bytes]) -> dict[str, str]:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], 60)[0], "the engine did not start within 60 s"
+    said: dict[str, str] = json.loads(process.stdout.readline())
+    return said
+
+
+def test_it_serves_from_an_empty_store_says_where_and_notices_a_hang(
+    process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    said = ready(process)
+    assert said == json.loads((tmp_path / "ready.json").read_text())
+    assert said["pid"] == process.pid
+
+    async def story() -> None:
+        async with HttpEngine(said["url"], token="t") as engine:
+            version = (await engine.info()).version
+            assert version is not None
+            assert (version.step, version.incarnation) == (0, "00000000")
+            assert len((await engine.generate(ask("r", 20, 8))).token_ids) == 8
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(EngineError, match=r"asked request stuck and did not answer within"):
+                await engine.generate(ask("stuck", deadline_s=0.1))
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 20) in (0, -signal.SIGTERM)
+            with pytest.raises(EngineGone):
+                await engine.info()
+
+    asyncio.run(story())
+    kinds = {event["kind"] for event in read_events(tmp_path / "events")}
+    assert kinds <= {"engine.load"}
+
+
+def test_it_ends_when_its_standard_input_does(process: subprocess.Popen[bytes]) -> None:
+    ready(process)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(20) == -signal.SIGKILL
+
+
+def test_it_dies_with_its_parent(argv: list[str]) -> None:
+    parent_code = f"import subprocess, sys; subprocess.Popen({argv!r}); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent_code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT
+    ) as parent:
+        pid = int(ready(parent)["pid"])
+        engine = os.pidfd_open(pid)
+        parent.kill()
+        assert select.select([engine], [], [], 20)[0], f"engine {pid} outlived its parent"
+        os.close(engine)
+
+
+def test_a_port_in_use_and_a_missing_checkpoint_are_errors_with_a_hint(argv: list[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run([*argv, "--port", port], capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert ended.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in ended.stderr
+    assert "hint:" in ended.stderr
+    argv[argv.index("--checkpoint") + 1] = str(tmp_path / "nowhere")
+    ended = subprocess.run(argv, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert ended.returncode == 1
+    assert "no checkpoint at" in ended.stderr
+    assert "hint:" in ended.stderr
+
+
+def test_client_and_fleet_need_no_torch() -> None:
+    code = "import sys, etude.inference; assert not {'torch', 'transformers', 'uvicorn'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
