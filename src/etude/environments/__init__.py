@@ -1,0 +1,25 @@
+"""Where work happens: isolated machines, and the grading of what comes out of them. Usable alone, without torch.
+
+A runtime hands out machines that are forks of one prepared tree; an agent works in one; its declared files are taken
+out and judged in another, fresh one. Nothing here runs untrusted code without isolation: where there are no
+namespaces, `NamespaceRuntime` says so and names the alternatives.
+
+>>> import asyncio
+>>> from etude.records.task import Answer, Case, Split, Task
+>>> task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="mend it",
+...             files={"calc.py": "def f(n): return None"}, exports=("calc.py",))
+>>> answer = Answer(reference={}, cases=(Case("calc", "f", [20], 21),))
+>>> async def main():
+...     runtime = NamespaceRuntime()
+...     outcome = await MachineGrader(runtime).grade(task, answer, {"calc.py": b"def f(n): return n + 1"})
+...     await runtime.close()
+...     return outcome.reward, outcome.reason
+>>> asyncio.run(main())
+(1.0, 'all 1 hidden tests pass')
+"""
+
+from etude.environments.config import MachineLimits
+from etude.environments.grading import MachineGrader, validate_exports
+from etude.environments.namespace import NamespaceRuntime, probe
+
+__all__ = ["MachineGrader", "MachineLimits", "NamespaceRuntime", "probe", "validate_exports"]

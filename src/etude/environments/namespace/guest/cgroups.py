@@ -1,0 +1,153 @@
+"""Control groups: one small group a machine slot, reused, below the group this process is already in.
+
+Memory, number of processes and CPU share are bounded where the kernel lets us: version 1 hierarchies each on their
+own, version 2 where an ancestor hands the controllers down. Being *below* our own group keeps every outer limit in
+force. The holder locks its folder (flock), so that the next start can remove what a killed machine host left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+
+ROOT = "/sys/fs/cgroup"
+CONTROLLERS = ("memory", "pids", "cpu")
+_PREFIX = "etude-"
+_PERIOD_US = 100_000
+
+
+class Hierarchy:
+    """A folder of ours in one mounted hierarchy, with the controllers that it bounds."""
+
+    def __init__(self, path: str, controllers: tuple[str, ...], version: int) -> None:
+        self.path, self.controllers, self.version = path, controllers, version
+        self.fd = _claim(path)
+
+    def slot(self, index: int, memory_bytes: int, processes: int, cpus: float) -> int:
+        """Make the group of one slot and set its limits; returns an open `cgroup.procs` to enter it by."""
+        name = str(index)
+        os.mkdir(name, 0o755, dir_fd=self.fd)
+        values = _LIMITS[self.version]
+        for controller in self.controllers:
+            for file, template in values[controller]:
+                quota_us = int(cpus * _PERIOD_US)
+                text = template.format(memory=memory_bytes, processes=processes, quota=quota_us, period=_PERIOD_US)
+                with contextlib.suppress(FileNotFoundError):  # swap accounting is optional in the kernel
+                    self._write(f"{name}/{file}", text)
+        return os.open(f"{name}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
+
+    def _write(self, path: str, text: str) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)
+
+
+_LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
+    1: {
+        "memory": (("memory.limit_in_bytes", "{memory}"), ("memory.memsw.limit_in_bytes", "{memory}")),
+        "pids": (("pids.max", "{processes}"),),
+        "cpu": (("cpu.cfs_quota_us", "{quota}"),),
+    },
+    2: {
+        "memory": (("memory.max", "{memory}"), ("memory.swap.max", "0")),
+        "pids": (("pids.max", "{processes}"),),
+        "cpu": (("cpu.max", "{quota} {period}"),),
+    },
+}
+
+
+def claim_all(name: str, membership: str, root: str = ROOT) -> list[Hierarchy]:
+    """Claim a folder in each hierarchy that has a controller to give and lets us write; none is a valid answer.
+
+    `membership` is the text of /proc/self/cgroup.
+    """
+    found: list[Hierarchy] = []
+    taken: set[str] = set()
+    for line in membership.splitlines():
+        _, names, own = line.split(":", 2)
+        wanted = tuple(c for c in names.split(",") if c in CONTROLLERS)
+        for parent, controllers, version in _candidates(root, names, own, wanted):
+            controllers = tuple(c for c in controllers if c not in taken)
+            if not controllers:
+                continue
+            _sweep(parent)
+            try:
+                hierarchy = Hierarchy(f"{parent}/{_PREFIX}{name}", controllers, version)
+                if version == 2:
+                    hierarchy._write("cgroup.subtree_control", " ".join(f"+{c}" for c in controllers))
+            except OSError:
+                _remove(f"{parent}/{_PREFIX}{name}")
+                continue
+            found.append(hierarchy)
+            taken.update(controllers)
+            break
+    return found
+
+
+def _candidates(root: str, names: str, own: str, wanted: tuple[str, ...]) -> list[tuple[str, tuple[str, ...], int]]:
+    """(folder to be below, controllers, version). Version 1: only our own group; 2: the nearest that delegates."""
+    if names:
+        return [(f"{root}/{names}{own}".rstrip("/"), wanted, 1)] if wanted else []
+    out, at = [], own.rstrip("/")
+    while True:
+        folder = f"{root}{at}"
+        with contextlib.suppress(OSError), open(f"{folder}/cgroup.subtree_control") as file:
+            handed_down = tuple(c for c in file.read().split() if c in CONTROLLERS)
+            out.append((folder, handed_down, 2))
+        if not at:
+            return out
+        at = at.rpartition("/")[0]
+
+
+def _claim(path: str) -> int:
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o755)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:  # not swept between mkdir and flock
+                return fd
+        os.close(fd)
+
+
+def _sweep(parent: str) -> None:
+    """Remove folders whose holder is gone."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            if name.startswith(_PREFIX):
+                _remove_if_unheld(f"{parent}/{name}")
+
+
+def _remove_if_unheld(path: str) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(path)
+        finally:
+            os.close(fd)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(path):
+            if os.path.isdir(f"{path}/{name}"):
+                os.rmdir(f"{path}/{name}")
+        os.rmdir(path)
+
+
+def remove_all(hierarchies: list[Hierarchy], deadline_s: float = 5.0) -> None:
+    """Remove our folders once the processes in them are gone; the kernel needs a moment after the last exit."""
+    end = time.monotonic() + deadline_s
+    for hierarchy in hierarchies:
+        while os.path.isdir(hierarchy.path):
+            _remove(hierarchy.path)
+            if time.monotonic() > end:
+                return
+            if os.path.isdir(hierarchy.path):
+                time.sleep(0.005)

@@ -1,0 +1,283 @@
+"""The processes behind a runtime: steward, launcher, machines. Each begins in `main`, with nothing on its stack.
+
+- The **steward** is what the host started. It outlives the launcher to remove control groups, also when the host was
+  killed: it sees its end of the `life` pipe close.
+- The **launcher** is PID 1 of a PID namespace, so that its death is every machine's. It forks machines, maps their
+  users, hands their sockets to the host, kills and reaps them. It never reads a byte from a machine's agent code.
+- A **machine** is PID 1 of its own namespaces below that (`confine`, `agent`).
+
+Messages between host and launcher are packets: ``kind byte, u32 number, text``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import site
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from . import agent, cgroups, confine, root, seccomp, tools, wire
+from . import syscalls as sys_
+
+HEAD = struct.Struct("<cI")
+SPAWN, KILL = b"S", b"K"  # host to launcher: number of machines; the machine to kill
+STARTED, MACHINE, GONE, FAILED = b"R", b"M", b"G", b"F"  # launcher to host
+_USER_BASE = 1_900_000_000  # outer user ids, two a machine; above what distributions and systemd hand out
+
+
+def main(config_json: str) -> None:
+    """Be the steward, and in forked processes whatever they become. Never returns."""
+    role: Callable[[], object] = partial(_steward, json.loads(config_json))
+    while True:
+        try:
+            role()
+            os._exit(0)
+        except tools.Become as change:
+            role = change.role
+        except BaseException:  # noqa: BLE001 - the outermost frame: say why on stderr and end
+            sys.excepthook(*sys.exc_info())
+            os._exit(70)
+
+
+def _steward(config: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)  # the program came through it
+    control = socket.socket(fileno=config["control"])
+    step = "finding control groups"
+    try:
+        hierarchies = cgroups.claim_all(config["name"], _text_of("/proc/self/cgroup"))
+        base = _first_user(config["max_machines"])
+        if base is None:
+            step = "making a user namespace"
+            _enter_user_namespace()
+        step = "making a PID namespace"
+        sys_.unshare(sys_.CLONE_NEWPID)
+    except OSError as error:
+        control.send(HEAD.pack(FAILED, error.errno or 0) + f"{step}: {error}".encode())
+        os._exit(1)
+    pid = os.fork()
+    if pid == 0:
+        os.close(config["life"])
+        raise tools.Become(partial(_launcher, config, control.detach(), hierarchies, base))
+    control.close()
+    _wait_for_end(config["life"], os.pidfd_open(pid))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    cgroups.remove_all(hierarchies)
+
+
+def _wait_for_end(life: int, launcher: int) -> None:
+    """Until the host has closed its end of `life`, or the launcher is dead."""
+    poller = select.poll()
+    poller.register(life, select.POLLIN)
+    poller.register(launcher, select.POLLIN)
+    poller.poll()
+
+
+def _first_user(max_machines: int) -> int | None:
+    """The first of two outer user ids a machine; None when this process may not hand any out (rootless)."""
+    effective = int(_text_of("/proc/self/status").partition("CapEff:")[2].split()[0], 16)
+    needed = (sys_.CAP_SYS_ADMIN, sys_.CAP_SETUID, sys_.CAP_SETGID)
+    if os.geteuid() != 0 or not all(effective >> c & 1 for c in needed):
+        return None
+    inside, _, count = max(list(map(int, line.split())) for line in _text_of("/proc/self/uid_map").splitlines())
+    base = min(_USER_BASE, inside + count - 2 * max_machines - 1024)
+    return base if base > 1024 else None
+
+
+def _enter_user_namespace() -> None:
+    uid, gid = os.geteuid(), os.getegid()
+    sys_.unshare(sys_.CLONE_NEWUSER)
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"0 {uid} 1")
+    _write("/proc/self/gid_map", f"0 {gid} 1")
+
+
+def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hierarchy], base: int | None) -> None:
+    channel = socket.socket(fileno=control)
+    try:
+        sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
+        for name in config["preload"]:
+            importlib.import_module(name)
+        site.main()
+        _hide_ourselves(config["folder"])
+        os.environ.clear()
+        os.environ.update(tools.ENVIRONMENT)
+        sys.orig_argv = [config["python"]]
+        root.enter(config["python"], config["prefix"])
+        filter_ = seccomp.build()
+    except (OSError, ImportError, KeyError) as error:
+        channel.send(HEAD.pack(FAILED, getattr(error, "errno", 0) or 0) + f"building the root: {error}".encode())
+        os._exit(1)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    bounded = {c: h.version for h in hierarchies for c in h.controllers}
+    facts = {"privileged": base is not None, "cgroups": bounded}
+    channel.send(HEAD.pack(STARTED, os.getpid()) + json.dumps(facts).encode())
+    Launcher(channel, hierarchies, base, confine.Limits(*config["limits"]), config["max_machines"], filter_).serve()
+
+
+def _hide_ourselves(folder: str) -> None:
+    """What a tool's interpreter should not see is taken away once, here, not in each of its forks."""
+    sys.path.remove(folder)
+    for name in [n for n in sys.modules if n.partition(".")[0] == __package__]:
+        del sys.modules[name]
+
+
+class Launcher:
+    """Forks machines on request and reaps them. One slot (users, control groups) a live machine, reused."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        hierarchies: list[cgroups.Hierarchy],
+        base: int | None,
+        limits: confine.Limits,
+        max_machines: int,
+        filter_: ctypes.Structure,
+    ) -> None:
+        self._channel, self._hierarchies, self._base = channel, hierarchies, base
+        self._limits, self._filter = limits, filter_
+        self._free = list(range(max_machines, 0, -1))
+        self._machines: dict[int, tuple[int, int]] = {}  # pid -> machine number, slot
+        self._pids: dict[int, int] = {}  # machine number -> pid
+        self._groups: dict[int, list[int]] = {}  # slot -> open cgroup.procs
+        self._mapping: dict[int, tuple[socket.socket, int]] = {}  # fd -> our end, pid that waits to be mapped
+        self._next = 0
+        self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._poller = select.poll()
+
+    def serve(self) -> None:
+        """Until the host hangs up."""
+        wake, wake_child = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake_child, warn_on_full_buffer=False)
+        self._poller.register(self._channel, select.POLLIN)
+        self._poller.register(wake, select.POLLIN)
+        while True:
+            for fd, _ in self._poller.poll():
+                if fd == wake:
+                    os.read(wake, 4096)
+                    self._reap()
+                elif fd in self._mapping:
+                    self._map_users(fd)
+                elif not self._answer():
+                    return
+
+    def _answer(self) -> bool:
+        packet = self._channel.recv(64)
+        if not packet:
+            return False
+        kind, number = HEAD.unpack(packet)
+        if kind == SPAWN:
+            for _ in range(number):
+                self._spawn()
+        elif number in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[number], signal.SIGKILL)
+        return True
+
+    def _spawn(self) -> None:
+        self._next += 1
+        host, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        slot = self._free.pop()
+        try:
+            groups = self._enterable(slot)
+            sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
+            sys_.unshare(sys_.CLONE_NEWPID)
+            pid = os.fork()
+        except OSError as error:
+            self._free.append(slot)
+            for end in (host, inside, ours, theirs):
+                end.close()
+            self._channel.send(HEAD.pack(FAILED, self._next) + str(error).encode())
+            return
+        identity = self._identity(slot)
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            role = partial(_machine, inside.detach(), theirs.detach(), self._limits, identity, groups, self._filter)
+            raise tools.Become(role)
+        self._machines[pid], self._pids[self._next] = (self._next, slot), pid
+        self._mapping[ours.fileno()] = ours, pid
+        self._poller.register(ours, select.POLLIN)
+        socket.send_fds(self._channel, [HEAD.pack(MACHINE, self._next)], [host.fileno()])
+        for end in (host, inside, theirs):
+            end.close()
+
+    def _identity(self, slot: int) -> confine.Identity:
+        if self._base is None:
+            return confine.Identity(agent=0, tools=0, privileged=False)
+        return confine.Identity(agent=self._base + 2 * slot, tools=self._base + 2 * slot + 1, privileged=True)
+
+    def _enterable(self, slot: int) -> list[int]:
+        if slot not in self._groups:
+            limits = self._limits
+            self._groups[slot] = [
+                h.slot(slot, limits.memory_bytes, limits.processes + 1, limits.cpus) for h in self._hierarchies
+            ]
+        return self._groups[slot]
+
+    def _map_users(self, fd: int) -> None:
+        ours, pid = self._mapping.pop(fd)
+        self._poller.unregister(fd)
+        with ours, contextlib.suppress(OSError):  # the machine died: the host sees its socket close
+            if ours.recv(1) and pid in self._machines:
+                maps = self._identity(self._machines[pid][1]).maps
+                _write(f"/proc/{pid}/uid_map", maps)
+                _write(f"/proc/{pid}/gid_map", maps)
+                ours.send(b"m")
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                number, slot = self._machines.pop(found[0])
+                self._free.append(slot)
+                del self._pids[number]
+                self._channel.send(HEAD.pack(GONE, number))
+
+
+def _machine(
+    fd: int,
+    launcher: int,
+    limits: confine.Limits,
+    identity: confine.Identity,
+    groups: list[int],
+    filter_: ctypes.Structure,
+) -> None:
+    with socket.socket(fileno=launcher) as channel:
+        try:
+            confine.enter(limits, identity, groups, channel, filter_)
+        except OSError as error:
+            agent.send(fd, wire.BROKEN, str(error).encode())
+            os._exit(1)
+    os.dup2(fd, 3)
+    os.closerange(4, 1 << 20)
+    agent.serve(3, limits, identity)
+
+
+def _text_of(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -1,0 +1,107 @@
+"""Run `python ...` in an already started interpreter: what a fresh one would do, without its 10 ms of starting.
+
+The process is a fork that nothing else uses, and it ends here. Serves ``python SCRIPT``, ``python -c CODE`` and
+``python -m MODULE`` with their arguments; any other option is left to a real exec. Bytecode is never written: an edit
+within the same second and of the same size would otherwise be answered by the old code.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import gc
+import os
+import runpy
+import signal
+import sys
+import threading
+import types
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+NAMES = ("python", "python3")
+
+
+def serves(argv: list[str]) -> bool:
+    """Whether this command is one that `run` can stand in for."""
+    if len(argv) < 2 or argv[0] not in NAMES:
+        return False
+    return not argv[1].startswith("-") or (argv[1] in ("-c", "-m") and len(argv) > 2)
+
+
+def run(argv: list[str]) -> NoReturn:
+    """Become ``python argv[1:]`` on descriptors 0, 1 and 2, and exit with its exit code.
+
+    `sys.stdin` and its siblings are the launcher's, which are bound to the same descriptors and were never used.
+    """
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    gc.enable()
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _start(argv, main)
+        code = 0
+    except SystemExit as stop:
+        code = _exit_code(stop.code)
+    except BaseException as error:  # noqa: BLE001 - this is the interpreter's own top level
+        error = error.with_traceback(_without_us(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
+    _finish(code)
+
+
+def _start(argv: list[str], main: types.ModuleType) -> None:
+    if argv[1] == "-m":
+        sys.argv = ["-m", *argv[3:]]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(argv[2])  # type: ignore[attr-defined]
+        return
+    if argv[1] == "-c":
+        sys.argv = ["-c", *argv[3:]]
+        sys.path.insert(0, "")
+        exec(compile(argv[2], "<string>", "exec", dont_inherit=True), main.__dict__)  # noqa: S102
+        return
+    path = os.path.abspath(argv[1])
+    sys.argv = argv[1:]
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+    except OSError as error:
+        os.write(2, f"{argv[0]}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n".encode())
+        _finish(2)
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main.__dict__["__file__"] = path
+    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102
+
+
+def _without_us(traceback: TracebackType | None) -> TracebackType | None:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    os.write(2, f"{code}\n".encode(errors="replace"))
+    return 1
+
+
+def _finish(code: int) -> NoReturn:
+    for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+        try:
+            step()
+        except BaseException:  # noqa: BLE001 - as at the end of any interpreter: report by exit code only
+            code = code or 120
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:
+            stream.flush()

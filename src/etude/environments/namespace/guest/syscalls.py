@@ -1,0 +1,111 @@
+"""The kernel calls that Python 3.11 does not wrap, each raising `OSError` named after the call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x1000_0000, 0x2000_0000, 0x4000_0000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
+PR_CAPBSET_DROP, PR_SET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 24, 28, 38
+CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
+
+RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH = 2, 4, 8
+
+_SECUREBITS = 0b1110_1011  # noroot, no ambient raise, no setuid-fixup and keep-caps off; all of it locked
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_OPENAT2, _MOUNT_SETATTR = 437, 442  # the same number on every architecture
+
+
+def _check(result: int, call: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces in `flags` for new ones."""
+    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+
+
+def setns(fd: int, kind: int) -> None:
+    """Join the namespace behind `fd`."""
+    _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    result = _libc.mount(source.encode(), target.encode(), kind.encode(), flags, options.encode() or None)
+    _check(result, f"mount {kind or 'bind'} on {target}")
+
+
+def protect(target: str, attributes: int, *, recursive: bool) -> None:
+    """Add attributes (read-only, nosuid, nodev) to a mount and, if asked, to every mount below it."""
+    packed = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    flags = _AT_RECURSIVE if recursive else 0
+    result = _libc.syscall(
+        ctypes.c_long(_MOUNT_SETATTR), _AT_FDCWD, target.encode(), flags, packed, ctypes.c_size_t(ctypes.sizeof(packed))
+    )
+    _check(result, f"mount_setattr {target}")
+
+
+def pivot_into(new_root: str) -> None:
+    """Make `new_root` (a mount point) the root and let go of the old one."""
+    os.chdir(new_root)
+    _check(_libc.syscall(ctypes.c_long(_PIVOT_ROOT[os.uname().machine]), b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", MNT_DETACH), "umount of the old root")
+    os.chdir("/")
+
+
+def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
+    """openat2(2): `path` under `directory`, never through a link, never out of it."""
+    how = (ctypes.c_uint64 * 3)(
+        flags | os.O_CLOEXEC, mode, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
+    )
+    size = ctypes.c_size_t(ctypes.sizeof(how))
+    fd = _libc.syscall(ctypes.c_long(_OPENAT2), directory, os.fsencode(path), how, size)
+    return _check(fd, "openat2")
+
+
+def prctl(option: int, value: int = 0) -> None:
+    """prctl(2) with one argument."""
+    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), 0, 0, 0), f"prctl({option})")
+
+
+def set_seccomp(program: ctypes.Structure) -> None:
+    """Install a filter; no_new_privs must be set."""
+    _check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "prctl(seccomp)")
+
+
+def set_hostname(name: str) -> None:
+    _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
+
+
+def act_on_files_as(uid: int, gid: int) -> None:
+    """Filesystem identity of this process: files it makes belong to `uid`, access is checked as `uid`."""
+    _libc.setfsgid(gid)
+    _libc.setfsuid(uid)
+
+
+def drop_capabilities(keep: tuple[int, ...]) -> None:
+    """Hold the capabilities in `keep` and no other; nothing executed later can gain any."""
+    for capability in range(64):
+        if _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0):
+            break  # EINVAL: past the last capability that this kernel knows
+    prctl(PR_SET_SECUREBITS, _SECUREBITS)
+    bits = sum(1 << c for c in keep)
+    header = (ctypes.c_uint32 * 2)(0x2008_0522, 0)
+    data = (ctypes.c_uint32 * 6)(bits, bits, 0, 0, 0, 0)  # effective, permitted, inheritable; low then high words
+    _check(_libc.capset(header, data), "capset")

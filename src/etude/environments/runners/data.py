@@ -1,0 +1,48 @@
+"""In a machine: call the agent's functions and report what they returned, as plain data.
+
+stdin: {"nonce", "calls": [[module, function, args], ...]}; stdout: one line, the nonce and a list of
+["value", plain data] or ["error", text]. Holds no expected value.
+"""
+
+import importlib
+import json
+import os
+import sys
+
+PLAIN = (type(None), bool, int, float, str)
+
+
+def plain(value: object, depth: int = 0) -> object:
+    """The same value if it is JSON data of exactly these types, else TypeError."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if depth < 64 and kind is list:
+        return [plain(item, depth + 1) for item in value]  # type: ignore[attr-defined]
+    if depth < 64 and kind is dict and all(type(key) is str for key in value):  # type: ignore[attr-defined]
+        return {key: plain(item, depth + 1) for key, item in value.items()}  # type: ignore[attr-defined]
+    raise TypeError(f"returned a {kind.__name__}, which is not plain data")
+
+
+def call(module: str, function: str, args: list[object]) -> list[object]:
+    try:
+        return ["value", plain(getattr(importlib.import_module(module), function)(*args))]
+    except BaseException as error:  # noqa: BLE001 - whatever the agent's code raises is its result
+        return ["error", f"{type(error).__name__}: {error}"[:200]]
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    report = os.dup(1)
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    results = [call(*each) for each in request["calls"]]
+    with open(report, "w") as file:
+        file.write(f"\n{request['nonce']} {json.dumps(results)}\n")
+        file.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
