@@ -84,7 +84,7 @@ def test_any_bytes_are_an_error_or_tensors_of_the_asked_specs(data: bytes) -> No
     _decode_or_refuse(b"etd\x01\x01" + data, [old.spec], [old])
 
 
-@pytest.mark.parametrize("mutations", [2_000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mutations", [2_000, pytest.param(60_000, marks=pytest.mark.slow)])
 def test_a_large_delta_survives_single_mutations_everywhere(mutations: int) -> None:
     rng = np.random.default_rng(5)
     codes = rng.integers(0x3C00, 0x3E00, 20_000).astype(np.uint16)

@@ -27,7 +27,7 @@ MAGIC = b"etd\x01"
 
 SAME, DELTA, WHOLE = 0, 1, 2  # forms of a tensor
 TILE_ELEMENTS = 1 << 22
-"""Elements coded together: bounds both sides' working memory to about 40 bytes an element of one tile."""
+"""Elements coded together: bounds both sides' working memory to about 45 bytes an element of one tile."""
 
 _RARE_SHARE = 1 << 10  # exponents that hold less than this part of a tile join their neighbour's class
 
