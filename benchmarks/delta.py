@@ -1,7 +1,7 @@
 """Bytes and speed of deltas on simulated optimiser steps, against the published bound and against XOR + zstd.
 
 For each density of change it gives the ratio snapshot / delta, the share of the bound, and encode and decode in
-MB of snapshot a second on one thread; the baseline is measured in the same run on the same tensors. The weights are
+MB of snapshot a CPU-second; the baseline is measured in the same run on the same tensors. The weights are
 random normals (sigma 0.02) in bf16, 100 tensors, moved by normal steps of the given size: what the optimiser's
 learning rate does, without its history. `python -m benchmarks.delta [--elements N] [--repeats R]`
 """
@@ -37,12 +37,12 @@ def weights(values: np.ndarray[Any, Any]) -> list[Tensor]:
 
 
 def best_of(repeats: int, work: Callable[[], T]) -> tuple[T, float]:
-    """The result and the shortest wall time in seconds."""
+    """The result and the shortest CPU time in seconds: other work on the machine disturbs it least."""
     shortest = float("inf")
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = time.process_time()
         result = work()
-        shortest = min(shortest, time.perf_counter() - started)
+        shortest = min(shortest, time.process_time() - started)
     return result, shortest
 
 
