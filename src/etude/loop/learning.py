@@ -61,17 +61,8 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
 
     def _publish(rollout_ids: tuple[str, ...]) -> Published:
         published = held().publish(rollout_ids)
-        telemetry.event(
-            "weights.publish",
-            step=published.version.step,
-            version=str(published.version),
-            anchor=published.anchor,
-            object_bytes=published.object_bytes,
-            snapshot_bytes=published.snapshot_bytes,
-            bound_bytes=published.bound_bytes,
-            changed_share=published.changed_share,
-            encode_s=published.encode_s,
-        )
+        facts = {name: getattr(published, name) for name in published.__struct_fields__}
+        telemetry.event("weights.publish", **facts, step=published.version.step)
         return published
 
     async def publish(rollout_ids: tuple[str, ...]) -> Published:

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from etude.errors import DeadlineExceeded, EtudeError
-from etude.loop.wire import Caller
+from etude.loop.wire import Caller, Lost
 from etude.telemetry import Telemetry
 
 MAX_RESTARTS, RESTART_WINDOW_S = 8, 60.0
@@ -144,16 +144,18 @@ class Supervisor:
         self, child: Child, with_socket: bool, on_up: Callable[[Child], Awaitable[None]], ready_s: float
     ) -> None:
         await child.start(with_socket=with_socket)
+        assert child.process is not None, "just started"
         up = asyncio.create_task(_within(on_up(child), ready_s, f"{child.name} to be ready"))
-        gone = asyncio.create_task(child.process.wait()) if child.process else None
-        done, _ = await asyncio.wait({t for t in (up, gone) if t}, return_when=asyncio.FIRST_COMPLETED)
-        if up not in done:
+        gone = asyncio.create_task(child.process.wait())
+        await asyncio.wait({up, gone}, return_when=asyncio.FIRST_COMPLETED)
+        lost = up.done() and isinstance(up.exception(), Lost)
+        if lost or not up.done():  # its socket may close a moment before it can be waited for
             up.cancel()
+            await child.stop(grace_s=1.0)
             raise EtudeError(
                 f"{child.name} ended while starting", child.last_words(), hint=f"the whole log is {child.log_path}"
             )
-        if gone:
-            gone.cancel()
+        gone.cancel()
         await up
         self.telemetry.event("process", name=child.name, state="ready", pid=child.pid)
 
