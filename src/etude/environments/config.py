@@ -22,5 +22,5 @@ class MachineLimits:
     cpus: float = ranged(1.0, low=0.05)  # cores' worth of time
     work_bytes: int = ranged(64 * MIB, low=MIB)  # files in the working directory
     tmp_bytes: int = ranged(32 * MIB, low=MIB)
-    files: int = ranged(8192, low=64)  # inodes in each of the two
+    inodes: int = ranged(8192, low=64)  # files and folders in each of the two
     open_files: int = ranged(256, low=16)  # of one process

@@ -61,10 +61,15 @@ class LauncherProcess:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         life, self._life = os.pipe()
-        with theirs:
+        try:
             config = _config(limits, max_machines, python, prefix, theirs.fileno(), life)
             self._process = _start(python, config, (theirs.fileno(), life))
-        os.close(life)
+        except BaseException:
+            self.hang_up()
+            raise
+        finally:
+            theirs.close()
+            os.close(life)
         try:
             self.pid, self.facts = self._wait_until_started()
         except BaseException:
@@ -206,7 +211,7 @@ class LauncherProcess:
 
 
 def _config(limits: MachineLimits, max_machines: int, python: str, prefix: str, control: int, life: int) -> str:
-    order = ("memory_bytes", "processes", "cpus", "work_bytes", "tmp_bytes", "files", "open_files", "address_bytes")
+    order = ("memory_bytes", "processes", "cpus", "work_bytes", "tmp_bytes", "inodes", "open_files", "address_bytes")
     return json.dumps(
         {
             "control": control,

@@ -138,6 +138,7 @@ class NamespaceMachine:
                 self._gone = str(hangup)
             with contextlib.suppress(MachineError):
                 await self._kill()
+            self._channel.close()
         self._must_be_open()
         raise FileNotFoundError(f"the machine is gone: {self._gone}")
 

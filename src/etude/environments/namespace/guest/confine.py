@@ -26,7 +26,7 @@ class Limits(NamedTuple):
     cpus: float
     work_bytes: int
     tmp_bytes: int
-    files: int
+    inodes: int
     open_files: int
     address_bytes: int
 
@@ -76,7 +76,7 @@ def enter(
 
 def _mount_private(limits: Limits, owner: int) -> None:
     flags = sys_.MS_NOSUID | sys_.MS_NODEV
-    own = f"nr_inodes={limits.files},uid={owner},gid={owner}"
+    own = f"nr_inodes={limits.inodes},uid={owner},gid={owner}"
     sys_.mount("tmpfs", WORK, "tmpfs", flags, f"size={limits.work_bytes},mode=755,{own}")
     sys_.mount("tmpfs", "/tmp", "tmpfs", flags, f"size={limits.tmp_bytes},mode=1777,{own}")
     sys_.mount("proc", "/proc", "proc", flags | sys_.MS_NOEXEC)

@@ -62,8 +62,12 @@ def write(root: int, path: str, data: bytes, mode: int = 0o644) -> None:
         _regular(fd, path)
         os.ftruncate(fd, 0)
         view = memoryview(data)
-        while view:
-            view = view[file.write(view) :]
+        try:
+            while view:
+                view = view[file.write(view) :]
+        except OSError:
+            os.ftruncate(fd, 0)  # half a file helps nobody and holds the space
+            raise
 
 
 def _make_folders(root: int, path: str) -> None:

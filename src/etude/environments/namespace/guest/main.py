@@ -131,7 +131,12 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
 
 
 def _hide_ourselves(folder: str) -> None:
-    """What a tool's interpreter should not see is taken away once, here, not in each of its forks."""
+    """What a tool's interpreter should not see is taken away once, here, not in each of its forks.
+
+    Its standard input gets a stream that was never read from; this process was fed its program through the old one.
+    """
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the life of the process
+    setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - a Final name to type checkers
     sys.path.remove(folder)
     for name in [n for n in sys.modules if n.partition(".")[0] == __package__]:
         del sys.modules[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import gc
 import os
 import runpy
@@ -34,7 +35,7 @@ def serves(argv: list[str]) -> bool:
 def run(argv: list[str]) -> NoReturn:
     """Become ``python argv[1:]`` on descriptors 0, 1 and 2, and exit with its exit code.
 
-    `sys.stdin` and its siblings are the launcher's, which are bound to the same descriptors and were never used.
+    The standard streams are the launcher's: bound to the same descriptors, never used.
     """
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
@@ -48,6 +49,8 @@ def run(argv: list[str]) -> NoReturn:
     except SystemExit as stop:
         code = _exit_code(stop.code)
     except BaseException as error:  # noqa: BLE001 - this is the interpreter's own top level
+        with contextlib.suppress(Exception):
+            _flush()  # what was printed comes before the traceback
         error = error.with_traceback(_without_us(error.__traceback__))
         sys.excepthook(type(error), error, error.__traceback__)
     _finish(code)

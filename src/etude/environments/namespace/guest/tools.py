@@ -180,7 +180,7 @@ def _tool(argv: list[str], stdin: int, out: int, cpu_s: int, identity: confine.I
     os.closerange(3, 1 << 20)
     confine.become_tool(identity, cpu_s)
     if python.serves(argv):
-        python.run(argv)
+        raise Become(partial(python.run, argv))
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -189,7 +189,7 @@ def _tool(argv: list[str], stdin: int, out: int, cpu_s: int, identity: confine.I
     except FileNotFoundError:
         _fail(f"{argv[0]}: not found", 127)
     except (OSError, ValueError) as error:
-        _fail(f"{argv[0]}: {error}", 126)
+        _fail(f"{argv[0]}: {getattr(error, 'strerror', None) or error}", 126)
 
 
 def _fail(text: str, code: int) -> NoReturn:

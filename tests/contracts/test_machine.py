@@ -1,0 +1,217 @@
+"""What every runtime and its machines promise. A new one joins with one line in RUNTIMES."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from etude.environments import NamespaceRuntime
+from etude.errors import MachineError
+from etude.seams import Machine, Runtime
+from etude.testing import MemoryRuntime
+
+RUNTIMES: dict[str, Callable[[], Runtime]] = {"memory": MemoryRuntime, "namespace": NamespaceRuntime}
+FILES = {"hi.py": b"print('hi')\n", "pkg/data.txt": b"42\n", "echo.py": b"import sys; print(sys.stdin.read())\n"}
+COUNT = b"n = int(open('count').read()) + 1\nopen('count', 'w').write(str(n))\nprint(n)\n"
+
+
+@pytest.fixture(params=RUNTIMES)
+def using(request: pytest.FixtureRequest) -> Callable[[Callable[[Runtime], Awaitable[Any]]], Any]:
+    """Run an async test against a runtime that is closed afterwards."""
+
+    def run(test: Callable[[Runtime], Awaitable[Any]]) -> Any:
+        async def main() -> Any:
+            try:
+                runtime = RUNTIMES[request.param]()
+            except MachineError as error:
+                pytest.skip(str(error))
+            try:
+                return await test(runtime)
+            finally:
+                await runtime.close()
+
+        return asyncio.run(main())
+
+    return run
+
+
+async def one(runtime: Runtime, files: dict[str, bytes]) -> Machine:
+    [machine] = await runtime.fork(await runtime.prepare(files), 1)
+    return machine
+
+
+def test_it_is_a_runtime_and_forks_machines(using):
+    async def test(runtime):
+        assert isinstance(runtime, Runtime)
+        assert isinstance(await one(runtime, FILES), Machine)
+
+    using(test)
+
+
+def test_the_same_files_make_the_same_snapshot_and_others_another(using):
+    async def test(runtime):
+        first = await runtime.prepare(FILES)
+        assert first == await runtime.prepare(dict(reversed(FILES.items())))
+        assert first != await runtime.prepare({**FILES, "hi.py": b"print('ho')\n"})
+
+    using(test)
+
+
+def test_a_script_of_the_snapshot_runs_and_its_output_and_exit_code_come_back(using):
+    async def test(runtime):
+        machine = await one(runtime, {**FILES, "bad.py": b"import sys\nprint('no')\nsys.exit(3)\n"})
+        good = await machine.exec(["python", "hi.py"], key="1", deadline_s=20)
+        bad = await machine.exec(["python", "bad.py"], key="2", deadline_s=20)
+        assert (good.exit_code, good.output, good.timed_out, good.truncated) == (0, b"hi\n", False, False)
+        assert (bad.exit_code, bad.output) == (3, b"no\n")
+
+    using(test)
+
+
+def test_stdin_reaches_the_command(using):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        result = await machine.exec(["python", "echo.py"], key="1", deadline_s=20, stdin=b"over here")
+        assert result.output == b"over here\n"
+
+    using(test)
+
+
+def test_an_exception_is_a_traceback_and_exit_code_one(using):
+    async def test(runtime):
+        machine = await one(runtime, {"boom.py": b"raise ValueError('boom')\n"})
+        result = await machine.exec(["python", "boom.py"], key="1", deadline_s=20)
+        assert result.exit_code == 1
+        assert b"ValueError: boom" in result.output
+
+    using(test)
+
+
+def test_a_repeated_key_is_answered_from_the_record_and_never_runs_twice(using):
+    async def test(runtime):
+        machine = await one(runtime, {"count.py": COUNT, "count": b"0"})
+        first = await machine.exec(["python", "count.py"], key="same", deadline_s=20)
+        again = await machine.exec(["python", "count.py"], key="same", deadline_s=20)
+        other = await machine.exec(["python", "count.py"], key="other", deadline_s=20)
+        assert (first.output, again, other.output) == (b"1\n", first, b"2\n")
+
+    using(test)
+
+
+def test_output_is_capped_and_says_so(using):
+    async def test(runtime):
+        machine = await one(runtime, {"much.py": b"print('x' * 100_000)\n"})
+        result = await machine.exec(["python", "much.py"], key="1", deadline_s=20, output_bytes=1000)
+        assert result.truncated
+        assert len(result.output) <= 1000
+
+    using(test)
+
+
+def test_a_written_file_is_read_back_and_seen_by_commands(using):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        await machine.write("hi.py", b"print('changed')\n")
+        await machine.write("new/deep/er.txt", b"\0\xff")
+        assert await machine.read("new/deep/er.txt") == b"\0\xff"
+        assert await machine.read("pkg/data.txt") == b"42\n"
+        assert (await machine.exec(["python", "hi.py"], key="1", deadline_s=20)).output == b"changed\n"
+
+    using(test)
+
+
+def test_reading_what_is_not_a_file_says_what_is_wrong(using):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        with pytest.raises(FileNotFoundError):
+            await machine.read("absent.txt")
+        with pytest.raises(IsADirectoryError):
+            await machine.read("pkg")
+        with pytest.raises(ValueError, match="larger"):
+            await machine.read("hi.py", max_bytes=3)
+
+    using(test)
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a\0b"])
+def test_a_path_that_leaves_the_working_directory_is_refused(using, path):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
+            await machine.read(path)
+        with pytest.raises(ValueError):  # noqa: PT011
+            await machine.write(path, b"x")
+
+    using(test)
+
+
+def test_siblings_share_nothing(using):
+    async def test(runtime):
+        left, right = await runtime.fork(await runtime.prepare(FILES), 2)
+        await left.write("hi.py", b"print('left')\n")
+        assert await right.read("hi.py") == FILES["hi.py"]
+
+    using(test)
+
+
+def test_a_snapshot_of_a_used_machine_forks_its_state_and_the_machine_goes_on(using):
+    async def test(runtime):
+        machine = await one(runtime, {"count.py": COUNT, "count": b"0"})
+        await machine.exec(["python", "count.py"], key="1", deadline_s=20)
+        [child] = await runtime.fork(await machine.snapshot(), 1)
+        await machine.exec(["python", "count.py"], key="2", deadline_s=20)
+        assert (await child.read("count"), await machine.read("count")) == (b"1", b"2")
+
+    using(test)
+
+
+def test_a_machine_without_files_is_empty_but_works(using):
+    async def test(runtime):
+        machine = await one(runtime, {})
+        await machine.write("hi.py", FILES["hi.py"])
+        assert (await machine.exec(["python", "hi.py"], key="1", deadline_s=20)).output == b"hi\n"
+
+    using(test)
+
+
+def test_a_missing_command_is_a_result_not_an_error(using):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        assert (await machine.exec(["no-such-program"], key="1", deadline_s=20)).exit_code == 127
+
+    using(test)
+
+
+def test_a_closed_machine_refuses_and_closing_again_does_nothing(using):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        await machine.close()
+        await machine.close()
+        with pytest.raises(MachineError):
+            await machine.read("hi.py")
+        with pytest.raises(MachineError):
+            await machine.exec(["python", "hi.py"], key="1", deadline_s=20)
+
+    using(test)
+
+
+def test_an_unknown_snapshot_is_refused(using):
+    async def test(runtime):
+        with pytest.raises(MachineError):
+            await runtime.fork("0" * 64, 1)
+
+    using(test)
+
+
+def test_closing_the_runtime_ends_its_machines_and_closing_again_does_nothing(using):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        await runtime.close()
+        await runtime.close()
+        with pytest.raises(MachineError):
+            await machine.exec(["python", "hi.py"], key="1", deadline_s=20)
+
+    using(test)

@@ -1,0 +1,671 @@
+"""What machines must withstand: agents that attack the host, its limits, its files and its patience; hosts that die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import etude
+from etude.environments import MachineLimits, NamespaceRuntime
+from etude.errors import MachineError
+from etude.seams import ExecResult, Machine
+
+MIB = 1 << 20
+
+
+def with_machine(
+    test: Callable[[Machine], Awaitable[Any]], files: dict[str, bytes] | None = None, **limits: Any
+) -> Any:
+    """Run an async test in one fresh machine."""
+
+    async def main(runtime: NamespaceRuntime) -> Any:
+        [machine] = await runtime.fork(await runtime.prepare(files or {}), 1)
+        return await test(machine)
+
+    return with_runtime(main, **limits)
+
+
+def with_runtime(test: Callable[[NamespaceRuntime], Awaitable[Any]], **limits: Any) -> Any:
+    async def main() -> Any:
+        try:
+            runtime = NamespaceRuntime(MachineLimits(**limits), spare=0)
+        except MachineError as error:
+            pytest.skip(str(error))
+        try:
+            return await test(runtime)
+        finally:
+            await runtime.close()
+
+    return asyncio.run(main())
+
+
+def python(code: str, *, deadline_s: float = 20, output_bytes: int = 65_536, **limits: Any) -> ExecResult:
+    """What a Python program does in a fresh machine."""
+
+    async def test(machine: Machine) -> ExecResult:
+        command = ["python", "-c", textwrap.dedent(code)]
+        return await machine.exec(command, key="1", deadline_s=deadline_s, output_bytes=output_bytes)
+
+    result: ExecResult = with_machine(test, **limits)
+    return result
+
+
+def until(condition: Callable[[], bool], what: str, deadline_s: float = 20) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {deadline_s} s for {what}"
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------------------------------------- isolation
+
+
+def test_no_socket_of_the_host_can_be_reached_not_even_on_loopback():
+    name = f"\0etude-test-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
+        abstract.bind(name)
+        abstract.listen()
+        result = python(f"""
+            import socket
+            for family, address in ((socket.AF_INET, ("127.0.0.1", {server.getsockname()[1]})),
+                                    (socket.AF_INET, ("1.1.1.1", 53)), (socket.AF_UNIX, {name!r})):
+                try:
+                    socket.socket(family).connect(address); print("connected")
+                except OSError as error:
+                    print(type(error).__name__)
+        """)
+    assert b"connected" not in result.output
+    assert len(result.output.split()) == 3
+
+
+@pytest.mark.parametrize("family", ["AF_VSOCK", "AF_NETLINK", "AF_PACKET", "AF_ALG"])
+def test_socket_families_that_reach_past_the_network_namespace_are_refused(family):
+    result = python(f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)")
+    assert result.exit_code == 1
+    assert b"not supported" in result.output
+
+
+def test_files_of_the_host_are_not_there(tmp_path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("hidden answer")
+    package = Path(etude.__file__).parent
+    result = python(f"""
+        import os
+        print(os.path.exists({str(secret)!r}), os.path.exists({str(package)!r}), sorted(os.listdir("/tmp")))
+        print(sorted(set(os.listdir("/")) & {{"home", "mnt", "sys", "boot", "run", "srv"}}))
+    """)
+    assert result.output == b"False False []\n[]\n"
+
+
+def test_the_system_is_read_only():
+    result = python("""
+        import os, sys
+        for path in ("/x", "/usr/bin/x", "/etc/x", "/opt/python/bin/x", sys.base_prefix + "/x", "/dev/x"):
+            try:
+                open(path, "w"); print("wrote", path)
+            except OSError:
+                pass
+    """)
+    assert (result.exit_code, result.output) == (0, b"")
+
+
+def test_processes_of_the_host_and_of_other_machines_are_not_there():
+    async def test(runtime):
+        left, right = await runtime.fork(await runtime.prepare({}), 2)
+        sleeping = asyncio.create_task(left.exec(["sleep", "30"], key="1", deadline_s=3))
+        listing = "import os; print(*(p for p in os.listdir('/proc') if p.isdigit()), os.getpid())"
+        seen = (await right.exec(["python", "-c", listing], key="1", deadline_s=20)).output.split()
+        await left.close()
+        with contextlib.suppress(MachineError):
+            await sleeping
+        return seen
+
+    *seen, own = with_runtime(test)
+    assert set(seen) == {b"1", own}
+
+
+def test_nothing_of_the_parents_environment_or_descriptors_is_there():
+    os.environ["ETUDE_TEST_SECRET"] = "hunter2"
+    try:
+        result = python("""
+            import os
+            print("hunter2" in str(os.environ), len(os.listdir("/proc/self/fd")) - 1)
+            for name in ("environ", "cmdline", "mem", "fd", "maps", "root"):
+                try:
+                    os.listdir(f"/proc/1/{name}") if name == "fd" else open(f"/proc/1/{name}").read(1)
+                    print("read", name)
+                except OSError:
+                    pass
+        """)
+    finally:
+        del os.environ["ETUDE_TEST_SECRET"]
+    assert result.output.replace(b"read cmdline\n", b"") == b"False 3\n"
+
+
+def test_a_tool_sees_no_frame_or_module_of_the_machinery():
+    result = python("""
+        import gc, sys
+        frame, names = sys._getframe(), []
+        while frame:
+            names += [n for n in frame.f_locals if n in ("control", "request", "fields", "stdin", "identity")]
+            frame = frame.f_back
+        print(names, [m for m in sys.modules if m.startswith("guest")])
+    """)
+    assert result.output == b"[] []\n"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "libc.unshare(0x10000000)",  # a user namespace
+        "libc.ptrace(16, 1, 0, 0)",
+        "libc.mount(b'none', b'/tmp', b'tmpfs', 0, 0)",
+        "libc.umount2(b'/proc', 2)",
+        "libc.setns(0, 0)",
+        "libc.syscall(321, 0, 0, 0) if os.uname().machine == 'x86_64' else libc.syscall(280, 0, 0, 0)",  # bpf
+        "libc.syscall(425, 1, 0)",  # io_uring_setup
+        "libc.syscall(438, 0, 0, 0)",  # pidfd_getfd
+        "libc.prlimit(1, 7, 0, 0)",  # another process's limits
+        "libc.chroot(b'.')",
+        "libc.setuid(0)",
+        "libc.sethostname(b'x', 1)",
+        "libc.kill(1, 9) or (-1 if os.path.exists('/proc/1') else 0)",
+    ],
+)
+def test_a_call_that_reaches_out_of_the_machine_fails(call):
+    result = python(f"import ctypes, os; libc = ctypes.CDLL(None); print({call})")
+    assert result.output == b"-1\n"
+
+
+def test_clone3_is_unknown_so_that_programs_fall_back():
+    result = python(
+        "import ctypes; l = ctypes.CDLL(None, use_errno=True); l.syscall(435, 0, 0); print(ctypes.get_errno())"
+    )
+    assert result.output == b"38\n"
+
+
+def test_threads_and_subprocesses_work_all_the_same():
+    result = python("""
+        import subprocess, sys, threading
+        out = []
+        thread = threading.Thread(target=lambda: out.append(subprocess.check_output(["sh", "-c", "echo $((6*7))"])))
+        thread.start(); thread.join()
+        print(out, subprocess.check_output([sys.executable, "-c", "print(1)"]))
+    """)
+    assert result.output == b"[b'42\\n'] b'1\\n'\n"
+
+
+# ---------------------------------------------------------------------------------------------- limits
+
+
+def test_a_fork_bomb_stays_inside_its_limit_and_dies_at_the_deadline():
+    bomb = b"import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
+
+    async def test(machine):
+        result = await machine.exec(["python", "bomb.py"], key="1", deadline_s=1)
+        after = await machine.exec(["python", "-c", "print('alive')"], key="2", deadline_s=20)
+        return result, after
+
+    result, after = with_machine(test, {"bomb.py": bomb}, processes=32)
+    assert (result.timed_out, result.exit_code) == (True, 137)
+    assert after.output == b"alive\n"
+
+
+def test_the_number_of_processes_is_bounded():
+    result = python(
+        """
+        import os, time
+        n = 0
+        try:
+            while True:
+                if os.fork() == 0:
+                    time.sleep(60)
+                n += 1
+        except OSError:
+            print(n)
+        """,
+        processes=16,
+    )
+    assert 8 <= int(result.output) <= 16
+
+
+def test_a_gibibyte_of_output_comes_back_capped_with_head_and_tail():
+    code = "import sys\nprint('first')\nfor _ in range(1024): sys.stdout.write('x' * 2**20)\nprint('\\nlast')"
+    result = python(code, deadline_s=60, output_bytes=4096)
+    assert result.truncated
+    assert len(result.output) <= 4096
+    assert result.output.startswith(b"first\n")
+    assert result.output.endswith(b"last\n")
+    assert b"left out" in result.output
+
+
+def test_everything_a_command_started_is_dead_at_its_deadline():
+    script = """
+        import os, signal, time
+        for _ in range(3):
+            if os.fork() == 0:
+                os.setsid()
+                for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT): signal.signal(s, signal.SIG_IGN)
+                if os.fork() == 0: time.sleep(1000)
+                time.sleep(1000)
+        time.sleep(1000)
+    """
+
+    async def test(machine):
+        hung = await machine.exec(["python", "-c", textwrap.dedent(script)], key="1", deadline_s=0.5)
+        listing = "import os; print(*(p for p in os.listdir('/proc') if p.isdigit() and p != str(os.getpid())))"
+        left = await machine.exec(["python", "-c", listing], key="2", deadline_s=20)
+        return hung, left
+
+    hung, left = with_machine(test)
+    assert hung.timed_out
+    assert hung.wall_s < 10
+    assert left.output == b"1\n"
+
+
+def test_a_daemon_that_outlives_its_command_is_killed_with_it():
+    tick = "os.setsid()\n    while True: open('tick', 'a').write('.')"
+    daemon = f"import os\nif os.fork() == 0:\n    {tick}\nprint('up')"
+
+    async def test(machine):
+        up = await machine.exec(["python", "-c", daemon], key="1", deadline_s=20)
+        sizes = [await machine.exec(["sh", "-c", "wc -c < tick || echo 0"], key=str(i), deadline_s=20) for i in (2, 3)]
+        return up, sizes
+
+    up, (first, second) = with_machine(test)
+    assert (up.exit_code, up.output) == (0, b"up\n")
+    assert first.output == second.output
+
+
+def test_a_memory_hog_is_killed_and_the_machine_goes_on():
+    hog = "x = []\nwhile True: x.append(bytearray(8 * 2**20))"
+
+    async def test(machine):
+        result = await machine.exec(["python", "-c", hog], key="1", deadline_s=30)
+        after = await machine.exec(["python", "-c", "print('alive')"], key="2", deadline_s=20)
+        return result, after
+
+    result, after = with_machine(test, memory_bytes=64 * MIB, address_bytes=4096 * MIB // 8)
+    assert result.exit_code in (1, 137)  # by its address space, or by its control group
+    assert not result.timed_out
+    assert after.output == b"alive\n"
+
+
+@pytest.mark.parametrize("folder", [".", "/tmp"])
+def test_a_disk_filler_gets_no_more_than_the_machine_has(folder):
+    filler = f"""
+        import os
+        n = 0
+        try:
+            while True:
+                with open(f"{folder}/{{n}}", "wb") as file: file.write(bytes(2**20))
+                n += 1
+        except OSError as error:
+            print(n, error.errno)
+    """
+    result = python(filler, work_bytes=16 * MIB, tmp_bytes=16 * MIB)
+    assert result.output == b"16 28\n" or result.output == b"15 28\n"
+
+
+def test_a_million_empty_files_are_refused_by_number():
+    code = "n = 0\ntry:\n    while True: open(str(n), 'w').close(); n += 1\nexcept OSError: print(n < 1100)"
+    assert python(code, inodes=1024).output == b"True\n"
+
+
+def test_a_file_that_is_too_large_for_the_disk_is_an_error_to_the_writer():
+    async def test(machine):
+        with pytest.raises(OSError, match=r"No space|too large"):
+            await machine.write("big", bytes(3 * MIB))
+        await machine.write("small", b"x")
+
+    with_machine(test, work_bytes=2 * MIB)
+
+
+# ---------------------------------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../etc/passwd", "real.txt", "/proc/self/environ", "/dev/zero"])
+def test_a_link_is_neither_read_nor_written_through(target):
+    async def test(machine):
+        await machine.exec(["ln", "-s", target, "link"], key="1", deadline_s=20)
+        with pytest.raises(ValueError, match="link"):
+            await machine.read("link")
+        with pytest.raises(ValueError, match="link"):
+            await machine.write("link", b"x")
+        assert await machine.read("real.txt") == b"real"
+
+    with_machine(test, {"real.txt": b"real"})
+
+
+def test_a_linked_folder_is_no_way_out():
+    async def test(machine):
+        await machine.exec(["ln", "-s", "/tmp", "out"], key="1", deadline_s=20)
+        with pytest.raises(ValueError, match="link"):
+            await machine.write("out/x", b"x")
+        with pytest.raises(ValueError, match="link"):
+            await machine.read("out/x")
+
+    with_machine(test)
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang_the_reader():
+    async def test(machine):
+        await machine.exec(["mkfifo", "calc.py"], key="1", deadline_s=20)
+        for attempt in (machine.read("calc.py"), machine.write("calc.py", b"x")):
+            with pytest.raises(ValueError, match="not a regular file"):
+                await attempt
+
+    with_machine(test)
+
+
+def test_links_survive_a_snapshot_as_links_and_pipes_are_left_out():
+    async def test(runtime):
+        [machine] = await runtime.fork(await runtime.prepare({"a.txt": b"a"}), 1)
+        await machine.exec(
+            ["sh", "-c", "ln -s a.txt b; ln -s /etc e; mkfifo p; mkdir d; chmod +x a.txt"], key="1", deadline_s=20
+        )
+        [child] = await runtime.fork(await machine.snapshot(), 1)
+        return await child.exec(["sh", "-c", "readlink b e; ls; test -x a.txt"], key="1", deadline_s=20)
+
+    result = with_runtime(test)
+    assert (result.exit_code, result.output) == (0, b"a.txt\n/etc\na.txt\nb\nd\ne\n")
+
+
+# ---------------------------------------------------------------------------------------------- commands
+
+
+def test_a_cancelled_caller_gets_the_same_run_by_its_key():
+    async def test(machine):
+        command = ["python", "-c", "import time; time.sleep(0.3); open('runs', 'a').write('x'); print('done')"]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await machine.exec(command, key="k", deadline_s=20)
+        again = await machine.exec(command, key="k", deadline_s=20)
+        return again.output, await machine.read("runs")
+
+    assert with_machine(test) == (b"done\n", b"x")
+
+
+def test_an_edit_within_the_same_second_and_of_the_same_size_is_seen():
+    async def test(machine):
+        outputs = []
+        for i, sign in enumerate("+-+"):
+            await machine.write("calc.py", f"def f(): return 3 {sign} 2\n".encode())
+            outputs.append((await machine.exec(["python", "run.py"], key=str(i), deadline_s=20)).output)
+        return outputs
+
+    assert with_machine(test, {"run.py": b"import calc; print(calc.f())\n"}) == [b"5\n", b"1\n", b"5\n"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "output"),
+    [
+        (["python", "-c", "import sys; print(sys.argv)", "a", "-b"], 0, b"['-c', 'a', '-b']\n"),
+        (["python", "-m", "pkg", "z"], 0, b"pkg ['z']\n"),
+        (["python3", "sub/show.py", "1"], 0, b"__main__ ['sub/show.py', '1'] /workspace/sub\n"),
+        (["python", "-c", "import sys; sys.exit('bye')"], 1, b"bye\n"),
+        (["python", "-c", "raise SystemExit(7)"], 7, b""),
+        (["python", "-c", "import atexit; atexit.register(print, 'last'); print('first')"], 0, b"first\nlast\n"),
+        (["python", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"], 143, b""),
+        (["python", "-c", "import os; os._exit(9)"], 9, b""),
+        (
+            ["python", "absent.py"],
+            2,
+            b"python: can't open file '/workspace/absent.py': [Errno 2] No such file or directory\n",
+        ),
+        (["sh", "-c", "exit 4"], 4, b""),
+        (["/workspace/sub"], 126, b"/workspace/sub: Permission denied\n"),
+    ],
+)
+def test_a_command_behaves_as_from_a_shell(argv, code, output):
+    files = {
+        "pkg/__main__.py": b"import sys; print('pkg', sys.argv[1:])\n",
+        "sub/show.py": b"import sys; print(__name__, sys.argv, sys.path[0])\n",
+    }
+
+    async def test(machine):
+        return await machine.exec(argv, key="1", deadline_s=20)
+
+    result = with_machine(test, files)
+    assert (result.exit_code, result.output) == (code, output)
+
+
+def test_the_prepared_interpreter_answers_as_a_fresh_one_does():
+    probe = b"""
+import os, sys, threading, traceback
+print(sys.path, __name__, __file__, sys.argv, os.getcwd(), hash("x"), sys.flags.hash_randomization)
+print(sys.stdin.read(), sys.stdout.encoding, sys.stderr.encoding, sys.stdin.seekable())
+print([threading.current_thread().name], sys.getrecursionlimit(), "exit" in dir(__builtins__))
+def f(): raise KeyError("k")
+try: f()
+except KeyError: traceback.print_exc()
+f()
+"""
+
+    async def test(machine):
+        quick = await machine.exec(["python", "probe.py", "a"], key="1", deadline_s=20, stdin=b"in")
+        fresh = await machine.exec(["/opt/python/bin/python", "probe.py", "a"], key="2", deadline_s=20, stdin=b"in")
+        return quick, fresh
+
+    quick, fresh = with_machine(test, {"probe.py": probe})
+    assert quick.output == fresh.output
+    assert quick.exit_code == fresh.exit_code == 1
+
+
+def test_randomness_differs_between_siblings_and_between_commands():
+    async def test(runtime):
+        machines = await runtime.fork(await runtime.prepare({}), 2)
+        code = "import random, uuid; print(random.random(), uuid.uuid4())"
+        return [(await m.exec(["python", "-c", code], key=k, deadline_s=20)).output for m in machines for k in "ab"]
+
+    assert len(set(with_runtime(test))) == 4
+
+
+# ---------------------------------------------------------------------------------------------- hosts and launchers
+
+
+HOST = """
+import asyncio, sys
+from etude.environments import NamespaceRuntime
+
+async def main():
+    runtime = NamespaceRuntime(spare=3)
+    machines = await runtime.fork(await runtime.prepare({}), 4)
+    work = [asyncio.create_task(m.exec(["sleep", "1000"], key="1", deadline_s=1000)) for m in machines]
+    print(runtime._launcher.pid, runtime._launcher._process.pid, flush=True)
+    await asyncio.gather(*work)
+
+asyncio.run(main())
+"""
+
+
+def groups_of(pid: int) -> list[Path]:
+    own = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    folders = [Path(f"/sys/fs/cgroup/{names}{path}") for _, names, path in own]
+    return [g for f in folders if f.is_dir() for g in f.glob(f"etude-{pid}-*")]
+
+
+def descendants(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [*children, *(d for c in children for d in descendants(c))]
+    return []
+
+
+@pytest.mark.parametrize("victim", ["host", "steward", "launcher"])
+def test_killing_the_host_or_a_launcher_leaves_no_process_and_no_mount(victim):
+    with_runtime(lambda _: asyncio.sleep(0))  # skips where there are no namespaces
+    mounts = Path("/proc/self/mounts").read_text()
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert host.stdout is not None
+    launcher, steward = map(int, host.stdout.readline().split())
+    until(lambda: len(descendants(steward)) >= 12, "the machines and their commands")
+    everybody = [steward, *descendants(steward)]
+    os.kill({"host": host.pid, "steward": steward, "launcher": launcher}[victim], signal.SIGKILL)
+    try:
+        until(lambda: not any(_runs(p) for p in everybody), "every process to end")
+        if victim != "steward":  # who removes them; the next start sweeps
+            until(lambda: not groups_of(host.pid), "the control groups to go")
+    finally:
+        host.kill()
+        host.wait()
+        host.stdout.close()
+    with_runtime(lambda _: asyncio.sleep(0))
+    assert not groups_of(host.pid)
+    assert Path("/proc/self/mounts").read_text() == mounts
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_dead_launcher_is_evidence_and_the_next_fork_starts_another():
+    async def test(runtime):
+        snapshot = await runtime.prepare({"a": b"1"})
+        [machine] = await runtime.fork(snapshot, 1)
+        running = asyncio.create_task(machine.exec(["sleep", "100"], key="1", deadline_s=100))
+        until(lambda: len(descendants(runtime._launcher.pid)) >= 1, "the machine")
+        os.kill(runtime._launcher.pid, signal.SIGKILL)
+        with pytest.raises(MachineError, match="launcher"):
+            await running
+        with pytest.raises(MachineError, match="launcher"):
+            await machine.read("a")
+        [another] = await runtime.fork(snapshot, 1)
+        return await another.read("a")
+
+    assert with_runtime(test) == b"1"
+
+
+def test_closing_a_runtime_leaves_nothing():
+    async def test(runtime):
+        await runtime.fork(await runtime.prepare({}), 5)
+        return runtime._launcher._process.pid, descendants(runtime._launcher._process.pid)
+
+    steward, machines = with_runtime(test)
+    assert machines
+    assert not any(_runs(p) for p in (steward, *machines))
+    assert not groups_of(os.getpid())
+
+
+def test_a_machine_killed_from_outside_counts_as_a_killed_command_not_as_an_error():
+    async def test(runtime):
+        [machine] = await runtime.fork(await runtime.prepare({}), 1)
+        [pid] = descendants(runtime._launcher.pid)
+        os.kill(pid, signal.SIGKILL)
+        result = await machine.exec(["true"], key="1", deadline_s=20)
+        with pytest.raises(FileNotFoundError, match="gone"):
+            await machine.read("x")
+        return result
+
+    assert with_runtime(test).exit_code == 137
+
+
+def test_more_machines_than_there_is_room_for_wait_until_others_are_closed_or_the_deadline():
+    async def main():
+        try:
+            runtime = NamespaceRuntime(max_machines=2, spare=1)
+        except MachineError as error:
+            pytest.skip(str(error))
+        snapshot = await runtime.prepare({})
+        first, second = await runtime.fork(snapshot, 2)
+        with pytest.raises(MachineError, match="room"):
+            await runtime.fork(snapshot, 1, deadline_s=0.1)
+        waiting = asyncio.create_task(runtime.fork(snapshot, 1))
+        await first.close()
+        [third] = await waiting
+        await asyncio.gather(second.close(), third.close())
+        assert len(await runtime.fork(snapshot, 2)) == 2
+        with pytest.raises(MachineError, match="at most 2"):
+            await runtime.fork(snapshot, 3)
+        await runtime.close()
+
+    asyncio.run(main())
+
+
+def test_an_interpreter_that_is_not_there_is_named():
+    with pytest.raises(MachineError, match="/no/such/python"):
+        NamespaceRuntime(python="/no/such/python")
+
+
+# ---------------------------------------------------------------------------------------------- without privilege
+
+
+ROOTLESS = """
+import asyncio, json
+from etude.environments import NamespaceRuntime, MachineLimits
+
+BOMB = '''import os, time
+n = 0
+try:
+    while True:
+        if os.fork() == 0: time.sleep(60)
+        n += 1
+except OSError: print(n)'''
+
+async def main():
+    runtime = NamespaceRuntime(MachineLimits(processes=16))
+    left, right = await runtime.fork(await runtime.prepare({"hi.py": b"print('hi')"}), 2)
+    async def out(machine, code):
+        out.n += 1
+        return (await machine.exec(["python", "-c", code], key=str(out.n), deadline_s=20)).output.decode()
+    out.n = 0
+    facts = {
+        "hi": (await left.exec(["python", "hi.py"], key="hi", deadline_s=20)).output.decode(),
+        "ids": await out(left, "import os; print(os.getuid(), os.getgid())"),
+        "caps": await out(left, "print(int(open('/proc/self/status').read().split('CapEff:')[1].split()[0], 16))"),
+        "processes": int(await out(left, BOMB)) + 0 * int(await out(right, BOMB)),
+        "kill": await out(left, "import os; os.kill(1, 9); print('sent')"),
+        "memory": await out(left, "open('/proc/1/mem')"),
+        "loop": await out(left, "import socket; print(socket.socket().connect_ex(('127.0.0.1', 22)) != 0)"),
+        "again": (await left.exec(["sh", "-c", "cat hi.py"], key="again", deadline_s=20)).output.decode(),
+        "limits": runtime.limits,
+    }
+    await runtime.close()
+    print(json.dumps(facts))
+
+asyncio.run(main())
+"""
+
+
+def test_without_any_privilege_machines_are_the_same(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("not root: every other test here already runs without privilege")
+    nobody: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": [], "cwd": "/", "timeout": 60}
+    packages = os.pathsep.join(p for p in sys.path if p)
+    environment = {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
+        with contextlib.suppress(OSError):
+            command = [python, "-c", "import numpy, msgspec, etude"]
+            if subprocess.run(command, env=environment, capture_output=True, **nobody).returncode == 0:
+                break
+    else:
+        pytest.skip("nobody can run an interpreter with etude's dependencies")
+    done = subprocess.run([python, "-c", ROOTLESS], env=environment, capture_output=True, text=True, **nobody)
+    if "user namespace" in done.stderr:
+        pytest.skip(done.stderr[-500:])
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["hi"] == "hi\n"
+    assert facts["ids"] == "1000 1000\n"
+    assert facts["caps"] == "0\n"
+    assert 8 <= facts["processes"] <= 16
+    assert facts["kill"] == "sent\n"
+    assert "Permission denied" in facts["memory"]
+    assert facts["loop"] == "True\n"
+    assert facts["again"] == "print('hi')"
+    assert "per process" in facts["limits"]["memory"]
