@@ -99,6 +99,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     >>> nearest("zzz", ["steps", "lr"])
     'known: lr, steps'
     """
-    names = sorted(known)
+    names = sorted(map(str, known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

@@ -1,0 +1,126 @@
+"""Records become bytes and come back; bytes from elsewhere give a record or ValueError, nothing else."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.records import Completion, CompletionRequest, Sampling, Trace, Version, VersionSpan
+from etude.records.completion import MISSING_ROUTE, StopReason
+from etude.records.rollout import Turn
+from etude.records.wire import from_json, pack, to_json, unpack
+
+V1, V2 = Version(1, "0" * 8, "a" * 64), Version(2, "0" * 8, "b" * 64)
+
+
+def completion(prompt: int, n: int, *, routes_start: int, spans=None) -> Completion:
+    context = prompt + n
+    return Completion(
+        request_id="r",
+        token_ids=np.arange(n, dtype=np.int32),
+        logprobs=-np.arange(n, dtype=np.float32),
+        routes=np.full((context - 1 - routes_start, 2, 1), 3, np.uint8),
+        routes_start=routes_start,
+        spans=spans or (VersionSpan(V1, n),),
+        stop_reason=StopReason.STOP,
+        engine="e",
+    )
+
+
+def turn(parent, prompt_tokens, prompt_total, n, routes_start, spans=None) -> Turn:
+    ids = np.arange(100, 100 + prompt_tokens, dtype=np.int32)
+    return Turn(
+        parent=parent, prompt_ids=ids, completion=completion(prompt_total, n, routes_start=routes_start, spans=spans)
+    )
+
+
+def test_a_completion_comes_back_the_same_in_both_forms():
+    sent = completion(4, 3, routes_start=1)
+    for got in (unpack(pack(sent), Completion), from_json(to_json(sent), Completion)):
+        assert pack(got) == pack(sent)
+        assert got.routes.dtype == np.uint8
+        assert got.routes.shape == (5, 2, 1)
+
+
+def test_a_completion_whose_parts_disagree_is_refused():
+    with pytest.raises(ValueError, match="different lengths"):
+        completion(4, 3, routes_start=0, spans=(VersionSpan(V1, 2),))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        ["float64", [1], b"\0" * 8],
+        ["int32", [2], b"\0" * 4],
+        ["int32", [-1], b""],
+        ["int32", [1 << 40, 1 << 40], b""],
+        ["int32", [1] * 9, b"\0" * 4],
+        ["object", [1], b"\0" * 8],
+        ["int32", "x", b""],
+        [1],
+    ],
+)
+def test_an_array_that_does_not_fit_its_bytes_is_refused(array):
+    raw = msgspec.msgpack.decode(pack(completion(2, 1, routes_start=0)))
+    raw["token_ids"] = array
+    with pytest.raises(ValueError):  # noqa: PT011  msgspec wraps the message
+        unpack(msgspec.msgpack.encode(raw), Completion)
+
+
+GOOD = pack(
+    CompletionRequest(
+        request_id="a",
+        session_id="s",
+        prompt_ids=np.arange(5, dtype=np.int32),
+        sampling=Sampling(max_tokens=4, stop_token_ids=(1,)),
+    )
+)
+
+
+@settings(max_examples=400)
+@given(at=st.integers(0, len(GOOD) - 1), byte=st.integers(0, 255), cut=st.integers(0, len(GOOD)))
+def test_mutated_bytes_give_a_record_or_a_value_error(at, byte, cut):
+    mutated = bytearray(GOOD)
+    mutated[at] = byte
+    for data in (bytes(mutated), bytes(mutated[:cut])):
+        try:
+            assert isinstance(unpack(data, CompletionRequest), CompletionRequest)
+        except ValueError:
+            continue
+
+
+def test_a_path_lays_the_turns_flat_with_masks_versions_and_routes():
+    first = turn(None, 4, 4, 3, routes_start=0)
+    second = turn(0, 2, 9, 2, routes_start=6, spans=(VersionSpan(V1, 1), VersionSpan(V2, 1, kv_epoch=1)))
+    path = Trace((first, second)).path(1)
+    assert path.mask.tolist() == [False] * 4 + [True] * 3 + [False] * 2 + [True] * 2
+    assert path.steps.tolist() == [-1] * 4 + [1] * 3 + [-1] * 2 + [1, 2]
+    assert path.kv_epochs.tolist() == [0] * 10 + [1]
+    assert (path.routes[:-1] == 3).all()
+    assert (path.routes[-1] == MISSING_ROUTE).all()
+    assert path.digest == ""
+
+
+def test_a_route_that_was_recorded_first_stays():
+    first = turn(None, 4, 4, 3, routes_start=0)
+    second = turn(0, 2, 9, 2, routes_start=0)  # a re-prefill under another version recorded other routes
+    second = msgspec.structs.replace(
+        second, completion=msgspec.structs.replace(second.completion, routes=second.completion.routes + np.uint8(1))
+    )
+    path = Trace((first, second)).path(1)
+    assert (path.routes[:6] == 3).all()
+    assert (path.routes[6:-1] == 4).all()
+
+
+def test_leaves_are_the_turns_nobody_continues():
+    trace = Trace((turn(None, 1, 1, 1, 0), turn(0, 1, 3, 1, 1), turn(0, 1, 3, 1, 1)))
+    assert trace.leaves() == [1, 2]
+
+
+def test_routes_that_reach_past_the_path_are_refused():
+    bad = turn(None, 2, 5, 3, routes_start=0)
+    with pytest.raises(ValueError, match="reach past the path"):
+        Trace((bad,)).path(0)

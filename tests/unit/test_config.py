@@ -1,0 +1,101 @@
+"""Configs: TOML and overrides become frozen dataclasses, or an error that names the place."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.config import build, load, ranged, to_plain, to_toml
+from etude.errors import ConfigError
+
+
+class Kind(enum.StrEnum):
+    FAST = "fast"
+    BEST = "best"
+
+
+@dataclass(frozen=True)
+class Inner:
+    steps: int = ranged(3, low=1, high=9)
+    rate: float = ranged(0.5, low=0.0)
+    kind: Kind = Kind.FAST
+    names: tuple[str, ...] = ("a",)
+
+    def __post_init__(self) -> None:
+        if self.rate > self.steps:
+            raise ValueError(f"rate = {self.rate} is over steps = {self.steps}")
+
+
+@dataclass(frozen=True)
+class Outer:
+    seed: int = 0
+    start: Path | None = None
+    exact: bool = False
+    inner: Inner = field(default_factory=Inner)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_what_is_left_out_has_its_default_and_overrides_win(tmp_path):
+    path = written(tmp_path, "seed = 4\n[inner]\nsteps = 2\n")
+    config = load(path, Outer, ["inner.steps=7", "inner.kind=best", "start=/x/y", 'inner.names=["p", "q"]'])
+    assert config == Outer(seed=4, start=Path("/x/y"), inner=Inner(steps=7, kind=Kind.BEST, names=("p", "q")))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sede = 1", "unknown key 'sede'\n  hint: did you mean 'seed'?"),
+        ("[inner]\nstpes = 1", "unknown key 'inner.stpes'\n  hint: did you mean 'steps'?"),
+        ("seed = 'x'", "seed = 'x': expected int"),
+        ("seed = 1.5", "seed = 1.5: expected int"),
+        ("seed = true", "seed = True: expected int"),
+        ("exact = 1", "exact = 1: expected bool"),
+        ("inner = 3", "inner = 3: expected a section"),
+        ("[inner]\nsteps = 0", "inner.steps = 0 is out of range\n  hint: it must be from 1 to 9"),
+        ("[inner]\nrate = -1", "inner.rate = -1.0 is out of range\n  hint: it must be at least 0.0"),
+        ("[inner]\nkind = 'bets'", "inner.kind = 'bets' is unknown\n  hint: did you mean 'best'?"),
+        ("[inner]\nnames = 'a'", "inner.names = 'a': expected a list"),
+        ("[inner]\nsteps = 1\nrate = 2", "rate = 2.0 is over steps = 1"),
+        ("seed = ", "is not TOML"),
+    ],
+)
+def test_bad_input_is_named_with_its_place_and_a_hint(tmp_path, text, says):
+    with pytest.raises(ConfigError) as error:
+        load(written(tmp_path, text), Outer)
+    assert says in str(error.value)
+    assert "hint:" in str(error.value)
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "seed.x=3", "inner=3"])
+def test_a_malformed_override_is_refused(tmp_path, override):
+    with pytest.raises(ConfigError, match="hint:"):
+        load(written(tmp_path, "seed = 1"), Outer, [override])
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="no config at"):
+        load(tmp_path / "nothing.toml", Outer)
+
+
+texts = st.text(st.characters(blacklist_categories=("Cs", "Cc")) | st.sampled_from('"\\\n\t'), max_size=12)
+
+
+@given(
+    seed=st.integers(-(2**62), 2**62), steps=st.integers(1, 9), names=st.lists(texts, max_size=3), exact=st.booleans()
+)
+def test_the_effective_config_reads_back_equal(tmp_path_factory, seed, steps, names, exact):
+    config = Outer(seed=seed, exact=exact, inner=Inner(steps=steps, names=tuple(names)))
+    path = tmp_path_factory.mktemp("c") / "config.toml"
+    path.write_text(to_toml(config))
+    assert load(path, Outer) == config
+    assert build(Outer, to_plain(config)) == config
