@@ -25,6 +25,9 @@ from etude.telemetry import Telemetry
 
 T = TypeVar("T")
 GRADE_S = 60.0
+TORCH_NICE = 5
+"""Engines and the learner give way to harness, machines and graders on shared cores: tool calls are short, and while
+they are served requests gather, so that an engine's next step decodes more of them."""
 AnyOutcome: Any = Outcome  # a union is no `type` to a type checker, but it is to the decoder
 
 
@@ -107,8 +110,8 @@ class Crew:
         )
         return graded
 
-    def _child(self, name: str, argv: list[str]) -> Child:
-        return Child(name, argv, logs=self.run / "logs", telemetry=self.telemetry)
+    def _child(self, name: str, argv: list[str], *, nice: int = 0) -> Child:
+        return Child(name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice)
 
     async def _start_member(self, role: str, index: int, pool: Pool) -> None:
         module = {"worker": "worker", "grader": "grading", "learner": "learning"}[role]
@@ -123,7 +126,8 @@ class Crew:
                 await caller.call("engines", type(None), self._urls, deadline_s=10.0)
             pool.join(caller)
 
-        await self.supervisor.add(self._child(name, argv), with_socket=True, on_up=on_up)
+        nice = TORCH_NICE if role == "learner" else 0
+        await self.supervisor.add(self._child(name, argv, nice=nice), with_socket=True, on_up=on_up)
 
     async def _start_engine(self, name: str) -> None:
         config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
@@ -141,7 +145,7 @@ class Crew:
             await self._tell_workers()
 
         ready_file.unlink(missing_ok=True)
-        await self.supervisor.add(self._child(name, argv), with_socket=False, on_up=on_up)
+        await self.supervisor.add(self._child(name, argv, nice=TORCH_NICE), with_socket=False, on_up=on_up)
 
     async def _tell_workers(self) -> None:
         for caller in list(self.workers.members.values()):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from etude.errors import DeadlineExceeded, EtudeError
@@ -28,18 +29,17 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent's thread ends. Runs between fork and exec."""
+def _begin(nice: int) -> None:
+    """Die with the parent's thread, by the kernel, and be as nice as told. Runs between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.nice(nice)
 
 
 class Child:
     """One supervised process. `caller` is its socket when it was started with ``socket=True``."""
 
-    def __init__(
-        self, name: str, argv: Sequence[str], *, logs: Path, telemetry: Telemetry, env: Mapping[str, str] | None = None
-    ) -> None:
-        self.name, self.argv, self.env = name, list(argv), dict(env or {})
+    def __init__(self, name: str, argv: Sequence[str], *, logs: Path, telemetry: Telemetry, nice: int = 0) -> None:
+        self.name, self.argv, self.nice = name, list(argv), nice
         self.log_path = logs / f"{name}.log"
         self.telemetry = telemetry
         self.process: asyncio.subprocess.Process | None = None
@@ -48,9 +48,7 @@ class Child:
 
     async def start(self, *, with_socket: bool) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        env = (
-            os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self.env
-        )
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
         argv, ours, theirs = [sys.executable, *self.argv], None, None
         if with_socket:
             ours, theirs = socket.socketpair()
@@ -62,9 +60,9 @@ class Child:
                 stdout=log,
                 stderr=log,
                 env=env,
-                start_new_session=True,
+                process_group=0,  # Ctrl-C is the conductor's alone; no new session, or the kernel would ignore nice
                 pass_fds=[theirs.fileno()] if theirs else [],
-                preexec_fn=die_with_parent,
+                preexec_fn=functools.partial(_begin, self.nice),
             )
         self.starts.append(time.monotonic())
         self.telemetry.event("process", name=self.name, state="start", pid=self.process.pid)
