@@ -10,8 +10,9 @@ all in one task group: what fails, fails the loop by name. Synchronous RL is `ma
 | `_batches` | ready groups, strictly in order | one batch | its slowest group | `Rolling` |
 | `_train` | a batch | a version | the learner | – |
 
-The commit is the move of the pointer in `learner.publish`. A learner that dies ends `_lineage` with `Lost`; the next
-one starts from the last checkpoint, publishes it under a new incarnation, and the ledger reconciles to that lineage.
+The commit is the move of the pointer in `learner.publish`. A learner that dies ends its lineage with `Lost`, whether it
+was at work or idle: its successor holds no weights, so every call goes to the very process that `begin` was called in.
+The successor starts from the last checkpoint, publishes it under a new incarnation, and the ledger reconciles to that.
 Two ways out: the last step (everything in flight is cancelled: its groups were not needed), or a stop (the same, and
 the ledger keeps them for `--resume`).
 """
@@ -21,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from etude.errors import DeadlineExceeded, EngineError, ParityError
+from etude.errors import DeadlineExceeded, EngineError, EtudeError, ParityError
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
 from etude.harness import ChatFormat
@@ -34,7 +36,7 @@ from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
 from etude.loop.rolling import Rolling, siblings
-from etude.loop.wire import Lost
+from etude.loop.wire import Caller, Lost
 from etude.records import Batch, RolloutSpec
 from etude.records.sample import Published, StepReport
 from etude.records.task import Split
@@ -45,6 +47,7 @@ from etude.telemetry import Telemetry
 from etude.weights import lineage
 
 STEP_S, ADOPT_S, PROBE_TOKENS = 600.0, 60.0, 128
+T = TypeVar("T")
 
 
 class Conductor:
@@ -64,34 +67,51 @@ class Conductor:
         self.ledger = Ledger(run / "ledger.sqlite", capacity=capacity)
         self.rolling = Rolling(self.ledger, crew, telemetry, max_running=config.max_running)
         self.step = 0
-        self._learner_pid: int | None = None
+        self._learner: Caller | None = None  # the process that holds the lineage's weights
         self.probe = probe_text(chat)
         self._published = asyncio.Event()
         self._admitted = asyncio.Event()
 
     async def reinforce(self) -> None:
-        """Train until the last step; a lost learner is replaced and goes on from its last checkpoint."""
-        while True:
-            try:
-                await self.resume()
-                await self._lineage()
-                return
-            except* Lost:
-                self.telemetry.event("lineage", state="lost", step=self.step)
+        """Train until the last step, and keep the result. Raises what ended the loop, by name."""
+        await self._keeping(self._lineage)
+        result = str(self.run_folder / "checkpoints" / "final")
+        await self._keeping(lambda: self._call("save", type(None), result))
 
     async def resume(self) -> None:
-        """Have the learner hold the newest checkpoint, publish it, and agree with the ledger about what is trained.
-        Nothing to do for a learner that was not replaced since."""
-        pid = self.crew.supervisor.pids().get("learner")
-        if pid is not None and pid == self._learner_pid:
-            return
-        self.step = await self.crew.learner("begin", int, str(self._newest_checkpoint()), deadline_s=STEP_S)
-        published = await self.crew.learner("publish", Published, (), deadline_s=STEP_S)
+        """Have a learner hold the newest checkpoint and publish it, and agree with the ledger about what is trained."""
+        await self._keeping(_nothing)
+
+    async def _keeping(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do work that needs a learner. When one is lost, its successor goes on from the newest checkpoint and the work
+        is done again; a task group's failure is raised as the one error that it is."""
+        while True:
+            try:
+                if self._learner is None or self._learner.lost.is_set():
+                    await self._begin()
+                return await work()
+            except BaseExceptionGroup as group:
+                error = _cause(group)
+                if not isinstance(error, Lost):
+                    raise error from None
+            except Lost:
+                pass
+            self._learner = None
+            self.telemetry.event("lineage", state="lost", step=self.step)
+
+    async def _begin(self) -> None:
+        learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
+        self.step = await learner.call("begin", int, str(self._newest_checkpoint()), deadline_s=STEP_S)
+        published = await learner.call("publish", Published, (), deadline_s=STEP_S)
         trained = [i for m in lineage(DirectoryStore(self.run_folder / "weights"), "policy") for i in m.rollout_ids]
         mended = self.ledger.reconcile(trained)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         await self._probe(published)
-        self._learner_pid = pid
+
+    async def _call(self, method: str, kind: type[T], *args: object) -> T:
+        """Call the learner of this lineage. Raises `Lost` when it is gone, even if another is up."""
+        assert self._learner is not None, "a lineage has begun"
+        return await self._learner.call(method, kind, *args, deadline_s=STEP_S)
 
     async def _lineage(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -106,9 +126,9 @@ class Conductor:
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         async for batch, groups, wait_s in self._batches():
             began = time.perf_counter()
-            report = await self.crew.learner("forward_backward", StepReport, batch, deadline_s=STEP_S)
-            optim = await self.crew.learner("optim_step", dict[str, float], deadline_s=STEP_S)
-            published = await self.crew.learner("publish", Published, batch.rollout_ids, deadline_s=STEP_S)
+            report = await self._call("forward_backward", StepReport, batch)
+            optim = await self._call("optim_step", dict[str, float])
+            published = await self._call("publish", Published, batch.rollout_ids)
             self.step = published.version.step
             self.ledger.commit(batch.rollout_ids, published.version)
             self._published.set()
@@ -171,9 +191,10 @@ class Conductor:
                 await self._published.wait()
                 continue
             cursor = self.ledger.cursor(Split.TRAIN)
+            num_tasks = self.source.size(Split.TRAIN)
             specs = siblings(
                 f"g{index:06d}",
-                self.source.task(Split.TRAIN, cursor),
+                self.source.task(Split.TRAIN, cursor if num_tasks is None else cursor % num_tasks),
                 size,
                 seed=self.config.seed,
                 temperature=self.config.rl.temperature,
@@ -212,7 +233,7 @@ class Conductor:
 
     async def _probe(self, published: Published) -> None:
         """The version-matched check: each engine's log-probabilities of a fixed text against the learner's own."""
-        mine = np.array(await self.crew.learner("probe", list[float], self.probe, deadline_s=STEP_S))
+        mine = np.array(await self._call("probe", list[float], self.probe))
         step = published.version.step
         for name, engine in list(self.crew.engines.items()):
             try:
@@ -237,7 +258,7 @@ class Conductor:
 
     async def _checkpoint(self) -> None:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
-        await self.crew.learner("save", type(None), str(path), deadline_s=STEP_S)
+        await self._call("save", type(None), str(path))
         self.ledger.prune(self.step)
 
 
@@ -245,3 +266,13 @@ def probe_text(chat: ChatFormat) -> list[int]:
     """The fixed text whose log-probabilities prove an update: tokens drawn from the whole vocabulary, none twice."""
     order = np.random.default_rng(0).permutation(chat.vocab_size)
     return [int(token) for token in order[:PROBE_TOKENS]]
+
+
+async def _nothing() -> None:
+    """For a learner that only has to be there."""
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What a task group died of. `Lost` only if there is nothing else: it can be mended, the others end the run."""
+    leaves = [_cause(e) if isinstance(e, BaseExceptionGroup) else e for e in group.exceptions]
+    return min(leaves, key=lambda e: (isinstance(e, Lost), not isinstance(e, EtudeError)))

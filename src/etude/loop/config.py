@@ -34,11 +34,12 @@ class EvalsConfig:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """The `[fleet]` section: how many processes of each kind."""
+    """The `[fleet]` section: how many processes of each kind, and how patient their supervisor is."""
 
     num_engines: int = ranged(2, low=1, high=64)
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
+    hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,9 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """Rollouts under way at once: a quarter more than the engines decode together, since some are in tools."""
-        return self.fleet.num_engines * self.engine.max_sequences * 5 // 4
+        """Rollouts under way at once. Each keeps a KV slot between its turns, so there are fewer than slots: with more,
+        engines would drop and compute contexts again."""
+        return max(1, self.fleet.num_engines * self.engine.max_sequences * 3 // 4)
 
 
 def read_config(run: RunFolder) -> RunConfig:

@@ -1,6 +1,6 @@
 """The children of a run by role: learner, engines, workers, graders; how each is started, found again and called.
 
-Every call has a deadline. A child that dies is brought back by the supervisor; calls that were under way fail with
+Every call has a deadline. A child that dies or hangs is brought back by the supervisor; calls that were under way fail with
 `Lost` and the caller decides what that means (a rollout is requeued, a grade is asked again, training resumes from
 its checkpoint).
 """
@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.loop.config import RunConfig
-from etude.loop.processes import Child, Supervisor
-from etude.loop.wire import Caller
+from etude.loop.processes import Child, Role, Supervisor
+from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, Rollout, RolloutSpec
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
@@ -46,14 +46,15 @@ class Pool:
         self._up.set()
 
     async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
-        caller = await self._pick(deadline_s)
+        caller = await self.pick(deadline_s=deadline_s)
         self._load[caller.name] += 1
         try:
             return await caller.call(method, kind, *args, deadline_s=deadline_s)
         finally:
             self._load[caller.name] -= 1
 
-    async def _pick(self, deadline_s: float) -> Caller:
+    async def pick(self, *, deadline_s: float) -> Caller:
+        """A member that is up. Raises `DeadlineExceeded`."""
         try:
             async with asyncio.timeout(deadline_s):
                 while True:
@@ -100,10 +101,6 @@ class Crew:
         deadline_s = limits.rollout_deadline_s + limits.max_turns * limits.turn_deadline_s
         return await self.workers.call("rollout", Rollout, spec, deadline_s=deadline_s)
 
-    async def learner(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
-        """Call the learner. Raises `Lost` when it died; the next call reaches its successor."""
-        return await self.learners.call(method, kind, *args, deadline_s=deadline_s)
-
     async def grade(self, rollout: Rollout) -> Outcome:
         graded: Outcome = await self.graders.call(
             "grade", AnyOutcome, rollout.task, rollout.exports, deadline_s=GRADE_S
@@ -122,12 +119,16 @@ class Crew:
             caller = child.caller
             assert caller is not None, "members are started with a socket"
             await caller.call("ready", bool, deadline_s=60.0)
-            if role == "worker":
-                await caller.call("engines", type(None), self._urls, deadline_s=10.0)
             pool.join(caller)
+            if role == "worker":
+                await self._tell_workers()  # after it has joined: an engine that comes up meanwhile tells it, too
+
+        async def answers(child: Child) -> None:
+            assert child.caller is not None, "members are started with a socket"
+            await child.caller.call("ready", bool, deadline_s=2 * self.supervisor.hung_s)
 
         nice = TORCH_NICE if role == "learner" else 0
-        await self.supervisor.add(self._child(name, argv, nice=nice), with_socket=True, on_up=on_up)
+        await self.supervisor.add(self._child(name, argv, nice=nice), Role(on_up, answers, with_socket=True))
 
     async def _start_engine(self, name: str) -> None:
         config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
@@ -144,12 +145,15 @@ class Crew:
                 await old.close()
             await self._tell_workers()
 
+        async def answers(_: Child) -> None:
+            await self.engines[name].info(deadline_s=2 * self.supervisor.hung_s)
+
         ready_file.unlink(missing_ok=True)
-        await self.supervisor.add(self._child(name, argv, nice=TORCH_NICE), with_socket=False, on_up=on_up)
+        await self.supervisor.add(self._child(name, argv, nice=TORCH_NICE), Role(on_up, answers))
 
     async def _tell_workers(self) -> None:
         for caller in list(self.workers.members.values()):
-            with contextlib.suppress(DeadlineExceeded):
+            with contextlib.suppress(DeadlineExceeded, Lost):
                 await caller.call("engines", type(None), self._urls, deadline_s=10.0)
 
 

@@ -34,7 +34,7 @@ Phase = Callable[[], Awaitable[Mapping[str, Any]]]
 
 async def run_phases(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     """Everything that has not ended yet. Cancel to stop cleanly; the run can be resumed."""
-    supervisor = Supervisor(telemetry)
+    supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s)
     watching = asyncio.create_task(usage.watch(supervisor.pids, telemetry), name="usage")
     try:
         preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
@@ -114,8 +114,6 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
 
     async def rl() -> Mapping[str, Any]:
         await conductor.reinforce()
-        final = run / "checkpoints" / "final"
-        await members.learner("save", type(None), str(final), deadline_s=60.0)
         return {"step": conductor.step}
 
     async def after() -> Mapping[str, Any]:

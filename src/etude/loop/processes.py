@@ -3,7 +3,7 @@
 A child is ``python -m MODULE ...`` in its own process group with its output in ``logs/<name>.log``. It gets a
 SIGKILL from the kernel when the conductor dies (PR_SET_PDEATHSIG) and sees end-of-file on its socket, so there are
 no orphans. A child that dies is restarted with back-off, up to `MAX_RESTARTS` times within `RESTART_WINDOW_S`;
-then the run ends by name. Knows nothing of what the children do.
+then the run ends by name. One that lives and does not answer for `hung_s` is as good as dead: it is killed, by name. Knows nothing of what the children do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import DeadlineExceeded, EtudeError
@@ -25,6 +26,7 @@ from etude.loop.wire import Caller, Lost
 from etude.telemetry import Telemetry
 
 MAX_RESTARTS, RESTART_WINDOW_S = 8, 60.0
+BEAT_S = 2.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
@@ -82,9 +84,17 @@ class Child:
         self.telemetry.event("process", name=self.name, state="exit", pid=self.process.pid, exit_code=code)
         return code
 
+    @property
+    def recent_starts(self) -> int:
+        return sum(time.monotonic() - t < RESTART_WINDOW_S for t in self.starts)
+
     def may_restart(self) -> bool:
-        recent = [t for t in self.starts if time.monotonic() - t < RESTART_WINDOW_S]
-        return len(recent) <= MAX_RESTARTS
+        return self.recent_starts <= MAX_RESTARTS
+
+    def kill(self) -> None:
+        """Kill it and its process group, which a stopped process obeys too."""
+        if self.pid is not None:
+            _signal_group(self.pid, signal.SIGKILL)
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """End it: terminate, then kill its whole process group. Idempotent."""
@@ -114,36 +124,35 @@ def _signal_group(pid: int, signum: int) -> None:
         return
 
 
-class Supervisor:
-    """Keeps named children alive. `on_up(child)` runs after each start and makes it ready or raises."""
+@dataclass(frozen=True)
+class Role:
+    """How a child is treated."""
 
-    def __init__(self, telemetry: Telemetry) -> None:
-        self.telemetry = telemetry
+    on_up: Callable[[Child], Awaitable[object]]  # after each start: makes it ready, or raises
+    answers: Callable[[Child], Awaitable[object]]  # a question that any healthy one answers at once; or raises
+    with_socket: bool = False
+    ready_s: float = 60.0
+
+
+class Supervisor:
+    """Keeps named children alive and answering. `hung_s`: how long one may stay silent."""
+
+    def __init__(self, telemetry: Telemetry, *, hung_s: float = 30.0) -> None:
+        self.telemetry, self.hung_s = telemetry, hung_s
         self.children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
         self.failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
 
-    async def add(
-        self,
-        child: Child,
-        *,
-        with_socket: bool,
-        on_up: Callable[[Child], Awaitable[None]],
-        ready_s: float = 60.0,
-    ) -> None:
+    async def add(self, child: Child, role: Role) -> None:
         """Start a child, wait until it is ready, and keep it so."""
         self.children[child.name] = child
-        await self._bring_up(child, with_socket, on_up, ready_s)
-        self._watchers[child.name] = asyncio.create_task(
-            self._watch(child, with_socket, on_up, ready_s), name=f"watch {child.name}"
-        )
+        await self._bring_up(child, role)
+        self._watchers[child.name] = asyncio.create_task(self._watch(child, role), name=f"watch {child.name}")
 
-    async def _bring_up(
-        self, child: Child, with_socket: bool, on_up: Callable[[Child], Awaitable[None]], ready_s: float
-    ) -> None:
-        await child.start(with_socket=with_socket)
+    async def _bring_up(self, child: Child, role: Role) -> None:
+        await child.start(with_socket=role.with_socket)
         assert child.process is not None, "just started"
-        up = asyncio.create_task(_within(on_up(child), ready_s, f"{child.name} to be ready"))
+        up = asyncio.create_task(_within(role.on_up(child), role.ready_s, f"{child.name} to be ready"))
         gone = asyncio.create_task(child.process.wait())
         await asyncio.wait({up, gone}, return_when=asyncio.FIRST_COMPLETED)
         lost = up.done() and isinstance(up.exception(), Lost)
@@ -157,11 +166,9 @@ class Supervisor:
         await up
         self.telemetry.event("process", name=child.name, state="ready", pid=child.pid)
 
-    async def _watch(
-        self, child: Child, with_socket: bool, on_up: Callable[[Child], Awaitable[None]], ready_s: float
-    ) -> None:
+    async def _watch(self, child: Child, role: Role) -> None:
         while True:
-            code = await child.exited()
+            code = await self._until_exit(child, role)
             if not child.may_restart():
                 self._fail(
                     EtudeError(
@@ -171,15 +178,35 @@ class Supervisor:
                     )
                 )
                 return
-            await asyncio.sleep(min(2.0, 0.05 * 2 ** len(child.starts)))  # back-off, not synchronisation
+            await asyncio.sleep(min(2.0, 0.05 * 2**child.recent_starts))  # back-off, not synchronisation
             self.telemetry.event("process", name=child.name, state="restart")
             try:
-                await self._bring_up(child, with_socket, on_up, ready_s)
+                await self._bring_up(child, role)
             except EtudeError as error:
                 if not child.may_restart():
                     self._fail(error)
                     return
                 await child.stop(grace_s=0.1)
+            except OSError as error:
+                hint = "the host refused: see its memory, disk and process limits, then resume the run"
+                self._fail(EtudeError(f"{child.name} cannot be started again", str(error), hint=hint))
+                return
+
+    async def _until_exit(self, child: Child, role: Role) -> int:
+        """Its exit code. One that stays silent for `hung_s` is killed first."""
+        exited = asyncio.create_task(child.exited())
+        try:
+            while not (await asyncio.wait({exited}, timeout=BEAT_S))[0]:
+                try:
+                    await _within(role.answers(child), self.hung_s, f"{child.name} to answer")
+                except DeadlineExceeded as error:
+                    self.telemetry.event("process", name=child.name, state="hung", pid=child.pid, reason=error.what)
+                    child.kill()
+                except EtudeError:
+                    continue  # it is going: its end will tell
+            return exited.result()
+        finally:
+            exited.cancel()
 
     def _fail(self, error: EtudeError) -> None:
         if not self.failed.done():
@@ -207,7 +234,7 @@ class Supervisor:
         self.children.clear()
 
 
-async def _within(work: Awaitable[None], seconds: float, what: str) -> None:
+async def _within(work: Awaitable[object], seconds: float, what: str) -> None:
     try:
         async with asyncio.timeout(seconds):
             await work

@@ -90,7 +90,7 @@ class Rolling:
 
     def __init__(self, ledger: Ledger, crew: Crew, telemetry: Telemetry, *, max_running: int) -> None:
         self.ledger, self.crew, self.telemetry = ledger, crew, telemetry
-        self._room = asyncio.Semaphore(max_running)
+        self._max_running = max_running
         self._settled = asyncio.Event()
         self._lost: Counter[str] = Counter()  # workers that died under a rollout
 
@@ -101,16 +101,17 @@ class Rolling:
 
     async def run(self, next_waiting: Callable[[], str | None], more: asyncio.Event) -> None:
         """Start waiting rollouts in order, for ever; cancel to stop. `more` is set when there may be new ones."""
+        room = asyncio.Semaphore(self._max_running)  # of this call: one that was cancelled takes its places with it
         async with asyncio.TaskGroup() as tasks:
             while True:
-                await self._room.acquire()
+                await room.acquire()
                 while (rollout_id := next_waiting()) is None:
                     more.clear()
                     await more.wait()
                 self.ledger.move(rollout_id, "running")
-                tasks.create_task(self._run_one(rollout_id, more), name=rollout_id)
+                tasks.create_task(self._run_one(rollout_id, room, more), name=rollout_id)
 
-    async def _run_one(self, rollout_id: str, more: asyncio.Event) -> None:
+    async def _run_one(self, rollout_id: str, room: asyncio.Semaphore, more: asyncio.Event) -> None:
         try:
             spec = self.ledger.spec(rollout_id)
             try:
@@ -124,7 +125,7 @@ class Rolling:
                 self._tell(rollout, outcome)
             self._settle(spec.group_id)
         finally:
-            self._room.release()
+            room.release()
 
     def _give_back(self, spec: RolloutSpec, lost: EtudeError) -> None:
         """Its worker is gone: run it again, or say that it cannot be run."""

@@ -17,7 +17,7 @@ from etude.gateway import GatewayConfig, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
 from etude.loop.crew import read_url
-from etude.loop.processes import Child, Supervisor
+from etude.loop.processes import Child, Role, Supervisor
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -42,9 +42,12 @@ async def serve_checkpoint(
         async def on_up(child: Child) -> None:
             fleet.add("engine", HttpEngine(await read_url(ready_file, child.pid)))
 
+        async def answers(_: Child) -> None:
+            await fleet.engines["engine"].info(deadline_s=2 * supervisor.hung_s)
+
         try:
             engine = Child("engine", argv, logs=folder, telemetry=telemetry)
-            await supervisor.add(engine, with_socket=False, on_up=on_up)
+            await supervisor.add(engine, Role(on_up, answers))
             info = await fleet.engines["engine"].info()
             app = create_app(fleet, chat, model=model, context_tokens=info.context_tokens, config=gateway, key=key)
             async with serving(app, config=gateway) as url:
