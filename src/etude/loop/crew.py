@@ -1,8 +1,8 @@
 """The children of a run by role: learner, engines, workers, graders; how each is started, found again and called.
 
-Every call has a deadline. A child that dies or hangs is brought back by the supervisor; calls that were under way fail with
-`Lost` and the caller decides what that means (a rollout is requeued, a grade is asked again, training resumes from
-its checkpoint).
+Every call has a deadline. A child that dies or hangs is brought back by the supervisor; calls that were under way
+fail with `Lost` and the caller decides what that means (a rollout is requeued, a grade is asked again, training
+resumes from its checkpoint).
 """
 
 from __future__ import annotations

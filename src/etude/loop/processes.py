@@ -3,7 +3,8 @@
 A child is ``python -m MODULE ...`` in its own process group with its output in ``logs/<name>.log``. It gets a
 SIGKILL from the kernel when the conductor dies (PR_SET_PDEATHSIG) and sees end-of-file on its socket, so there are
 no orphans. A child that dies is restarted with back-off, up to `MAX_RESTARTS` times within `RESTART_WINDOW_S`;
-then the run ends by name. One that lives and does not answer for `hung_s` is as good as dead: it is killed, by name. Knows nothing of what the children do.
+then the run ends by name. One that lives and stays silent for `hung_s` is as good as dead: it is killed, by name.
+Knows nothing of what the children do.
 """
 
 from __future__ import annotations
