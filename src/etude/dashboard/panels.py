@@ -1,0 +1,310 @@
+"""The plots of the report: each takes a view and gives a `Panel`, or None where the run has nothing to show."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from etude.dashboard.plot import WIDE, Estimate, LaneRow, Series, bar_chart, lane_chart, legend, line_chart
+from etude.dashboard.read import Event, RunView, counts, number
+from etude.dashboard.summary import quantile, weights
+from etude.dashboard.utilisation import Lane, lanes
+from etude.dashboard.words import clock, duration, percent, significant, size
+
+_MAX_BARS = 400
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A plot with its words. `svg` and `legend` are markup; title and note are plain text."""
+
+    title: str
+    note: str
+    svg: str
+    legend: str = ""
+    wide: bool = False
+
+
+def learning(view: RunView) -> Panel | None:
+    """Reward of each step, and the evaluations with their intervals."""
+    steps = view.by_step("rl.step")
+    rewards, best = _points(steps, "reward_mean"), _points(steps, "best_of_k")
+    last = max((x for x, _ in rewards), default=0.0)
+    estimates = _estimates(view.evaluations_during(), "validation", 3)
+    for name, at in (("before", 0.0), ("after", last)):
+        event = view.evaluation(name)
+        estimates += _estimates([{**event, "step": at}] if event else [], f"held-out, {name}", 2)
+    if not rewards and not estimates:
+        return None
+    series = [Series("best of a group", best, 4), Series("reward", rewards, 1)]
+    return Panel(
+        "Solve rate",
+        "Mean reward of the rollouts that each step trained on, the share of groups with at least one success, and "
+        "evaluations with 95 % intervals. Settings were chosen on validation tasks, never on held-out ones.",
+        line_chart(
+            series,
+            title="Solve rate by step",
+            x_label="step",
+            estimates=estimates,
+            y_range=(0.0, 1.0),
+            x_format=_whole,
+            y_format=lambda value: f"{value:.2f}",
+            frame=WIDE,
+        ),
+        legend([("reward", 1), ("best of a group", 4), ("held-out", 2), ("validation", 3)]),
+        wide=True,
+    )
+
+
+def lag_histogram(view: RunView) -> Panel | None:
+    """How stale the experience was."""
+    steps = view.by_step("rl.step")
+    rollouts, tokens = (_shares(steps, key) for key in ("lag", "token_lag"))
+    lags = sorted({*rollouts, *tokens})
+    if not lags:
+        return None
+    names = ["rollouts, by their oldest token", "sampled tokens"]
+    groups = [(str(k), [rollouts.get(k, 0.0), tokens.get(k, 0.0)]) for k in lags]
+    return Panel(
+        "Lag",
+        "The learner's step when it trained, minus the step that sampled: of each rollout's oldest token, and of all "
+        "tokens.",
+        bar_chart(groups, names, title="Lag", x_label="steps behind the learner", y_format=percent),
+        legend([(names[0], 1), (names[1], 2)]),
+    )
+
+
+def utilisation(view: RunView) -> Panel | None:
+    """Who worked when."""
+    found, began, now = lanes(view), view.began, view.now
+    if not any(lane.samples for lane in found.values()) or began is None or now is None:
+        return None
+    spans = [(s.name, s.start - began, (s.end or now) - began) for s in view.phases()]
+    rows = [_row(lane, began) for lane in sorted(found.values(), key=lambda lane: _rank(lane.name)) if lane.samples]
+    return Panel(
+        "Utilisation",
+        "CPU time of each process, a full bar being one core (or its own peak, where that is more); at the right the "
+        "CPU time in all.",
+        lane_chart(
+            rows, spans, title="CPU share of each process over time", x_range=(0.0, now - began), x_format=clock
+        ),
+        wide=True,
+    )
+
+
+def _row(lane: Lane, began: float) -> LaneRow:
+    top = max(1.0, *(cpu / (b - a) for a, b, cpu in lane.samples))
+    every = -(-len(lane.samples) // _MAX_BARS)
+    merged = [lane.samples[i : i + every] for i in range(0, len(lane.samples), every)]
+    bars = [
+        (m[0][0] - began, m[-1][1] - began, sum(c for *_, c in m) / sum(b - a for a, b, _ in m) / top) for m in merged
+    ]
+    note = duration(lane.cpu_s()) + (f" · {top:.1f}x" if top > 1.5 else "")
+    return LaneRow(lane.name, bars, note, 1 + _rank(lane.name)[0] % 5)
+
+
+def _rank(name: str) -> tuple[int, str]:
+    kinds = ("learner", "engine", "worker", "grader", "conductor")
+    return next((i for i, kind in enumerate(kinds) if name.startswith(kind)), len(kinds)), name
+
+
+def deltas(view: RunView) -> Panel | None:
+    """What each version's delta weighed, against the bound."""
+    events = view.by_step("weights.publish")
+    small = [event for event in events if not event.get("anchor")]
+    sent, bound = _points(small, "object_bytes"), _points(small, "bound_bytes")
+    if not sent:
+        return None
+    anchors = [number(event, "object_bytes") or 0.0 for event in events if event.get("anchor")]
+    whole = f" {len(anchors)} anchors of {size(max(anchors))} are not shown." if anchors else ""
+    share = weights(view)["share_of_bound"]
+    reached = f" In all {percent(share)} of the bound." if share else ""
+    return Panel(
+        "Weights on the wire",
+        "Bytes of each version's delta, and the information-theoretic bound that no code of its kind can beat."
+        + reached
+        + whole,
+        line_chart(
+            [Series("sent", sent, 1), Series("bound", bound, 2)],
+            title="Delta bytes by step",
+            x_label="step",
+            x_format=_whole,
+            y_format=size,
+        ),
+        legend([("sent", 1), ("bound", 2)]),
+    )
+
+
+def pauses(view: RunView) -> Panel | None:
+    """How long engines stood still to swap their weights."""
+    events = [event for event in view.of("engine.adopt") if number(event, "num_running")]
+    points = [(x, 1e3 * y) for x, y in _points(events, "pause_s")]
+    if not points:
+        return None
+    ordered = sorted(y for _, y in points)
+    middle, worst = quantile(ordered, 0.5), quantile(ordered, 0.99)
+    return Panel(
+        "Pauses",
+        f"Milliseconds that an engine with requests in flight stood still to swap its weights: median "
+        f"{significant(middle or 0)}, p99 {significant(worst or 0)}.",
+        line_chart(
+            [Series("pause", points, 1, dots_only=True)],
+            title="Pauses in ms by step",
+            x_label="step",
+            x_format=_whole,
+            y_format=lambda v: f"{significant(v)} ms",
+        ),
+    )
+
+
+def parity(view: RunView) -> Panel | None:
+    """How well samplers and trainer agree, on a logarithmic scale."""
+    steps = view.by_step("rl.step")
+    kinds = (("fresh rollouts", "fresh_ratio_max", 2), ("all, 99th percentile", "ratio_p99", 4), ("k3", "k3", 3))
+    series = [Series(name, _positive(_points(steps, key)), colour) for name, key, colour in kinds]
+    probes: dict[float, float] = {}
+    for x, y in _points(view.of("engine.probe"), "ratio_max"):
+        probes[x] = max(y, probes.get(x, 0.0))
+    series.insert(0, Series("probe", _positive(sorted(probes.items())), 1))
+    if not any(one.points for one in series):
+        return None
+    return Panel(
+        "Parity",
+        "max |r − 1| of the version-matched probe and of fresh rollouts (one version sampled the whole context), the "
+        "99th percentile over all tokens, and the k3 estimate of the KL from sampler to trainer. Zeros are not shown.",
+        line_chart(
+            series,
+            title="Disagreement of sampler and trainer by step",
+            x_label="step",
+            log=True,
+            x_format=_whole,
+        ),
+        legend([(one.label, one.colour) for one in series if one.points]),
+    )
+
+
+def mid_training(view: RunView) -> Panel | None:
+    """Loss before RL."""
+    trained, held = (
+        _points(view.of("mid.step"), "loss", "tokens"),
+        _points(view.of("mid.eval"), "heldout_loss", "tokens"),
+    )
+    if not trained and not held:
+        return None
+    return Panel(
+        "Mid-training loss",
+        "Nats a token, on the training corpus and on held-out text.",
+        line_chart(
+            [Series("training", trained, 1), Series("held-out", held, 2)],
+            title="Mid-training loss by tokens",
+            x_label="tokens",
+            zero=False,
+            x_format=_tokens,
+        ),
+        legend([("training", 1), ("held-out", 2)]),
+    )
+
+
+def copy_probe(view: RunView) -> Panel | None:
+    """The skill whose lack the loss hides."""
+    points = _points(view.of("mid.eval"), "copy_probe", "tokens")
+    if not points:
+        return None
+    return Panel(
+        "Copy probe",
+        "Share of constants copied rightly from a docstring into code: what RL needs, and the loss hides.",
+        line_chart(
+            [Series("copied", points, 3)],
+            title="Copy probe by tokens",
+            x_label="tokens",
+            y_range=(0.0, 1.0),
+            x_format=_tokens,
+        ),
+    )
+
+
+def _step_panel(
+    title: str, note: str, *keys: tuple[str, str], shown: Callable[[float], str] = significant
+) -> Callable[[RunView], Panel | None]:
+    """A panel of plain numbers of each step."""
+
+    def panel(view: RunView) -> Panel | None:
+        steps = view.by_step("rl.step")
+        series = [Series(name, _points(steps, key), i + 1) for i, (name, key) in enumerate(keys)]
+        if not any(one.points for one in series):
+            return None
+        svg = line_chart(series, title=f"{title} by step", x_label="step", x_format=_whole, y_format=shown)
+        return Panel(title, note, svg, legend([(s.label, s.colour) for s in series]) if len(series) > 1 else "")
+
+    return panel
+
+
+entropy = _step_panel("Entropy", "Nats a sampled token; a sudden fall is a collapse.", ("entropy", "entropy"))
+gradient = _step_panel("Gradient norm", "Before clipping.", ("gradient norm", "grad_norm"))
+no_signal = _step_panel(
+    "Groups without signal",
+    "Share of groups whose siblings all had the same reward, or too few that were valid: they teach nothing.",
+    ("groups", "no_signal_share"),
+    shown=percent,
+)
+shares = _step_panel(
+    "Clipped and rerouted",
+    "Shares of tokens whose ratio was clipped, and of token-layers whose live top-k differs from the replayed experts.",
+    ("clipped tokens", "clip_share"),
+    ("flipped experts", "flipped_share"),
+    shown=percent,
+)
+lengths = _step_panel(
+    "Length of a rollout", "Turns a rollout, mean over a step.", ("turns", "turns_mean"), shown=significant
+)
+waiting = _step_panel(
+    "Where a step's time goes",
+    "Seconds that the learner waited for its batch, and that it trained and published.",
+    ("waited", "wait_s"),
+    ("trained and published", "train_s"),
+)
+
+PANELS: tuple[tuple[str, tuple[Callable[[RunView], Panel | None], ...]], ...] = (
+    ("Learning", (learning, no_signal, lengths)),
+    ("Asynchrony", (utilisation, lag_histogram, waiting)),
+    ("Weights", (deltas, pauses)),
+    ("Sampler and trainer", (parity, shares)),
+    ("Optimisation", (entropy, gradient)),
+    ("Mid-training", (mid_training, copy_probe)),
+)
+"""The report's sections, in order."""
+
+
+def _points(events: Iterable[Event], key: str, x: str = "step") -> list[tuple[float, float]]:
+    found = ((number(event, x), number(event, key)) for event in events)
+    return [(a, b) for a, b in found if a is not None and b is not None]
+
+
+def _positive(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in points if y > 0]
+
+
+def _estimates(events: Iterable[Event], name: str, colour: int) -> list[Estimate]:
+    found = []
+    for event in events:
+        step, rate, low, high = (number(event, key) for key in ("step", "rate", "low", "high"))
+        if step is not None and rate is not None and low is not None and high is not None:
+            found.append(Estimate(name, step, rate, low, high, colour))
+    return found
+
+
+def _shares(steps: Sequence[Event], key: str) -> dict[int, float]:
+    total: Counter[int] = Counter()
+    for event in steps:
+        total.update({int(k): int(n) for k, n in counts(event, key).items() if k.lstrip("-").isdecimal()})
+    whole = sum(total.values())
+    return {k: n / whole for k, n in total.items()} if whole else {}
+
+
+def _whole(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) else ""
+
+
+def _tokens(value: float) -> str:
+    return f"{significant(value / 1e6)}M" if value >= 1e5 else f"{value:.0f}"

@@ -1,0 +1,256 @@
+"""Small plots as inline SVG: lines with intervals, bars, lanes. No script, no font and no colour of their own.
+
+Colours are classes (`c1` …) that the page's stylesheet gives, so that a plot fits a light and a dark page. Hovering a
+point shows its value (`<title>`). Everything that is drawn as text is escaped. Knows nothing of runs.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from etude.dashboard.scale import Scale, domain, ticks
+from etude.dashboard.words import significant
+
+Point = tuple[float, float]
+Format = Callable[[float], str]
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 60, 12, 40
+_MAX_DOTS = 90
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The size of a plot in its own units, and where its axes stand."""
+
+    width: int = 560
+    height: int = 230
+
+    @property
+    def right(self) -> int:
+        return self.width - _RIGHT
+
+    @property
+    def bottom(self) -> int:
+        return self.height - _BOTTOM
+
+
+NORMAL, WIDE = Frame(), Frame(1160, 320)
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line. `colour` is the number of a colour class."""
+
+    label: str
+    points: Sequence[Point]
+    colour: int
+    dots_only: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A point with its interval."""
+
+    label: str
+    x: float
+    value: float
+    low: float
+    high: float
+    colour: int
+
+
+@dataclass(frozen=True)
+class LaneRow:
+    """One row of a lane chart: (from, to, height from 0 to 1) bars, and a note at its end."""
+
+    label: str
+    bars: Sequence[tuple[float, float, float]]
+    note: str
+    colour: int
+
+
+def tag(name: str, content: str = "", **attributes: object) -> str:
+    """An element; `content` is markup already, attributes are escaped. `cls` stands for class, `_` for a hyphen."""
+    words = "".join(
+        f' {"class" if key == "cls" else key.replace("_", "-")}="{html.escape(str(value))}"'
+        for key, value in attributes.items()
+    )
+    return f"<{name}{words}>{content}</{name}>" if content else f"<{name}{words}/>"
+
+
+def label(x: float, y: float, words: str, cls: str = "tick", anchor: str = "middle") -> str:
+    """A text element."""
+    return tag("text", html.escape(words), x=round(x, 1), y=round(y, 1), cls=cls, text_anchor=anchor)
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    estimates: Sequence[Estimate] = (),
+    y_range: tuple[float, float] | None = None,
+    log: bool = False,
+    zero: bool = True,
+    rule: float | None = None,
+    x_format: Format = significant,
+    y_format: Format = significant,
+    frame: Frame = NORMAL,
+) -> str:
+    """Lines and estimates over a common x. `rule` is a level to compare with; `log` is of y."""
+    drawn = [one for one in series if one.points]
+    points = [point for one in drawn for point in one.points]
+    values = [y for _, y in points] + [v for e in estimates for v in (e.low, e.high)]
+    if rule is not None:
+        values.append(rule)
+    xs = [x for x, _ in points] + [e.x for e in estimates]
+    air = 14 if estimates else 0  # so that the first estimate stands clear of the axis
+    x = Scale(min(xs, default=0.0), max(xs, default=1.0), _LEFT + air, frame.right)
+    y = Scale(*(y_range or domain(values, zero=zero, log=log)), frame.bottom, _TOP, log)
+    parts = _axes(frame, x, y, x_label, x_format, y_format)
+    if rule is not None:
+        parts.append(tag("line", x1=_LEFT, x2=frame.right, y1=y(rule), y2=y(rule), cls="rule"))
+    parts += [_line(one, x, y, x_format, y_format) for one in drawn]
+    parts += [_estimate(one, x, y, y_format) for one in estimates]
+    parts += [] if estimates else _end_labels(frame, drawn, y, y_format)
+    return _svg(title, frame.width, frame.height, parts)
+
+
+def _axes(frame: Frame, x: Scale, y: Scale, x_label: str, x_format: Format, y_format: Format) -> list[str]:
+    parts = []
+    for value in y.ticks(4):
+        parts.append(tag("line", x1=_LEFT, x2=frame.right, y1=y(value), y2=y(value), cls="grid"))
+        parts.append(label(_LEFT - 8, y(value) + 4, y_format(value), anchor="end"))
+    bottom = frame.bottom
+    parts.append(tag("line", x1=_LEFT, x2=frame.right, y1=bottom, y2=bottom, cls="axis"))
+    parts += [label(x(value), bottom + 17, x_format(value)) for value in x.ticks(6)]
+    parts.append(label((_LEFT + frame.right) / 2, frame.height - 6, x_label, "label"))
+    return parts
+
+
+def _line(one: Series, x: Scale, y: Scale, x_format: Format, y_format: Format) -> str:
+    at = [(x(a), y(b)) for a, b in one.points]
+    path = "M" + "L".join(f"{a} {b}" for a, b in at)
+    parts = [] if one.dots_only else [tag("path", d=path, cls=f"line c{one.colour}")]
+    if one.dots_only or len(at) <= _MAX_DOTS:
+        for (a, b), (vx, vy) in zip(at, one.points, strict=True):
+            said = html.escape(f"{one.label}: {y_format(vy)} at {x_format(vx)}")
+            cls = f"dot c{one.colour}" + (" big" if one.dots_only else "")
+            parts.append(tag("circle", tag("title", said), cx=a, cy=b, r=3.5 if one.dots_only else 2, cls=cls))
+    return "".join(parts)
+
+
+def _estimate(one: Estimate, x: Scale, y: Scale, y_format: Format) -> str:
+    at, low, high = x(one.x), y(one.low), y(one.high)
+    said = f"{one.label}: {y_format(one.value)} [{y_format(one.low)}, {y_format(one.high)}]"
+    return tag(
+        "g",
+        tag("title", html.escape(said))
+        + tag("line", x1=at, x2=at, y1=low, y2=high, cls="whisker")
+        + "".join(tag("line", x1=at - 4, x2=at + 4, y1=end, y2=end, cls="whisker") for end in (low, high))
+        + tag("circle", cx=at, cy=y(one.value), r=4.5, cls="dot big")
+        + label(at, low + 15, y_format(one.value), "end"),
+        cls=f"c{one.colour}",
+    )
+
+
+def _end_labels(frame: Frame, series: Sequence[Series], y: Scale, y_format: Format) -> list[str]:
+    """The last value of each line beside its end, where it does not cover another's."""
+    parts: list[str] = []
+    used: list[float] = []
+    for one in series:
+        value = one.points[-1][1]
+        if not one.dots_only and all(abs(y(value) - other) >= 12 for other in used):
+            used.append(y(value))
+            parts.append(label(frame.right + 6, y(value) + 4, y_format(value), "end", "start"))
+    return parts
+
+
+def bar_chart(
+    groups: Sequence[tuple[str, Sequence[float]]],
+    names: Sequence[str],
+    *,
+    title: str,
+    x_label: str,
+    y_format: Format = significant,
+    frame: Frame = NORMAL,
+) -> str:
+    """Groups of bars side by side; bar i of each group is `names[i]` in colour i + 1."""
+    values = [value for _, bars in groups for value in bars]
+    y = Scale(*domain(values, zero=True), frame.bottom, _TOP)
+    step = (frame.right - _LEFT) / max(1, len(groups))
+    x = Scale(0.0, 1.0, _LEFT, _LEFT)
+    parts = _axes(frame, x, y, x_label, lambda _: "", y_format)
+    wide = min(44.0, step * 0.7 / max(1, len(names)))
+    for i, (name, bars) in enumerate(groups):
+        middle = _LEFT + (i + 0.5) * step
+        parts.append(label(middle, frame.bottom + 17, name))
+        for k, value in enumerate(bars):
+            left, top = middle + (k - len(bars) / 2) * wide, y(value)
+            said = tag("title", html.escape(f"{names[k]}, {name}: {y_format(value)}"))
+            size = {"width": round(wide - 2, 1), "height": round(max(0.0, y(0.0) - top), 1), "rx": 2}
+            parts.append(tag("rect", said, x=round(left + 1, 1), y=top, cls=f"bar c{k + 1}", **size))
+            if value > 0:
+                parts.append(label(left + wide / 2, top - 4, y_format(value), "end"))
+    return _svg(title, frame.width, frame.height, parts)
+
+
+def lane_chart(
+    rows: Sequence[LaneRow],
+    spans: Sequence[tuple[str, float, float]],
+    *,
+    title: str,
+    x_range: tuple[float, float],
+    x_format: Format,
+) -> str:
+    """Rows of bars over a common time, under the named spans of it."""
+    wide, left, right, head, row = WIDE.width, 110, 90, 26, 34
+    height = head + row * len(rows) + 26
+    x = Scale(*x_range, left, wide - right)
+    parts = []
+    for i, (name, start, stop) in enumerate(spans):
+        a, b = x(start), x(stop)
+        size = {"width": round(max(0.5, b - a), 1), "height": head + row * len(rows)}
+        parts.append(tag("rect", tag("title", html.escape(name)), x=a, y=0, cls=f"span odd{i % 2}", **size))
+        if b - a > 7 * len(name):
+            parts.append(label((a + b) / 2, 16, name, "label"))
+    for i, one in enumerate(rows):
+        base = head + row * (i + 1) - 4
+        path = "".join(_step(x(a), x(b), base, base - (row - 10) * min(1.0, share)) for a, b, share in one.bars)
+        parts.append(tag("line", x1=left, x2=wide - right, y1=base, y2=base, cls="grid"))
+        if path:
+            parts.append(tag("path", d=path, cls=f"area c{one.colour}"))
+        parts.append(label(left - 10, base - 6, one.label, "label", "end"))
+        parts.append(label(wide - right + 8, base - 6, one.note, "end", "start"))
+    parts += [label(x(value), height - 8, x_format(value)) for value in time_ticks(*x_range)]
+    return _svg(title, wide, height, parts)
+
+
+def _step(left: float, right: float, base: float, top: float) -> str:
+    return f"M{left} {base}V{round(top, 1)}H{right}V{base}Z"
+
+
+def time_ticks(low: float, high: float, count: int = 8) -> list[float]:
+    """Whole seconds, minutes or hours.
+
+    >>> time_ticks(0, 300)
+    [0.0, 60.0, 120.0, 180.0, 240.0, 300.0]
+    """
+    steps = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+    step = next((s for s in steps if (high - low) / s <= count), None)
+    if step is None:
+        return [float(t) for t in ticks(low, high, count)]
+    return [float(i * step) for i in range(int(-(-low // step)), int(high // step) + 1)]
+
+
+def legend(entries: Sequence[tuple[str, int]]) -> str:
+    """Names beside their colours."""
+    keys = (tag("span", tag("i", " ", cls=f"key c{colour}") + html.escape(name)) for name, colour in entries)
+    return tag("div", "".join(keys), cls="legend")
+
+
+def _svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+    inside = tag("title", html.escape(title)) + "".join(parts)
+    return tag("svg", inside, viewBox=f"0 0 {width} {height}", role="img", aria_label=title)

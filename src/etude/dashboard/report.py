@@ -1,0 +1,144 @@
+"""report.html: a run on one self-contained page, without script and without anything from elsewhere.
+
+Everything that a run wrote reaches the page through the template's escaping or through `plot`'s. The page is made of
+`report.html.jinja` and `report.css` beside this file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from etude.dashboard import words
+from etude.dashboard.panels import PANELS, Panel
+from etude.dashboard.read import PHASES, RunView, counts, number, text
+from etude.dashboard.summary import summarise_view
+from etude.dashboard.transcripts import pair
+from etude.errors import StoreError
+
+Row = tuple[str, ...]
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write report.html into a run folder and return its path; also of a run that is under way.
+
+    Raises `RunError` where there is no run, `StoreError` when it cannot be written.
+    """
+    view = RunView(run_dir)
+    path = view.path / "report.html"
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(page(view), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreError(f"{path} cannot be written", str(error), hint="free disk space, then etude report") from error
+    return path
+
+
+def page(view: RunView) -> str:
+    """The page's HTML."""
+    summary = summarise_view(view)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = environment.from_string(_resource("report.html.jinja"))
+    return template.render(
+        css=Markup(_resource("report.css")),
+        name=view.path.name,
+        origin=_origin(view),
+        heldout=_headline(summary),
+        tiles=list(_tiles(summary)),
+        sections=[(title, found) for title, made in PANELS if (found := [_marked(p) for f in made if (p := f(view))])],
+        families=list(_families(view)),
+        invalid=sorted(summary["invalid"].items()),
+        states=sorted(summary["rollouts"].items()),
+        times=[(name, words.duration(summary["wall_s"][name])) for name in PHASES if name in summary["wall_s"]],
+        cpu=[(name, words.duration(s)) for name, s in sorted(summary["cpu_s"].items(), key=lambda one: -one[1])],
+        host=_host(summary["host"]),
+        pair=pair(view.path / "evals"),
+        config=_text(view.path / "config.toml"),
+    )
+
+
+def _marked(panel: Panel) -> Mapping[str, Any]:
+    return {**vars(panel), "svg": Markup(panel.svg), "legend": Markup(panel.legend)}
+
+
+def _resource(name: str) -> str:
+    return (files("etude.dashboard") / name).read_text(encoding="utf-8")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """The one result: held-out solve rate before and after, in words."""
+    before, after = summary["heldout"]["before"], summary["heldout"]["after"]
+    shown = {name: one for name, one in (("before", before), ("after", after)) if one and one["rate"] is not None}
+    if not shown:
+        return None
+    facts = {name: f"{one['rate']:.2f}" for name, one in shown.items()}
+    for name, one in shown.items():
+        if one["low"] is not None and one["high"] is not None:
+            facts[f"{name}_interval"] = f"{one['low']:.3f} to {one['high']:.3f}"
+    tasks = [str(one["num_tasks"]) for one in shown.values() if one["num_tasks"] is not None]
+    return {**facts, "num_tasks": tasks[-1] if tasks else "?"}
+
+
+def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:
+    """(name, value, remark) of the numbers at the top."""
+    if summary["wall_s"]["total"]:
+        yield "wall time", words.duration(summary["wall_s"]["total"]), "all phases that have ended"
+    if summary["cpu_s"]["total"]:
+        yield "CPU time", words.duration(summary["cpu_s"]["total"]), "all processes"
+    idle = summary["idle"]
+    if idle["learner"] is not None:
+        yield "learner idle", words.percent(idle["learner"]), "of the RL phase, from CPU time"
+    if idle["engines"] is not None:
+        yield "engines idle", words.percent(idle["engines"]), "mean, from CPU time"
+    lag = summary["lag"]
+    if lag["mean"] is not None:
+        yield "lag", words.significant(lag["mean"]), f"mean steps; at most {lag['max']}"
+    sent = summary["weights"]
+    if sent["share_of_bound"] is not None:
+        yield "of the delta bound", words.percent(sent["share_of_bound"]), f"deltas {sent['ratio']:.1f}x smaller"
+    if sent["pause_ms_p99"] is not None:
+        yield "pause p99", f"{words.significant(sent['pause_ms_p99'])} ms", "to swap weights while serving"
+    probe = summary["parity"]["probe_ratio_max"]
+    if probe is not None:
+        yield "probe |r − 1|", words.significant(probe), "largest, engine against learner"
+    if summary["peak_memory_bytes"] is not None:
+        yield "peak memory", words.size(summary["peak_memory_bytes"]), "PSS of all processes"
+
+
+def _families(view: RunView) -> Iterator[Row]:
+    """(family, rate before, rate after) of the held-out evaluations."""
+    before, after = (view.evaluation(name) or {} for name in ("before", "after"))
+    old, new = counts(before, "by_family"), counts(after, "by_family")
+    for family in sorted({*old, *new}):
+        yield family, *(f"{found[family]:.2f}" if family in found else "–" for found in (old, new))
+
+
+def _origin(view: RunView) -> list[str]:
+    """Which run this is, by which etude, of when."""
+    identity = view.identity()
+    etude = text(identity, "etude")
+    found = (text(identity, "run_id") or view.path.name, etude and f"etude {etude}", text(identity, "created"))
+    return [one for one in found if one]
+
+
+def _host(host: Any) -> list[tuple[str, str]]:
+    if not isinstance(host, Mapping):
+        return []
+    shown = [(str(name), str(value)) for name, value in host.items() if name != "memory_bytes"]
+    memory = number(host, "memory_bytes")
+    return shown + ([("memory", words.size(memory))] if memory else [])

@@ -1,0 +1,188 @@
+"""summary.json: a run in numbers, as `docs/formats/run.md` has them. Pure functions of a view.
+
+A number that the run did not come to is null, never zero.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.dashboard.read import Event, RunView, counts, number, read_json
+from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
+
+FORMAT = 1
+_HELDOUT = ("num_tasks", "solved", "rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean")
+
+
+def summarise(run_dir: Path | str) -> dict[str, Any]:
+    """summary.json of a run folder, also of one that is under way. Raises `RunError` where there is none."""
+    return summarise_view(RunView(run_dir))
+
+
+def summarise_view(view: RunView) -> dict[str, Any]:
+    """summary.json of a view."""
+    identity = view.identity()
+    ended = {span.name for span in view.phases() if span.end is not None}
+    return {
+        "format": FORMAT,
+        "run_id": identity.get("run_id"),
+        "finished": "eval-after" in ended,
+        "etude": identity.get("etude"),
+        "host": identity.get("host"),
+        "heldout": heldout(view),
+        "baselines": _baselines(view),
+        "wall_s": wall_s(view),
+        "cpu_s": _cpu_s(view),
+        "idle": _rounded(idle(view)),
+        "lag": lag(view.by_step("rl.step")),
+        "weights": weights(view),
+        "parity": parity(view),
+        "invalid": invalid(view),
+        "rollouts": rollout_states(view.path / "ledger.sqlite"),
+        "rl": _rl(view.by_step("rl.step")),
+        "peak_memory_bytes": peak_memory_bytes(view),
+    }
+
+
+def heldout(view: RunView) -> dict[str, Any]:
+    """Evaluations before, during and after. Those during RL are of validation tasks, as their `split` says."""
+    before, after = view.evaluation("before"), view.evaluation("after")
+    during = view.evaluations_during()
+    return {
+        "before": _pick(before, _HELDOUT) if before else None,
+        "during": [{"split": event.get("split"), **_pick(event, ("step", *_HELDOUT))} for event in during],
+        "after": _pick(after, _HELDOUT) if after else None,
+    }
+
+
+def _baselines(view: RunView) -> dict[str, float | None]:
+    event = view.latest("eval.baselines") or {}
+    return {name: number(event, name) for name in ("oracle", "random")}
+
+
+def wall_s(view: RunView) -> dict[str, float]:
+    """Wall time of each phase that has ended, and their sum."""
+    found = {span.name: span.wall_s for span in view.phases() if span.end is not None and span.wall_s is not None}
+    for one in read_json(view.path / "phases.json", list):
+        seconds = number(one, "wall_s") if isinstance(one, dict) else None
+        if seconds is not None:
+            found.setdefault(str(one.get("phase")), seconds)
+    return {"total": round(math.fsum(found.values()), 3), **found}
+
+
+def _cpu_s(view: RunView) -> dict[str, float]:
+    found = cpu_s(view)
+    return {"total": round(math.fsum(found.values()), 3), **_rounded(found)}
+
+
+def lag(steps: Sequence[Event]) -> dict[str, Any]:
+    """Lag of the rollouts' oldest tokens: mean, largest, and number of rollouts by lag."""
+    histogram: Counter[int] = Counter()
+    for event in steps:
+        for name, n in counts(event, "lag").items():
+            if name.lstrip("-").isdecimal():
+                histogram[int(name)] += int(n)
+    total = sum(histogram.values())
+    return {
+        "mean": sum(k * n for k, n in histogram.items()) / total if total else None,
+        "max": max(histogram, default=None),
+        "histogram": {str(k): histogram[k] for k in sorted(histogram)},
+    }
+
+
+def weights(view: RunView) -> dict[str, Any]:
+    """What travelled. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the bound's ratio, 1 is perfect) are
+    over deltas; pauses are of the engines that had requests in flight when they swapped."""
+    published = view.of("weights.publish")
+    deltas = [event for event in published if not event.get("anchor")]
+    sent, bound = _total(deltas, "object_bytes"), _total(deltas, "bound_bytes")
+    adopted = [event for event in view.of("engine.adopt") if number(event, "num_running")]
+    pauses = sorted(1e3 * pause for event in adopted if (pause := number(event, "pause_s")) is not None)
+    return {
+        "num_publishes": len(published),
+        "object_bytes": int(_total(published, "object_bytes")),
+        "ratio": _total(deltas, "snapshot_bytes") / sent if sent else None,
+        "share_of_bound": bound / sent if sent else None,
+        "pause_ms_p50": quantile(pauses, 0.5),
+        "pause_ms_p99": quantile(pauses, 0.99),
+        "pause_ms_max": pauses[-1] if pauses else None,
+    }
+
+
+def parity(view: RunView) -> dict[str, float | None]:
+    """How well samplers and trainer agree."""
+    steps = view.by_step("rl.step")
+    return {
+        "probe_ratio_max": max(_values(view.of("engine.probe"), "ratio_max"), default=None),
+        "fresh_ratio_max": max(_values(steps, "fresh_ratio_max"), default=None),
+        "k3_mean": _mean(_values(steps, "k3")),
+        "flipped_share_mean": _mean(_values(steps, "flipped_share")),
+    }
+
+
+def invalid(view: RunView) -> dict[str, int]:
+    """Invalid rollouts of training by boundary."""
+    found: Counter[str] = Counter()
+    for event in view.by_step("rl.step"):
+        found.update({name: int(n) for name, n in counts(event, "invalid").items()})
+    return dict(sorted(found.items()))
+
+
+def rollout_states(ledger: Path) -> dict[str, int]:
+    """Rollouts by state, read beside the ledger's writer; empty when there is no sound ledger."""
+    try:
+        connection = sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
+    except sqlite3.Error:
+        return {}
+    try:
+        return dict(connection.execute("SELECT state, count(*) FROM rollouts GROUP BY state").fetchall())
+    except sqlite3.Error:
+        return {}
+    finally:
+        connection.close()
+
+
+def _rl(steps: Sequence[Event]) -> dict[str, Any]:
+    rewards = _values(steps, "reward_mean")
+    return {
+        "steps": len(steps),
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": rewards[-1] if rewards else None,
+        "no_signal_share": _mean(_values(steps, "no_signal_share")),
+    }
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least `share` of the ascending values do not exceed; None of nothing.
+
+    >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)
+    (2.0, None)
+    """
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def _pick(event: Event, names: Iterable[str]) -> dict[str, float | int | None]:
+    found = {name: number(event, name) for name in names}
+    whole = {"step", "num_tasks", "solved"}
+    return {name: int(v) if name in whole and v is not None else v for name, v in found.items()}
+
+
+def _values(events: Iterable[Event], key: str) -> list[float]:
+    return [value for event in events if (value := number(event, key)) is not None]
+
+
+def _total(events: Iterable[Event], key: str) -> float:
+    return math.fsum(_values(events, key))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value is None else round(value, 4) for name, value in values.items()}

@@ -1,0 +1,189 @@
+"""A run in a terminal: a live view, one plain line for pipes, and what to say at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from etude.dashboard import words
+from etude.dashboard.progress import current_phase, progress
+from etude.dashboard.read import PHASES, Event, RunView, number, text
+from etude.dashboard.summary import heldout, invalid, lag, summarise_view, weights
+from etude.dashboard.utilisation import idle
+
+
+def render(view: RunView) -> RenderableType:
+    """The view of this moment. Everything that changes is in it, nothing of it is remembered."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True, min_width=10)
+    facts.add_column()
+    for name, value in _facts(view):
+        facts.add_row(name, value)
+    return Group(_title(view), _phases(view), Text(), _bar(view), facts)
+
+
+def plain_line(view: RunView) -> str:
+    """The same in one line."""
+    phase = current_phase(view)
+    if phase is None:
+        return "starting"
+    at = progress(view)
+    found = [words.duration((view.now or 0.0) - (view.began or 0.0)), phase.name]
+    if at is not None:
+        left = f" ({words.duration(at.left_s)} left)" if at.left_s is not None else ""
+        found.append(f"{at.done}/{at.total}{left}")
+    found += [f"{name} {value.plain.lstrip(words.BARS)}" for name, value in _facts(view)]
+    return "  ".join(" ".join(one.split()) for one in found)
+
+
+def result_lines(run_dir: Path | str) -> list[str]:
+    """What a finished run has to say, in a few lines."""
+    view = RunView(run_dir)
+    summary = summarise_view(view)
+    found, spent, sent = summary["heldout"], summary["wall_s"], summary["weights"]
+    lines = [_verdict(found)]
+    parts = ", ".join(f"{name} {words.duration(spent[name])}" for name in PHASES if spent.get(name, 0) >= 0.05)
+    lines.append(f"{words.duration(spent['total'])} in all: {parts}")
+    if sent["share_of_bound"] is not None:
+        lines.append(
+            f"weights: {sent['num_publishes']} versions, {words.size(sent['object_bytes'])}; deltas "
+            f"{sent['ratio']:.1f}x smaller than the weights, {words.percent(sent['share_of_bound'])} of the bound"
+        )
+    lines.append(f"report: {view.path / 'report.html'}")
+    lines.append(f"talk to it: etude serve {view.path}")
+    return lines
+
+
+def _verdict(found: Mapping[str, Any]) -> str:
+    before, after = found["before"], found["after"]
+    if before is None or after is None or before["rate"] is None or after["rate"] is None:
+        return "no held-out result: the run did not come so far"
+    return (
+        f"held-out solve rate {before['rate']:.3f} [{before['low']:.3f}, {before['high']:.3f}] → "
+        f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on {after['num_tasks']} tasks"
+    )
+
+
+def _title(view: RunView) -> RenderableType:
+    line = Table.grid(expand=True)
+    line.add_column(no_wrap=True, overflow="ellipsis")
+    line.add_column(justify="right", style="dim", no_wrap=True)
+    line.add_row(Text(view.path.name, "bold"), words.duration((view.now or 0.0) - (view.began or 0.0)))
+    return line
+
+
+def _phases(view: RunView) -> Text:
+    spans = {span.name: span for span in view.phases()}
+    line = Text()
+    for name in PHASES:
+        span = spans.get(name)
+        if span is None:
+            line.append(f"· {name}   ", "dim")
+        elif span.end is None:
+            line.append(f"▸ {name}   ", "bold cyan")
+        else:
+            line.append("✓ ", "green")
+            line.append(f"{name} ").append(f"{words.duration(span.wall_s or span.end - span.start)}   ", "dim")
+    return line
+
+
+def _bar(view: RunView) -> RenderableType:
+    at = progress(view)
+    if at is None:
+        return Text("starting" if current_phase(view) is None else "", "dim")
+    line = Table.grid(padding=(0, 2))
+    left = f"{words.duration(at.left_s)} left" if at.left_s is not None and at.phase.end is None else ""
+    line.add_row(
+        Text(f"{at.phase.name} {at.done}/{at.total}", "bold"),
+        ProgressBar(total=max(1, at.total), completed=at.done, width=32),
+        words.percent(at.share),
+        Text(left, "dim"),
+    )
+    return line
+
+
+def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
+    """Name and value of each thing worth a line now."""
+    phase = current_phase(view)
+    if phase is not None and phase.name == "mid-training":
+        yield from _mid_training(view)
+    steps = view.by_step("rl.step")
+    rewards = [value for event in steps if (value := number(event, "reward_mean")) is not None]
+    if rewards:
+        yield "solve rate", Text(words.sparkline(rewards) + f" {rewards[-1]:.2f}", "bold green")
+    yield from _evaluations(view)
+    if not steps:
+        return
+    lags = lag(steps)
+    if lags["mean"] is not None:
+        yield "lag", Text(f"mean {lags['mean']:.2f}, at most {lags['max']}")
+    shares = [f"{name} {words.percent(share)}" for name, share in idle(view).items() if share is not None]
+    if shares:
+        yield "idle", Text(", ".join(shares))
+    yield from _delta(view)
+    found = invalid(view)
+    bad = ", ".join(f"{name} {n}" for name, n in found.items()) or "none"
+    yield "invalid", Text(bad, "yellow" if found else "")
+    yield from _trouble(view)
+
+
+def _mid_training(view: RunView) -> Iterator[tuple[str, Text]]:
+    event = view.latest("mid.step")
+    loss = number(event, "loss") if event else None
+    if event is None or loss is None:
+        return
+    speed = number(event, "tokens_per_s")
+    yield "loss", Text(f"{loss:.3f}" + (f" at {words.significant(speed)} tokens/s" if speed else ""))
+    held = view.latest("mid.eval")
+    found = [
+        f"{label} {value:.3f}"
+        for key, label in (("heldout_loss", "loss"), ("copy_probe", "copies"))
+        if held and (value := number(held, key)) is not None
+    ]
+    if found:
+        yield "held-out", Text(", ".join(found))
+
+
+def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
+    during = view.evaluations_during()
+    if during and (rate := number(during[-1], "rate")) is not None:
+        yield "validation", Text(f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}")
+    found = heldout(view)
+    known = [(name, one) for name in ("before", "after") if (one := found[name]) and one["rate"] is not None]
+    if known:
+        yield "held-out", Text(" → ".join(f"{one['rate']:.2f}{_interval(one)} {name}" for name, one in known))
+
+
+def _interval(event: Event) -> str:
+    low, high = number(event, "low"), number(event, "high")
+    return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+
+
+def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
+    sent = [number(event, "object_bytes") for event in view.of("weights.publish") if not event.get("anchor")]
+    total = weights(view)
+    if not sent or sent[-1] is None:
+        return
+    parts = [f"{words.size(sent[-1])} a step"]
+    if total["share_of_bound"] is not None:
+        parts.append(f"{words.percent(total['share_of_bound'])} of the bound")
+    if total["pause_ms_p99"] is not None:
+        parts.append(f"pause p99 {words.significant(total['pause_ms_p99'])} ms")
+    yield "delta", Text(", ".join(parts))
+
+
+def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
+    """The newest thing that went wrong and was mended."""
+    restarts = [e for e in view.of("process") if text(e, "state") == "restart"]
+    lost = [e for e in view.of("lineage") if text(e, "state") == "lost"]
+    said = [(float(e["t"]), f"{text(e, 'name')} was restarted") for e in restarts]
+    said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
+    said += [(float(e["t"]), "the learner was lost and replaced") for e in lost]
+    if said:
+        yield "trouble", Text(max(said)[1] + (f" ({len(said)} in all)" if len(said) > 1 else ""), "yellow")

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from etude.dashboard import RunView, plain_line, render, result_lines, summarise
+from etude.dashboard.progress import current_phase, progress
+from etude.dashboard.report import page
+from etude.dashboard.transcripts import pair
+from etude.errors import RunError
+
+
+def test_events_of_all_processes_are_merged_by_time(writer):
+    writer.event(3.0, "engine-1", "engine.adopt", step=2)
+    writer.event(1.0, "engine-0", "engine.adopt", step=1)
+    view = RunView(writer.path)
+    assert [event["step"] for event in view.of("engine.adopt")] == [1, 2]
+    assert (view.began, view.now) == (1.0, 3.0)
+
+
+def test_a_refresh_reads_only_what_is_new_and_waits_for_whole_lines(writer):
+    writer.event(1.0, "learner", "mid.step", step=1)
+    view = RunView(writer.path)
+    with (writer.path / "events/learner.jsonl").open("a") as file:
+        file.write('{"t": 2.0, "kind": "mid.step", "step": 2')
+        file.flush()
+        view.refresh()
+        assert len(view.of("mid.step")) == 1
+        file.write("}\n")
+    view.refresh()
+    assert [event["step"] for event in view.of("mid.step")] == [1, 2]
+    writer.event(3.0, "learner", "mid.step", step=3)
+    view.refresh()
+    assert len(view.of("mid.step")) == 3
+
+
+def test_a_step_done_again_counts_once_as_it_was_done_last(writer):
+    writer.event(1.0, "conductor", "rl.step", step=7, reward_mean=0.1, invalid={"machine": 3}, lag={"1": 2})
+    writer.event(2.0, "conductor", "rl.step", step=7, reward_mean=0.5, invalid={"machine": 1}, lag={"1": 2})
+    summary = summarise(writer.path)
+    assert summary["rl"]["steps"] == 1
+    assert summary["rl"]["reward_last"] == 0.5
+    assert summary["invalid"] == {"machine": 1}
+    assert summary["lag"]["histogram"] == {"1": 2}
+
+
+def test_a_resumed_phase_is_under_way_again(writer):
+    writer.event(1.0, "conductor", "phase", phase="rl", state="start")
+    writer.event(9.0, "conductor", "phase", phase="rl", state="start")
+    span = RunView(writer.path).phase("rl")
+    assert (span.start, span.end) == (9.0, None)
+
+
+def test_the_time_left_follows_the_pace_since_the_last_start(writer):
+    writer.event(0.0, "conductor", "phase", phase="rl", state="start")
+    writer.event(10.0, "conductor", "rl.step", step=1, num_steps=5)
+    writer.event(1000.0, "conductor", "phase", phase="rl", state="start")  # the run rested
+    for i, step in enumerate((2, 3)):
+        writer.event(1010.0 + 4 * i, "conductor", "rl.step", step=step, num_steps=5)
+    at = progress(RunView(writer.path))
+    assert (at.done, at.total, at.left_s, at.share) == (3, 5, 8.0, 0.6)
+
+
+def test_a_phase_without_steps_has_no_progress(writer):
+    writer.event(0.0, "conductor", "phase", phase="eval-before", state="start")
+    view = RunView(writer.path)
+    assert current_phase(view).name == "eval-before"
+    assert progress(view) is None
+
+
+def test_there_is_no_view_of_what_is_not_there(tmp_path):
+    with pytest.raises(RunError, match="no run at"):
+        RunView(tmp_path / "nothing")
+
+
+def test_an_empty_folder_can_be_looked_at(tmp_path):
+    look_everywhere(tmp_path)
+    assert plain_line(RunView(tmp_path)) == "starting"
+
+
+def look_everywhere(path) -> None:
+    view = RunView(path)
+    Console(quiet=True).print(render(view))
+    plain_line(view)
+    result_lines(path)
+    json.dumps(summarise(path))
+    assert page(view).startswith("<!doctype html>")
+
+
+KINDS = [
+    *("phase", "mid.step", "mid.eval", "rl.step", "weights.publish", "engine.adopt", "engine.probe", "engine.load"),
+    *("engine.trouble", "eval.result", "eval.baselines", "usage", "process", "lineage", "rollout"),
+]
+KEYS = [
+    *("step", "num_steps", "phase", "state", "wall_s", "reward_mean", "best_of_k", "lag", "token_lag", "invalid"),
+    *("tokens", "loss", "name", "rate", "low", "high", "by_family", "object_bytes", "bound_bytes", "snapshot_bytes"),
+    *("anchor", "pause_s", "num_running", "ratio_max", "processes", "entropy", "k3", "no_signal_share", "num_tasks"),
+    *("solved", "copy_probe", "oracle", "reason", "wait_s"),
+]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.sampled_from(["rl", "start", "end", "before", "after", "during", "mid-training", "<b>", "lost", "restart"])
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["0", "1", "-2", "cpu_s", "x"]), inner),
+    max_leaves=6,
+)
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.floats(0, 2e9),
+        st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=12),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=EVENTS)
+def test_no_event_however_odd_makes_a_look_at_a_run_fail(tmp_path, events):
+    (tmp_path / "events").mkdir(exist_ok=True)
+    lines = [json.dumps({"t": t, "kind": kind, "process": "p", **facts}) for kind, t, facts in events]
+    (tmp_path / "events/p.jsonl").write_text("\n".join(lines) + "\n")
+    look_everywhere(tmp_path)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_of_a_run_never_make_a_look_fail(small, data):
+    names = ["run.json", "phases.json", "ledger.sqlite", "evals/before.parquet", "evals/after.parquet", "config.toml"]
+    names += [f"events/{name}.jsonl" for name in ("conductor", "learner", "engine-0")]
+    path = small / data.draw(st.sampled_from(names))
+    whole = path.read_bytes()
+    content = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 5))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    try:
+        look_everywhere(small)
+        pair(small / "evals")
+    finally:
+        path.write_bytes(whole)

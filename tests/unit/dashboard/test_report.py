@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.dashboard import RunView, write_report
+from etude.dashboard.panels import PANELS
+from etude.dashboard.plot import Series, bar_chart, line_chart
+from etude.dashboard.scale import Scale, domain, ticks
+from etude.dashboard.transcripts import messages, pair
+from etude.errors import RunError, StoreError
+
+VOID = {"meta", "br", "path", "line", "circle", "rect"}
+
+
+class Checker(HTMLParser):
+    """Every element is closed in order; notes each element with its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in VOID and (not self.open or self.open[-1] != tag):
+            return
+        assert self.open.pop() == tag
+
+
+def checked(text: str) -> Checker:
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert checker.open == []
+    return checker
+
+
+@pytest.fixture
+def report(finished) -> str:
+    return write_report(finished).read_text()
+
+
+def test_the_report_is_one_self_contained_page(report):
+    seen = checked(report).seen
+    assert not [tag for tag, _ in seen if tag in ("script", "link", "img", "iframe", "object")]
+    assert not [a for _, a in seen for name in a if name in ("src", "href") or name.startswith("on")]
+    assert "@import" not in report
+    assert "url(" not in report
+
+
+def test_the_report_has_a_plot_for_every_panel_of_a_full_run(report):
+    titles = re.findall(r"<h3>([^<]+)</h3>", report)
+    expected = [
+        *("Solve rate", "Groups without signal", "Length of a rollout", "Utilisation", "Lag"),
+        *("Where a step&#39;s time goes", "Weights on the wire", "Pauses", "Parity", "Clipped and rerouted", "Entropy"),
+        *("Gradient norm", "Mid-training loss", "Copy probe"),
+    ]
+    assert titles == expected
+    assert report.count("<svg") == len(expected) == sum(len(panels) for _, panels in PANELS)
+
+
+def test_the_headline_is_the_held_out_result_with_its_intervals(report):
+    assert "Held-out solve rate on 512 tasks" in report
+    assert ">0.31</span>" in report
+    assert ">0.94</span>" in report
+    assert "0.919 to 0.961" in report
+
+
+def test_everything_a_run_wrote_is_escaped(report):
+    assert "<script>" not in report
+    assert "&lt;script&gt;" in report  # in the config
+    assert "&lt;i&gt;method&lt;/i&gt;" in report  # a family's name
+    assert "A &lt;b&gt;fast&lt;/b&gt; one" in report  # the host
+    assert "&lt;4 passed&gt;" in report  # a tool's output
+
+
+def test_a_report_written_again_is_the_same(finished, report):
+    assert write_report(finished).read_text() == report
+    assert sorted(p.name for p in finished.glob("report*")) == ["report.html"]
+
+
+def test_the_report_of_a_run_that_never_came_to_rl_leaves_out_what_is_missing(writer):
+    writer.everything(until="mid-training")
+    text = write_report(writer.path).read_text()
+    checked(text)
+    assert "Mid-training loss" in text
+    assert "Solve rate" not in text
+    assert "before and after" not in text
+
+
+def test_a_report_of_nothing_is_an_error(tmp_path):
+    with pytest.raises(RunError, match="no run at"):
+        write_report(tmp_path / "nothing")
+
+
+def test_a_report_that_cannot_be_written_is_a_store_error(finished):
+    (finished / "report.html").mkdir()
+    with pytest.raises(StoreError, match="cannot be written"):
+        write_report(finished)
+    assert not (finished / "report.tmp").exists()
+
+
+def test_the_task_that_is_shown_failed_before_and_is_solved_after(writer):
+    rows = {
+        "before": [("a", 1.0, "[user] x"), ("b", 0.0, "[user] y"), ("b", 0.0, "[user] y2"), ("c", 0.0, "[user] z")],
+        "after": [("a", 1.0, "[user] x"), ("b", 1.0, "[user] y\n[call] submit"), ("c", 0.5, "[user] z")],
+    }
+    writer.transcripts(rows)
+    found = pair(writer.path / "evals")
+    assert found.task_id == "b"
+    assert (found.before.reward, found.after.reward) == (0.0, 1.0)
+    assert [m.role for m in found.after.messages] == ["user", "call"]
+
+
+def test_no_pair_is_shown_where_nothing_was_learned(writer):
+    writer.transcripts({"before": [("a", 0.0, "x")], "after": [("a", 0.0, "x")]})
+    assert pair(writer.path / "evals") is None
+    assert pair(writer.path / "nowhere") is None
+
+
+@given(st.text(max_size=300))
+def test_any_text_has_messages_and_loses_nothing_but_space(text):
+    kept = "".join(f"[{m.role}]{m.text}" if m.role else m.text for m in messages(text))
+    assert re.sub(r"\s", "", kept) == re.sub(r"\s", "", text)
+
+
+@given(st.text(), st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e9, 1e9)), max_size=30), st.booleans())
+def test_any_series_gives_a_sound_plot_within_its_frame(name, points, log):
+    svg = line_chart([Series(name, points, 1)], title=name, x_label=name, log=log)
+    for tag, attributes in checked(svg).seen:
+        if tag == "circle":
+            assert 0 <= float(attributes["cx"]) <= 560
+            assert 0 <= float(attributes["cy"]) <= 230
+    checked(bar_chart([(name, [y for _, y in points])], [name] * len(points), title=name, x_label=name))
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 9))
+def test_ticks_are_few_round_and_inside(low, width, count):
+    found = ticks(low, low + width, count)
+    assert len(found) <= count + 2
+    assert all(low - 1e-6 * width - 1e-9 * abs(low) <= t <= low + width * (1 + 1e-6) + 1e-9 * abs(low) for t in found)
+
+
+@given(st.lists(st.floats(1e-12, 1e12), min_size=1), st.booleans(), st.booleans())
+def test_a_domain_holds_all_its_values(values, zero, log):
+    low, high = domain(values, zero=zero, log=log)
+    assert low <= min(values) * (1 + 1e-9)
+    assert high >= max(values) * (1 - 1e-9)
+    assert low < high
+    scale = Scale(low, high, 0.0, 100.0, log)
+    assert all(0 <= scale(v) <= 100 for v in values)
+
+
+def test_the_view_writes_nothing(finished):
+    before = {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file()}
+    RunView(finished).refresh()
+    assert {p: p.stat().st_mtime_ns for p in finished.rglob("*") if p.is_file()} == before

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from etude.dashboard import RunView, plain_line, render, result_lines, summarise
+from etude.dashboard.utilisation import cpu_s, idle, lanes
+
+
+def documented(value, keys):
+    return {*keys} <= {*value}
+
+
+def test_a_finished_run_has_every_documented_number(finished):
+    summary = summarise(finished)
+    json.dumps(summary)
+    assert summary["format"] == 1
+    assert summary["finished"] is True
+    assert summary["run_id"] == "laptop-0a1b2c3d"
+    keys = ["rate", "low", "high", "num_tasks", "solved", "best_of_k", "turns_mean", "sampled_mean"]
+    assert documented(summary["heldout"]["before"], keys)
+    assert documented(summary["heldout"]["after"], keys)
+    assert [one["step"] for one in summary["heldout"]["during"]] == [10, 20, 30, 40]
+    assert summary["heldout"]["after"]["num_tasks"] == 512
+    assert summary["baselines"] == {"oracle": 1.0, "random": 0.02}
+    assert summary["wall_s"]["total"] == pytest.approx(293)
+    assert documented(summary["wall_s"], ["corpus", "mid-training", "eval-before", "rl", "eval-after"])
+    assert summary["rollouts"] == {"admitted": 2, "cancelled": 1}
+    assert summary["invalid"] == {"machine": 2}
+    assert summary["rl"]["steps"] == 45
+    assert summary["weights"]["num_publishes"] == 46
+    assert 0.9 < summary["weights"]["share_of_bound"] < 1
+    assert (
+        summary["weights"]["pause_ms_p50"] <= summary["weights"]["pause_ms_p99"] <= summary["weights"]["pause_ms_max"]
+    )
+    assert summary["peak_memory_bytes"] == 1_800_000_000
+    assert summary["parity"]["probe_ratio_max"] < 1e-4
+
+
+def test_what_a_run_did_not_come_to_is_null_and_not_zero(writer):
+    writer.everything(until="mid-training")
+    summary = summarise(writer.path)
+    assert summary["finished"] is False
+    assert summary["heldout"] == {"before": None, "during": [], "after": None}
+    assert summary["idle"] == {"learner": None, "engines": None}
+    assert summary["lag"]["max"] is None
+    assert summary["weights"]["share_of_bound"] is None
+    assert summary["parity"]["k3_mean"] is None
+
+
+def test_lag_is_counted_over_rollouts(writer):
+    writer.event(1.0, "conductor", "rl.step", step=1, lag={"0": 6})
+    writer.event(2.0, "conductor", "rl.step", step=2, lag={"0": 1, "2": 3})
+    assert summarise(writer.path)["lag"] == {"mean": 0.6, "max": 2, "histogram": {"0": 7, "2": 3}}
+
+
+def test_the_bound_is_compared_over_deltas_alone(writer):
+    writer.event(1.0, "learner", "weights.publish", step=0, anchor=True, object_bytes=100, bound_bytes=100.0)
+    facts = {"anchor": False, "snapshot_bytes": 100}
+    writer.event(2.0, "learner", "weights.publish", step=1, object_bytes=20, bound_bytes=15.0, **facts)
+    writer.event(3.0, "learner", "weights.publish", step=2, object_bytes=20, bound_bytes=20.0, **facts)
+    found = summarise(writer.path)["weights"]
+    assert (found["num_publishes"], found["object_bytes"]) == (3, 140)
+    assert (found["ratio"], found["share_of_bound"]) == (5.0, 0.875)
+
+
+def test_pauses_count_where_requests_were_in_flight(writer):
+    writer.event(1.0, "engine-0", "engine.adopt", step=0, pause_s=9.0, num_running=0)
+    for i in range(1, 101):
+        writer.event(1.0 + i, "engine-0", "engine.adopt", step=i, pause_s=i / 1000, num_running=4)
+    found = summarise(writer.path)["weights"]
+    assert [found[f"pause_ms_{q}"] for q in ("p50", "p99", "max")] == pytest.approx([50, 99, 100])
+
+
+def usage(writer, t, **processes):
+    writer.event(
+        t, "conductor", "usage", processes={name.replace("_", "-"): {"cpu_s": s} for name, s in processes.items()}
+    )
+
+
+def test_idle_shares_come_from_cpu_time_of_the_rl_phase(writer):
+    writer.event(10.0, "conductor", "phase", phase="rl", state="start")
+    writer.event(20.0, "conductor", "phase", phase="rl", state="end", wall_s=10.0)
+    usage(writer, 0.0, learner=0.0, engine_0=0.0, engine_1=0.0)
+    usage(writer, 10.0, learner=10.0, engine_0=0.0, engine_1=0.0)  # before RL: does not count
+    usage(writer, 15.0, learner=12.0, engine_0=5.0, engine_1=1.0)
+    usage(writer, 20.0, learner=14.0, engine_0=10.0, engine_1=2.0)
+    shares = idle(RunView(writer.path))
+    assert shares == {"learner": pytest.approx(0.6), "engines": pytest.approx((0.0 + 0.8) / 2)}
+
+
+def test_a_restarted_process_counts_on_from_zero(writer):
+    usage(writer, 0.0, learner=1.0)
+    usage(writer, 1.0, learner=2.0)
+    usage(writer, 2.0, learner=0.5)  # a new process
+    usage(writer, 3.0, learner=1.0)
+    view = RunView(writer.path)
+    assert cpu_s(view) == {"learner": pytest.approx(1.0 + 1.0 + 0.5 + 0.5)}
+    assert lanes(view)["learner"].cpu_s() == pytest.approx(2.0)
+    assert lanes(view)["learner"].cpu_s(2.5, 3.0) == pytest.approx(0.25)
+
+
+def shown(view) -> str:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(view))
+    return console.export_text()
+
+
+def test_the_terminal_shows_what_matters_during_rl(writer):
+    writer.everything(until="rl", rl_steps=23)
+    said = shown(RunView(writer.path))
+    for part in ("rl 23/45", "51 %", "left", "solve rate", "validation", "lag", "mean", "idle", "bound", "machine 1"):
+        assert part in said, part
+    assert "✓ mid-training 1:50" in said
+    assert "▸ rl" in said
+
+
+def test_the_terminal_names_trouble(writer):
+    writer.everything(until="rl", rl_steps=3)
+    writer.event(2e9, "conductor", "process", name="engine-1", state="restart")
+    assert "engine-1 was restarted" in shown(RunView(writer.path))
+
+
+def test_one_plain_line_says_the_same_without_graphics(writer):
+    writer.everything(until="rl", rl_steps=23)
+    line = plain_line(RunView(writer.path))
+    assert "\n" not in line
+    for part in ("rl  23/45", "solve rate 0.8", "idle learner", "of the bound", "invalid machine 1"):
+        assert part in line, part
+    assert not set("▁▂▃▄▅▆▇█") & set(line)
+
+
+def test_the_last_words_of_a_run_name_its_result_and_what_to_do_next(finished, writer):
+    first, *rest = result_lines(finished)
+    assert first == "held-out solve rate 0.310 [0.270, 0.350] → 0.940 [0.919, 0.961] on 512 tasks"
+    assert any(line.startswith("4:53 in all: corpus 3.0 s, mid-training 1:50") for line in rest)
+    assert rest[-1] == f"talk to it: etude serve {finished}"
