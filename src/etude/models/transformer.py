@@ -179,16 +179,20 @@ def _rope_tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Normal weights: inputs of a product at 1/√in; outputs into the residual stream smaller by √(2L)."""
+    """Normal weights: a product's at 1/√in, those into the residual stream smaller by √(2L), embeddings at 1/√D.
+
+    Compared over 300k tokens of demonstrations (held-out loss, nats a token): tied at 1/√D .43, tied at half of it
+    .44, tied at .5 with a small last norm .43, untied .44. So tied, which also has 7 % fewer weights to publish.
+    """
     c, generator = model.config, torch.Generator().manual_seed(seed)
 
     def fill(parameter: torch.Tensor, std: float) -> None:
         parameter.normal_(0.0, std, generator=generator)
 
     residual = 1 / math.sqrt(2 * c.num_layers)
-    fill(model.embedding, 0.5 if model.head is not None else 0.5 * c.hidden_size**-0.5)
+    fill(model.embedding, c.hidden_size**-0.5)
     if model.head is not None:
-        fill(model.head, 0.5 * c.hidden_size**-0.5)
+        fill(model.head, c.hidden_size**-0.5)
     for block in model.blocks:
         assert isinstance(block, Block)
         fill(block.attention.qkv, c.hidden_size**-0.5)

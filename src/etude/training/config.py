@@ -26,7 +26,7 @@ class LearnerConfig:
     clip_high: float = ranged(1.28, low=1.0)
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
     replay_routes: bool = True
-    balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss
+    balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward
     fresh_ratio_limit: float = ranged(0.01, low=0.0)  # max |r - 1| where the sampler's weights are the learner's own
     weights: LiveWeights = LiveWeights.BF16
 

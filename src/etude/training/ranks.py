@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -70,17 +71,19 @@ class _Gloo:
 
 
 def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, stall_s: float = 120.0) -> list[Result]:
-    """Run `work(ranks, job)` in that many processes; their results by rank. `work`, `job` and the results are pickled.
+    """Run `work(ranks, job)` in that many processes, each with one torch thread; their results by rank.
 
-    One rank runs in the caller's process. An `EtudeError` of a rank is raised here. Raises `RunError` when a rank
-    dies, `DeadlineExceeded` when one has not called `beat` for `stall_s`.
+    One rank runs in the caller's process; for more, `work`, `job` and the results are pickled. An `EtudeError` of a
+    rank is raised here. Raises `RunError` when a rank dies, `DeadlineExceeded` when none has called `beat` for
+    `stall_s`.
     """
     if ranks == 1:
-        return [work(Alone(), job)]
+        return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")
     beats = context.Array("q", ranks, lock=False)
     with tempfile.TemporaryDirectory(prefix="etude-ranks-") as meeting:
-        processes, answers = [], []
+        processes: list[SpawnProcess] = []
+        answers: list[Connection] = []
         try:
             for rank in range(ranks):
                 receive, send = context.Pipe(duplex=False)
@@ -90,20 +93,29 @@ def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, sta
                 send.close()
                 processes.append(process)
                 answers.append(receive)
-            return _collect(answers, beats, stall_s)
+            return _collect(answers, processes, beats, stall_s)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(answers: list[Connection], beats: Any, stall_s: float) -> list[Any]:
+def _alone(work: Callable[[Ranks, Job], Result], job: Job) -> Result:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return work(Alone(), job)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _collect(answers: list[Connection], processes: list[SpawnProcess], beats: Any, stall_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     last, since = list(beats), time.monotonic()
     while len(results) < len(answers):
         for ready in wait([a for rank, a in enumerate(answers) if rank not in results], timeout=0.5):
             rank = answers.index(ready)  # type: ignore[arg-type]
-            results[rank] = _answer(ready, rank)  # type: ignore[arg-type]
+            results[rank] = _answer(ready, processes)  # type: ignore[arg-type]
         if list(beats) != last:
             last, since = list(beats), time.monotonic()
         elif time.monotonic() - since > stall_s:
@@ -113,11 +125,14 @@ def _collect(answers: list[Connection], beats: Any, stall_s: float) -> list[Any]
     return [results[rank] for rank in range(len(answers))]
 
 
-def _answer(ready: Connection, rank: int) -> Any:
+def _answer(ready: Connection, processes: list[SpawnProcess]) -> Any:
     try:
         result, error = ready.recv()
     except EOFError:
-        raise RunError(f"rank {rank} died", "without an answer", hint="out of memory, or killed; resume") from None
+        for process in processes:  # the others follow the one that died
+            process.join(timeout=1.0)
+        codes = ", ".join(f"{rank}: {p.exitcode}" for rank, p in enumerate(processes) if p.exitcode is not None)
+        raise RunError("a rank died", f"exit codes by rank {codes}", hint="resume; -9 is out of memory") from None
     if error is not None:
         raise error
     return result
@@ -128,9 +143,10 @@ def _main(
 ) -> None:
     rank, size, store, stall_s = where
     torch.set_num_threads(1)
+    # The parent judges a stall first and names it; gloo's own timeout is for a parent that cannot.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine; its name need not resolve
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s + 60)
     )
     try:
         answer.send((work(_Gloo(rank, size, beats), job), None))

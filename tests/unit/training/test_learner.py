@@ -1,0 +1,276 @@
+"""The learner on real, tiny weights: ratios, replay, resuming, publishing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from etude.errors import CheckpointError, ParityError, WeightsError
+from etude.models import ModelConfig, Transformer, hf_views, save_model
+from etude.records import Batch, Sample
+from etude.records.completion import MISSING_ROUTE
+from etude.records.rollout import Path as TokenPath
+from etude.seams import Learner
+from etude.stores import MemoryStore
+from etude.training import LearnerConfig, TorchLearner
+from etude.training.config import LiveWeights
+from etude.weights import Channel, Follower
+
+SIZES = ModelConfig(
+    vocab_size=31,
+    hidden_size=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    expert_size=12,
+    num_experts=4,
+    top_k=2,
+    context_tokens=64,
+)
+CONFIG = LearnerConfig(lr=1e-2)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_model(Transformer(SIZES, seed=4), tmp_path / "start", dtype="f32")
+    return tmp_path / "start"
+
+
+@pytest.fixture
+def learner(checkpoint: Path) -> TorchLearner:
+    learner = TorchLearner(CONFIG, channel=Channel(MemoryStore()))
+    learner.load(checkpoint)
+    return learner
+
+
+@torch.no_grad()
+def sampled(learner: TorchLearner, seed: int, advantage: float = 1.0, *, temperature: float = 1.0) -> Sample:
+    """A sample as an engine with the learner's weights would have produced it: two sampled stretches, then nothing."""
+    generator = np.random.default_rng(seed)
+    length = int(generator.integers(12, 20))
+    tokens = torch.from_numpy(generator.integers(0, SIZES.vocab_size, length))
+    logits, routes = learner.model.eval()(tokens[:-1])
+    logprobs = (logits / temperature).log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    mask = np.zeros(length, bool)
+    mask[4:7] = mask[9:] = True
+    path = TokenPath(
+        token_ids=tokens.numpy().astype(np.int32),
+        mask=mask,
+        logprobs=np.where(mask, np.concatenate([[0], logprobs.numpy()]), 0).astype(np.float32),
+        steps=np.where(mask, learner.step, -1).astype(np.int32),
+        kv_epochs=np.zeros(length, np.int32),
+        routes=np.concatenate([routes.numpy(), np.full((1, 2, 2), MISSING_ROUTE, np.uint8)]),
+    )
+    return Sample(rollout_id=f"g.{seed}", path=path, advantage=advantage)
+
+
+def batch(*samples: Sample) -> Batch:
+    return Batch(
+        batch_id="b000001",
+        step=1,
+        samples=samples,
+        rollout_ids=tuple(s.rollout_id for s in samples),
+        num_loss_tokens=sum(int(s.path.mask.sum()) for s in samples),
+    )
+
+
+def changed(sample: Sample, **fields: object) -> Sample:
+    return msgspec.structs.replace(sample, path=msgspec.structs.replace(sample.path, **fields))
+
+
+def test_it_is_a_learner(learner: TorchLearner) -> None:
+    assert isinstance(learner, Learner)
+
+
+def test_on_its_own_samples_the_ratio_is_one_and_no_expert_flips(learner: TorchLearner) -> None:
+    samples = [sampled(learner, seed) for seed in range(5)]
+    report = learner.forward_backward(batch(*samples))
+    assert report.fresh_ratio_max is not None
+    assert report.fresh_ratio_max == report.ratio_max < 1e-5
+    assert abs(report.k1) < 1e-6
+    assert 0 <= report.k3 < 1e-9
+    assert report.flipped_share == 0
+    assert report.clip_share == 0
+    assert report.num_sampled == sum(int(s.path.mask.sum()) for s in samples)
+    assert report.num_tokens == sum(len(s.path.token_ids) - 1 for s in samples)
+    assert 0 < report.entropy < np.log(SIZES.vocab_size)
+    assert report.loss == pytest.approx(-1.0, abs=1e-4)  # r = 1 and advantage 1, over all tokens
+
+
+def test_a_wrong_logprob_on_fresh_weights_stops_the_step_by_name(learner: TorchLearner) -> None:
+    good, bad = sampled(learner, 0), sampled(learner, 1)
+    logprobs = bad.path.logprobs.copy()
+    logprobs[10] += 0.5
+    with pytest.raises(ParityError, match=r"rollout g\.1"):
+        learner.forward_backward(batch(good, changed(bad, logprobs=logprobs)))
+    assert not learner.optimizer.grad.any()
+
+
+def test_a_logprob_that_is_not_a_number_stops_the_step(learner: TorchLearner) -> None:
+    bad = sampled(learner, 1)
+    logprobs = bad.path.logprobs.copy()
+    logprobs[10] = np.nan
+    with pytest.raises(ParityError):
+        learner.forward_backward(batch(changed(bad, logprobs=logprobs)))
+
+
+def test_the_hard_check_spares_stale_mixed_and_foreign_samples(learner: TorchLearner) -> None:
+    first = learner.publish([])
+    sample = sampled(learner, 1)
+    off = changed(sample, logprobs=sample.path.logprobs - 0.5 * sample.path.mask)
+    epochs = sample.path.kv_epochs.copy()
+    epochs[5] = 1
+    stale = changed(off, steps=np.where(sample.path.mask, 7, -1).astype(np.int32))
+    for spared in (stale, changed(off, kv_epochs=epochs), changed(off, digest="ab" * 32)):
+        assert learner.forward_backward(batch(spared)).fresh_ratio_max is None
+    with pytest.raises(ParityError):
+        learner.forward_backward(batch(changed(off, digest=first.version.digest)))
+
+
+def test_a_position_without_a_route_is_named(learner: TorchLearner) -> None:
+    sample = sampled(learner, 2)
+    for value, what in ((MISSING_ROUTE, "lacks a route"), (SIZES.num_experts, "no expert")):
+        routes = sample.path.routes.copy()
+        routes[3, 1] = value
+        with pytest.raises(ParityError, match=f"{what} at position 3"):
+            learner.forward_backward(batch(changed(sample, routes=routes)))
+
+
+def test_routes_of_another_model_are_refused_and_ignored_when_replay_is_off(checkpoint: Path) -> None:
+    learner = TorchLearner(CONFIG)
+    learner.load(checkpoint)
+    sample = sampled(learner, 2)
+    bare = changed(sample, routes=np.zeros((len(sample.path.token_ids), 0, 0), np.uint8))
+    with pytest.raises(ParityError, match="routes of shape"):
+        learner.forward_backward(batch(bare))
+    live = TorchLearner(replace(CONFIG, replay_routes=False))
+    live.load(checkpoint)
+    report = live.forward_backward(batch(bare))
+    assert report.ratio_max < 1e-5
+    assert report.flipped_share == 0
+
+
+def test_replayed_routes_are_used_and_flips_are_counted(learner: TorchLearner) -> None:
+    sample = sampled(learner, 3)
+    routes = sample.path.routes.copy()
+    routes[:-1] = (routes[:-1] + 1) % SIZES.num_experts
+    stale = changed(sample, routes=routes, steps=np.where(sample.path.mask, 5, -1).astype(np.int32))
+    report = learner.forward_backward(batch(stale))
+    assert report.flipped_share > 0.5
+    assert report.ratio_max > 1e-3
+
+
+def test_the_token_budget_changes_nothing_but_memory(checkpoint: Path) -> None:
+    gradients = []
+    for budget in (1, 30, 10_000):
+        learner = TorchLearner(replace(CONFIG, budget_tokens=budget))
+        learner.load(checkpoint)
+        samples = [sampled(learner, seed, advantage=seed - 2.0) for seed in range(5)]
+        learner.forward_backward(batch(*samples))
+        gradients.append(learner.optimizer.grad.clone())
+    assert gradients[0].abs().max() > 0
+    assert torch.allclose(gradients[0], gradients[2], atol=1e-6)
+    assert torch.allclose(gradients[1], gradients[2], atol=1e-6)
+
+
+def test_rewarded_samples_become_likelier_and_punished_ones_less(learner: TorchLearner) -> None:
+    good, bad = sampled(learner, 10, 1.0), sampled(learner, 11, -1.0)
+    before = [sum(learner.probe(s.path.token_ids.tolist())) for s in (good, bad)]
+    facts = []
+    for _ in range(3):
+        learner.forward_backward(batch(good, bad))
+        facts.append(learner.optim_step())
+    after = [sum(learner.probe(s.path.token_ids.tolist())) for s in (good, bad)]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+    assert learner.step == 3
+    assert facts[0]["grad_norm"] > 0
+    assert facts[2]["lr"] == 1e-2
+
+
+def test_the_ratio_is_of_the_distribution_sampled_from(checkpoint: Path) -> None:
+    learner = TorchLearner(CONFIG, temperature=0.7)
+    learner.load(checkpoint)
+    assert learner.forward_backward(batch(sampled(learner, 1, temperature=0.7))).ratio_max < 1e-5
+
+
+def test_a_batch_without_samples_trains_nothing_and_reports_it(learner: TorchLearner) -> None:
+    report = learner.forward_backward(batch())
+    assert (report.num_sampled, report.loss, report.ratio_max, report.fresh_ratio_max) == (0, 0.0, 0.0, None)
+
+
+def test_what_is_published_is_what_the_learner_forwards_with(checkpoint: Path) -> None:
+    store = MemoryStore()
+    learner = TorchLearner(CONFIG, channel=Channel(store))
+    learner.load(checkpoint)
+    follower = Follower(store)
+    root = learner.publish([])
+    learner.forward_backward(batch(sampled(learner, 0)))
+    learner.optim_step()
+    second = learner.publish(["g.0"])
+    assert (root.version.step, second.version.step) == (0, 1)
+    assert learner.version == second.version
+    follower.advance()
+    for name, view in hf_views(learner.model).items():
+        codes = torch.from_numpy(follower.tensors[name].codes.astype(np.int32)) << 16
+        assert torch.equal(codes.view(torch.float32).view(view.shape), view), name
+
+
+def test_publishing_without_a_channel_says_so(checkpoint: Path) -> None:
+    learner = TorchLearner(CONFIG)
+    learner.load(checkpoint)
+    with pytest.raises(WeightsError, match="no channel"):
+        learner.publish([])
+
+
+@pytest.mark.parametrize("weights", list(LiveWeights))
+def test_a_reloaded_learner_goes_on_to_the_bit(tmp_path: Path, checkpoint: Path, weights: LiveWeights) -> None:
+    first, second = (TorchLearner(replace(CONFIG, weights=weights), num_steps=4) for _ in range(2))
+    first.load(checkpoint)
+    samples = [sampled(first, seed) for seed in range(3)]
+    for learner in (first, second):
+        for _ in range(2):
+            if learner is first:
+                learner.forward_backward(batch(*samples))
+                learner.optim_step()
+        if learner is first:
+            learner.save(tmp_path / "saved")
+        else:
+            learner.load(tmp_path / "saved")
+        stale = [changed(s, steps=np.where(s.path.mask, 0, -1).astype(np.int32)) for s in samples]
+        learner.forward_backward(batch(*stale))
+        learner.optim_step()
+    assert first.step == second.step == 3
+    assert torch.equal(first.optimizer.master, second.optimizer.master)
+
+
+def test_the_last_published_version_survives_a_restart(tmp_path: Path, learner: TorchLearner) -> None:
+    published = learner.publish([])
+    learner.save(tmp_path / "saved")
+    again = TorchLearner(CONFIG)
+    again.load(tmp_path / "saved")
+    assert again.version == published.version
+
+
+def test_a_damaged_or_foreign_checkpoint_leaves_the_learner_as_it_was(tmp_path: Path, learner: TorchLearner) -> None:
+    learner.save(tmp_path / "saved")
+    before = learner.model
+    (tmp_path / "saved" / "learner.json").write_text('{"format": 1, "step": "x"}')
+    with pytest.raises(CheckpointError, match=r"learner\.json is damaged"):
+        learner.load(tmp_path / "saved")
+    assert learner.model is before
+    learner.save(tmp_path / "saved")
+    other = TorchLearner(replace(CONFIG, weights=LiveWeights.F32))
+    with pytest.raises(CheckpointError, match="weights = 'bf16'"):
+        other.load(tmp_path / "saved")
+
+
+def test_nothing_works_before_a_load() -> None:
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        TorchLearner(CONFIG).probe([1, 2])
