@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import datetime
 import os
 import signal
@@ -97,21 +96,25 @@ async def _watched(folder: RunFolder, config: RunConfig) -> bool:
 
 async def _show(folder: RunFolder) -> None:
     """The live view in a terminal; a plain line every few seconds when piped. It reads the run folder only."""
-    console = Console()
+    console, view = Console(), RunView(folder.path)
     if not console.is_terminal:
         last = ""
         while True:
-            line = plain_line(RunView(folder.path))
+            view.refresh()
+            line = plain_line(view)
             if line != last:
                 print(line, flush=True)
             last = line
             await asyncio.sleep(PLAIN_EVERY_S)
     with Live(console=console, auto_refresh=False) as live:
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             while True:
-                live.update(render(RunView(folder.path)), refresh=True)
+                view.refresh()
+                live.update(render(view), refresh=True)
                 await asyncio.sleep(REDRAW_S)
-        live.update(render(RunView(folder.path)), refresh=True)
+        finally:
+            view.refresh()
+            live.update(render(view), refresh=True)
 
 
 def status(args: argparse.Namespace) -> int:
