@@ -1,27 +1,61 @@
 """The grader process: the only one that ever sees hidden answers. It runs no agent and is forked into nothing.
 
 Its machines are made by a launcher that was executed afresh, so no answer is in any memory that agent code can see.
+Siblings often end with the same files; data-graded, the same files of the same task are judged once (`Verdicts`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections.abc import Mapping
 
 from etude.environments import MachineGrader, NamespaceRuntime
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
-from etude.records import Outcome, Task
+from etude.records import Answer, Graded, Invalid, Outcome, Task
+from etude.records.task import Trust
+from etude.records.wire import pack
 from etude.run import RunFolder
+from etude.seams import Grader
 from etude.telemetry import Telemetry
 
-GRADES_AT_ONCE = 16
+GRADES_AT_ONCE, MAX_VERDICTS = 16, 8192
+
+
+class Verdicts:
+    """A `Grader` that remembers: same task, same exported bytes, same verdict. The newest `MAX_VERDICTS` are kept.
+
+    Data-graded tasks only, where a verdict is a function of the files. Invalid is never remembered.
+    """
+
+    def __init__(self, grader: Grader) -> None:
+        self._grader = grader
+        self._known: dict[str, asyncio.Future[Graded | Invalid]] = {}
+
+    async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
+        if task.trust is not Trust.DATA:
+            return await self._grader.grade(task, answer, exports)
+        key = hashlib.sha256(pack((task.task_id, sorted(exports.items())))).hexdigest()
+        if key not in self._known:
+            self._known[key] = asyncio.ensure_future(self._grader.grade(task, answer, exports))
+            if len(self._known) > MAX_VERDICTS:
+                del self._known[next(iter(self._known))]
+        try:
+            outcome = await asyncio.shield(self._known[key])
+        except Exception:
+            self._known.pop(key, None)
+            raise
+        if isinstance(outcome, Invalid):
+            self._known.pop(key, None)
+        return outcome
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     config = read_config(run)
     source = open_tasks(config)
     runtime = NamespaceRuntime(config.machines)
-    grader = MachineGrader(runtime)
+    grader = Verdicts(MachineGrader(runtime))
     room = asyncio.Semaphore(GRADES_AT_ONCE)
 
     async def grade(task: Task, exports: dict[str, bytes]) -> Outcome:
