@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from etude.dashboard.plot import WIDE, Estimate, LaneRow, Series, bar_chart, lane_chart, legend, line_chart
 from etude.dashboard.read import Event, RunView, counts, number
-from etude.dashboard.summary import quantile, weights
+from etude.dashboard.summary import is_delta, quantile, weights
 from etude.dashboard.utilisation import Lane, lanes
 from etude.dashboard.words import clock, duration, percent, significant, size
 
@@ -112,12 +112,12 @@ def _rank(name: str) -> tuple[int, str]:
 def deltas(view: RunView) -> Panel | None:
     """What each version's delta weighed, against the bound."""
     events = view.by_step("weights.publish")
-    small = [event for event in events if not event.get("anchor")]
+    small = [event for event in events if is_delta(event)]
     sent, bound = _points(small, "object_bytes"), _points(small, "bound_bytes")
     if not sent:
         return None
-    anchors = [number(event, "object_bytes") or 0.0 for event in events if event.get("anchor")]
-    whole = f" {len(anchors)} anchors of {size(max(anchors))} are not shown." if anchors else ""
+    anchors = [bytes_ for event in events if (bytes_ := number(event, "anchor_bytes"))]
+    whole = f" {len(anchors)} snapshots of {size(max(anchors))}, for late engines, are not shown." if anchors else ""
     share = weights(view)["share_of_bound"]
     reached = f" In all {percent(share)} of the bound." if share else ""
     return Panel(

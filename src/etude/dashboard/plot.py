@@ -94,24 +94,19 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     log: bool = False,
     zero: bool = True,
-    rule: float | None = None,
     x_format: Format = significant,
     y_format: Format = significant,
     frame: Frame = NORMAL,
 ) -> str:
-    """Lines and estimates over a common x. `rule` is a level to compare with; `log` is of y."""
+    """Lines and estimates over a common x. `log` is of y."""
     drawn = [one for one in series if one.points]
     points = [point for one in drawn for point in one.points]
     values = [y for _, y in points] + [v for e in estimates for v in (e.low, e.high)]
-    if rule is not None:
-        values.append(rule)
     xs = [x for x, _ in points] + [e.x for e in estimates]
     air = 14 if estimates else 0  # so that the first estimate stands clear of the axis
     x = Scale(min(xs, default=0.0), max(xs, default=1.0), _LEFT + air, frame.right)
     y = Scale(*(y_range or domain(values, zero=zero, log=log)), frame.bottom, _TOP, log)
     parts = _axes(frame, x, y, x_label, x_format, y_format)
-    if rule is not None:
-        parts.append(tag("line", x1=_LEFT, x2=frame.right, y1=y(rule), y2=y(rule), cls="rule"))
     parts += [_line(one, x, y, x_format, y_format) for one in drawn]
     parts += [_estimate(one, x, y, y_format) for one in estimates]
     parts += [] if estimates else _end_labels(frame, drawn, y, y_format)

@@ -52,6 +52,7 @@ def page(view: RunView) -> str:
         name=view.path.name,
         origin=_origin(view),
         heldout=_headline(summary),
+        baselines=[f"{name} agent {rate:.2f}" for name, rate in summary["baselines"].items() if rate is not None],
         tiles=list(_tiles(summary)),
         sections=[(title, found) for title, made in PANELS if (found := [_marked(p) for f in made if (p := f(view))])],
         families=list(_families(view)),

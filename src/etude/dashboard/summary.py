@@ -95,11 +95,17 @@ def lag(steps: Sequence[Event]) -> dict[str, Any]:
     }
 
 
+def is_delta(event: Event) -> bool:
+    """Whether a `weights.publish` event is of a delta; the first version of a run is a snapshot, bounded by itself."""
+    bound, whole = number(event, "bound_bytes"), number(event, "snapshot_bytes")
+    return bound is not None and whole is not None and bound < whole
+
+
 def weights(view: RunView) -> dict[str, Any]:
     """What travelled. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the bound's ratio, 1 is perfect) are
     over deltas; pauses are of the engines that had requests in flight when they swapped."""
     published = view.of("weights.publish")
-    deltas = [event for event in published if not event.get("anchor")]
+    deltas = [event for event in published if is_delta(event)]
     sent, bound = _total(deltas, "object_bytes"), _total(deltas, "bound_bytes")
     adopted = [event for event in view.of("engine.adopt") if number(event, "num_running")]
     pauses = sorted(1e3 * pause for event in adopted if (pause := number(event, "pause_s")) is not None)

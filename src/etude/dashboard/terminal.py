@@ -14,7 +14,7 @@ from rich.text import Text
 from etude.dashboard import words
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.read import PHASES, Event, RunView, number, text
-from etude.dashboard.summary import heldout, invalid, lag, summarise_view, weights
+from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
 from etude.dashboard.utilisation import idle
 
 
@@ -166,7 +166,7 @@ def _interval(event: Event) -> str:
 
 
 def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
-    sent = [number(event, "object_bytes") for event in view.of("weights.publish") if not event.get("anchor")]
+    sent = [number(event, "object_bytes") for event in view.of("weights.publish") if is_delta(event)]
     total = weights(view)
     if not sent or sent[-1] is None:
         return
@@ -180,9 +180,10 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
 
 def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
     """The newest thing that went wrong and was mended."""
-    restarts = [e for e in view.of("process") if text(e, "state") == "restart"]
+    verbs = {"restart": "was restarted", "hung": "was silent for too long and killed"}
+    processes = [e for e in view.of("process") if text(e, "state") in verbs]
     lost = [e for e in view.of("lineage") if text(e, "state") == "lost"]
-    said = [(float(e["t"]), f"{text(e, 'name')} was restarted") for e in restarts]
+    said = [(float(e["t"]), f"{text(e, 'name')} {verbs[text(e, 'state')]}") for e in processes]
     said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
     said += [(float(e["t"]), "the learner was lost and replaced") for e in lost]
     if said:

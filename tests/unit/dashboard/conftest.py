@@ -105,7 +105,7 @@ class RunWriter:
             t = start + each * step
             changed = 0.42 * math.exp(-step / 60)
             bound = 200_000 + 900_000 * changed
-            sent = snapshot if step % 25 == 0 else bound * (1.03 + abs(self.noise(0.01)))
+            sent = snapshot if step == 0 else bound * (1.03 + abs(self.noise(0.01)))
             self.event(
                 t,
                 "learner",
@@ -113,8 +113,9 @@ class RunWriter:
                 step=step,
                 anchor=step % 25 == 0,
                 object_bytes=int(sent),
+                anchor_bytes=snapshot if step % 25 == 0 else 0,
                 snapshot_bytes=snapshot,
-                bound_bytes=snapshot if step % 25 == 0 else bound,
+                bound_bytes=snapshot if step == 0 else bound,
                 changed_share=changed,
                 encode_s=0.05,
             )

@@ -76,6 +76,7 @@ def test_the_headline_is_the_held_out_result_with_its_intervals(report):
     assert ">0.31</span>" in report
     assert ">0.94</span>" in report
     assert "0.919 to 0.961" in report
+    assert "oracle agent 1.00, random agent 0.02" in report
 
 
 def test_everything_a_run_wrote_is_escaped(report):

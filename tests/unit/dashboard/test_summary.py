@@ -58,8 +58,10 @@ def test_lag_is_counted_over_rollouts(writer):
 
 
 def test_the_bound_is_compared_over_deltas_alone(writer):
-    writer.event(1.0, "learner", "weights.publish", step=0, anchor=True, object_bytes=100, bound_bytes=100.0)
-    facts = {"anchor": False, "snapshot_bytes": 100}
+    writer.event(
+        1.0, "learner", "weights.publish", step=0, anchor=True, object_bytes=100, snapshot_bytes=100, bound_bytes=100.0
+    )
+    facts = {"anchor": True, "anchor_bytes": 100, "snapshot_bytes": 100}  # a snapshot beside the delta
     writer.event(2.0, "learner", "weights.publish", step=1, object_bytes=20, bound_bytes=15.0, **facts)
     writer.event(3.0, "learner", "weights.publish", step=2, object_bytes=20, bound_bytes=20.0, **facts)
     found = summarise(writer.path)["weights"]
@@ -120,8 +122,9 @@ def test_the_terminal_shows_what_matters_during_rl(writer):
 
 def test_the_terminal_names_trouble(writer):
     writer.everything(until="rl", rl_steps=3)
-    writer.event(2e9, "conductor", "process", name="engine-1", state="restart")
-    assert "engine-1 was restarted" in shown(RunView(writer.path))
+    writer.event(2e9, "conductor", "process", name="engine-1", state="hung")
+    writer.event(2e9 + 1, "conductor", "process", name="engine-1", state="restart")
+    assert "engine-1 was restarted (2 in all)" in shown(RunView(writer.path))
 
 
 def test_one_plain_line_says_the_same_without_graphics(writer):
