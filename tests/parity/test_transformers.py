@@ -11,10 +11,18 @@ import torch
 
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
+from etude.training import train_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen3MoeConfig,
+    )
 
 SIZES = ModelConfig(
     vocab_size=97,
@@ -68,6 +76,18 @@ def test_transformers_reads_the_sizes_we_write(tmp_path: Path) -> None:
     assert config.rope_parameters["rope_theta"] == 50_000.0
     assert config.norm_topk_prob is True
     assert config.dtype == torch.bfloat16
+
+
+def test_transformers_tokenises_with_our_tokeniser_as_we_do(tmp_path: Path) -> None:
+    text = "<|user|>def price(n):\n    return n + 4711 # größer<|end|>"
+    special = ("<|pad|>", "<|user|>", "<|end|>")
+    ours = train_tokenizer([text] * 30, tmp_path, vocab_size=320, special_tokens=special, chat_template="{{ 1 }}")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.encode(text).ids
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == 2
+    assert theirs.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "1"
 
 
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:

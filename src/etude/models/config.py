@@ -82,6 +82,19 @@ class ModelConfig:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * (attention + experts + 2 * self.hidden_size) + embeddings + self.hidden_size
 
+    @property
+    def products(self) -> set[tuple[int, int]]:
+        """(out, in) of every matrix product; what `numerics.check_row_invariance` takes."""
+        d, attention = self.hidden_size, self.num_heads * self.head_dim
+        return {
+            (attention + 2 * self.num_kv_heads * self.head_dim, d),
+            (d, attention),
+            (self.num_experts, d),
+            (2 * self.expert_size, d),
+            (d, self.expert_size),
+            (self.vocab_size, d),
+        }
+
     def to_hf(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json."""
         return {

@@ -153,6 +153,14 @@ def test_balance_is_computed_in_training_only(model: Transformer) -> None:
     assert Transformer(SIZES, seed=1).train().run(tokens(4)).balance is not None
 
 
+@torch.no_grad()
+def test_a_bf16_model_computes_nearly_the_same(model: Transformer) -> None:
+    low = Transformer(SIZES, seed=1, dtype=torch.bfloat16).eval()
+    logits, routes = low(tokens(30), routes=model(tokens(30))[1])
+    assert logits.dtype == torch.bfloat16
+    assert torch.allclose(logits.float(), model(tokens(30))[0], atol=0.1)
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others() -> None:
     first, again, other = (Transformer(SIZES, seed=s).embedding for s in (5, 5, 6))
     assert torch.equal(first, again)

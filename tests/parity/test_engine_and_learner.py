@@ -1,0 +1,105 @@
+"""The whole path of a number: sampled by the engine token by token with a KV cache and prefix reuse, then computed by
+the learner in one packed forward with the recorded routes. The ratio must be 1."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from etude.inference.config import EngineConfig
+from etude.inference.engine import ReferenceEngine
+from etude.models import ModelConfig, Transformer, load_model, save_model
+from etude.numerics import check_row_invariance
+from etude.records import Batch, Completion, CompletionRequest, Sample, Sampling, Trace, Version
+from etude.records.rollout import Turn
+from etude.training import LearnerConfig, TorchLearner
+
+SIZES = ModelConfig(context_tokens=256)
+VERSION = Version(step=0, incarnation="00000000", digest="ab" * 32)
+TURNS = (24, 9, 3)  # prompt tokens that each turn appends
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights with sharp predictions: random ones times three, so that a wrong number would show."""
+    model = Transformer(SIZES, seed=7)
+    with torch.no_grad():
+        model.embedding.mul_(3)
+    path = tmp_path_factory.mktemp("checkpoint") / "start"
+    save_model(model, path, dtype="bf16")
+    return path
+
+
+async def rollout(engine: ReferenceEngine, number: int) -> Sample:
+    """Three turns of one session."""
+    generator = np.random.default_rng(number)
+    context = np.zeros(0, np.int32)
+    turns: list[Turn] = []
+    for turn, size in enumerate(TURNS):
+        prompt = generator.integers(0, SIZES.vocab_size, size + number % 5).astype(np.int32)
+        context = np.concatenate([context, prompt])
+        done = await engine.generate(_request(f"r{number}.{turn}", f"r{number}", context, turns))
+        turns.append(Turn(parent=turn - 1 if turn else None, prompt_ids=prompt, completion=done))
+        context = np.concatenate([context, done.token_ids])
+    return Sample(rollout_id=f"r{number:03d}", path=Trace(tuple(turns)).path(2), advantage=(-1.0) ** number)
+
+
+def _request(request_id: str, session: str, context: np.ndarray, turns: list[Turn]) -> CompletionRequest:
+    held = turns[-1].completion if turns else None
+    return CompletionRequest(
+        request_id=request_id,
+        session_id=session,
+        prompt_ids=context,
+        sampling=Sampling(max_tokens=12, stop_token_ids=(0,), seed=sum(session.encode())),
+        routes_from=0 if held is None else _routes_held(held),
+    )
+
+
+def _routes_held(completion: Completion) -> int:
+    return completion.routes_start + len(completion.routes)
+
+
+def test_what_the_engine_sampled_has_ratio_one_in_the_learner(checkpoint: Path) -> None:
+    torch.set_num_threads(1)
+
+    async def story() -> list[Sample]:
+        engine = ReferenceEngine(load_model(checkpoint), version=VERSION, config=EngineConfig(context_tokens=256))
+        async with engine:
+            return list(await asyncio.gather(*(rollout(engine, n) for n in range(16))))
+
+    samples = asyncio.run(story())
+    learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4))
+    learner.load(checkpoint)
+    num_sampled = sum(int(s.path.mask.sum()) for s in samples)
+    report = learner.forward_backward(
+        Batch(batch_id="b", step=1, samples=tuple(samples), rollout_ids=(), num_loss_tokens=num_sampled)
+    )
+    assert report.num_sampled == num_sampled > 300
+    assert report.fresh_ratio_max is not None
+    assert report.fresh_ratio_max <= 1e-4
+    assert report.flipped_share == 0.0
+    assert report.k3 < 1e-8
+
+
+def test_the_learners_probe_is_the_engines(checkpoint: Path) -> None:
+    torch.set_num_threads(1)
+    text = np.random.default_rng(0).integers(0, SIZES.vocab_size, 90).tolist()
+
+    async def story() -> list[float]:
+        async with ReferenceEngine(
+            load_model(checkpoint), version=VERSION, config=EngineConfig(context_tokens=256)
+        ) as engine:
+            return (await engine.verify(text))[1]
+
+    learner = TorchLearner(LearnerConfig())
+    learner.load(checkpoint)
+    assert asyncio.run(story()) == learner.probe(text)
+
+
+def test_row_counts_change_no_bit_of_any_product_of_the_laptop_model() -> None:
+    torch.set_num_threads(1)
+    check_row_invariance(SIZES.products)
