@@ -156,7 +156,7 @@ def test_balance_is_computed_in_training_only(model: Transformer) -> None:
 @torch.no_grad()
 def test_a_bf16_model_computes_nearly_the_same(model: Transformer) -> None:
     low = Transformer(SIZES, seed=1, dtype=torch.bfloat16).eval()
-    logits, routes = low(tokens(30), routes=model(tokens(30))[1])
+    logits, _ = low(tokens(30), routes=model(tokens(30))[1])
     assert logits.dtype == torch.bfloat16
     assert torch.allclose(logits.float(), model(tokens(30))[0], atol=0.1)
 
