@@ -131,7 +131,7 @@ class RunView:
                 spans.pop(name, None)
                 spans[name] = PhaseSpan(name, t, None, ended.get(name))
             elif name in spans:
-                wall_s = number(event, "wall_s") or ended.get(name)
+                wall_s = number(event, "wall_s") or ended.get(name) or t - spans[name].start
                 spans[name] = PhaseSpan(name, spans[name].start, t, wall_s)
         return list(spans.values())
 

@@ -36,7 +36,7 @@ def plain_line(view: RunView) -> str:
     at = progress(view)
     found = [words.duration((view.now or 0.0) - (view.began or 0.0)), phase.name]
     if at is not None:
-        left = f" ({words.duration(at.left_s)} left)" if at.left_s is not None else ""
+        left = f" ({words.duration(at.left_s)} left)" if at.left_s and at.phase.end is None else ""
         found.append(f"{at.done}/{at.total}{left}")
     found += [f"{name} {value.plain.lstrip(words.BARS)}" for name, value in _facts(view)]
     return "  ".join(" ".join(one.split()) for one in found)
@@ -49,7 +49,8 @@ def result_lines(run_dir: Path | str) -> list[str]:
     found, spent, sent = summary["heldout"], summary["wall_s"], summary["weights"]
     lines = [_verdict(found)]
     parts = ", ".join(f"{name} {words.duration(spent[name])}" for name in PHASES if spent.get(name, 0) >= 0.05)
-    lines.append(f"{words.duration(spent['total'])} in all: {parts}")
+    if parts:
+        lines.append(f"{words.duration(spent['total'])} in all: {parts}")
     if sent["share_of_bound"] is not None:
         lines.append(
             f"weights: {sent['num_publishes']} versions, {words.size(sent['object_bytes'])}; deltas "
