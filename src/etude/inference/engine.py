@@ -27,7 +27,7 @@ from etude.inference.counters import Counters
 from etude.inference.errors import EngineBusy, MalformedRequest
 from etude.inference.patch import Patch
 from etude.inference.pins import Pins
-from etude.inference.runner import Runner
+from etude.inference.runner import Runner, is_exact
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.models import Transformer
@@ -36,7 +36,7 @@ from etude.seams import EngineInfo
 
 T = TypeVar("T")
 
-CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "verify")
+CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "verify")  # and "exact": see `runner.is_exact`
 CONTROL_DEADLINE_S = 30.0  # for calls that wait for the end of a step only
 GRACE_S = 0.5  # the thread's own answer about a late request comes first, if the thread is well
 REST_S = 0.05  # how often a thread with nothing to compute looks for late and cancelled requests
@@ -85,6 +85,7 @@ class ReferenceEngine:
             max_waiting=self.config.max_waiting,
         )
         self._runner = Runner(model, num_slots=self.config.max_sequences, context_tokens=self.config.context_tokens)
+        self.capabilities = (*CAPABILITIES, "exact") if is_exact(model.config) else CAPABILITIES
         self._pins = Pins(lease_s=self.config.pin_lease_s)
         self._paused = False
         self._swaps: deque[tuple[Patch, Future[Swapped]]] = deque()
@@ -151,7 +152,7 @@ class ReferenceEngine:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), deadline_s)
         except TimeoutError:
-            held = "; sessions pin that version" if self._pins.held(now=time.monotonic()) else ""
+            held = "; a newer one waits for sessions that pin it" if self._swaps else ""
             raise EngineError(
                 f"{self.name} did not reach step {min_step} within {deadline_s:g} s",
                 f"it holds {self.version}{held}{'; ' + self.trouble if self.trouble else ''}",
@@ -169,7 +170,7 @@ class ReferenceEngine:
             num_running=len(self._scheduler.running),
             num_waiting=len(self._scheduler.waiting),
             kv_tokens_free=self._scheduler.slots.num_available * self.config.context_tokens,
-            capabilities=CAPABILITIES,
+            capabilities=self.capabilities,
         )
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:

@@ -156,7 +156,7 @@ class Fleet:
         if isinstance(error, EngineBehind):
             if self.assignment is Assignment.STABLE or self._choose(at) is None:
                 await self._catch_up(member, at)
-        elif not isinstance(error, EngineBusy):
+        elif not isinstance(error, EngineBusy) and at.left_s > 0:  # at the deadline it may only have been slow
             member.rests_until = time.monotonic() + REST_S
 
     async def _catch_up(self, member: _Member, at: _Try) -> None:

@@ -48,12 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
+        token = read_token(args.host)
         listener = _listen(args.host, args.port)
         engine, following = _build(args, telemetry)
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    app = build_app(engine, token=os.environ.get("ETUDE_TOKEN"), lifespan=_lifespan(engine, following, telemetry))
+    app = build_app(engine, token=token, lifespan=_lifespan(engine, following, telemetry))
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -134,6 +135,16 @@ async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None) -> None:
         last = now
         if telemetry is not None:
             telemetry.event("engine.load", **facts)
+
+
+def read_token(host: str) -> str | None:
+    """ETUDE_TOKEN; an engine that others can reach must have one."""
+    token = os.environ.get("ETUDE_TOKEN")
+    if not token and host not in ("127.0.0.1", "::1", "localhost"):
+        raise EngineError(
+            f"an engine on {host} without a token", "anybody could use it and stop it", hint="set ETUDE_TOKEN"
+        )
+    return token or None
 
 
 def _listen(host: str, port: int) -> socket.socket:

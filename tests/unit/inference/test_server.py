@@ -17,6 +17,7 @@ import pytest
 
 from etude.errors import EngineError
 from etude.inference import EngineGone, HttpEngine
+from etude.inference.server import read_token
 from etude.models import Transformer
 from etude.models.checkpoint import save_model
 from etude.telemetry import read_events
@@ -75,6 +76,13 @@ def test_it_serves_from_an_empty_store_says_where_and_notices_a_hang(
     asyncio.run(story())
     kinds = {event["kind"] for event in read_events(tmp_path / "events")}
     assert kinds <= {"engine.load"}
+
+
+def test_an_engine_that_others_can_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETUDE_TOKEN", raising=False)
+    with pytest.raises(EngineError, match=r"(?s)on 0.0.0.0 without a token.*ETUDE_TOKEN"):
+        read_token("0.0.0.0")
+    assert read_token("127.0.0.1") is None
 
 
 def test_it_ends_when_its_standard_input_does(process: subprocess.Popen[bytes]) -> None:
