@@ -1,0 +1,62 @@
+"""The whole circle, seed by seed: `examples/laptop` from nothing through the real command line.
+
+Each seed is the run's and the tasks', so that held-out tasks differ, too. What is reported is each run's own
+`summary.json`. `python -m benchmarks.laptop [--seeds 0 1 2] [--set a.b=c ...]`
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import report
+from benchmarks.runs import LAPTOP, brief, interval, start_run, summary
+
+COPIED = ("wall_s", "cpu_s", "idle", "lag", "weights", "parity", "invalid", "rollouts", "rl", "peak_memory_bytes")
+GOAL = {"before": 0.35, "after": 0.90, "wall_s": 360.0, "peak_memory_bytes": 4 << 30}
+
+
+def row(seed: int, run: Path) -> dict[str, Any]:
+    """One run in numbers."""
+    found = summary(run)
+    before, after = found["heldout"]["before"], found["heldout"]["after"]
+    during = [{"step": e["step"], "rate": round(e["rate"], 4)} for e in found["heldout"]["during"]]
+    return {
+        "seed": seed,
+        "before": brief(before),
+        "during": during,
+        "after": brief(after),
+        "disjoint": interval(before).disjoint(interval(after)),
+        "baselines": found["baselines"],
+        **{name: found[name] for name in COPIED},
+    }
+
+
+def verdict(rows: list[dict[str, Any]]) -> dict[str, bool]:
+    """Which goals every run reached."""
+    return {
+        "before": all(r["before"]["rate"] <= GOAL["before"] for r in rows),
+        "after": all(r["after"]["rate"] >= GOAL["after"] for r in rows),
+        "disjoint": all(r["disjoint"] for r in rows),
+        "wall_s": all(r["wall_s"]["total"] <= GOAL["wall_s"] for r in rows),
+        "memory": all((r["peak_memory_bytes"] or 0) <= GOAL["peak_memory_bytes"] for r in rows),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for every run")
+    args = parser.parse_args()
+    rows = []
+    for seed in args.seeds:
+        settings = [f"seed={seed}", f"tasks.seed={seed}", *args.set]
+        rows.append(row(seed, start_run(LAPTOP, f"laptop-{seed}", settings)))
+    report(
+        "laptop", {"config": str(LAPTOP), "settings": args.set, "goal": GOAL, "reached": verdict(rows), "rows": rows}
+    )
+
+
+if __name__ == "__main__":
+    main()
