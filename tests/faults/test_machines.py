@@ -243,8 +243,12 @@ def test_the_number_of_processes_is_bounded():
 
 
 def test_a_gibibyte_of_output_comes_back_capped_with_head_and_tail():
-    code = "import sys\nprint('first')\nfor _ in range(1024): sys.stdout.write('x' * 2**20)\nprint('\\nlast')"
-    result = python(code, deadline_s=60, output_bytes=4096)
+    script = "echo first; head -c 1073741824 /dev/zero; echo; echo last"
+
+    async def test(machine):
+        return await machine.exec(["sh", "-c", script], key="1", deadline_s=60, output_bytes=4096)
+
+    result = with_machine(test)
     assert result.truncated
     assert len(result.output) <= 4096
     assert result.output.startswith(b"first\n")
@@ -595,6 +599,30 @@ def test_more_machines_than_there_is_room_for_wait_until_others_are_closed_or_th
         await runtime.close()
 
     asyncio.run(main())
+
+
+def test_files_that_cannot_be_a_tree_are_refused():
+    async def test(runtime):
+        for files in ({"a": b"", "a/b": b""}, {"../a": b""}, {"": b""}):
+            with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
+                await runtime.prepare(files)
+
+    with_runtime(test)
+
+
+def test_without_user_namespaces_the_error_names_the_alternatives():
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$0" -c "$1"'
+    code = "from etude.environments import NamespaceRuntime; NamespaceRuntime()"
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, sys.executable, code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("no unshare(1)")
+    if "user namespace" not in done.stderr:
+        pytest.skip(done.stderr[-300:])
+    assert "MachineError: machines cannot be made here: making a user namespace" in done.stderr
+    for way in ("sysctl", "CAP_SYS_ADMIN", "container", "remote backend"):
+        assert way in done.stderr
 
 
 def test_an_interpreter_that_is_not_there_is_named():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from etude.environments.namespace.channel import Channel, Hangup
 from etude.environments.namespace.guest import wire
 from etude.environments.namespace.machine import NamespaceMachine, inside
+from etude.environments.namespace.snapshots import Snapshots
 from etude.errors import MachineError
 
 FRAMES = st.tuples(st.integers(0, 255), st.lists(st.binary(max_size=30), max_size=5))
@@ -163,6 +164,14 @@ def test_a_command_that_cannot_be_is_refused_here(argv):
             await machine.exec(argv, key="1", deadline_s=1)
 
     answered_by(b"", use)
+
+
+def test_the_least_recently_used_snapshot_goes_first_when_there_is_no_room():
+    kept = Snapshots(max_bytes=2500)
+    first, second = (kept.prepare({name: bytes(1000)}) for name in "ab")
+    assert kept.get(first)
+    third = kept.prepare({"c": bytes(1000)})
+    assert [kept.get(s) is not None for s in (first, second, third)] == [True, False, True]
 
 
 @given(st.text(max_size=20))

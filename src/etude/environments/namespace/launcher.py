@@ -52,9 +52,14 @@ Blank = asyncio.Future[tuple[int, socket.socket]]  # a machine to be: its number
 
 
 class LauncherProcess:
-    """A started launcher. Raises `MachineError` when machines cannot be made here."""
+    """A started launcher. Raises `MachineError` when machines cannot be made here.
+
+    It lives as long as this process, or any fork of it that never execs, holds the other end of its sockets.
+    """
 
     def __init__(self, limits: MachineLimits, *, max_machines: int, python: str, prefix: str) -> None:
+        if sys.platform != "linux":
+            raise MachineError("machines need Linux", sys.platform, hint="use the container recipe or a remote backend")
         self.failure: str | None = None
         self._waiting: deque[Blank] = deque()
         self._dying: dict[int, asyncio.Future[None]] = {}

@@ -8,7 +8,6 @@ Knows nothing of tasks and rewards.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import sys
 from collections import deque
@@ -17,11 +16,13 @@ from functools import partial
 
 from etude.environments.config import MachineLimits
 from etude.environments.namespace.channel import Channel, Hangup
-from etude.environments.namespace.guest import wire
 from etude.environments.namespace.launcher import Blank, LauncherProcess, abandon_blank, default_python
-from etude.environments.namespace.machine import NamespaceMachine, inside
+from etude.environments.namespace.machine import NamespaceMachine
+from etude.environments.namespace.snapshots import Snapshots
 from etude.errors import MachineError
 from etude.seams import Machine
+
+_SNAPSHOT_BYTES = 256 << 20  # of all prepared trees together
 
 
 class NamespaceRuntime:
@@ -53,7 +54,7 @@ class NamespaceRuntime:
         self._bounds = limits if limits is not None else MachineLimits()
         self._max_machines, self._spare = max_machines, min(spare, max_machines)
         self._python, self._prefix = python or default_python(), os.path.realpath(prefix or sys.base_prefix)
-        self._snapshots: dict[str, bytes] = {}
+        self._snapshots = Snapshots(max_bytes=_SNAPSHOT_BYTES)
         self._ready: deque[Blank] = deque()
         self._alive: dict[int, NamespaceMachine] = {}
         self._reserved = 0
@@ -79,25 +80,14 @@ class NamespaceRuntime:
         return self._launcher.cpu_s()
 
     async def prepare(self, files: Mapping[str, bytes]) -> str:
-        """See `Runtime.prepare`. `ValueError` for a path outside the working directory."""
-        entries = {inside(path): bytes(data) for path, data in files.items()}
-        for path in list(entries):
-            while (path := path.rpartition(b"/")[0]) and path not in entries:
-                entries[path] = b""
-        named = {inside(path) for path in files}
-        fields = [part for p in sorted(entries) for part in (p, b"f" if p in named else b"d", entries[p])]
-        return self._keep(wire.pack(wire.LOAD, *fields))
-
-    def _keep(self, tree: bytes) -> str:
-        snapshot = hashlib.sha256(tree).hexdigest()
-        self._snapshots[snapshot] = tree
-        return snapshot
+        """See `Runtime.prepare`. `ValueError` for files that cannot be a tree inside the working directory."""
+        return self._snapshots.prepare(files)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits for others to be closed where `max_machines` are alive."""
         tree = self._snapshots.get(snapshot)
         if tree is None:
-            raise MachineError(f"no snapshot {snapshot!r}", "this runtime did not make it", hint="prepare it first")
+            raise MachineError(f"no snapshot {snapshot!r}", "this runtime does not hold it", hint="prepare it first")
         if n > self._max_machines:
             raise MachineError(f"{n} machines asked for", f"at most {self._max_machines}", hint="raise max_machines")
         waiting_for = "room among the live machines"
@@ -158,7 +148,7 @@ class NamespaceRuntime:
             number,
             Channel(connection),
             max_tree_bytes=self._bounds.work_bytes,
-            keep=self._keep,
+            keep=self._snapshots.keep,
             kill=partial(self._kill, launcher, number),
             discard=partial(launcher.discard, number),
             launcher_failure=lambda: launcher.failure,

@@ -111,8 +111,7 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
         sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
         for name in config["preload"]:
             importlib.import_module(name)
-        site.main()
-        _hide_ourselves(config["folder"])
+        _prepare_interpreter(config["folder"])
         os.environ.clear()
         os.environ.update(tools.ENVIRONMENT)
         sys.orig_argv = [config["python"]]
@@ -130,11 +129,15 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
     Launcher(channel, hierarchies, base, confine.Limits(*config["limits"]), config["max_machines"], filter_).serve()
 
 
-def _hide_ourselves(folder: str) -> None:
-    """What a tool's interpreter should not see is taken away once, here, not in each of its forks.
+def _prepare_interpreter(folder: str) -> None:
+    """Make this process what a tool's interpreter is at its start, once, here, not in each of its forks.
 
-    Its standard input gets a stream that was never read from; this process was fed its program through the old one.
+    As `site` does it, but without running .pth files: they are somebody's code, and this process has privileges.
+    Standard input gets a stream that was never read from; this process was fed its program through the old one.
     """
+    for step in (site.setquit, site.setcopyright, site.sethelper):
+        step()
+    sys.path += [p for p in site.getsitepackages() if os.path.isdir(p)]
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the life of the process
     setattr(sys, "__stdin__", sys.stdin)  # noqa: B010 - a Final name to type checkers
     sys.path.remove(folder)

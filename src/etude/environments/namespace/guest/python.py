@@ -15,7 +15,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import types
 from typing import TYPE_CHECKING, NoReturn
 
@@ -96,12 +95,17 @@ def _exit_code(code: object) -> int:
 
 
 def _finish(code: int) -> NoReturn:
-    for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+    for step in (_join_threads, atexit._run_exitfuncs, _flush):
         try:
             step()
         except BaseException:  # noqa: BLE001 - as at the end of any interpreter: report by exit code only
             code = code or 120
     os._exit(code)
+
+
+def _join_threads() -> None:
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
 
 
 def _flush() -> None:

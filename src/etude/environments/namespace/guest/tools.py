@@ -86,7 +86,8 @@ def run(argv: list[str], stdin: bytes, deadline_s: float, output_bytes: int, ide
     stdin_child = _input(stdin)
     pid = os.fork()
     if pid == 0:
-        raise Become(partial(_tool, argv, stdin_child, out_child, int(deadline_s) + 2, identity))
+        cpu_s = int(deadline_s * (os.cpu_count() or 1)) + 2
+        raise Become(partial(_tool, argv, stdin_child, out_child, cpu_s, identity))
     os.close(out_child)
     os.close(stdin_child)
     output = Capped(output_bytes)

@@ -1,0 +1,54 @@
+"""Prepared trees by the digest of their bytes: what is loaded into a blank machine.
+
+Bounded in bytes; the least recently used goes first, so prepare again (it is cheap) before a fork of an old one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from etude.environments.namespace.guest import wire
+from etude.environments.namespace.machine import inside
+
+
+class Snapshots:
+    """Trees as LOAD frames.
+
+    >>> kept = Snapshots(max_bytes=1 << 20)
+    >>> kept.prepare({"a/b.py": b"x = 1"}) == kept.prepare({"./a/b.py": b"x = 1"})
+    True
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._trees: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
+
+    def prepare(self, files: Mapping[str, bytes]) -> str:
+        """Keep the tree of these files. `ValueError` for a path outside, or one that is both a file and a folder."""
+        named = {inside(path): bytes(data) for path, data in files.items()}
+        entries = {path: (b"f", data) for path, data in named.items()}
+        for path in named:
+            while path := path.rpartition(b"/")[0]:
+                if path in named:
+                    raise ValueError(f"{path!r} is both a file and a folder")
+                entries[path] = (b"d", b"")
+        return self.keep(wire.pack(wire.LOAD, *(part for path in sorted(entries) for part in (path, *entries[path]))))
+
+    def keep(self, tree: bytes) -> str:
+        """Keep a tree's LOAD frame; returns its id."""
+        snapshot = hashlib.sha256(tree).hexdigest()
+        if snapshot not in self._trees:
+            self._trees[snapshot] = tree
+            self._num_bytes += len(tree)
+        self._trees.move_to_end(snapshot)
+        while self._num_bytes > self._max_bytes and len(self._trees) > 1:
+            self._num_bytes -= len(self._trees.popitem(last=False)[1])
+        return snapshot
+
+    def get(self, snapshot: str) -> bytes | None:
+        """The LOAD frame, or None when it was never kept or has had to go."""
+        if snapshot in self._trees:
+            self._trees.move_to_end(snapshot)
+        return self._trees.get(snapshot)
