@@ -18,7 +18,8 @@ from etude.cli.places import RUNS, newest_run, open_run
 from etude.config import load, to_toml
 from etude.dashboard import RunView, plain_line, render
 from etude.errors import DeadlineExceeded, RunError
-from etude.loop.config import RunConfig, check_paths, open_tasks
+from etude.loop.config import RunConfig
+from etude.loop.preflight import preflight
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -28,13 +29,11 @@ REDRAW_S, PLAIN_EVERY_S = 1.0, 5.0
 def run(args: argparse.Namespace) -> int:
     """Run a config, or go on with a run."""
     config = load(args.config, RunConfig, args.set)
-    check_paths(config)
+    preflight(config)
     text = to_toml(config)
     if args.dry_run:
-        preflight(config)
         print(text, end="")
         return 0
-    preflight(config)
     if args.resume is None:
         folder = RunFolder.create(RUNS / (args.name or _new_name(args.config)), config_toml=text, seed=config.seed)
     else:
@@ -50,14 +49,6 @@ def run(args: argparse.Namespace) -> int:
 
     print("\n".join(result_lines(folder.path)))
     return 0
-
-
-def preflight(config: RunConfig) -> None:
-    """Everything that can be known to fail before anything is started."""
-    from etude.environments import probe
-
-    open_tasks(config)
-    probe()
 
 
 def _new_name(config: Path) -> str:

@@ -41,8 +41,8 @@ def export(args: argparse.Namespace) -> int:
     """Write a Hugging Face directory of a checkpoint, a run's result, or one of its published versions."""
     from etude.loop.exporting import export_checkpoint, export_version
 
-    if args.out.exists() and any(args.out.iterdir()):
-        raise CheckpointError(f"{args.out} is not empty", hint="export into a new directory")
+    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+        raise CheckpointError(f"{args.out} is not an empty directory", hint="export into a new one")
     path, at, step = args.source.rpartition("@")
     if at:
         if not step.isdigit():

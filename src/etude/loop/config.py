@@ -8,7 +8,6 @@ from pathlib import Path
 
 from etude.config import load, ranged
 from etude.environments.config import MachineLimits
-from etude.errors import ConfigError
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig
@@ -99,14 +98,6 @@ def open_tasks(config: RunConfig) -> TaskSource:
     """The run's task source. Raises `TaskError`."""
     tasks = config.tasks
     return open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
-
-
-def check_paths(config: RunConfig) -> None:
-    """Raises `ConfigError` for a path in the config that is not there."""
-    if config.start is not None and not (config.start / "config.json").is_file():
-        raise ConfigError(
-            f"start = {str(config.start)!r}", "no config.json there", hint="give a Hugging Face checkpoint directory"
-        )
 
 
 def sections() -> list[str]:

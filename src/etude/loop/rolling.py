@@ -1,7 +1,7 @@
 """Rollouts and their grades: tasks → admitted groups → running → judged → ledger.
 
 A group's rollouts start in order of admission, as many at a time as the engines can decode. A rollout whose worker
-dies is requeued and run again; a grade whose grader dies is asked again; after `MAX_ATTEMPTS` it is invalid at that
+dies is requeued and run again; a grade whose grader dies is asked again; after `max_attempts` it is invalid at that
 boundary, on the evidence of the host. Knows nothing of weights and training.
 
 | | consumes | produces | waits for | unblocked by |
@@ -26,8 +26,6 @@ from etude.records import Graded, Invalid, Outcome, Rollout, RolloutSpec, Task
 from etude.records.rollout import Boundary
 from etude.rollouts import settle
 from etude.telemetry import Telemetry
-
-MAX_ATTEMPTS = 4
 
 
 def keyed_seed(*parts: object) -> int:
@@ -63,13 +61,14 @@ async def judge(crew: Crew, rollout: Rollout) -> Outcome:
     if rollout.invalid is not None:
         return rollout.invalid
     error: EtudeError | None = None
-    for _ in range(MAX_ATTEMPTS):
+    attempts = crew.config.experience.max_attempts
+    for _ in range(attempts):
         try:
             outcome = await crew.grade(rollout)
             return settle(rollout, outcome, require_submit=crew.config.harness.require_submit)
         except (Lost, DeadlineExceeded) as lost:
             error = lost
-    return Invalid(boundary=Boundary.GRADER, reason=f"{MAX_ATTEMPTS} graders were lost", evidence=str(error))
+    return Invalid(boundary=Boundary.GRADER, reason=f"{attempts} graders were lost", evidence=str(error))
 
 
 async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Rollout, Outcome]:
@@ -80,7 +79,7 @@ async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Rollout, Outcome]:
             rollout = await crew.rollout(spec)
             return rollout, await judge(crew, rollout)
         except Lost:
-            if spec.attempt + 1 >= MAX_ATTEMPTS:
+            if spec.attempt + 1 >= crew.config.experience.max_attempts:
                 raise
             spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
 
@@ -130,10 +129,11 @@ class Rolling:
     def _give_back(self, spec: RolloutSpec, lost: EtudeError) -> None:
         """Its worker is gone: run it again, or say that it cannot be run."""
         self._lost[spec.rollout_id] += 1
-        if self._lost[spec.rollout_id] < MAX_ATTEMPTS:
+        attempts = self.crew.config.experience.max_attempts
+        if self._lost[spec.rollout_id] < attempts:
             self.ledger.move(spec.rollout_id, "requeued", reason=lost.what)
         else:
-            reason = f"{MAX_ATTEMPTS} workers were lost"
+            reason = f"{attempts} workers were lost"
             self.ledger.fail(spec.rollout_id, Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(lost)))
             self._settle(spec.group_id)
 

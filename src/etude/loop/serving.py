@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
 from etude.loop.crew import read_url
 from etude.loop.processes import Child, Role, Supervisor
+from etude.models.config import ModelConfig
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -38,6 +40,7 @@ async def serve_checkpoint(
         ready_file = folder / "engine.ready"
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store)] if store else [])
+        argv += ["--context-tokens", str(_context_tokens(checkpoint))]
 
         async def on_up(child: Child) -> None:
             fleet.add("engine", HttpEngine(await read_url(ready_file, child.pid)))
@@ -54,6 +57,14 @@ async def serve_checkpoint(
                 yield url
         finally:
             await supervisor.close()
+
+
+def _context_tokens(checkpoint: Path) -> int:
+    """The longest context that the model was made for."""
+    try:
+        return ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())).context_tokens
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
 
 
 def parts_of(model: Path) -> tuple[Path, Path | None]:

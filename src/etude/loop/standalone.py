@@ -22,8 +22,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 
 def take_checkpoint(checkpoint: Path, run: RunFolder) -> None:
-    """Put a Hugging Face directory where a run keeps its starting checkpoint, and its tokeniser where a run looks."""
-    shutil.copytree(checkpoint, run / "checkpoints" / "mid", dirs_exist_ok=True)
+    """Put a Hugging Face directory where a run keeps its starting checkpoint, and its tokeniser where a run looks.
+    What another run's learner left beside the weights stays behind: this run begins at step 0."""
+    learners = shutil.ignore_patterns("learner.*")
+    shutil.copytree(checkpoint, run / "checkpoints" / "mid", dirs_exist_ok=True, ignore=learners)
     (run / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
         if (checkpoint / name).is_file():
