@@ -52,6 +52,11 @@ class TorchLearner:
     rollouts were sampled with, since the ratio is of the distribution sampled from.
     """
 
+    step: int
+    """Version step of the live weights: optimiser steps since the starting checkpoint."""
+    version: Version | None
+    """The last version published in the lineage of these weights."""
+
     def __init__(
         self,
         config: LearnerConfig,
@@ -65,11 +70,6 @@ class TorchLearner:
         self._assets: Path | None = None
         self._model: Transformer | None = None
         self._optimizer: AdamW | None = None
-
-    step: int
-    """Version step of the live weights: optimiser steps since the starting checkpoint."""
-    version: Version | None
-    """The last version published in the lineage of these weights."""
 
     @property
     def model(self) -> Transformer:
@@ -90,8 +90,8 @@ class TorchLearner:
     def forward_backward(self, batch: Batch) -> StepReport:
         """Accumulate the gradient of the batch's loss.
 
-        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing; the accumulated gradient is
-        then forgotten, since a part of this batch may be in it.
+        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing. After any error the accumulated
+        gradient is forgotten, since a part of this batch may be in it.
         """
         began = time.process_time()
         tally = Tally()
@@ -99,7 +99,7 @@ class TorchLearner:
             num_tokens = sum(forwarded(sample) for sample in batch.samples)
             for samples in microbatches(batch.samples, budget_tokens=self.config.budget_tokens):
                 self._one(samples, batch.num_loss_tokens, num_tokens, tally)
-        except ParityError:
+        except Exception:
             self.optimizer.clear()
             raise
         return tally.report(cpu_s=time.process_time() - began)
