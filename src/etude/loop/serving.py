@@ -36,14 +36,15 @@ async def serve_checkpoint(
         folder = Path(scratch)
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
         supervisor = Supervisor(telemetry)
-        fleet = Fleet({})
+        fleet, engines = Fleet({}), list[HttpEngine]()
         ready_file = folder / "engine.ready"
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store)] if store else [])
         argv += ["--context-tokens", str(_context_tokens(checkpoint))]
 
         async def on_up(child: Child) -> None:
-            fleet.add("engine", HttpEngine(await read_url(ready_file, child.pid)))
+            engines.append(HttpEngine(await read_url(ready_file, child.pid)))
+            fleet.add("engine", engines[-1])
 
         async def answers(_: Child) -> None:
             await fleet.engines["engine"].info(deadline_s=2 * supervisor.hung_s)
@@ -56,6 +57,8 @@ async def serve_checkpoint(
             async with serving(app, config=gateway) as url:
                 yield url
         finally:
+            for served in engines:
+                await served.close()
             await supervisor.close()
 
 
