@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_TINY = 1e-300  # what is smaller counts as nothing: powers of ten end there
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -41,7 +43,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     >>> ticks(0.0, 1.0), ticks(0, 45, 4)
     ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0, 20, 40])
     """
-    if not high > low:
+    if not high - low > max(_TINY, 1e-12 * abs(high)):
         return [low]
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
@@ -71,7 +73,7 @@ def domain(values: Sequence[float], *, zero: bool = False, log: bool = False) ->
     (1e-05, 0.01)
     """
     if log:
-        positive = [v for v in values if v > 0] or [1e-9, 1.0]
+        positive = [v for v in values if v > _TINY] or [1e-9, 1.0]
         first, last = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
         return 10.0**first, 10.0 ** (last if last > first else first + 1)
     least, most = (min(values), max(values)) if values else (0.0, 1.0)

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from etude.dashboard import RunView, write_report
@@ -137,7 +137,11 @@ def test_any_text_has_messages_and_loses_nothing_but_space(text):
     assert re.sub(r"\s", "", kept) == re.sub(r"\s", "", text)
 
 
-@given(st.text(), st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e9, 1e9)), max_size=30), st.booleans())
+@given(st.text(), st.lists(st.tuples(st.floats(-1e300, 1e300), st.floats(-1e300, 1e300)), max_size=30), st.booleans())
+@example("", [(0.0, 5e-324)], True)
+@example("", [(0.0, 5e-324), (1.0, 1.0)], True)
+@example("", [(0.0, 1e17), (1.0, 1.0000000000000002e17)], False)
+@example("", [(0.0, 0.0), (5e-324, 5e-324)], False)
 def test_any_series_gives_a_sound_plot_within_its_frame(name, points, log):
     svg = line_chart([Series(name, points, 1)], title=name, x_label=name, log=log)
     for tag, attributes in checked(svg).seen:
