@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,8 +97,3 @@ def open_tasks(config: RunConfig) -> TaskSource:
     """The run's task source. Raises `TaskError`."""
     tasks = config.tasks
     return open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
-
-
-def sections() -> list[str]:
-    """Names of the config's sections, for help texts."""
-    return [f.name for f in dataclasses.fields(RunConfig) if f.name not in ("seed", "start")]

@@ -1,0 +1,76 @@
+"""Everything that can be known to fail before anything is started: in a second, and before a run folder is made.
+
+The checkpoint is one that can be computed here, tools exist, each split that will be used has tasks, the first ones
+prove themselves (reference 1, untouched state 0), and so machines can be made on this host. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from etude.environments import MachineGrader, NamespaceRuntime
+from etude.errors import CheckpointError, ConfigError, TaskError
+from etude.harness import ChatFormat, standard_tools
+from etude.loop.config import RunConfig, open_tasks
+from etude.models.config import ModelConfig
+from etude.records.task import Split
+from etude.seams import TaskSource
+from etude.tasks import check
+
+PROVEN_TASKS = 8
+
+
+def preflight(config: RunConfig) -> None:
+    """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later."""
+    if config.start is not None:
+        check_start(config.start, context_tokens=config.engine.context_tokens)
+    standard_tools(config.harness.tools)
+    source = open_tasks(config)
+    for split in _used_splits(config):
+        if source.size(split) == 0:
+            raise TaskError(
+                f"{config.tasks.source} has no {split} task",
+                "the run needs some",
+                hint="add tasks; `split` in a task.toml puts one where you want it",
+            )
+    asyncio.run(_prove(source, config))
+
+
+def check_start(checkpoint: Path, *, context_tokens: int) -> None:
+    """Whether a Hugging Face directory is of the architecture that is computed here, and can be talked to."""
+    path = checkpoint / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError:
+        raise ConfigError(
+            f"start = {str(checkpoint)!r}", "no config.json there", hint="give a Hugging Face checkpoint directory"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged", str(error), hint="copy or download the checkpoint again") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
+    model = ModelConfig.from_hf(raw)
+    if context_tokens > model.context_tokens:
+        raise ConfigError(
+            f"engine.context_tokens = {context_tokens}",
+            f"the checkpoint has positions for {model.context_tokens}",
+            hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
+        )
+    ChatFormat.load(checkpoint)
+
+
+def _used_splits(config: RunConfig) -> list[Split]:
+    during = config.rl.steps > config.evals.every
+    used = {Split.TRAIN: config.rl.steps > 0, Split.VALIDATION: during, Split.HELDOUT: True}
+    return [split for split, is_used in used.items() if is_used]
+
+
+async def _prove(source: TaskSource, config: RunConfig) -> None:
+    runtime = NamespaceRuntime(config.machines)
+    try:
+        proof = await check(source, MachineGrader(runtime), _used_splits(config)[0], PROVEN_TASKS)
+    finally:
+        await runtime.close()
+    proof.require()
