@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from rich.console import Console
 from rich.table import Table
 
 from etude.cli.places import open_run
-from etude.dashboard import summarise, write_report
 from etude.errors import LedgerError, RunError, nearest
 from etude.evals import compare_runs
 from etude.experience import Finished, Ledger, audit
@@ -18,7 +16,6 @@ from etude.experience.transitions import State
 from etude.harness import ChatFormat
 from etude.records import Graded
 from etude.records.wire import unpack
-from etude.run import write_durably
 from etude.stores import DirectoryStore
 from etude.weights import lineage
 
@@ -46,9 +43,9 @@ def compare(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Write summary.json and report.html again, from what the run folder holds."""
-    run = open_run(args.run)
-    write_durably(run / "summary.json", json.dumps(summarise(run.path), indent=2).encode())
-    print(write_report(run.path))
+    from etude.loop.phases import leave_report
+
+    print(leave_report(open_run(args.run)))
     return 0
 
 

@@ -43,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"run {folder.path}", flush=True)
     interrupted = asyncio.run(_watched(folder, config))
     if interrupted:
+        from etude.loop.phases import leave_report
+
+        leave_report(folder)
         print(f"stopped; go on with: etude run {args.config} --resume {folder.path}", file=sys.stderr)
         return 130
     from etude.dashboard import result_lines

@@ -13,6 +13,7 @@ import functools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from etude.dashboard import summarise, write_report
@@ -150,7 +151,11 @@ async def _unless_failed(supervisor: Supervisor) -> AsyncIterator[None]:
 
 
 async def _report(run: RunFolder) -> Mapping[str, Any]:
-    summary = await asyncio.to_thread(summarise, run.path)
-    write_durably(run / "summary.json", json.dumps(summary, indent=2).encode())
-    await asyncio.to_thread(write_report, run.path)
+    await asyncio.to_thread(leave_report, run)
     return {}
+
+
+def leave_report(run: RunFolder) -> Path:
+    """Write summary.json and report.html from what the run folder holds, also of a run that has not ended."""
+    write_durably(run / "summary.json", json.dumps(summarise(run.path), indent=2).encode())
+    return write_report(run.path)
