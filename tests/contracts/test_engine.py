@@ -338,6 +338,15 @@ def test_after_a_swap_the_probe_gives_the_new_models_log_probabilities(tell: Cal
     tell(story)
 
 
+@pytest.mark.parametrize("text", [[], [1], [1, SIZES.vocab_size], [1, -1], [1, 2**63], [1] * (CONTEXT_TOKENS + 1)])
+def test_a_text_that_cannot_be_computed_is_malformed(tell: Callable[[Story], None], text: list[int]) -> None:
+    async def story(world: World) -> None:
+        with pytest.raises(MalformedRequest):
+            await world.engine.verify(text)
+
+    tell(story)
+
+
 def test_a_prefix_of_another_version_is_computed_anew(tell: Callable[[Story], None]) -> None:
     async def story(world: World) -> None:
         first = ask("one", 100, 10, session="s")

@@ -174,7 +174,7 @@ class ReferenceEngine:
         )
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        ids = [int(t) for t in token_ids]
+        ids = [t if 0 <= t < self._vocab_size else -1 for t in map(int, token_ids)]  # a wild one may not fit an int64
         self._check_ids(np.array(ids, np.int64), least=2, most=self.config.context_tokens)
         return await self._ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
 
@@ -346,6 +346,8 @@ class ReferenceEngine:
     def _swap_if_free(self) -> None:
         while self._swaps and not self._pins.held(now=time.monotonic()):
             patch, future = self._swaps.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             begin = time.perf_counter()
             patch.apply()
             self._scheduler.swapped(self.version)

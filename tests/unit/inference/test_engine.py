@@ -108,6 +108,20 @@ def test_a_pinned_session_holds_its_version_between_two_calls_and_its_last_call_
     asyncio.run(story())
 
 
+def test_a_swap_that_nobody_wants_any_more_is_not_made() -> None:
+    async def story() -> None:
+        model, new = Transformer(TINY, seed=1), weights(Transformer(TINY, seed=2))
+        async with engine(model) as served:
+            await served.generate(ask("one", session="eval", pin_step=0))
+            swap = served.swap(prepare(hf_views(model), new, version=version(1), changed={}, replaced=new))
+            assert swap.cancel()
+            await served.generate(ask("two", session="eval", pin_step=0, keep_session=False))
+            assert len((await served.generate(ask("three"))).token_ids) == 8
+            assert served.version == version(0)
+
+    asyncio.run(story())
+
+
 def test_counters_tell_computed_from_reused_tokens() -> None:
     async def story() -> None:
         async with engine() as served:
