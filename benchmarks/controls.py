@@ -32,8 +32,8 @@ from etude.config import load
 from etude.loop.config import RunConfig
 from etude.training import mid_train
 
-MORE_LR = (3e-3, 1e-3)
-RECIPES = [Recipe(rounds, lr) for rounds in (1, 2, 3) for lr in (3e-4, 1e-3)]
+MID_LRS = (3e-3, 1e-3)
+RECIPES = tuple(f"{rounds}:{lr}" for rounds in (1, 2, 3) for lr in ("3e-4", "1e-3"))
 MARGIN = 1.05  # mid-training's budget is counted in tokens: a little more, so that it surely has the CPU seconds
 GOAL = {"mid": 0.4, "rejection": 0.1}
 NEVER = 10**9
@@ -50,6 +50,8 @@ class Measured:
     budget_s: float
     validation_tasks: int
     heldout_tasks: int
+    mid_lrs: tuple[float, ...]
+    recipes: tuple[Recipe, ...]
 
     @property
     def start(self) -> Path:
@@ -103,16 +105,16 @@ def mid(run: Measured) -> dict[str, Any]:
     def trial(lr: float) -> Trial:
         return lambda out: more_mid_training(run, lr, out)
 
-    return best(run, {f"mid-{lr:g}": trial(lr) for lr in MORE_LR})
+    return best(run, {f"mid-{lr:g}": trial(lr) for lr in run.mid_lrs})
 
 
 def rejection(run: Measured) -> dict[str, Any]:
-    def trial(recipe: Recipe) -> Trial:
+    def trial(chosen: Recipe) -> Trial:
         return lambda out: asyncio.run(
-            fine_tune(new_folder("rejection"), run.config, recipe, budget_s=run.budget_s, out=out)
+            fine_tune(new_folder("rejection"), run.config, chosen, budget_s=run.budget_s, out=out)
         )
 
-    return best(run, {f"rejection-{r.rounds}-{r.lr:g}": trial(r) for r in RECIPES})
+    return best(run, {f"rejection-{r.rounds}-{r.lr:g}": trial(r) for r in run.recipes})
 
 
 def best(run: Measured, trials: dict[str, Trial]) -> dict[str, Any]:
@@ -136,6 +138,12 @@ def shuffled(run: Measured) -> dict[str, Any]:
     return {"heldout": brief(heldout), "cpu_s": round(sum(rl_cpu_s(folder).values()), 1), "steps": run.config.rl.steps}
 
 
+def recipe(text: str) -> Recipe:
+    """``ROUNDS:LR`` as a recipe."""
+    rounds, _, lr = text.partition(":")
+    return Recipe(int(rounds), float(lr))
+
+
 CONTROLS = {"mid": mid, "rejection": rejection, "shuffled": shuffled}
 
 
@@ -146,11 +154,20 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=256, help="validation tasks that settings are chosen on")
     parser.add_argument("--heldout", type=int, help="held-out tasks (default: as many as the run had)")
     parser.add_argument("--budget-s", type=float, help="CPU seconds (default: those of the run's RL)")
+    parser.add_argument("--mid-lrs", type=float, nargs="+", default=MID_LRS, help="peak rates to try")
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="ROUNDS:LR", help="to try")
     args = parser.parse_args()
     found = summary(args.run)
     before, after = found["heldout"]["before"], found["heldout"]["after"]
     rl_s = round(sum(rl_cpu_s(args.run).values()), 1)
-    run = Measured(args.run, args.budget_s or rl_s, args.tasks, args.heldout or after["num_tasks"])
+    run = Measured(
+        path=args.run,
+        budget_s=args.budget_s or rl_s,
+        validation_tasks=args.tasks,
+        heldout_tasks=args.heldout or after["num_tasks"],
+        mid_lrs=tuple(args.mid_lrs),
+        recipes=tuple(recipe(text) for text in args.recipes),
+    )
     controls = {name: CONTROLS[name](run) for name in args.only}
     for control in controls.values():
         control["rl_ahead"] = ahead(control["heldout"], after)

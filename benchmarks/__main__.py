@@ -1,0 +1,33 @@
+"""The quick benchmarks, one after another: ``python -m benchmarks``. Each is a process of its own.
+
+The long ones (laptop, controls, asynchrony, trl, engine in full, …) are run by name.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+QUICK = (
+    ["delta"],
+    ["engine", "--batches", "16,64", "--repeats", "1"],
+    ["machines"],
+    ["swap"],
+    ["swap_client"],
+)
+
+
+def main() -> int:
+    """Run all of them; 1 when one failed."""
+    failed = []
+    for name, *flags in QUICK:
+        print(f"== {name}", file=sys.stderr, flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *flags]).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

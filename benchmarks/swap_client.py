@@ -1,0 +1,229 @@
+"""What a client of an engine process feels when its weights are swapped in mid-generation: late answers.
+
+A real engine process follows a store; a process of its own publishes a new version every `--every` seconds, each an
+optimiser-sized change of bf16 weights. `--streams` long completions are always in flight over HTTP, so every swap
+happens in mid-generation (their version spans prove it). An engine answers with whole completions, so the arrival of
+single tokens is seen by *tickers*: clients that ask for one token after a four-token prompt, again and again. All
+sequences decode in the same steps, so a pause of the engine is a pause of the tickers. (`benchmarks.swap` measures the
+steps themselves, inside.)
+
+A swap's gap is the longest between two ticks from the publish until just after the adoption, less the median gap: it
+holds fetching, decoding and proving, too. Windows as long as those, laid where nothing is published, are measured
+likewise: what the machine does by itself. `python -m benchmarks.swap_client [--checkpoint DIR] [--swaps N]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.report import report
+from etude.dashboard.read import RunView
+from etude.dashboard.summary import quantile
+from etude.errors import EtudeError
+from etude.inference import HttpEngine
+from etude.models import ModelConfig, Transformer, load_model, save_model
+from etude.records import CompletionRequest, Sampling
+from etude.stores import DirectoryStore
+from etude.training.config import LiveWeights
+from etude.training.learner import export
+from etude.weights import Channel
+
+PROMPT_TOKENS, STREAM_TOKENS, STEP_SIZE = 64, 256, 3e-5
+TICKERS, GRACE_S, READY_S = 2, 0.1, 60.0
+
+
+@dataclass
+class Seen:
+    """What the clients saw. Times are of `time.time`, which other processes share."""
+
+    ticks: list[list[float]] = field(default_factory=lambda: [[] for _ in range(TICKERS)])
+    completed: int = 0
+    swapped: int = 0  # completions of two versions and more
+    failed: list[str] = field(default_factory=list)
+    over: bool = False
+
+
+def publish(store: str, checkpoint: str, num_swaps: int, every_s: float, times: str) -> None:
+    """A process of its own: versions until `num_swaps` are published, and when each publish began."""
+    torch.set_num_threads(1)
+    model = load_model(checkpoint)
+    channel, version, began = Channel(DirectoryStore(Path(store))), None, []
+    generator = torch.Generator().manual_seed(0)
+    for step in range(num_swaps + 1):
+        began.append(time.time())
+        version = channel.publish(export(model, LiveWeights.BF16), step=step, parent=version, rollout_ids=()).version
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=STEP_SIZE)
+        time.sleep(every_s)
+    Path(times).write_text(json.dumps(began))
+
+
+def request(name: str, number: int, prompt: np.ndarray[Any, Any], num_tokens: int) -> CompletionRequest:
+    """One completion that no later one continues."""
+    return CompletionRequest(
+        request_id=f"{name}/{number}",
+        session_id=f"{name}/{number}",
+        prompt_ids=prompt,
+        sampling=Sampling(max_tokens=num_tokens, stop_token_ids=(), seed=number),
+        keep_session=False,
+    )
+
+
+async def stream(engine: HttpEngine, index: int, vocab_size: int, seen: Seen) -> None:
+    """Long completions, one after another."""
+    rng, number = np.random.default_rng(index), 0
+    while not seen.over:
+        prompt = rng.integers(8, vocab_size, PROMPT_TOKENS).astype(np.int32)
+        number += 1
+        try:
+            done = await engine.generate(request(f"stream-{index}", number, prompt, STREAM_TOKENS))
+        except EtudeError as error:
+            seen.failed.append(str(error))
+            continue
+        seen.completed += 1
+        seen.swapped += len({span.version for span in done.spans}) > 1
+        if len(done.token_ids) != STREAM_TOKENS:
+            seen.failed.append(f"{done.request_id} has {len(done.token_ids)} tokens")
+
+
+async def tick(engine: HttpEngine, index: int, seen: Seen) -> None:
+    """One token after another."""
+    prompt, number = np.arange(8, 12, dtype=np.int32), 0
+    while not seen.over:
+        number += 1
+        try:
+            await engine.generate(request(f"tick-{index}", number, prompt, 1))
+        except EtudeError as error:
+            seen.failed.append(str(error))
+        seen.ticks[index].append(time.time())
+
+
+async def load(url: str, vocab_size: int, num_streams: int, publisher: Any) -> Seen:
+    """Clients of one engine until the publisher is done."""
+    seen = Seen()
+    async with HttpEngine(url) as engine, asyncio.TaskGroup() as clients:
+        for index in range(num_streams):
+            clients.create_task(stream(engine, index, vocab_size, seen))
+        for index in range(TICKERS):
+            clients.create_task(tick(engine, index, seen))
+        publisher.start()
+        await asyncio.to_thread(publisher.join)
+        seen.over = True
+    if publisher.exitcode:
+        raise SystemExit(f"the publisher ended with exit code {publisher.exitcode}")
+    return seen
+
+
+def gaps(ticks: Sequence[Sequence[float]], windows: Sequence[tuple[float, float]]) -> list[float]:
+    """For each window the longest gap between two ticks of one ticker that touches it, in seconds."""
+    found = []
+    for start, end in windows:
+        worst = 0.0
+        for times in map(np.asarray, ticks):
+            first, last = max(0, int(np.searchsorted(times, start)) - 1), int(np.searchsorted(times, end)) + 1
+            worst = max(worst, float(np.diff(times[first:last]).max(initial=0.0)))
+        found.append(worst)
+    return found
+
+
+def quiet(busy: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """A window in each pause between two busy ones, as long as the busy one before it where there is room."""
+    found = []
+    for (start, end), (following, _) in itertools.pairwise(busy):
+        length = min(end - start, following - end - GRACE_S)
+        if length > 0:
+            found.append((end, end + length))
+    return found
+
+
+def in_ms(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Quantiles of some durations, in milliseconds."""
+    ordered = sorted(1e3 * s for s in seconds)
+    found = {"p50": quantile(ordered, 0.5), "p99": quantile(ordered, 0.99), "max": quantile(ordered, 1.0)}
+    return {name: None if value is None else round(value, 2) for name, value in found.items()}
+
+
+def measure(checkpoint: Path, folder: Path, *, num_swaps: int, num_streams: int, every_s: float) -> dict[str, Any]:
+    """Serve, publish, load; then read what was seen against what the engine told."""
+    store, ready, times = folder / "weights", folder / "ready", folder / "times.json"
+    store.mkdir()
+    argv = [sys.executable, "-m", "etude.inference.server", "--checkpoint", str(checkpoint), "--store", str(store)]
+    argv += ["--ready-file", str(ready), "--telemetry", str(folder / "events" / "engine.jsonl"), "--name", "engine"]
+    argv += ["--context-tokens", str(PROMPT_TOKENS + STREAM_TOKENS)]
+    spawn = multiprocessing.get_context("spawn")
+    publisher = spawn.Process(target=publish, args=(str(store), str(checkpoint), num_swaps, every_s, str(times)))
+    vocab_size = load_model(checkpoint).config.vocab_size
+    engine = subprocess.Popen(argv, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        seen = asyncio.run(load(_url(ready, engine), vocab_size, num_streams, publisher))
+    finally:
+        engine.terminate()
+        engine.wait(10.0)
+    adopted = [event for event in RunView(folder).of("engine.adopt") if event["step"] > 0]
+    return numbers(seen, adopted, json.loads(times.read_text()))
+
+
+def numbers(seen: Seen, adopted: Sequence[Any], began: Sequence[float]) -> dict[str, Any]:
+    """What the clients saw, laid over what the publisher and the engine did. A swap that was overtaken is none."""
+    busy = [(began[int(event["step"])], float(event["t"]) + GRACE_S) for event in adopted]
+    median_s = float(np.median(np.concatenate([np.diff(t) for t in seen.ticks])))
+    return {
+        "num_swaps": len(adopted),
+        "in_mid_generation": sum(event["num_running"] > TICKERS for event in adopted),
+        "completions": seen.completed,
+        "completions_of_several_versions": seen.swapped,
+        "failed": len(seen.failed),
+        "failures": seen.failed[:3],
+        "gap_ms_median": round(1e3 * median_s, 2),
+        "extra_gap_ms": in_ms([gap - median_s for gap in gaps(seen.ticks, busy)]),
+        "extra_gap_ms_without_swap": in_ms([gap - median_s for gap in gaps(seen.ticks, quiet(busy))]),
+        "engine_pause_ms": in_ms([event["pause_s"] for event in adopted]),
+        "publish_to_adopted_ms": in_ms([end - GRACE_S - start for start, end in busy]),
+    }
+
+
+def _url(ready: Path, engine: subprocess.Popen[bytes]) -> str:
+    end = time.monotonic() + READY_S
+    while not ready.exists():
+        if engine.poll() is not None or time.monotonic() > end:
+            raise SystemExit(f"waited for the engine to serve; exit code {engine.poll()}")
+        time.sleep(0.05)
+    return str(json.loads(ready.read_text())["url"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--checkpoint", type=Path, help="default: the laptop example's sizes, random weights")
+    parser.add_argument("--swaps", type=int, default=60)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="from a publish to the next")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        checkpoint = args.checkpoint or folder / "model"
+        if args.checkpoint is None:
+            save_model(Transformer(ModelConfig(), seed=0), checkpoint, dtype="f32")
+        found = measure(checkpoint, folder, num_swaps=args.swaps, num_streams=args.streams, every_s=args.every)
+    report("swap_client", {"streams": args.streams, "goal_extra_gap_ms_p99": 50.0, **found})
+
+
+if __name__ == "__main__":
+    main()
