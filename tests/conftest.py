@@ -1,0 +1,189 @@
+"""What tests of whole runs share: the command line as a user meets it, and a checkpoint that plays a small game.
+
+The game: a file returns 0, the instruction says which digit it should return. The checkpoint was mid-trained, here and
+now, on conversations whose edit is a digit drawn at random, so about one rollout in three is right: RL has something
+to learn from its first step on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DIGITS = (1, 2, 3)
+SMALL = {"vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+EXPERTS = {"expert_size": 32, "num_experts": 4, "top_k": 2, "context_tokens": 128}
+QUIET = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass(frozen=True)
+class Game:
+    """A directory of tasks, a checkpoint that half knows how to play it, and a config of a run over both."""
+
+    tasks: Path
+    start: Path
+    config: Path
+
+
+@dataclass(frozen=True)
+class Cli:
+    """``etude ...`` as its own process in a directory of its own."""
+
+    cwd: Path
+    env: Mapping[str, str]
+
+    def start(self, *args: str | Path, log: Path | None = None) -> subprocess.Popen[str]:
+        """Start a command and do not wait. Its output goes to `log` (both streams), or to pipes."""
+        out = log.open("a") if log else subprocess.PIPE
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", "etude.cli", *map(str, args)],
+                cwd=self.cwd,
+                env=dict(self.env),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out if log else subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        finally:
+            if log:
+                out.close()  # type: ignore[union-attr]
+
+    def __call__(self, *args: str | Path, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end."""
+        process = self.start(*args)
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def cli_in() -> Callable[[Path], Cli]:
+    """The command line in a directory."""
+    return lambda cwd: Cli(cwd, os.environ | QUIET)
+
+
+@pytest.fixture(scope="session")
+def game(tmp_path_factory: pytest.TempPathFactory) -> Game:
+    """Made once a session, in some seconds."""
+    folder = tmp_path_factory.mktemp("game")
+    tasks = folder / "tasks"
+    for split, count in (("train", 12), ("validation", 4), ("heldout", 4)):
+        for i in range(count):
+            write_task(tasks / f"{split}-{i:02d}", split, DIGITS[i % len(DIGITS)], name=f"m{i}")
+    start = mid_train_player(folder)
+    config = folder / "config.toml"
+    config.write_text(
+        f"""seed = 3
+start = "{start}"
+
+[tasks]
+source = "{tasks}"
+
+[harness]
+tools = ["edit", "submit", "write"]
+max_turns = 3
+context_tokens = 96
+
+[engine]
+max_sequences = 16
+context_tokens = 128
+
+[experience]
+groups_per_step = 3
+group_size = 4
+max_lag = 1
+
+[learner]
+lr = 1e-3
+
+[rl]
+steps = 4
+checkpoint_every = 2
+
+[evals]
+heldout_tasks = 4
+during_tasks = 4
+baseline_tasks = 2
+every = 2
+"""
+    )
+    return Game(tasks, start, config)
+
+
+def write_task(folder: Path, split: str, digit: int, *, name: str) -> None:
+    """One task: module `name` returns 0 and should return `digit`."""
+    for part in ("files", "answer/reference"):
+        (folder / part).mkdir(parents=True)
+    (folder / "task.toml").write_text(f'instruction = "{name} {digit}"\nexports = ["m.py"]\nsplit = "{split}"\n')
+    (folder / "files" / "m.py").write_text("def f():\n    return 0\n")
+    (folder / "answer" / "reference" / "m.py").write_text(f"def f():\n    return {digit}\n")
+    (folder / "answer" / "cases.json").write_text(
+        f'[{{"module": "m", "function": "f", "args": [], "expected": {digit}}}]'
+    )
+
+
+def mid_train_player(folder: Path) -> Path:
+    """A checkpoint that edits the right line to a random digit and submits."""
+    from etude.harness import SPECIAL_TOKENS, Call, ChatFormat, chat_template, standard_tools
+    from etude.harness.agent import assistant_message
+    from etude.models import ModelConfig
+    from etude.training import mid_train
+    from etude.training.config import MidTrainingConfig
+    from etude.training.corpus import write_corpus
+    from etude.training.tokenizer import train_tokenizer
+
+    draw = random.Random(0)
+
+    def talk(digit: int) -> list[dict[str, object]]:
+        edit = Call("edit", {"path": "m.py", "line": "2", "text": f"return {draw.choice(DIGITS)}"})
+        return [
+            {"role": "user", "content": f"m{draw.randrange(12)} {digit}"},
+            assistant_message("", edit, call_id="call_1"),
+            {"role": "tool", "tool_call_id": "call_1", "content": "ok"},
+            assistant_message("", Call("submit", {}), call_id="call_2"),
+        ]
+
+    words = ["edit m.py 2 return 1", "submit", "ok", "m1 2"] * 20
+    train_tokenizer(
+        words,
+        folder / "tokenizer",
+        vocab_size=SMALL["vocab_size"],
+        special_tokens=SPECIAL_TOKENS,
+        chat_template=chat_template(),
+    )
+    chat, signatures = ChatFormat.load(folder / "tokenizer"), standard_tools(("edit", "submit", "write")).signatures
+    write_corpus(folder / "corpus", [chat.whole(talk(d), signatures) for d in DIGITS * 400])
+    mid_train(
+        MidTrainingConfig(num_tokens=40_000, batch_tokens=512, document_tokens=64, lr=1e-2, warmup_steps=5),
+        folder / "corpus",
+        folder / "start",
+        model=ModelConfig(**SMALL, **EXPERTS),  # type: ignore[arg-type]
+        ranks=1,
+        assets=folder / "tokenizer",
+    )
+    return folder / "start"
+
+
+@pytest.fixture
+def wait_for() -> Callable[..., None]:
+    """``wait_for(condition, "what", deadline_s)``: returns when the condition holds, fails by name at the deadline."""
+    import time
+
+    def wait(condition: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}"
+            time.sleep(0.02)
+
+    return wait

@@ -1,0 +1,265 @@
+"""The whole circle, tiny, through the command line, and every command on what it left."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude import cli as etude
+from etude.run import RunFolder
+
+TINY = """seed = 1
+
+[model]
+vocab_size = 320
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_dim = 16
+expert_size = 32
+num_experts = 4
+top_k = 2
+context_tokens = 384
+
+[tasks]
+files = 1
+
+[corpus]
+num_demonstrations = 60
+num_code_documents = 40
+library_chars = 4000
+
+[mid_training]
+num_tokens = 20_000
+batch_tokens = 1024
+warmup_steps = 2
+
+[harness]
+max_turns = 6
+context_tokens = 384
+
+[engine]
+max_sequences = 16
+context_tokens = 384
+
+[experience]
+groups_per_step = 2
+group_size = 4
+max_lag = 1
+
+[rl]
+steps = 2
+checkpoint_every = 1
+
+[evals]
+heldout_tasks = 4
+during_tasks = 2
+baseline_tasks = 4
+every = 1
+"""
+PHASES = ["corpus", "mid-training", "eval-before", "rl", "eval-after", "report"]
+
+
+@pytest.fixture(scope="module")
+def circle(tmp_path_factory: pytest.TempPathFactory, cli_in: Callable[[Path], Any]) -> Path:
+    """A finished run, from nothing, in ``<cwd>/runs/tiny``."""
+    cwd = tmp_path_factory.mktemp("circle")
+    (cwd / "tiny.toml").write_text(TINY)
+    done = cli_in(cwd)("run", "tiny.toml", "--name", "tiny")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "held-out solve rate" in done.stdout
+    assert "etude serve runs/tiny" in done.stdout
+    return cwd / "runs" / "tiny"
+
+
+@pytest.fixture
+def say(circle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A command on the run, in this process: what it printed. Fails when it did not end with `code`."""
+    monkeypatch.chdir(circle.parent.parent)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args: str, code: int = 0) -> str:
+        capsys.readouterr()
+        found = etude.main(args)
+        out, err = capsys.readouterr()
+        assert found == code, err
+        return out + err
+
+    return run
+
+
+def test_every_phase_ends_and_leaves_what_the_format_names(circle: Path) -> None:
+    assert [p["phase"] for p in RunFolder.open(circle).phases()] == PHASES
+    for name in ("config.toml", "ledger.sqlite", "report.html", "evals/before.parquet", "evals/after.parquet"):
+        assert (circle / name).stat().st_size, name
+    for name in ("checkpoints/mid", "checkpoints/step-000002", "checkpoints/final", "weights/pointers", "tokenizer"):
+        assert (circle / name).is_dir(), name
+    assert len(list((circle / "traces").glob("batch-*.parquet"))) == 2
+
+
+def test_the_summary_holds_every_documented_key(circle: Path) -> None:
+    summary = json.loads((circle / "summary.json").read_text())
+    assert summary["finished"] is True
+    assert {
+        "format", "run_id", "etude", "host", "heldout", "baselines", "wall_s", "cpu_s", "idle", "lag", "weights",
+        "parity", "invalid", "rollouts", "rl", "peak_memory_bytes",
+    } <= set(summary)  # fmt: skip
+    for when in ("before", "after"):
+        assert {"rate", "low", "high", "num_tasks", "solved", "best_of_k", "turns_mean"} <= set(
+            summary["heldout"][when]
+        )
+        assert summary["heldout"][when]["num_tasks"] == 4
+    assert summary["heldout"]["during"][0]["step"] == 1
+    assert summary["baselines"]["oracle"] == 1.0
+    assert summary["baselines"]["random"] < 1.0
+    assert {"total", *PHASES[:-1]} <= set(summary["wall_s"])
+    assert {"learner", "engines"} == set(summary["idle"])
+    assert set(summary["lag"]["histogram"]) <= {"0", "1"}
+    assert summary["weights"]["num_publishes"] == 3
+    assert 0 <= summary["parity"]["probe_ratio_max"] <= 1e-4
+    assert summary["rl"]["steps"] == 2
+    assert summary["peak_memory_bytes"] > 0
+
+
+def test_the_report_is_one_page_that_loads_nothing(circle: Path) -> None:
+    page = (circle / "report.html").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html")
+    for loading in ('src="http', "src='http", "@import", '<link rel="stylesheet"'):
+        assert loading not in page
+
+
+def test_status_says_that_the_run_does_not_run(say: Callable[..., str]) -> None:
+    assert "runs/tiny: not running" in say("status")
+    assert "not running" in say("stop", "tiny", code=3)
+
+
+def test_rollouts_are_listed_and_shown(say: Callable[..., str]) -> None:
+    listed = say("rollouts", "list", "--limit", "100")
+    assert "g000000.0" in listed
+    assert "g000003.3" in listed
+    shown = say("rollouts", "show", "g000003.0")
+    assert "admitted" in shown
+    assert "running -> graded" in shown
+
+
+def test_the_weights_are_listed_compared_and_verified(say: Callable[..., str]) -> None:
+    log = say("weights", "log")
+    assert "v000000" in log
+    assert "v000002" in log
+    assert "model.embed_tokens.weight" in say("weights", "diff", "0", "2")
+    assert "3 versions" in say("weights", "verify")
+
+
+def test_the_audit_finds_nothing_lost_and_nothing_twice(say: Callable[..., str]) -> None:
+    said = say("ledger", "audit")
+    assert said.startswith("0 lost, 0 trained twice, 0 slots leaked; 16 of")
+    assert "by 2 steps" in said
+
+
+def test_a_run_is_compared_with_itself_and_reported_again(circle: Path, say: Callable[..., str]) -> None:
+    assert say("compare", "tiny", "tiny").strip()
+    (circle / "report.html").unlink()
+    assert "report.html" in say("report", "tiny")
+    assert (circle / "report.html").is_file()
+
+
+def test_transformers_agrees_with_the_exported_checkpoint(
+    circle: Path, tmp_path: Path, say: Callable[..., str]
+) -> None:
+    import torch
+    import transformers
+
+    from etude.models.checkpoint import load_model
+
+    say("export", "runs/tiny", str(tmp_path / "final"), "--dtype", "f32")
+    say("export", "tiny@2", str(tmp_path / "two"), "--dtype", "f32")
+    tokens = torch.arange(3, 40)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+        for name in ("final", "two"):  # the run's result is the version of its last step
+            assert torch.allclose(load_model(tmp_path / name).eval().run(tokens).logits, expected, atol=1e-4)
+    said = transformers.AutoTokenizer.from_pretrained(tmp_path / "final")
+    assert said.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False).startswith("<|user|>hi")
+
+
+def test_resuming_a_finished_run_does_nothing(circle: Path, cli_in: Callable[[Path], Any]) -> None:
+    before = (circle / "phases.json").read_bytes()
+    pointers = {p: p.read_bytes() for p in (circle / "weights" / "pointers").rglob("*") if p.is_file()}
+    done = cli_in(circle.parent.parent)("run", "tiny.toml", "--resume", "tiny")
+    assert done.returncode == 0, done.stderr
+    assert (circle / "phases.json").read_bytes() == before
+    assert {p: p.read_bytes() for p in pointers} == pointers
+
+
+@pytest.fixture
+def served(circle: Path, cli_in: Callable[[Path], Any]) -> Iterator[str]:
+    """The base URL of ``etude serve`` on the run."""
+    server = cli_in(circle.parent.parent).start("serve", "runs/tiny", "--port", "0", "--key", "k3y")
+    try:
+        line = server.stdout.readline()
+        assert "serving tiny at http://127.0.0.1:" in line, line + server.stderr.read()
+        yield line.split(" at ")[1].split()[0]
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_the_openai_client_talks_to_the_result(served: str) -> None:
+    import openai
+
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "cat",
+            "description": "Show a file.",
+            "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+        },
+    }
+    base = served if served.endswith("/v1") else f"{served}/v1"
+    with (
+        openai.OpenAI(base_url=base, api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        stranger.models.list()
+    with openai.OpenAI(base_url=base, api_key="k3y", max_retries=0) as client:
+        assert [m.id for m in client.models.list().data] == ["tiny"]
+        asked: dict[str, Any] = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "fix the failing test"}],
+            "tools": [tool],
+            "max_tokens": 12,
+            "seed": 7,
+        }
+        whole = client.chat.completions.create(**asked)
+        assert whole.usage.completion_tokens > 0
+        message = whole.choices[0].message
+        assert message.content is not None or message.tool_calls
+        parts = list(client.chat.completions.create(**asked, stream=True))
+        streamed = "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
+        assert streamed == (message.content or "")
+        with pytest.raises(openai.BadRequestError, match="context"):
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "a b " * 2000}], max_tokens=4
+            )
+
+
+def test_a_run_from_the_users_own_checkpoint_learns_on_the_users_own_tasks(
+    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    done = cli_in(tmp_path)("run", game.config, "--name", "own", "--set", "fleet.num_engines=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "own"
+    assert [p["phase"] for p in RunFolder.open(run).phases()] == [p for p in PHASES if p != "mid-training"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["rl"]["steps"] == 4
+    assert summary["rl"]["no_signal_share"] < 1.0
+    assert summary["baselines"]["oracle"] == 1.0
