@@ -155,6 +155,13 @@ def test_nothing_of_the_parents_environment_or_descriptors_is_there():
     assert result.output.replace(b"read cmdline\n", b"") == b"False 3\n"
 
 
+def test_control_groups_of_the_host_have_no_name_in_a_machine():
+    result = python(
+        "print({line.rstrip().split(':', 2)[2] for line in open('/proc/self/cgroup') if ':memory:' in line})"
+    )
+    assert result.output in (b"{'/'}\n", b"set()\n")
+
+
 def test_a_tool_sees_no_frame_or_module_of_the_machinery():
     result = python("""
         import gc, sys

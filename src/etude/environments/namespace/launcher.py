@@ -239,7 +239,7 @@ def _start(python: str, config: str, pass_fds: tuple[int, ...]) -> subprocess.Po
             [python, "-s", "-S", "-P", "-B", "-"],  # the program comes over stdin: machines can see this command line
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,  # never read: it is there so that tools' own standard streams are set up for pipes
-            env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
+            env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "LD_BIND_NOW": "1"},  # bound once, not in each fork
             cwd="/",
             pass_fds=pass_fds,
             start_new_session=True,

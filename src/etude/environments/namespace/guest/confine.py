@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import socket
 from typing import NamedTuple
 
 from . import syscalls as sys_
@@ -44,22 +43,21 @@ class Identity(NamedTuple):
         return f"0 {self.agent} 1\n{USER} {self.tools} 1\n" if self.privileged else f"{USER} {self.tools} 1\n"
 
 
-def enter(
-    limits: Limits, identity: Identity, groups: list[int], launcher: socket.socket, filter_: ctypes.Structure
-) -> None:
+def enter(limits: Limits, identity: Identity, groups: list[int], launcher: int, filter_: ctypes.Structure) -> None:
     """Confine this process, PID 1 of a new PID namespace. `groups` are open cgroup.procs files; `launcher` is told
     once the user namespace exists and answers once it is mapped."""
     sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
     for fd in groups:
         os.write(fd, b"0")
-    sys_.unshare(sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS)
+    kinds = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS | sys_.CLONE_NEWCGROUP
+    sys_.unshare(kinds)
     sys_.set_hostname("machine")
     _mount_private(limits, identity.tools)
     if identity.privileged:
         os.setgroups([])
     sys_.unshare(sys_.CLONE_NEWUSER)
-    launcher.send(b"u")
-    if launcher.recv(1) != b"m":
+    os.write(launcher, b"u")
+    if os.read(launcher, 1) != b"m":
         os._exit(1)
     agent = 0 if identity.privileged else USER
     os.setresgid(agent, agent, agent)

@@ -160,26 +160,21 @@ class Launcher:
         self._channel, self._hierarchies, self._base = channel, hierarchies, base
         self._limits, self._filter = limits, filter_
         self._free = list(range(max_machines, 0, -1))
-        self._machines: dict[int, tuple[int, int]] = {}  # pid -> machine number, slot
+        self._machines: dict[int, tuple[int, int, int]] = {}  # pidfd -> pid, machine number, slot
         self._pids: dict[int, int] = {}  # machine number -> pid
         self._groups: dict[int, list[int]] = {}  # slot -> open cgroup.procs
-        self._mapping: dict[int, tuple[socket.socket, int]] = {}  # fd -> our end, pid that waits to be mapped
+        self._mapping: dict[int, tuple[int, int]] = {}  # our end of a socket -> pid that waits on it, slot
         self._next = 0
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._poller = select.poll()
 
     def serve(self) -> None:
         """Until the host hangs up."""
-        wake, wake_child = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake_child, warn_on_full_buffer=False)
         self._poller.register(self._channel, select.POLLIN)
-        self._poller.register(wake, select.POLLIN)
         while True:
             for fd, _ in self._poller.poll():
-                if fd == wake:
-                    os.read(wake, 4096)
-                    self._reap()
+                if fd in self._machines:
+                    self._reap(fd)
                 elif fd in self._mapping:
                     self._map_users(fd)
                 elif not self._answer():
@@ -200,9 +195,10 @@ class Launcher:
 
     def _spawn(self) -> None:
         self._next += 1
-        host, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        host, inside = (end.detach() for end in socket.socketpair())
+        ours, theirs = (end.detach() for end in socket.socketpair())
         slot = self._free.pop()
+        identity = self._identity(slot)
         try:
             groups = self._enterable(slot)
             sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
@@ -210,22 +206,19 @@ class Launcher:
             pid = os.fork()
         except OSError as error:
             self._free.append(slot)
-            for end in (host, inside, ours, theirs):
-                end.close()
             self._channel.send(HEAD.pack(FAILED, self._next) + str(error).encode())
+            _close(host, inside, ours, theirs)
             return
-        identity = self._identity(slot)
         if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            role = partial(_machine, inside.detach(), theirs.detach(), self._limits, identity, groups, self._filter)
-            raise tools.Become(role)
-        self._machines[pid], self._pids[self._next] = (self._next, slot), pid
-        self._mapping[ours.fileno()] = ours, pid
+            self._channel.close()
+            raise tools.Become(partial(_machine, inside, theirs, self._limits, identity, groups, self._filter))
+        pidfd = os.pidfd_open(pid)
+        self._machines[pidfd], self._pids[self._next] = (pid, self._next, slot), pid
+        self._mapping[ours] = pid, slot
+        self._poller.register(pidfd, select.POLLIN)
         self._poller.register(ours, select.POLLIN)
-        socket.send_fds(self._channel, [HEAD.pack(MACHINE, self._next)], [host.fileno()])
-        for end in (host, inside, theirs):
-            end.close()
+        socket.send_fds(self._channel, [HEAD.pack(MACHINE, self._next)], [host])
+        _close(host, inside, theirs)
 
     def _identity(self, slot: int) -> confine.Identity:
         if self._base is None:
@@ -241,22 +234,24 @@ class Launcher:
         return self._groups[slot]
 
     def _map_users(self, fd: int) -> None:
-        ours, pid = self._mapping.pop(fd)
+        pid, slot = self._mapping.pop(fd)
         self._poller.unregister(fd)
-        with ours, contextlib.suppress(OSError):  # the machine died: the host sees its socket close
-            if ours.recv(1) and pid in self._machines:
-                maps = self._identity(self._machines[pid][1]).maps
+        with contextlib.suppress(OSError):  # the machine died: the host sees its socket close
+            if os.read(fd, 1):
+                maps = self._identity(slot).maps
                 _write(f"/proc/{pid}/uid_map", maps)
                 _write(f"/proc/{pid}/gid_map", maps)
-                ours.send(b"m")
+                os.write(fd, b"m")
+        os.close(fd)
 
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                number, slot = self._machines.pop(found[0])
-                self._free.append(slot)
-                del self._pids[number]
-                self._channel.send(HEAD.pack(GONE, number))
+    def _reap(self, pidfd: int) -> None:
+        pid, number, slot = self._machines.pop(pidfd)
+        self._poller.unregister(pidfd)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+        self._free.append(slot)
+        del self._pids[number]
+        self._channel.send(HEAD.pack(GONE, number))
 
 
 def _machine(
@@ -267,15 +262,19 @@ def _machine(
     groups: list[int],
     filter_: ctypes.Structure,
 ) -> None:
-    with socket.socket(fileno=launcher) as channel:
-        try:
-            confine.enter(limits, identity, groups, channel, filter_)
-        except OSError as error:
-            agent.send(fd, wire.BROKEN, str(error).encode())
-            os._exit(1)
+    try:
+        confine.enter(limits, identity, groups, launcher, filter_)
+    except OSError as error:
+        agent.send(fd, wire.BROKEN, str(error).encode())
+        os._exit(1)
     os.dup2(fd, 3)
     os.closerange(4, 1 << 20)
     agent.serve(3, limits, identity)
+
+
+def _close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _text_of(path: str) -> str:

@@ -7,13 +7,13 @@ within the same second and of the same size would otherwise be answered by the o
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # not `signal`: its enums cost a fork a hundred page faults
 import atexit
 import builtins
 import contextlib
 import gc
 import os
 import runpy
-import signal
 import sys
 import types
 from typing import TYPE_CHECKING, NoReturn
@@ -42,7 +42,7 @@ def run(argv: list[str]) -> NoReturn:
     gc.enable()
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
         _start(argv, main)
         code = 0
     except SystemExit as stop:
