@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from etude.config import load
 from etude.environments import MachineGrader, NamespaceRuntime
@@ -36,6 +35,7 @@ from etude.records import Graded
 from etude.records.task import Split
 from etude.rollouts import read_exports
 from etude.rollouts.rollout import prepare
+from trl import GRPOConfig, GRPOTrainer
 
 T = TypeVar("T")
 SUBMITTED = "<submitted>"
@@ -179,7 +179,7 @@ class Progress(TrainerCallback):
         self.spared_s = 0.0  # CPU of checkpoints, which is not training's
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.began_s, self.wall = cpu_s(os.getpid()), time.monotonic()
+        self.began_s, self.own_s, self.wall = cpu_s(os.getpid()), time.process_time(), time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.rows and logs and "reward" in logs:
@@ -188,7 +188,9 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         spent = cpu_s(os.getpid()) - self.began_s - self.spared_s
-        self.rows.append({"step": state.global_step, "cpu_s": spent, "wall_s": time.monotonic() - self.wall})
+        own = time.process_time() - self.own_s - self.spared_s
+        wall_s = time.monotonic() - self.wall
+        self.rows.append({"step": state.global_step, "trainer": own, "machines": spent - own, "wall_s": wall_s})
         if state.global_step % self.every == 0:
             began = time.process_time()
             folder = self.out / f"step-{state.global_step:06d}"
@@ -200,7 +202,7 @@ class Progress(TrainerCallback):
             control.should_training_stop = True
 
 
-def settings(out: Path, config: RunConfig, *, steps: int, lr: float, rows: int, continuous: bool) -> GRPOConfig:
+def settings(out: Path, config: RunConfig, *, steps: int, lr: float, rows: int) -> GRPOConfig:
     """etude's recipe in TRL's words. Its defaults would be lr 1e-6, bf16, gradient checkpointing, scaled rewards."""
     experience, learner, harness = config.experience, config.learner, config.harness
     batch = experience.groups_per_step * experience.group_size
@@ -233,7 +235,6 @@ def settings(out: Path, config: RunConfig, *, steps: int, lr: float, rows: int, 
         bf16=False,
         gradient_checkpointing=False,
         use_cpu=True,
-        use_transformers_continuous_batching=continuous,
         logging_steps=1,
         save_strategy="no",
         report_to=[],
@@ -253,7 +254,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--rows", type=int, default=128, help="of one forward")
     parser.add_argument("--experts", default="grouped_mm", help="transformers' implementation of the mixture")
-    parser.add_argument("--continuous", action="store_true", help="generate by transformers' continuous batching")
     args = parser.parse_args()
     torch.set_num_threads(1)
     config = load(args.config, RunConfig)
@@ -267,7 +267,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=settings(args.out, config, steps=args.steps, lr=args.lr, rows=args.rows, continuous=args.continuous),
+        args=settings(args.out, config, steps=args.steps, lr=args.lr, rows=args.rows),
         train_dataset=Dataset.from_dict({"prompt": prompts, "index": indices}),
         processing_class=tokenizer(args.start, world),
         environment_factory=lambda: Repair(world),
