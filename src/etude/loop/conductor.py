@@ -13,6 +13,7 @@ all in one task group: what fails, fails the loop by name. Synchronous RL is `ma
 The commit is the move of the pointer in `learner.publish`. A learner that dies ends its lineage with `Lost`, whether it
 was at work or idle: its successor holds no weights, so every call goes to the very process that `begin` was called in.
 The successor starts from the last checkpoint, publishes it under a new incarnation, and the ledger reconciles to that.
+The same mends a chain that no engine can follow: a writer that finds its head damaged publishes a whole anchor.
 Two ways out: the last step (everything in flight is cancelled: its groups were not needed), or a stop (the same, and
 the ledger keeps them for `--resume`).
 """
@@ -24,14 +25,16 @@ import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from etude.errors import DeadlineExceeded, EngineError, EtudeError, ParityError
+from etude.errors import EngineError, EtudeError, ParityError
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
 from etude.harness import ChatFormat
+from etude.inference import HttpEngine
+from etude.inference.errors import EngineGone
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
@@ -46,8 +49,16 @@ from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.weights import lineage
 
-STEP_S, ADOPT_S, PROBE_TOKENS = 600.0, 60.0, 128
+STEP_S, ADOPT_S, PROBE_TOKENS = 600.0, 30.0, 128
+MAX_FRUITLESS = 6  # lineages in a row that end without one step
 T = TypeVar("T")
+
+
+class Unreachable(EtudeError):
+    """Every engine answers and none can come to the published version: something of the chain is damaged."""
+
+
+MENDABLE = (Lost, Unreachable)
 
 
 class Conductor:
@@ -85,19 +96,26 @@ class Conductor:
     async def _keeping(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do work that needs a learner. When one is lost, its successor goes on from the newest checkpoint and the work
         is done again; a task group's failure is raised as the one error that it is."""
+        fruitless = 0
         while True:
+            first = self.step
             try:
                 if self._learner is None or self._learner.lost.is_set():
                     await self._begin()
+                first = self.step
                 return await work()
             except BaseExceptionGroup as group:
                 error = _cause(group)
-                if not isinstance(error, Lost):
+                if not isinstance(error, MENDABLE):
                     raise error from None
-            except Lost:
-                pass
+            except MENDABLE as alone:
+                error = alone
             self._learner = None
-            self.telemetry.event("lineage", state="lost", step=self.step)
+            self.telemetry.event("lineage", state="lost", step=self.step, reason=error.what)
+            fruitless = 0 if self.step > first else fruitless + 1
+            if fruitless > MAX_FRUITLESS:
+                facts = f"{fruitless} times in a row; the last time: {error.what}: {error.facts}"
+                raise EtudeError(f"training does not get past step {self.step}", facts, hint=error.hint) from None
 
     async def _begin(self) -> None:
         learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
@@ -234,23 +252,38 @@ class Conductor:
     async def _probe(self, published: Published) -> None:
         """The version-matched check: each engine's log-probabilities of a fixed text against the learner's own."""
         mine = np.array(await self._call("probe", list[float], self.probe))
+        engines = dict(self.crew.engines)
+        late = await asyncio.gather(*(self._probe_one(*item, published, mine) for item in engines.items()))
+        if late and all(late):
+            raise Unreachable(
+                f"no engine can come to {published.version}",
+                "; ".join(str(error).partition("\n")[0] for error in late),
+                hint="what was published is damaged: see etude weights verify, and the disk",
+            )
+
+    async def _probe_one(
+        self, name: str, engine: HttpEngine, published: Published, mine: np.ndarray[Any, Any]
+    ) -> EngineError | None:
+        """Raises `ParityError`; returns the error of an engine that is there and does not come to the version."""
         step = published.version.step
-        for name, engine in list(self.crew.engines.items()):
-            try:
-                await engine.adopt(step, deadline_s=ADOPT_S)
-                version, theirs = await engine.verify(self.probe)
-            except (EngineError, DeadlineExceeded):
-                continue  # an engine that is gone or late catches up by itself and is given no work until then
-            if version != published.version:
-                continue  # it has moved on: the probe of that version will speak
-            ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
-            self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max)
-            if ratio_max > self.config.rl.probe_limit:
-                raise ParityError(
-                    f"{name} and the learner disagree about {published.version}",
-                    f"max |r - 1| = {ratio_max:.2e} on the probe, the limit is {self.config.rl.probe_limit:g}",
-                    hint="the engine holds other bytes or computes otherwise: etude weights verify, then see its log",
-                )
+        try:
+            await engine.adopt(step, deadline_s=ADOPT_S)
+            version, theirs = await engine.verify(self.probe)
+        except EngineGone:
+            return None  # its successor catches up by itself and is given no work until then
+        except EngineError as error:
+            return error
+        if version != published.version:
+            return None  # it has moved on: the probe of that version will speak
+        ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
+        self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max)
+        if ratio_max > self.config.rl.probe_limit:
+            raise ParityError(
+                f"{name} and the learner disagree about {published.version}",
+                f"max |r - 1| = {ratio_max:.2e} on the probe, the limit is {self.config.rl.probe_limit:g}",
+                hint="the engine holds other bytes or computes otherwise: etude weights verify, then see its log",
+            )
+        return None
 
     def _newest_checkpoint(self) -> Path:
         steps = sorted((self.run_folder / "checkpoints").glob("step-*"))
@@ -273,6 +306,6 @@ async def _nothing() -> None:
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What a task group died of. `Lost` only if there is nothing else: it can be mended, the others end the run."""
+    """What a task group died of. What can be mended only if there is nothing else."""
     leaves = [_cause(e) if isinstance(e, BaseExceptionGroup) else e for e in group.exceptions]
-    return min(leaves, key=lambda e: (isinstance(e, Lost), not isinstance(e, EtudeError)))
+    return min(leaves, key=lambda e: (isinstance(e, MENDABLE), not isinstance(e, EtudeError)))
