@@ -25,9 +25,10 @@ from etude.telemetry import Telemetry
 
 T = TypeVar("T")
 GRADE_S = 60.0
-TORCH_NICE = 5
-"""Engines and the learner give way to harness, machines and graders on shared cores: tool calls are short, and while
-they are served requests gather, so that an engine's next step decodes more of them."""
+ENGINE_NICE = 5
+"""On shared cores engines give way to harness, machines and graders: tool calls are short, and while they are served
+requests gather, so that an engine's next step decodes more of them. They give way to the learner, too: it is what the
+next version waits for, and rollouts run ahead of it anyhow."""
 AnyOutcome: Any = Outcome  # a union is no `type` to a type checker, but it is to the decoder
 
 
@@ -149,7 +150,7 @@ class Crew:
             await self.engines[name].info(deadline_s=2 * self.supervisor.hung_s)
 
         ready_file.unlink(missing_ok=True)
-        await self.supervisor.add(self._child(name, argv, nice=TORCH_NICE), Role(on_up, answers))
+        await self.supervisor.add(self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers))
 
     async def _tell_workers(self) -> None:
         for caller in list(self.workers.members.values()):
