@@ -128,8 +128,7 @@ class Crew:
             assert child.caller is not None, "members are started with a socket"
             await child.caller.call("ready", bool, deadline_s=2 * self.supervisor.hung_s)
 
-        nice = TORCH_NICE if role == "learner" else 0
-        await self.supervisor.add(self._child(name, argv, nice=nice), Role(on_up, answers, with_socket=True))
+        await self.supervisor.add(self._child(name, argv), Role(on_up, answers, with_socket=True))
 
     async def _start_engine(self, name: str) -> None:
         config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
