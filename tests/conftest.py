@@ -173,17 +173,3 @@ def mid_train_player(folder: Path) -> Path:
         assets=folder / "tokenizer",
     )
     return folder / "start"
-
-
-@pytest.fixture
-def wait_for() -> Callable[..., None]:
-    """``wait_for(condition, "what", deadline_s)``: returns when the condition holds, fails by name at the deadline."""
-    import time
-
-    def wait(condition: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
-        end = time.monotonic() + deadline_s
-        while not condition():
-            assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}"
-            time.sleep(0.02)
-
-    return wait

@@ -1,0 +1,507 @@
+"""A whole run under faults: killed, hung, interrupted, out of disk, damaged, or told nonsense.
+
+What must hold: it ends, or it says in three parts why not; no process is left; a resumed run ends and its audit finds
+nothing lost and nothing trained twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude import cli as etude
+from etude.run import RunFolder
+
+CHILDREN = ("learner", "engine-0", "worker-0", "grader-0")
+END_S = 240.0
+
+
+class Running:
+    """A run under way, seen from outside: its processes, its events, and how it ends."""
+
+    def __init__(self, cli: Any, config: Path, *, runs: Path | None = None) -> None:
+        self.cli, self.config = cli, config
+        self.path = (runs or cli.cwd / "runs") / "r"
+        self.log = cli.cwd / "out.log"
+        self.sets: list[str] = []
+        self.process: subprocess.Popen[str] | None = None
+
+    def begin(self, *sets: str) -> Running:
+        self.sets = [part for one in sets for part in ("--set", one)]
+        self.process = self.cli.start("run", self.config, "--name", self.path, *self.sets, log=self.log)
+        return self
+
+    def resume(self) -> Running:
+        self.process = self.cli.start("run", self.config, "--resume", self.path, *self.sets, log=self.log)
+        return self
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.path / "events" / "conductor.jsonl").read_bytes().splitlines()
+            return [e for e in map(_event, lines) if e.get("kind") == kind]
+        return []
+
+    @property
+    def step(self) -> int:
+        return max((e["step"] for e in self.events("rl.step")), default=0)
+
+    def pid(self, child: str) -> int | None:
+        """Of a child that is ready."""
+        told = [e for e in self.events("process") if e["name"] == child]
+        return told[-1]["pid"] if told and told[-1]["state"] in ("ready", "start") else None
+
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float = 90.0) -> None:
+        """Wait for a condition; fails when the run ends before, or at the deadline."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert self.process is not None
+            assert self.process.poll() is None, f"ended before {what}:\n{self.said}"
+            assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}:\n{self.said}"
+            time.sleep(0.01)
+
+    def at_step(self, step: int) -> Running:
+        self.until(lambda: self.step >= step, f"step {step}")
+        return self
+
+    def in_phase(self, phase: str) -> Running:
+        self.until(
+            lambda: any(e["phase"] == phase and e["state"] == "start" for e in self.events("phase")), f"phase {phase}"
+        )
+        return self
+
+    def hit(self, child: str, signum: int = signal.SIGKILL) -> None:
+        self.until(lambda: self.pid(child), f"{child} to be up")
+        pid = self.pid(child)
+        assert pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+    def interrupt(self, signum: int = signal.SIGINT) -> int:
+        assert self.process is not None
+        self.process.send_signal(signum)
+        return self.end()
+
+    def end(self, deadline_s: float = END_S) -> int:
+        assert self.process is not None
+        return self.process.wait(deadline_s)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()[-4000:]
+
+    def left(self) -> list[str]:
+        """Command lines of processes that belong to this run."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                with contextlib.suppress(OSError):
+                    words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    where = os.readlink(folder / "cwd")
+                    state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                    if state != "Z" and (str(self.path) in words or where == str(self.cli.cwd)):
+                        found.append(f"{folder.name} {words[:200]}")
+        return found
+
+    def assert_nothing_left(self, deadline_s: float = 10.0) -> None:
+        end = time.monotonic() + deadline_s
+        while left := self.left():
+            assert time.monotonic() < end, f"left behind after {deadline_s:g} s: {left}"
+            time.sleep(0.05)
+
+    def assert_sound(self) -> None:
+        """Ended well: every step was made, the audit is clean, nothing is left."""
+        assert json.loads((self.path / "summary.json").read_text())["finished"], self.said
+        audit = self.cli("ledger", "audit", self.path)
+        assert audit.returncode == 0, audit.stderr
+        assert audit.stdout.startswith("0 lost, 0 trained twice, 0 slots leaked;"), audit.stdout
+        assert "Traceback" not in self.log.read_text(), self.said
+        self.assert_nothing_left()
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) else {}
+
+
+@pytest.fixture
+def running(game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]) -> Iterator[Running]:
+    """A run of the game that has not begun yet; killed with the test."""
+    run = Running(cli_in(tmp_path), game.config)
+    yield run
+    run.stop()
+
+
+# The quick ones
+
+
+@pytest.mark.timeout(400)
+def test_a_run_whose_children_are_killed_ends_and_its_audit_is_sound(running: Running) -> None:
+    running.begin("rl.steps=8").at_step(1)
+    for child in CHILDREN:
+        running.hit(child)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+    restarted = {e["name"] for e in running.events("process") if e["state"] == "restart"}
+    assert restarted == set(CHILDREN)
+    assert any(e["state"] == "lost" for e in running.events("lineage"))
+
+
+@pytest.mark.timeout(400)
+def test_a_run_that_is_interrupted_and_then_killed_leaves_no_process_and_goes_on(running: Running) -> None:
+    running.begin("rl.steps=8").at_step(1)
+    assert running.interrupt() == 130, running.said
+    running.assert_nothing_left()
+    assert "--resume" in running.said
+    assert json.loads((running.path / "summary.json").read_text())["finished"] is False
+    running.resume().at_step(3)
+    assert running.process is not None
+    running.process.kill()
+    running.end()
+    running.assert_nothing_left()
+    assert running.resume().end() == 0, running.said
+    running.assert_sound()
+    assert "Traceback" not in running.said
+
+
+@pytest.fixture
+def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A command that must refuse: three parts on stderr, the exit code, and no run folder is made."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(code: int, *args: str | Path) -> str:
+        capsys.readouterr()
+        assert etude.main([str(a) for a in args]) == code
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert "\n  hint: " in said
+        assert not list(tmp_path.glob("runs/new"))
+        return said
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("rl.stpes=3", "did you mean 'steps'"),
+        ("rll.steps=3", "did you mean 'rl'"),
+        ('rl.steps="many"', "expected int"),
+        ("rl.steps=true", "expected int"),
+        ("rl.steps=-1", "at least 0"),
+        ("experience.group_size=1", "from 2 to 1024"),
+        ("experience.credit=grop", "did you mean 'grpo'"),
+        ("harness.tools=['edti']", "did you mean 'edit'"),
+        ("harness.context_tokens=4096", "does not fit"),
+        ("engine.context_tokens=512", "positions for 128"),
+        ("start=/nowhere", "no config.json there"),
+        ("rl=3", "expected a section"),
+        ("nonsense", "--set rl.steps=10"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(game: Any, refuse: Callable[..., str], setting: str, said: str) -> None:
+    assert said in refuse(2, "run", game.config, "--name", "new", "--set", setting)
+
+
+def test_a_missing_or_broken_config_is_refused(tmp_path: Path, refuse: Callable[..., str]) -> None:
+    assert "examples/laptop" in refuse(2, "run", "nowhere.toml")
+    (tmp_path / "broken.toml").write_text("seed = [")
+    assert "is not TOML" in refuse(2, "run", "broken.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    assert "is not TOML" in refuse(2, "run", "bytes.toml")
+
+
+def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_begins(
+    game: Any, tmp_path: Path, refuse: Callable[..., str]
+) -> None:
+    def damaged(name: str, **changes: object) -> Path:
+        shutil.copytree(game.start, tmp_path / name)
+        about = json.loads((game.start / "config.json").read_text()) | changes
+        (tmp_path / name / "config.json").write_text(json.dumps(about))
+        return tmp_path / name
+
+    def start(path: Path) -> str:
+        return refuse(1, "run", game.config, "--name", "new", "--set", f"start={path}")
+
+    llama = damaged("llama", model_type="llama", architectures=["LlamaForCausalLM"])
+    assert "architecture LlamaForCausalLM" in start(llama)
+    assert "norm_topk_prob" in start(damaged("variant", norm_topk_prob=False))
+    mute = damaged("mute")
+    (mute / "tokenizer.json").unlink()
+    assert "no tokeniser" in start(mute)
+    torn = damaged("torn")
+    (torn / "config.json").write_text('{"model_type": "qwen3')
+    assert "is damaged" in start(torn)
+    assert "no checkpoint" in refuse(1, "serve", tmp_path / "nowhere")
+    assert "no checkpoint" in refuse(1, "export", tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(
+    game: Any, tmp_path: Path, refuse: Callable[..., str]
+) -> None:
+    def start(source: Path | str) -> str:
+        return refuse(1, "run", game.config, "--name", "new", "--set", f"tasks.source={source}")
+
+    (tmp_path / "empty").mkdir()
+    assert "holds no task" in start(tmp_path / "empty")
+    assert "did you mean 'repair'" in start("repiar")
+    shutil.copytree(game.tasks, tmp_path / "untrained")
+    for folder in (tmp_path / "untrained").glob("train-*"):
+        shutil.rmtree(folder)
+    assert "no train task" in start(tmp_path / "untrained")
+    wrong = shutil.copytree(game.tasks, tmp_path / "wrong")
+    (wrong / "train-00" / "answer" / "reference" / "m.py").write_text("def f():\n    return 9\n")
+    assert "reference solution scores 0" in start(wrong)
+    assert "1 of 12 train tasks" in refuse(1, "tasks", "check", wrong)
+    given = shutil.copytree(game.tasks, tmp_path / "given")
+    (given / "train-01" / "files" / "m.py").write_text("def f():\n    return 2\n")
+    assert "untouched" in start(given)
+
+
+def test_a_run_in_use_of_another_config_or_absent_is_not_resumed(
+    game: Any, tmp_path: Path, refuse: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from etude.config import load, to_toml
+    from etude.loop.config import RunConfig
+
+    text = to_toml(load(game.config, RunConfig))
+    run = RunFolder.create(tmp_path / "runs" / "held", config_toml=text, seed=3)
+    run.lock()
+    assert f"process {os.getpid()} holds it" in refuse(3, "run", game.config, "--resume", "held")
+    assert "another config" in refuse(3, "run", game.config, "--resume", "held", "--set", "rl.steps=5")
+    assert "never overwritten" in refuse(3, "run", game.config, "--name", "held")
+    assert "is not a run" in refuse(3, "run", game.config, "--resume", "absent")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert "no run in" in refuse(3, "status")
+
+
+def test_a_port_in_use_is_named(game: Any, refuse: Callable[..., str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert str(port) in refuse(2, "serve", game.start, "--port", str(port))
+
+
+# The long matrix
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("child", [*CHILDREN, "engine-1"])
+def test_a_child_that_is_killed_again_and_again_costs_time_only(running: Running, child: str) -> None:
+    draw = random.Random(child)
+    running.begin("rl.steps=12", "rl.checkpoint_every=1")
+    for step in (0, 2, 4, 6):
+        running.at_step(step)
+        time.sleep(draw.random())  # anywhere within a step: where exactly is the point of the test
+        running.hit(child)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("child", CHILDREN)
+def test_a_child_that_hangs_is_named_and_replaced(running: Running, child: str) -> None:
+    running.begin("rl.steps=8", "fleet.hung_s=6.0").at_step(1)
+    running.hit(child, signal.SIGSTOP)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+    assert [e["name"] for e in running.events("process") if e["state"] == "hung"] == [child]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_learner_that_cannot_be_kept_alive_ends_the_run_by_name_and_it_can_be_resumed(running: Running) -> None:
+    running.begin("rl.steps=8").at_step(1)
+    assert running.process is not None
+    while running.process.poll() is None:
+        pid = running.pid("learner")
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    assert running.end() == 1
+    assert "error: learner keeps dying" in running.said
+    assert "hint: " in running.said
+    running.assert_nothing_left()
+    assert running.resume().end() == 0, running.said
+    assert "Traceback" not in running.said
+    assert json.loads((running.path / "summary.json").read_text())["finished"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_from_nothing_is_stopped_in_every_phase_and_ends_when_resumed(
+    tmp_path: Path, cli_in: Callable[[Path], Any], signum: signal.Signals
+) -> None:
+    config = tmp_path / "tiny.toml"
+    config.write_text(FROM_NOTHING)
+    running = Running(cli_in(tmp_path), config).begin()
+    try:
+        for phase in ("corpus", "mid-training", "eval-before", "rl", "eval-after"):
+            running.in_phase(phase)
+            time.sleep(0.3)  # somewhere within it
+            code = running.interrupt(signum)
+            assert code == (-signal.SIGKILL if signum is signal.SIGKILL else 130), (phase, running.said)
+            running.assert_nothing_left()
+            running.resume()
+        assert running.end() == 0, running.said
+        running.assert_sound()
+    finally:
+        running.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
+def test_ctrl_c_while_starting_ends_with_130_and_leaves_nothing(running: Running, delay_s: float) -> None:
+    running.begin()
+    assert running.process is not None
+    running.until(lambda: Path(f"/proc/{running.process.pid}/cmdline").read_bytes().count(b"etude"), "it to begin")
+    time.sleep(0.4 + delay_s)  # past the interpreter's own start, which knows no handlers
+    assert running.interrupt() == 130, running.said
+    running.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("what", ["objects", "manifests", "pointers"])
+def test_what_is_torn_in_the_store_while_engines_follow_heals_or_is_named(running: Running, what: str) -> None:
+    running.begin("rl.steps=8").at_step(3)
+    folder = running.path / "weights" / what
+    before = _files(folder)
+    torn: list[Path] = []
+
+    def tear() -> bool:
+        torn.extend(p for p, at in _files(folder).items() if before.get(p) != at)
+        for path in torn[:1]:
+            os.truncate(path, path.stat().st_size // 2)
+        return bool(torn)
+
+    running.until(tear, f"something new in {what}")
+    code = running.end()
+    assert "Traceback" not in running.said
+    if code == 0:
+        running.assert_sound()
+        return
+    assert what != "objects", "a torn object heals: the learner publishes an anchor\n" + running.said
+    assert code == 1, running.said
+    assert "error: " in running.said
+    assert "hint: " in running.said
+    running.assert_nothing_left()
+
+
+def _files(folder: Path) -> dict[Path, int]:
+    found = {}
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file():
+                found[path] = path.stat().st_mtime_ns
+    return found
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "etude-test", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("left_bytes", [0, 4096, 65_536, 300_000])
+def test_a_disk_that_fills_up_ends_the_run_by_name_and_loses_nothing(
+    game: Any, tmp_path: Path, small_disk: Path, cli_in: Callable[[Path], Any], left_bytes: int
+) -> None:
+    running = Running(cli_in(tmp_path), game.config, runs=small_disk).begin("rl.steps=40")
+    try:
+        running.at_step(2)
+        ballast = _fill(small_disk, left_bytes)
+        assert running.end() not in (0, None)
+        assert "Traceback" not in running.said, running.said
+        assert "error: " in running.said
+        assert "hint: " in running.said
+        running.assert_nothing_left()
+        ballast.unlink()
+        assert running.resume().end() == 0, running.said
+        running.assert_sound()
+    finally:
+        running.stop()
+
+
+def _fill(disk: Path, left_bytes: int) -> Path:
+    ballast = disk / "ballast"
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(65_536))
+    with ballast.open("r+b") as file:
+        file.truncate(max(0, ballast.stat().st_size - left_bytes))
+    return ballast
+
+
+FROM_NOTHING = """seed = 1
+[model]
+vocab_size = 320
+hidden_size = 32
+num_layers = 2
+num_heads = 2
+num_kv_heads = 1
+head_dim = 16
+expert_size = 32
+num_experts = 4
+top_k = 2
+context_tokens = 384
+[tasks]
+files = 1
+[corpus]
+num_demonstrations = 400
+num_code_documents = 40
+library_chars = 4000
+[mid_training]
+num_tokens = 60_000
+batch_tokens = 1024
+checkpoint_every = 5
+[harness]
+max_turns = 4
+[engine]
+max_sequences = 16
+context_tokens = 384
+[experience]
+groups_per_step = 2
+group_size = 4
+max_lag = 1
+[rl]
+steps = 4
+checkpoint_every = 1
+[evals]
+heldout_tasks = 24
+during_tasks = 2
+baseline_tasks = 8
+every = 2
+"""
