@@ -4,8 +4,8 @@ Every run starts from the same checkpoint with the same two engines and the same
 is the mean training reward of the last `WINDOW` rollouts; training tasks are generated without end, so each is seen
 once and the mean is that of unseen tasks, by versions up to `max_lag` older than the learner's. Time counts from the
 first step's first rollout (engines up, weights published) to the end of the step that reached it; nothing else runs
-beside it. Synchronous training (`max_lag = 0`) gets larger batches, too, with rates that grow as their square root;
-its best mean over the seeds counts. Idle shares are 1 − CPU time ÷ wall time of the learner and of each engine.
+beside it. Synchronous training (`max_lag = 0`) gets other batches, too, with rates that go with their square root; its
+best mean over the seeds counts. Idle shares are 1 − CPU time ÷ wall time of the learner and of each engine.
 `python -m benchmarks.asynchrony --start CHECKPOINT [--latencies 0 200 1000] [--seeds 0 1 2]`
 """
 
@@ -33,8 +33,8 @@ WINDOW = 384  # rollouts that a solve rate is the mean of: three default batches
 SETTINGS = {
     "async": (),
     "sync": ("experience.max_lag=0",),
-    "sync, batch x2": ("experience.max_lag=0", "experience.groups_per_step=32"),
-    "sync, batch x3": ("experience.max_lag=0", "experience.groups_per_step=48"),
+    "sync, half batch": ("experience.max_lag=0", "experience.groups_per_step=8", "rl.steps=90"),
+    "sync, double batch": ("experience.max_lag=0", "experience.groups_per_step=32"),
 }
 SLOTS_WHEN_LATE = 160  # decoding slots an engine with late tools: enough for every rollout of the window at once
 

@@ -7,7 +7,8 @@ Each seed is the run's and the tasks', so that held-out tasks differ, too. What 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.report import report
@@ -17,8 +18,11 @@ COPIED = ("wall_s", "cpu_s", "idle", "lag", "weights", "parity", "invalid", "rol
 GOAL = {"before": 0.35, "after": 0.90, "wall_s": 360.0, "peak_memory_bytes": 4 << 30}
 
 
-def row(seed: int, run: Path) -> dict[str, Any]:
-    """One run in numbers."""
+def row(seed: int, settings: Sequence[str]) -> dict[str, Any]:
+    """One run in numbers. `command_wall_s` is the whole command, starting and stopping included."""
+    began = time.perf_counter()
+    run = start_run(LAPTOP, f"laptop-{seed}", settings)
+    command_wall_s = round(time.perf_counter() - began, 2)
     found = summary(run)
     before, after = found["heldout"]["before"], found["heldout"]["after"]
     during = [{"step": e["step"], "rate": round(e["rate"], 4)} for e in found["heldout"]["during"]]
@@ -28,6 +32,7 @@ def row(seed: int, run: Path) -> dict[str, Any]:
         "during": during,
         "after": brief(after),
         "disjoint": interval(before).disjoint(interval(after)),
+        "command_wall_s": command_wall_s,
         "baselines": found["baselines"],
         **{name: found[name] for name in COPIED},
     }
@@ -39,8 +44,8 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, bool]:
         "before": all(r["before"]["rate"] <= GOAL["before"] for r in rows),
         "after": all(r["after"]["rate"] >= GOAL["after"] for r in rows),
         "disjoint": all(r["disjoint"] for r in rows),
-        "wall_s": all(r["wall_s"]["total"] <= GOAL["wall_s"] for r in rows),
-        "memory": all((r["peak_memory_bytes"] or 0) <= GOAL["peak_memory_bytes"] for r in rows),
+        "wall_s": all(r["command_wall_s"] <= GOAL["wall_s"] for r in rows),
+        "memory": all((r["peak_memory_bytes"] or float("inf")) <= GOAL["peak_memory_bytes"] for r in rows),
     }
 
 
@@ -49,10 +54,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for every run")
     args = parser.parse_args()
-    rows = []
-    for seed in args.seeds:
-        settings = [f"seed={seed}", f"tasks.seed={seed}", *args.set]
-        rows.append(row(seed, start_run(LAPTOP, f"laptop-{seed}", settings)))
+    rows = [row(seed, [f"seed={seed}", f"tasks.seed={seed}", *args.set]) for seed in args.seeds]
     report(
         "laptop", {"config": str(LAPTOP), "settings": args.set, "goal": GOAL, "reached": verdict(rows), "rows": rows}
     )

@@ -27,7 +27,7 @@ from etude.loop.crew import Crew, crew
 from etude.loop.processes import Supervisor
 from etude.loop.rolling import run_once, siblings
 from etude.loop.standalone import take_checkpoint
-from etude.loop.usage import cpu_s
+from etude.loop.usage import Processes
 from etude.models import Packed, Transformer, load_model, save_model
 from etude.records import Graded, Sample
 from etude.records.task import Split
@@ -62,10 +62,10 @@ class Tuner:
         self.optimizer = AdamW(self.model, weights=LiveWeights.F32)
         self.rng = np.random.default_rng(seed)
 
-    def imitate(self, samples: Sequence[Sample], *, lr: float, budget_s: float, spent: Spent) -> None:
-        """Train until the budget is spent."""
-        began = spent()
-        while (share := (spent() - began) / budget_s) < 1:
+    def imitate(self, samples: Sequence[Sample], *, lr: float, budget_s: float) -> None:
+        """Train until the budget is spent, in CPU seconds of this process, which alone works meanwhile."""
+        began = time.process_time()
+        while (share := (time.process_time() - began) / budget_s) < 1:
             chosen = self.rng.choice(len(samples), min(BATCH_SAMPLES, len(samples)), replace=False)
             rows = lay_flat([samples[int(i)] for i in chosen])
             logits = self.model.run(rows.tokens_N, Packed(rows.lengths), None, rows.rows_R).logits
@@ -115,7 +115,8 @@ def meter(supervisor: Supervisor) -> Spent:
     """CPU seconds of this process and of the crew since now. The clients' part of the crew is in this process."""
 
     def total() -> float:
-        return time.process_time() + sum(cpu_s(pid) for pid in supervisor.pids().values())
+        processes = Processes()
+        return time.process_time() + sum(processes.cpu_s(pid) for pid in supervisor.pids().values())
 
     began = total()
     return lambda: total() - began
@@ -141,7 +142,7 @@ async def fine_tune(folder: Path, config: RunConfig, recipe: Recipe, *, budget_s
             await found.gather(step=step, budget_s=share_s, spent=spent)
             if found.samples:
                 samples = list(found.samples.values())
-                await asyncio.to_thread(tuner.imitate, samples, lr=recipe.lr, budget_s=share_s, spent=spent)
+                await asyncio.to_thread(tuner.imitate, samples, lr=recipe.lr, budget_s=share_s)
         used = spent()
     save_model(tuner.model, out, dtype="f32", assets=config.start)
     return {

@@ -30,7 +30,7 @@ from etude.environments import MachineGrader, NamespaceRuntime
 from etude.harness import Call, ChatFormat, standard_tools
 from etude.harness.tools import Workbench
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.usage import cpu_s
+from etude.loop.usage import Processes
 from etude.records import Graded
 from etude.records.task import Split
 from etude.rollouts import read_exports
@@ -179,7 +179,7 @@ class Progress(TrainerCallback):
         self.spared_s = 0.0  # CPU of checkpoints, which is not training's
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.began_s, self.own_s, self.wall = cpu_s(os.getpid()), time.process_time(), time.monotonic()
+        self.began_s, self.own_s, self.wall = Processes().cpu_s(os.getpid()), time.process_time(), time.monotonic()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.rows and logs and "reward" in logs:
@@ -187,7 +187,7 @@ class Progress(TrainerCallback):
             (self.out / "progress.json").write_text(json.dumps(self.rows))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        spent = cpu_s(os.getpid()) - self.began_s - self.spared_s
+        spent = Processes().cpu_s(os.getpid()) - self.began_s - self.spared_s
         own = time.process_time() - self.own_s - self.spared_s
         wall_s = time.monotonic() - self.wall
         self.rows.append({"step": state.global_step, "trainer": own, "machines": spent - own, "wall_s": wall_s})
