@@ -36,7 +36,7 @@ SETTINGS = {
     "sync, half batch": ("experience.max_lag=0", "experience.groups_per_step=8", "rl.steps=90"),
     "sync, double batch": ("experience.max_lag=0", "experience.groups_per_step=32"),
 }
-SLOTS_WHEN_LATE = 160  # decoding slots an engine with late tools: enough for every rollout of the window at once
+SLOTS_WHEN_LATE = 256  # decoding slots an engine with late tools: enough for the whole window at once
 
 
 def configure(start: Path, setting: str, latency_ms: int, seed: int, more: Sequence[str]) -> RunConfig:
