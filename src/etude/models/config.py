@@ -47,7 +47,7 @@ class ModelConfig:
     """Sizes of a Qwen3-MoE decoder; the defaults are the laptop example's.
 
     >>> ModelConfig().num_parameters
-    1429568
+    1527872
     >>> ModelConfig.from_hf(ModelConfig(num_layers=5).to_hf()).num_layers
     5
     """
@@ -63,7 +63,7 @@ class ModelConfig:
     top_k: int = ranged(2, low=1)
     rope_theta: float = ranged(10_000.0, low=1.0)
     rms_eps: float = ranged(1e-6, low=0.0)
-    tie_embeddings: bool = True
+    tie_embeddings: bool = False
     context_tokens: int = ranged(1024, low=1, high=MAX_CONTEXT_TOKENS)
 
     def __post_init__(self) -> None:

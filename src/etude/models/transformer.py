@@ -179,10 +179,12 @@ def _rope_tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def initialise(model: Transformer, seed: int) -> None:
-    """Normal weights: a product's at 1/√in, those into the residual stream smaller by √(2L), embeddings at 1/√D.
+    """Normal weights: a product's at 1/√in, those into the residual stream smaller by √(2L), the head's at half of
+    1/√D, embeddings at .5 when there is a head of their own.
 
-    Compared over 300k tokens of demonstrations (held-out loss, nats a token): tied at 1/√D .43, tied at half of it
-    .44, tied at .5 with a small last norm .43, untied .44. So tied, which also has 7 % fewer weights to publish.
+    Compared on synthetic demonstrations, 800k tokens: share of held-out edits copied without an error, one number a
+    seed. Untied at .5: 1.0, 1.0; untied at 1: .12; tied at 1/√D: .23, .02; tied at .5 with a last norm of 1/√D: .16.
+    The held-out loss at 300k tokens (.43 to .44 for all) did not show it: copying forms later.
     """
     c, generator = model.config, torch.Generator().manual_seed(seed)
 
@@ -190,9 +192,9 @@ def initialise(model: Transformer, seed: int) -> None:
         parameter.normal_(0.0, std, generator=generator)
 
     residual = 1 / math.sqrt(2 * c.num_layers)
-    fill(model.embedding, c.hidden_size**-0.5)
+    fill(model.embedding, c.hidden_size**-0.5 if model.head is None else 0.5)
     if model.head is not None:
-        fill(model.head, c.hidden_size**-0.5)
+        fill(model.head, 0.5 * c.hidden_size**-0.5)
     for block in model.blocks:
         assert isinstance(block, Block)
         fill(block.attention.qkv, c.hidden_size**-0.5)
