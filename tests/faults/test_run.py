@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from etude import cli as etude
@@ -370,6 +371,47 @@ def test_a_run_from_nothing_is_stopped_in_every_phase_and_ends_when_resumed(
         running.assert_sound()
     finally:
         running.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_process_of_the_corpus_and_a_rank_of_mid_training_that_are_killed_cost_time_only(
+    tmp_path: Path, cli_in: Callable[[Path], Any]
+) -> None:
+    config = tmp_path / "tiny.toml"
+    config.write_text(FROM_NOTHING)
+    running = Running(cli_in(tmp_path), config).begin("corpus.num_demonstrations=4000", "rl.steps=1")
+    try:
+        for phase in ("corpus", "mid-training"):
+            running.in_phase(phase)
+            running.until(lambda name=phase: _busy_child_of(running.pid(name)), f"a process of {phase}")
+            os.kill(_busy_child_of(running.pid(phase)) or 0, signal.SIGKILL)
+        assert running.end() == 0, running.said
+        running.assert_sound()
+        starts = [e["name"] for e in running.events("process") if e["state"] == "start"]
+        assert starts.count("corpus") == starts.count("mid-training") == 2
+    finally:
+        running.stop()
+
+
+def _busy_child_of(pid: int | None) -> int | None:
+    """A child that has worked for a second; multiprocessing's own helpers never have."""
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(pid).children() if pid else []:
+            if sum(child.cpu_times()[:2]) > 1.0:
+                return child.pid
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_second_ctrl_c_does_not_leave_anything_behind(running: Running) -> None:
+    running.begin("rl.steps=40").at_step(1)
+    assert running.process is not None
+    running.process.send_signal(signal.SIGINT)
+    assert running.interrupt() == 130, running.said
+    running.assert_nothing_left()
+    assert "Traceback" not in running.said
 
 
 @pytest.mark.slow

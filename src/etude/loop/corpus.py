@@ -13,6 +13,8 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from etude.errors import ConfigError, EtudeError
 from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template, standard_tools
 from etude.harness.chat import Message
 from etude.loop.config import RunConfig, open_tasks, read_config
+from etude.loop.processes import AGAIN
 from etude.records.task import Split
 from etude.rollouts import demonstrate
 from etude.run import RunFolder
@@ -76,9 +79,9 @@ def _demonstrate(config: RunConfig) -> list[list[Message]]:
     """All demonstrations, played in as many processes as there are cores."""
     cores, count = len(os.sched_getaffinity(0)), config.corpus.num_demonstrations
     cuts = [count * i // cores for i in range(cores + 1)]
-    with multiprocessing.get_context("spawn").Pool(cores) as pool:
-        parts = pool.starmap(_demonstrate_part, [(config, a, b) for a, b in pairwise(cuts)])
-    return list(chain.from_iterable(parts))
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:  # knows when a process is killed
+        parts = [pool.submit(_demonstrate_part, config, a, b) for a, b in pairwise(cuts)]
+        return list(chain.from_iterable(part.result() for part in parts))
 
 
 def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Message]]:
@@ -119,6 +122,9 @@ def main() -> int:
     run = RunFolder.open(parser.parse_args().run)
     try:
         build(run, read_config(run), Telemetry(run / "events" / "corpus.jsonl", process="corpus"))
+    except BrokenProcessPool as died:
+        print(died, file=sys.stderr)
+        return AGAIN
     except EtudeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

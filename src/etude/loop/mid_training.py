@@ -1,7 +1,8 @@
 """Mid-training as a program of its own: ``python -m etude.loop.mid_training --run DIR``.
 
-Two ranks by default, one a core. Killed at any moment it goes on from its last checkpoint. The *copy probe* is the
-skill that forms last and that RL cannot mend: shown the tests' complaint and the right file, is the edit right?
+Two ranks by default, one a core. Killed at any moment, or robbed of a rank, it goes on from its last checkpoint. The
+*copy probe* is the skill that forms last and that RL cannot mend: shown the tests' complaint and the right file, is the
+edit right?
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from etude.errors import EtudeError
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks, read_config
+from etude.loop.processes import AGAIN
 from etude.models import Transformer
 from etude.models.attention import Packed
 from etude.records.task import Split
@@ -29,6 +31,7 @@ from etude.tasks.repair.source import task_of
 from etude.telemetry import Telemetry
 from etude.testing import MemoryMachine
 from etude.training import mid_train
+from etude.training.ranks import RankDied
 
 PROBE_TASKS, PROBE_FIRST = 128, 5_000_000
 """Training-side tasks, far from those that demonstrations and rollouts use."""
@@ -91,6 +94,9 @@ def main() -> int:
             telemetry=Telemetry(run / "events" / "learner.jsonl", process="learner"),
             copy_probe=copy_probe(run, config),
         )
+    except RankDied as died:
+        print(died, file=sys.stderr)
+        return AGAIN
     except EtudeError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -24,7 +24,7 @@ from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew, crew
 from etude.loop.evaluating import baseline
-from etude.loop.processes import Child, Supervisor
+from etude.loop.processes import AGAIN, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
@@ -85,7 +85,7 @@ async def _program(
             code = await child.exited()
             if code == 0:
                 return {}
-            if code > 0 or not child.may_restart():  # it said why, or it keeps being killed
+            if (code > 0 and code != AGAIN) or not child.may_restart():  # it said why, or it keeps being killed
                 raise EtudeError(f"{phase} failed", child.last_words(), hint=f"the whole log is {child.log_path}")
     finally:
         await child.stop()

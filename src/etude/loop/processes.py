@@ -28,6 +28,8 @@ from etude.telemetry import Telemetry
 
 MAX_RESTARTS, RESTART_WINDOW_S = 8, 60.0
 BEAT_S = 2.0
+AGAIN = 75
+"""Exit code of a program that lost a process of its own and should simply be started again (EX_TEMPFAIL)."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 

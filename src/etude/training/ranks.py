@@ -29,6 +29,10 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
+class RankDied(RunError):
+    """A rank ended without an answer; what the ranks had kept stands, so the same call may be made again."""
+
+
 class Ranks(Protocol):
     """What a rank knows of the others."""
 
@@ -74,7 +78,7 @@ def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, sta
     """Run `work(ranks, job)` in that many processes, each with one torch thread; their results by rank.
 
     One rank runs in the caller's process; for more, `work`, `job` and the results are pickled. An `EtudeError` of a
-    rank is raised here. Raises `RunError` when a rank dies, `DeadlineExceeded` when none has called `beat` for
+    rank is raised here. Raises `RankDied` when a rank dies, `DeadlineExceeded` when none has called `beat` for
     `stall_s`.
     """
     if ranks == 1:
@@ -132,7 +136,7 @@ def _answer(ready: Connection, processes: list[SpawnProcess]) -> Any:
         for process in processes:  # the others follow the one that died
             process.join(timeout=1.0)
         codes = ", ".join(f"{rank}: {p.exitcode}" for rank, p in enumerate(processes) if p.exitcode is not None)
-        raise RunError("a rank died", f"exit codes by rank {codes}", hint="resume; -9 is out of memory") from None
+        raise RankDied("a rank died", f"exit codes by rank {codes}", hint="resume; -9 is out of memory") from None
     if error is not None:
         raise error
     return result
