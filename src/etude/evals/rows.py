@@ -110,12 +110,11 @@ def read_rows(path: Path) -> list[EvalRow]:
         file = pq.ParquetFile(path)
         if file.metadata.num_rows > MAX_ROWS:
             raise StoreError(f"{path} has {file.metadata.num_rows} rows", hint=f"at most {MAX_ROWS} are read")
-        table = file.read(columns=names).select(names).cast(_SCHEMA)
+        values: list[dict[str, Any]] = file.read(columns=names).select(names).cast(_SCHEMA).to_pylist()
     except FileNotFoundError:
         raise StoreError(f"no evaluation at {path}", hint="the run has not come so far; see its phases.json") from None
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise StoreError(f"{path} is not an evaluation", str(error), hint=_HINT_DAMAGED) from None
-    values: list[dict[str, Any]] = table.to_pylist()
     if any(v is None for row in values for v in row.values()):
         raise StoreError(f"{path} is not an evaluation", "a value is missing", hint=_HINT_DAMAGED)
     return [EvalRow(**row) for row in values]
