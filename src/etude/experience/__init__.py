@@ -18,7 +18,7 @@ from etude.experience.credit import SCHEMES, Credit, advantages
 from etude.experience.facts import step_facts
 from etude.experience.groups import Finished, Group
 from etude.experience.ledger import Ledger
-from etude.experience.packing import make_batch, pack
+from etude.experience.packing import make_batch
 from etude.experience.traces import read_trace, write_trace
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "advantages",
     "audit",
     "make_batch",
-    "pack",
     "read_trace",
     "step_facts",
     "write_trace",

@@ -18,5 +18,5 @@ class ExperienceConfig:
     max_lag: int = ranged(2, low=0, high=64)
     straggler: Straggler = Straggler.WAIT
     credit: Credit = Credit.DR_GRPO
-    budget_tokens: int = ranged(8192, low=16)  # padded tokens of one microbatch
+    kl: float = ranged(0.0, low=0.0)  # of k1 to the starting checkpoint, taken off each reward; 0.0: no reference model
     max_attempts: int = ranged(3, low=1, high=100)  # of a rollout whose worker dies, before it is invalid

@@ -10,10 +10,6 @@ import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from etude.records.wire import F32
-
 Scheme = Callable[[Sequence[float]], list[float]]
 
 GRPO_EPSILON = 1e-6
@@ -78,16 +74,14 @@ def advantages(rewards: Sequence[float], scheme: Scheme = dr_grpo) -> list[float
     return scheme(rewards)
 
 
-def with_k1_penalty(reward: float, logprobs: F32, reference_logprobs: F32, *, beta: float) -> float:
-    """The reward minus `beta` times the k1 estimate of KL(policy ‖ reference) over a rollout's sampled tokens [T].
+def with_k1_penalty(reward: float, k1: float, *, beta: float) -> float:
+    """The reward minus `beta` times the k1 estimate of KL(policy ‖ reference): Σ log π − log π_ref over a rollout's
+    sampled tokens. In the reward, where its gradient is right in expectation; as a loss k1 has none.
 
-    In the reward, where its gradient is right in expectation; as a loss k1 has none. Off unless somebody calls it.
-    Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
+    Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); Ouyang et al. 2022
+    (arXiv 2203.02155, eq. 2).
 
-    >>> with_k1_penalty(1.0, np.float32([-1.0, -2.0]), np.float32([-1.5, -2.0]), beta=0.1)
+    >>> with_k1_penalty(1.0, 0.5, beta=0.1)
     0.95
     """
-    if len(logprobs) != len(reference_logprobs):
-        raise ValueError(f"{len(logprobs)} log-probabilities and {len(reference_logprobs)} of the reference")
-    k1 = float(np.sum(logprobs.astype(np.float64) - reference_logprobs.astype(np.float64)))
     return reward - beta * k1

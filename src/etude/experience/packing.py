@@ -1,36 +1,21 @@
 """From groups to the rows that one optimiser step trains on.
 
-`make_batch` gives credit and keeps the samples that carry a gradient; `pack` cuts them into microbatches. Both are
-pure and deterministic: the same groups give the same batch. Knows nothing of the ledger, of the window, or of torch.
+`make_batch` gives credit and keeps the samples that carry a gradient. Pure and deterministic: the same groups give the
+same batch. How a batch is cut to fit memory is the learner's business. Knows nothing of the ledger, of the window,
+or of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from etude.experience.admission import Straggler, bounded, masked
-from etude.experience.credit import Scheme, advantages, dr_grpo
+from etude.experience.credit import Scheme, advantages, dr_grpo, with_k1_penalty
 from etude.experience.groups import Group
 from etude.records.rollout import Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
-
-
-def pack(samples: Sequence[Sample], *, budget_tokens: int) -> list[list[Sample]]:
-    """Microbatches whose padded size (rows × longest row) is at most `budget_tokens`.
-
-    Rows are sorted by length, so that little is padding; a row longer than the budget is alone in its microbatch.
-    """
-    order = sorted(samples, key=lambda sample: (len(sample.path.token_ids), sample.rollout_id))
-    microbatches: list[list[Sample]] = []
-    for sample in order:
-        rows = len(microbatches[-1]) + 1 if microbatches else 0
-        if rows and rows * len(sample.path.token_ids) <= budget_tokens:
-            microbatches[-1].append(sample)
-        else:
-            microbatches.append([sample])
-    return microbatches
 
 
 def paths(trace: Trace) -> Iterator[Path]:
@@ -59,8 +44,12 @@ def make_batch(
     max_lag: int,
     scheme: Scheme = dr_grpo,
     straggler: Straggler = Straggler.WAIT,
+    k1: Mapping[str, float] | None = None,
+    beta: float = 0.0,
 ) -> Batch:
     """The batch that makes version step `step`, trained at learner step `step - 1`.
+
+    `k1` is Σ log π − log π_ref of each valid rollout, by its id; `beta` times that is taken off its reward.
 
     Samples of non-zero advantage only; every rollout of the groups is consumed, and every token that a valid rollout
     sampled counts in the normaliser, so that a step with little signal is a small step.
@@ -68,7 +57,10 @@ def make_batch(
     samples: list[Sample] = []
     num_loss_tokens = 0
     for group in groups:
-        for (rollout, _), advantage in zip(group.valid, advantages(group.rewards, scheme), strict=True):
+        rewards = group.rewards
+        if k1 is not None:
+            rewards = [with_k1_penalty(g.reward, k1[r.rollout_id], beta=beta) for r, g in group.valid]
+        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme), strict=True):
             num_loss_tokens += rollout.num_sampled
             if advantage:
                 samples += _samples(rollout, advantage, step - 1, max_lag, straggler)
@@ -79,6 +71,17 @@ def make_batch(
         rollout_ids=tuple(sorted(i for group in groups for i in group.rollout_ids)),
         num_loss_tokens=num_loss_tokens,
     )
+
+
+def whole_samples(groups: Sequence[Group]) -> list[Sample]:
+    """Every path of every valid rollout, without credit: what a reference model is asked about."""
+    return [
+        Sample(rollout_id=rollout.rollout_id, path=path, advantage=0.0)
+        for group in groups
+        for rollout, _ in group.valid
+        for path in paths(rollout.trace)
+        if path.mask.any()
+    ]
 
 
 def _samples(

@@ -32,6 +32,7 @@ import numpy as np
 from etude.errors import EngineError, EtudeError, ParityError
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
+from etude.experience.packing import whole_samples
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
 from etude.inference.errors import EngineGone
@@ -175,6 +176,8 @@ class Conductor:
             began = time.perf_counter()
             taken = await self._next_groups()
             groups = [self.ledger.group(group_id) for group_id in taken]
+            kl = self.config.experience.kl
+            k1 = await self._call("k1", dict[str, float], whole_samples(groups)) if kl else None
             batch = make_batch(
                 groups,
                 batch_id=f"b{self.step + 1:06d}",
@@ -182,6 +185,8 @@ class Conductor:
                 max_lag=self.config.experience.max_lag,
                 scheme=SCHEMES[self.config.experience.credit],
                 straggler=self.config.experience.straggler,
+                k1=k1,
+                beta=kl,
             )
             write_trace(self.run_folder / "traces", batch, groups)
             self.ledger.batch(batch)

@@ -16,12 +16,14 @@ import torch
 
 from etude.loop import child
 from etude.loop.config import read_config
-from etude.records import Batch
+from etude.numerics import check_row_invariance
+from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
+from etude.training.reference import Reference
 from etude.weights import Channel
 
 
@@ -46,6 +48,8 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
             config.learner, channel=channel, num_steps=config.rl.steps, temperature=config.rl.temperature
         )
         learner.load(checkpoint)
+        if config.experience.max_lag == 0:
+            check_row_invariance(learner.model.config.products)
         return int(learner.step)
 
     async def begin(checkpoint: str) -> int:
@@ -69,6 +73,14 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         result: Published = await torch_call(_publish, rollout_ids)
         return result
 
+    @functools.cache
+    def reference() -> Reference:
+        return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature)
+
+    async def k1(samples: list[Sample]) -> dict[str, float]:
+        """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
+        return dict(await torch_call(lambda: reference().k1(samples)))
+
     async def probe(token_ids: list[int]) -> list[float]:
         """Log-probabilities that the learner's own weights give a text's tokens."""
         return list(await torch_call(held().probe, token_ids))
@@ -86,6 +98,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         "optim_step": ((), optim_step),
         "publish": ((tuple[str, ...],), publish),
         "probe": ((list[int],), probe),
+        "k1": ((list[Sample],), k1),
         "save": ((str,), save),
     }
 

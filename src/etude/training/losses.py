@@ -54,11 +54,3 @@ def entropy(logprobs_RV: torch.Tensor) -> torch.Tensor:
     """Entropy of each row's distribution, [R]; a probability of zero counts nothing."""
     entropy_RV: torch.Tensor = torch.special.entr(logprobs_RV.exp())
     return entropy_RV.sum(-1)
-
-
-def reward_with_kl(
-    reward: float, logprobs_T: torch.Tensor, reference_logprobs_T: torch.Tensor, *, coefficient: float
-) -> float:
-    """A rollout's reward less `coefficient` · Σ log(π/π_ref) over its sampled tokens: k1 folded into the reward, where
-    its policy gradient is that of the KL (arXiv 2203.02155, eq. 2)."""
-    return reward - coefficient * float((logprobs_T - reference_logprobs_T).sum())

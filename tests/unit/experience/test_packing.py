@@ -2,45 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from etude.errors import LedgerError
-from etude.experience import Straggler, make_batch, pack, step_facts
-from etude.experience.packing import paths
-from etude.records import Sample, Trace
-from etude.records.rollout import Path, Turn
-
-
-def sample(name: str, num_tokens: int) -> Sample:
-    zeros = np.zeros(num_tokens, np.int32)
-    path = Path(
-        token_ids=zeros,
-        mask=np.ones(num_tokens, bool),
-        logprobs=np.zeros(num_tokens, np.float32),
-        steps=zeros,
-        kv_epochs=zeros,
-        routes=np.zeros((num_tokens, 1, 1), np.uint8),
-    )
-    return Sample(rollout_id=name, path=path, advantage=1.0)
-
-
-@given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 2000), st.randoms())
-def test_packing_keeps_every_sample_once_within_the_budget_in_any_order(lengths, budget, random):
-    samples = [sample(f"r{i:03d}", n) for i, n in enumerate(lengths)]
-    packed = pack(samples, budget_tokens=budget)
-    assert sorted(s.rollout_id for m in packed for s in m) == [s.rollout_id for s in samples]
-    for micro in packed:
-        assert len(micro) == 1 or len(micro) * max(len(s.path.token_ids) for s in micro) <= budget
-    random.shuffle(samples)
-    again = pack(samples, budget_tokens=budget)
-    assert [[s.rollout_id for s in m] for m in again] == [[s.rollout_id for s in m] for m in packed]
-
-
-def test_rows_of_like_length_share_a_microbatch():
-    lengths = [10, 200, 11, 190]
-    packed = pack([sample(str(i), n) for i, n in enumerate(lengths)], budget_tokens=400)
-    assert [[len(s.path.token_ids) for s in m] for m in packed] == [[10, 11], [190, 200]]
+from etude.experience import Straggler, make_batch, step_facts
+from etude.experience.packing import paths, whole_samples
+from etude.records import Trace
+from etude.records.rollout import Turn
 
 
 def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit):
@@ -108,3 +75,12 @@ def test_step_facts_count_what_a_step_saw(kit):
         "sampled_mean": 4.0,
         "masked_share": 0.0,
     }
+
+
+def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
+    group = kit.group("g000000", [1.0, 1.0])
+    ids = [rollout.rollout_id for rollout, _ in group.valid]
+    assert make_batch([group], batch_id="b", step=1, max_lag=2).samples == ()
+    assert [s.rollout_id for s in whole_samples([group])] == ids
+    batch = make_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1)
+    assert {s.rollout_id: s.advantage for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from etude.training.losses import entropy, k1, k3, policy_loss, reward_with_kl
+from etude.training.losses import entropy, k1, k3, policy_loss
 
 SAMPLER = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5], dtype=torch.float64))
 
@@ -60,11 +60,6 @@ def test_k1_as_a_loss_has_no_gradient_on_policy() -> None:
     (logprobs.exp().detach() * k1(logprobs - logprobs.detach())).sum().backward()
     assert logits.grad is not None
     assert torch.allclose(logits.grad, torch.zeros(6, dtype=torch.float64), atol=1e-12)
-
-
-def test_kl_in_the_reward_lowers_it_by_the_summed_log_ratio() -> None:
-    reward = reward_with_kl(1.0, torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.5]), coefficient=0.1)
-    assert reward == pytest.approx(0.9)
 
 
 def test_entropy_of_even_and_of_certain_rows() -> None:

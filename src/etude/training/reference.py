@@ -1,0 +1,38 @@
+"""A frozen model that says how likely it finds what the policy sampled: the anchor of a KL in the reward.
+
+It routes by itself: a reference is another model, so replaying the sampler's experts in it would mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from etude.models.attention import Packed
+from etude.models.checkpoint import load_model
+from etude.records import Sample
+from etude.training.rows import lay_flat, microbatches
+
+
+class Reference:
+    """The model of a checkpoint, at the temperature that rollouts are sampled with. Raises `CheckpointError`."""
+
+    def __init__(self, checkpoint: Path | str, *, temperature: float = 1.0, budget_tokens: int = 8192) -> None:
+        self._model = load_model(checkpoint).eval()
+        self._temperature, self._budget_tokens = temperature, budget_tokens
+
+    @torch.no_grad()
+    def k1(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Rollout id → Σ log π − log π_ref over its sampled tokens, π as the sampler logged it."""
+        sums = {sample.rollout_id: 0.0 for sample in samples}
+        for some in microbatches(samples, budget_tokens=self._budget_tokens):
+            rows = lay_flat(some)
+            logits, _ = self._model(rows.tokens_N, Packed(rows.lengths), rows=rows.rows_R)
+            logprobs = (logits / self._temperature).log_softmax(-1).gather(1, rows.targets_R[:, None])[:, 0]
+            k1_R = (rows.sampler_logprobs_R - logprobs).double()
+            per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R, k1_R)
+            for sample, total in zip(some, per_sample.tolist(), strict=True):
+                sums[sample.rollout_id] += total
+        return sums
