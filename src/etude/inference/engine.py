@@ -302,12 +302,7 @@ class ReferenceEngine:
         request, step = running.request, self.version.step
         try:
             if step < request.min_step or (request.pin_step is not None and step != request.pin_step):
-                asked = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} on"
-                raise EngineBehind(
-                    f"request {request.request_id} asks for {asked}",
-                    f"{self.name} holds {self.version}",
-                    hint="adopt first, or ask an engine that holds it",
-                )
+                raise self._behind(request)
             self._scheduler.submit(running)
         except EngineError as error:
             self.counters.failed += 1
@@ -315,6 +310,14 @@ class ReferenceEngine:
             return
         if request.pin_step is not None:
             self._pins.enter(request.session_id)
+
+    def _behind(self, request: CompletionRequest) -> EngineBehind:
+        asked = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} on"
+        return EngineBehind(
+            f"request {request.request_id} asks for {asked}",
+            f"{self.name} holds {self.version}",
+            hint="adopt first, or ask an engine that holds it",
+        )
 
     def _finish(self, running: Running) -> None:
         running.close_span(self.version)
@@ -352,6 +355,9 @@ class ReferenceEngine:
             patch.apply()
             self._scheduler.swapped(self.version)
             self.version = patch.version
+            for gone in self._scheduler.overtaken(self.version.step):
+                self._left(gone, failed=True)
+                _fail(gone.future, self._behind(gone.request))
             pause_s = time.perf_counter() - begin
             self.counters.swaps += 1
             future.set_result(Swapped(patch.version, pause_s, len(self._scheduler.running)))

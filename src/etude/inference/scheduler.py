@@ -153,6 +153,14 @@ class Scheduler:
                 sequence.future.set_exception(late(sequence))
         return gone
 
+    def overtaken(self, step: int) -> list[Sequence]:
+        """Sequences that demand a later version step than the weights are now of, removed: after a lost lineage the
+        chain goes on from an older step, and no token may be sampled under what was asked for."""
+        gone = [s for s in (*self.waiting, *self.running) if s.request.min_step > step]
+        for sequence in gone:
+            self.finish(sequence)
+        return gone
+
     def swapped(self, old: Version) -> None:
         """The weights changed between two steps; `old` sampled everything up to here."""
         for sequence in self.running:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.errors import EngineError
+from etude.errors import EngineBehind, EngineError
 from etude.inference.patch import prepare
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.weights import Tensor
@@ -118,6 +118,29 @@ def test_a_swap_that_nobody_wants_any_more_is_not_made() -> None:
             await served.generate(ask("two", session="eval", pin_step=0, keep_session=False))
             assert len((await served.generate(ask("three"))).token_ids) == 8
             assert served.version == version(0)
+
+    asyncio.run(story())
+
+
+def test_a_request_is_refused_when_the_chain_goes_back_below_the_step_it_demands() -> None:
+    async def story() -> None:
+        model = Transformer(TINY, seed=1)
+        codes = weights(model)
+
+        def write(step: int) -> object:
+            patch = prepare(hf_views(model), codes, version=version(step), changed={}, replaced=codes)
+            return asyncio.wrap_future(served.swap(patch))
+
+        async with engine(model) as served:
+            await write(9)
+            demanding = asyncio.create_task(served.generate(ask("a", 5, 100, min_step=8)))
+            content = asyncio.create_task(served.generate(ask("b", 5, 100, min_step=5)))
+            while not served.counters.tokens:  # noqa: ASYNC110 - a counter has no event
+                await asyncio.sleep(0)
+            await write(5)
+            with pytest.raises(EngineBehind, match="asks for step 8 on"):
+                await demanding
+            assert [span.version.step for span in (await content).spans] == [9, 5]
 
     asyncio.run(story())
 
