@@ -71,7 +71,8 @@ class Caller:
                 f"{self.name} did not answer {method}", f"within {deadline_s:g} s", hint=f"see logs/{self.name}.log"
             ) from None
         except asyncio.CancelledError:
-            _write(self._writer, number, CANCEL, b"")
+            if not self.lost.is_set():
+                _write(self._writer, number, CANCEL, b"")
             raise
         except ConnectionError:
             raise Lost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log") from None
