@@ -88,6 +88,11 @@ class Child:
         return code
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a SIGKILL ended it."""
+        return self.process is not None and self.process.returncode == -signal.SIGKILL
+
+    @property
     def recent_starts(self) -> int:
         return sum(time.monotonic() - t < RESTART_WINDOW_S for t in self.starts)
 
@@ -147,9 +152,16 @@ class Supervisor:
         self.failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
 
     async def add(self, child: Child, role: Role) -> None:
-        """Start a child, wait until it is ready, and keep it so."""
+        """Start a child, wait until it is ready, and keep it so. One that says why it cannot start ends the wait; one
+        that is killed meanwhile is started again."""
         self.children[child.name] = child
-        await self._bring_up(child, role)
+        while True:
+            try:
+                await self._bring_up(child, role)
+                break
+            except EtudeError:
+                if not (child.was_killed and child.may_restart()):
+                    raise
         self._watchers[child.name] = asyncio.create_task(self._watch(child, role), name=f"watch {child.name}")
 
     async def _bring_up(self, child: Child, role: Role) -> None:
@@ -161,10 +173,10 @@ class Supervisor:
         lost = up.done() and isinstance(up.exception(), Lost)
         if lost or not up.done():  # its socket may close a moment before it can be waited for
             up.cancel()
+            await asyncio.wait({gone}, timeout=2.0)
             await child.stop(grace_s=1.0)
-            raise EtudeError(
-                f"{child.name} ended while starting", child.last_words(), hint=f"the whole log is {child.log_path}"
-            )
+            facts = child.last_words() or f"without a word; exit code {child.process.returncode}"
+            raise EtudeError(f"{child.name} ended while starting", facts, hint=f"the whole log is {child.log_path}")
         gone.cancel()
         await up
         self.telemetry.event("process", name=child.name, state="ready", pid=child.pid)
