@@ -13,6 +13,8 @@ import pytest
 from etude.stores import DirectoryStore
 from etude.weights import lineage
 
+pytestmark = pytest.mark.timeout(300)
+
 
 def learned(cli_in: Callable[[Path], Any], cwd: Path, *args: str | Path) -> dict[str, Any]:
     """Run it; digests of every version and of the result, and what each rollout came to."""
