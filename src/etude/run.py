@@ -21,6 +21,7 @@ from typing import Any
 from etude.errors import RunError
 
 FORMAT = 1
+_HINT_COPY = "restore the file from a copy, or start a new run"
 
 
 class RunFolder:
@@ -64,8 +65,10 @@ class RunFolder:
         run = cls(path)
         try:
             identity = run.identity()
-        except (OSError, ValueError):
+        except OSError:
             raise RunError(f"{path} is not a run", "it has no run.json", hint="see runs/ for what there is") from None
+        except ValueError as error:
+            raise RunError(f"{path}/run.json is damaged", str(error), hint=_HINT_COPY) from None
         if identity.get("format") != FORMAT:
             raise RunError(
                 f"{path} has format {identity.get('format')!r}",
@@ -83,7 +86,11 @@ class RunFolder:
 
     def check_config(self, config_toml: str) -> None:
         """Raises `RunError` unless the run was made with exactly this effective config."""
-        if (self.path / "config.toml").read_text() != config_toml:
+        try:
+            text = (self.path / "config.toml").read_text()
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path}/config.toml cannot be read", str(error), hint=_HINT_COPY) from None
+        if text != config_toml:
             raise RunError(
                 f"{self.path} was made with another config",
                 "a resumed run keeps its settings",
@@ -124,9 +131,14 @@ class RunFolder:
     def phases(self) -> list[dict[str, Any]]:
         """Phases that have ended: ``{"phase", "wall_s", "facts"}``."""
         try:
-            return list(json.loads((self.path / "phases.json").read_text()))
+            found = json.loads((self.path / "phases.json").read_text())
         except FileNotFoundError:
             return []
+        except ValueError as error:
+            raise RunError(f"{self.path}/phases.json is damaged", str(error), hint=_HINT_COPY) from None
+        if not isinstance(found, list) or not all(isinstance(p, dict) and "phase" in p for p in found):
+            raise RunError(f"{self.path}/phases.json is damaged", "it is no list of phases", hint=_HINT_COPY)
+        return found
 
     def ended(self, phase: str) -> bool:
         return any(p["phase"] == phase for p in self.phases())

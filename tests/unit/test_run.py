@@ -75,3 +75,19 @@ def test_a_durable_write_that_fails_leaves_the_old_content_and_no_litter(tmp_pat
     write_durably(folder / "x", b"new")
     assert [p.name for p in folder.iterdir()] == ["x"]
     assert (folder / "x").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("name", ["run.json", "phases.json"])
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_a_damaged_file_is_named_with_a_hint(tmp_path, name, text):
+    run = RunFolder.create(tmp_path / "a", config_toml="", seed=1)
+    (run / name).write_text(text)
+    with pytest.raises(RunError, match=f"{name} is damaged"):
+        RunFolder.open(run.path).phases()
+
+
+def test_a_config_that_is_gone_is_named(tmp_path):
+    run = RunFolder.create(tmp_path / "a", config_toml="", seed=1)
+    (run / "config.toml").unlink()
+    with pytest.raises(RunError, match="config.toml cannot be read"):
+        run.check_config("")

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from etude import __version__
 from etude.errors import EtudeError
 
-INTERRUPTED = 130
+BAD_INPUT, INTERRUPTED = 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +41,23 @@ def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
     return found
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors have etude's three parts."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message}\n  hint: {self.prog} --help", file=sys.stderr)
+        raise SystemExit(BAD_INPUT)
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="etude", description="Turn an open MoE model into your product's specialist.")
+    parser = Parser(prog="etude", description="Turn an open MoE model into your product's specialist.")
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _run_commands(commands)
@@ -55,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 Commands = argparse._SubParsersAction  # argparse has no public name for it
 
 
-def _add(commands: Commands[argparse.ArgumentParser], name: str, command: str, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+def _add(commands: Commands[Parser], name: str, command: str, text: str) -> Parser:
+    parser: Parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=command)
     return parser
 
@@ -65,7 +81,7 @@ def _run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run folder (default: the newest in runs/)")
 
 
-def _run_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+def _run_commands(commands: Commands[Parser]) -> None:
     run = _add(commands, "run", "run:run", "run a config from nothing to a better model")
     run.add_argument("config", type=Path, metavar="CONFIG")
     run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value (repeatable)")
@@ -84,12 +100,12 @@ def _run_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         "--config", type=Path, required=False, help="where tasks and harness are set (default: the run's)"
     )
     evaluate.add_argument("--split", choices=["validation", "heldout"], default="validation")
-    evaluate.add_argument("--tasks", type=int, default=128, metavar="N")
-    evaluate.add_argument("--tries", type=int, default=1, metavar="K", help="rollouts a task, for best-of-k")
+    evaluate.add_argument("--tasks", type=positive, default=128, metavar="N")
+    evaluate.add_argument("--tries", type=positive, default=1, metavar="K", help="rollouts a task, for best-of-k")
     evaluate.add_argument("--set", action="append", default=[], metavar="a.b=c")
 
 
-def _look_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+def _look_commands(commands: Commands[Parser]) -> None:
     compare = _add(commands, "compare", "look:compare", "two runs' held-out results, with intervals")
     compare.add_argument("run_a", type=Path, metavar="RUN")
     compare.add_argument("run_b", type=Path, metavar="RUN")
@@ -98,7 +114,7 @@ def _look_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     listing = _add(rollouts, "list", "look:rollouts_list", "rollouts of a run, newest last")
     _run_argument(listing)
     listing.add_argument("--state", help="only this state")
-    listing.add_argument("--limit", type=int, default=40)
+    listing.add_argument("--limit", type=positive, default=40)
     show = _add(rollouts, "show", "look:rollouts_show", "one rollout, turn by turn")
     show.add_argument("rollout_id", metavar="ROLLOUT")
     show.add_argument("run", nargs="?", type=Path, metavar="RUN")
@@ -110,7 +126,7 @@ def _look_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     )
 
 
-def _task_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+def _task_commands(commands: Commands[Parser]) -> None:
     tasks = commands.add_parser("tasks", help="look at tasks and prove them").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -123,13 +139,13 @@ def _task_commands(commands: Commands[argparse.ArgumentParser]) -> None:
         parser.add_argument("--split", choices=["train", "validation", "heldout"], default="train")
         parser.add_argument("--seed", type=int, default=0)
         if name == "check":
-            parser.add_argument("--num", type=int, default=64, metavar="N", help="how many tasks of the split")
+            parser.add_argument("--num", type=positive, default=64, metavar="N", help="how many tasks of the split")
         else:
             parser.add_argument("--index", type=int, default=0)
             parser.add_argument("--answer", action="store_true", help="show the hidden side, too")
 
 
-def _weights_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+def _weights_commands(commands: Commands[Parser]) -> None:
     weights = commands.add_parser("weights", help="the chain of published weights").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -141,13 +157,13 @@ def _weights_commands(commands: Commands[argparse.ArgumentParser]) -> None:
     _run_argument(_add(weights, "verify", "weights:verify", "check every object and digest of the chain"))
 
 
-def _model_commands(commands: Commands[argparse.ArgumentParser]) -> None:
+def _model_commands(commands: Commands[Parser]) -> None:
     serve = _add(commands, "serve", "serve:serve", "serve a checkpoint or a run's newest version, OpenAI-compatible")
     serve.add_argument("model", nargs="?", type=Path, metavar="CHECKPOINT|RUN")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
-    serve.add_argument("--max-concurrent", type=int, default=32)
+    serve.add_argument("--max-concurrent", type=positive, default=32)
     export = _add(commands, "export", "serve:export", "write a run's version as a Hugging Face directory")
     export.add_argument("source", metavar="CHECKPOINT|RUN|RUN@STEP")
     export.add_argument("out", type=Path, metavar="DIRECTORY")

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 
-from etude.cli.places import open_run
+from etude.cli.places import existing, open_run
 from etude.config import load
 from etude.errors import CheckpointError, ConfigError
 from etude.loop.config import RunConfig
@@ -15,12 +15,14 @@ from etude.records.task import Split
 
 def evaluate(args: argparse.Namespace) -> int:
     """Solve rate of a checkpoint or of a run's newest one; JSON on stdout."""
+    from etude.loop.preflight import check_start
     from etude.loop.standalone import evaluate_checkpoint
 
-    run = open_run(args.checkpoint) if (args.checkpoint / "run.json").is_file() else None
+    place = existing(args.checkpoint)
+    run = open_run(place) if (place / "run.json").is_file() else None
     from etude.loop.exporting import newest_checkpoint
 
-    checkpoint = newest_checkpoint(run) if run else args.checkpoint
+    checkpoint = newest_checkpoint(run) if run else place
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
             f"{checkpoint} is no checkpoint", "it has no config.json", hint="give a Hugging Face directory or a run"
@@ -31,6 +33,7 @@ def evaluate(args: argparse.Namespace) -> int:
             "--config is missing", "a checkpoint alone does not say which tasks", hint="give the run's config.toml"
         )
     config = load(path, RunConfig, args.set)
+    check_start(checkpoint, context_tokens=config.engine.context_tokens)
     result = asyncio.run(
         evaluate_checkpoint(
             checkpoint, config, split=Split(args.split), num_tasks=args.tasks, tries=args.tries, out=None

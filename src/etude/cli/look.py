@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from etude.cli.places import open_run
+from etude.cli.places import console, open_run
 from etude.errors import LedgerError, RunError, nearest
 from etude.evals import compare_runs
 from etude.experience import Finished, Ledger, audit
@@ -29,11 +29,11 @@ def compare(args: argparse.Namespace) -> int:
         interval = f"{result.low:.3f} to {result.high:.3f}"
         numbers = (f"{result.turns_mean:.2f}", f"{result.sampled_mean:.1f}")
         table.add_row(result.name, f"{result.rate:.3f}", interval, str(result.num_tasks), *numbers)
-    console = Console()
-    console.print(table)
+    screen = console()
+    screen.print(table)
     apart = found.paired or found.difference
     how = f"paired on {found.num_shared} tasks" if found.paired else "independent tasks"
-    console.print(
+    screen.print(
         f"{found.b.name} is {found.verdict}: {apart.value:+.3f} ({apart.low:+.3f} to {apart.high:+.3f}, {how}); "
         f"better on {found.better}, worse on {found.worse}"
         + (f", p = {found.p_value:.2g}" if found.p_value is not None else "")
@@ -60,7 +60,7 @@ def rollouts_list(args: argparse.Namespace) -> int:
     for row in rows:
         reward = "" if row.reward is None else f"{row.reward:g}"
         table.add_row(row.rollout_id, row.state, reward, str(row.step or ""), str(row.attempt), row.reason)
-    Console().print(table)
+    console().print(table)
     return 0
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.console import Console
+
 from etude.errors import RunError
 from etude.run import RunFolder
 
@@ -15,6 +17,22 @@ def open_run(path: Path | None) -> RunFolder:
     if path is None:
         return newest_run()
     return RunFolder.open(path if path.exists() or not (RUNS / path).exists() else RUNS / path)
+
+
+def existing(path: Path) -> Path:
+    """A checkpoint or a run by path, or by its name under runs/. Raises `RunError` when there is neither."""
+    for place in (path, RUNS / path):
+        if place.exists():
+            return place
+    raise RunError(
+        f"nothing at {path}", f"nor at {RUNS / path}", hint="give a checkpoint directory or a run; see runs/"
+    )
+
+
+def console() -> Console:
+    """Where tables go: as wide as the terminal, and wide enough for any row when piped."""
+    screen = Console(highlight=False)
+    return screen if screen.is_terminal else Console(highlight=False, width=200)
 
 
 def newest_run() -> RunFolder:

@@ -9,15 +9,17 @@ import os
 import signal
 from pathlib import Path
 
-from etude.cli.places import newest_run, open_run
+from etude.cli.places import existing, newest_run, open_run
+from etude.config import build
 from etude.errors import CheckpointError, RunError
 from etude.gateway import GatewayConfig
 
 
 def serve(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    model = args.model or newest_run().path
-    gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
+    model = existing(args.model) if args.model else newest_run().path
+    settings = {"host": args.host, "port": args.port, "max_running": args.max_concurrent}
+    gateway = build(GatewayConfig, settings, "serve")
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY")))
     return 0
@@ -51,6 +53,5 @@ def export(args: argparse.Namespace) -> int:
             )
         print(export_version(open_run(Path(path)), int(step), args.out, dtype=args.dtype))
     else:
-        source = Path(args.source)
-        print(export_checkpoint(source, args.out, dtype=args.dtype))
+        print(export_checkpoint(existing(Path(args.source)), args.out, dtype=args.dtype))
     return 0

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
 from rich.table import Table
 
-from etude.cli.places import open_run
+from etude.cli.places import console, open_run
 from etude.errors import WeightsError
 from etude.stores import DirectoryStore
 from etude.weights import inspect
@@ -27,7 +26,7 @@ def log(args: argparse.Namespace) -> int:
             f"{row.changed_share:.3f}",
             str(len(row.rollout_ids)),
         )
-    Console().print(table)
+    console().print(table)
     return 0
 
 
@@ -39,7 +38,7 @@ def diff(args: argparse.Namespace) -> int:
         share = row.num_changed / max(1, row.num_elements)
         longest = "" if row.max_step is None else str(row.max_step)
         table.add_row(row.name, row.dtype, str(row.num_elements), f"{share:.3f}", longest)
-    Console().print(table)
+    console().print(table)
     return 0
 
 

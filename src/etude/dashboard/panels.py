@@ -213,7 +213,7 @@ def copy_probe(view: RunView) -> Panel | None:
         return None
     return Panel(
         "Copy probe",
-        "Share of constants copied rightly from a docstring into code: what RL needs, and the loss hides.",
+        "Share of edits right to the token, shown the complaint and the file: what RL needs, and the loss hides.",
         line_chart(
             [Series("copied", points, 3)],
             title="Copy probe by tokens",

@@ -97,8 +97,18 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
     source = open_tasks(config)
     conductor = Conductor(run, config, telemetry, members, source=source, chat=chat)
     evals = config.evals
+    up = False
+
+    async def ready() -> None:
+        """Have everybody up before the first phase that needs them; its time is that phase's."""
+        nonlocal up
+        if not up:
+            await asyncio.gather(members.start_learner(), members.start_sampling())
+            await conductor.resume()
+            up = True
 
     async def before() -> Mapping[str, Any]:
+        await ready()
         result = await conductor.evaluate("before", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
         rates = {}
         for kind in ("oracle", "random"):
@@ -114,16 +124,16 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
         return {"rate": result.rate, "baselines": rates}
 
     async def rl() -> Mapping[str, Any]:
+        await ready()
         await conductor.reinforce()
         return {"step": conductor.step}
 
     async def after() -> Mapping[str, Any]:
+        await ready()
         result = await conductor.evaluate("after", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
         return {"rate": result.rate}
 
     async with _unless_failed(members.supervisor):
-        await asyncio.gather(members.start_learner(), members.start_sampling())
-        await conductor.resume()
         await _phase(run, telemetry, "eval-before", before)
         await _phase(run, telemetry, "rl", rl)
         await _phase(run, telemetry, "eval-after", after)

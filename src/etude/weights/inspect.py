@@ -66,9 +66,14 @@ class Check:
     orphans: tuple[str, ...]  # keys that no version refers to: what killed publishes left; harmless
 
 
+_HINT_POINTER = "restore pointers/ from a copy: nothing else says which version is the newest"
+
+
 def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
     """Every version of the chain, in order of publishing. Raises `WeightsError`."""
     trained = {manifest.version for manifest in history.lineage(store, name)}
+    if not trained and store.list(f"manifests/{name}/"):
+        raise WeightsError(f"the pointer of {name!r} is gone", "there are manifests", hint=_HINT_POINTER)
     return [_log_row(manifest, manifest.version in trained) for manifest in history.chain(store, name)]
 
 
@@ -137,6 +142,8 @@ def _reachable(store: BlobStore, name: str, problems: list[str]) -> tuple[list[t
         problems.append(f"pointer: {error.what} ({error.facts})")
         return [], set()
     found: list[tuple[Ref, Manifest]] = []
+    if pointer is None and store.list(f"manifests/{name}/"):
+        problems.append(f"pointer: it is gone, though there are manifests; {_HINT_POINTER}")
     waiting = [pointer.head] if pointer else []
     seen: set[str] = set()
     while waiting:
