@@ -1,4 +1,4 @@
-"""One try at a task, and groups of them: a policy, a machine and the harness joined, and how it ended as a record.
+"""One try at a task: a policy, a machine and the harness joined, and how it ended as a record.
 
 Baselines run through the same code, with a script in the policy's place:
 
@@ -18,8 +18,7 @@ Baselines run through the same code, with a script in the policy's place:
 (['1 def f():\\n2  return 0', 'ok'], b'def f():\\n    return 1\\n')
 """
 
-from etude.rollouts.group import run_group
 from etude.rollouts.rollout import read_exports, run_rollout, settle
 from etude.rollouts.scripted import Script, ScriptedPolicy, demonstrate
 
-__all__ = ["Script", "ScriptedPolicy", "demonstrate", "read_exports", "run_group", "run_rollout", "settle"]
+__all__ = ["Script", "ScriptedPolicy", "demonstrate", "read_exports", "run_rollout", "settle"]

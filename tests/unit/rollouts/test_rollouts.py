@@ -9,14 +9,14 @@ import pytest
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.errors import EngineError, MachineError, TaskError
-from etude.harness import Call, HarnessConfig, standard_tools
+from etude.harness import HarnessConfig, standard_tools
 from etude.records import Completion, CompletionRequest, Graded, Invalid, Rollout, RolloutSpec, Task
 from etude.records.rollout import Boundary, Ending
 from etude.records.task import Split, Trust
 from etude.records.wire import pack, unpack
-from etude.rollouts import Script, ScriptedPolicy, demonstrate, read_exports, run_group, run_rollout, settle
+from etude.rollouts import Script, ScriptedPolicy, demonstrate, read_exports, run_rollout, settle
 from etude.seams import Machine
-from etude.testing import EnginePolicy, MemoryMachine, MemoryRuntime, ScriptedEngine
+from etude.testing import MemoryMachine, MemoryRuntime
 
 CHAT = laptop_chat()
 LIMITS = HarnessConfig(turn_tokens=48, context_tokens=2048, tools=tuple(standard_tools().signatures))
@@ -139,22 +139,10 @@ class Broken(MemoryRuntime):
         raise MachineError("the launcher is gone", "exit status 9", hint="see its log")
 
 
-def test_a_machine_that_cannot_be_made_makes_every_sibling_invalid() -> None:
-    specs = siblings(3)
-    told: list[str] = []
-    rollouts = asyncio.run(
-        run_group(
-            specs,
-            runtime=Broken(),
-            policy=Gone(),
-            chat=CHAT,
-            harness=LIMITS,
-            finished=lambda r: told.append(r.rollout_id),
-        )
-    )
-    assert [r.invalid.boundary for r in rollouts if r.invalid] == [Boundary.MACHINE] * 3
-    assert told == [s.rollout_id for s in specs]
-    assert asyncio.run(run_rollout(SPEC, runtime=Broken(), policy=Gone(), chat=CHAT, harness=LIMITS)).invalid
+def test_a_machine_that_cannot_be_made_makes_a_rollout_invalid_at_the_machine() -> None:
+    rollout = asyncio.run(run_rollout(SPEC, runtime=Broken(), policy=Gone(), chat=CHAT, harness=LIMITS))
+    assert rollout.invalid is not None
+    assert rollout.invalid.boundary is Boundary.MACHINE
 
 
 def test_a_machine_that_dies_while_files_are_read_out_is_invalid() -> None:
@@ -175,36 +163,7 @@ def test_a_machine_that_dies_while_files_are_read_out_is_invalid() -> None:
     assert rollout.num_turns == 1
 
 
-def siblings(n: int) -> list[RolloutSpec]:
-    return [msgspec.structs.replace(SPEC, rollout_id=f"g000000.{i}", seed=i) for i in range(n)]
-
-
-def test_siblings_run_side_by_side_and_one_failure_leaves_the_others_alone() -> None:
-    class Mixed:
-        async def complete(self, request: CompletionRequest) -> Completion:
-            if request.session_id == "g000000.1/0":
-                raise EngineError("engine-1 is gone", hint="restart it")
-            answer = CHAT.spell(Call("submit", {})).tolist()
-            return await EnginePolicy(ScriptedEngine([answer], step=3)).complete(request)
-
-    runtime = Watched()
-    told: list[str] = []
-    rollouts = asyncio.run(
-        run_group(
-            siblings(4),
-            runtime=runtime,
-            policy=Mixed(),
-            chat=CHAT,
-            harness=LIMITS,
-            finished=lambda r: told.append(r.rollout_id),
-        )
-    )
-    assert [r.invalid is None for r in rollouts] == [True, False, True, True]
-    assert sorted(told) == [s.rollout_id for s in siblings(4)]
-    assert runtime.all_closed
-
-
-def test_a_group_that_is_cancelled_closes_every_machine() -> None:
+def test_a_rollout_that_is_cancelled_closes_its_machine() -> None:
     class Never:
         def __init__(self) -> None:
             self.asked = asyncio.Event()
@@ -218,7 +177,7 @@ def test_a_group_that_is_cancelled_closes_every_machine() -> None:
 
     async def cancel() -> None:
         policy = Never()
-        work = asyncio.create_task(run_group(siblings(3), runtime=runtime, policy=policy, chat=CHAT, harness=LIMITS))
+        work = asyncio.create_task(run_rollout(SPEC, runtime=runtime, policy=policy, chat=CHAT, harness=LIMITS))
         await policy.asked.wait()
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -226,12 +185,6 @@ def test_a_group_that_is_cancelled_closes_every_machine() -> None:
 
     asyncio.run(cancel())
     assert runtime.all_closed
-
-
-def test_rollouts_of_different_tasks_are_no_group() -> None:
-    other = msgspec.structs.replace(SPEC, task=msgspec.structs.replace(TASK, instruction="else"))
-    with pytest.raises(ValueError, match="one task"):
-        asyncio.run(run_group([SPEC, other], runtime=MemoryRuntime(), policy=Gone(), chat=CHAT, harness=LIMITS))
 
 
 def test_an_agent_that_never_submitted_scores_nothing_and_keeps_its_terms() -> None:
