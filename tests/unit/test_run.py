@@ -89,5 +89,5 @@ def test_a_damaged_file_is_named_with_a_hint(tmp_path, name, text):
 def test_a_config_that_is_gone_is_named(tmp_path):
     run = RunFolder.create(tmp_path / "a", config_toml="", seed=1)
     (run / "config.toml").unlink()
-    with pytest.raises(RunError, match="config.toml cannot be read"):
+    with pytest.raises(RunError, match=r"config\.toml cannot be read"):
         run.check_config("")
