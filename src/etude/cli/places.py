@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from etude.errors import RunError
+from etude.errors import CheckpointError, RunError
 from etude.run import RunFolder
 
 RUNS = Path("runs")
@@ -20,13 +20,12 @@ def open_run(path: Path | None) -> RunFolder:
 
 
 def existing(path: Path) -> Path:
-    """A checkpoint or a run by path, or by its name under runs/. Raises `RunError` when there is neither."""
+    """A checkpoint or a run by path, or by its name under runs/. Raises `CheckpointError` when there is neither."""
     for place in (path, RUNS / path):
         if place.exists():
             return place
-    raise RunError(
-        f"nothing at {path}", f"nor at {RUNS / path}", hint="give a checkpoint directory or a run; see runs/"
-    )
+    elsewhere = "" if path.is_absolute() else f"nor at {RUNS / path}"
+    raise CheckpointError(f"nothing at {path}", elsewhere, hint="give a checkpoint directory or a run")
 
 
 def console() -> Console:
