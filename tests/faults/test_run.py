@@ -252,8 +252,10 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
     torn = damaged("torn")
     (torn / "config.json").write_text('{"model_type": "qwen3')
     assert "is damaged" in start(torn)
-    assert "no checkpoint" in refuse(1, "serve", tmp_path / "nowhere")
-    assert "no checkpoint" in refuse(1, "export", tmp_path / "nowhere", tmp_path / "out")
+    assert "nothing at" in refuse(1, "serve", tmp_path / "nowhere")
+    assert "nothing at" in refuse(1, "export", tmp_path / "nowhere", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    assert "no checkpoint" in refuse(1, "serve", tmp_path / "empty")
 
 
 def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(
