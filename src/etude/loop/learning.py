@@ -1,21 +1,21 @@
 """The learner process: holds the weights, trains them, publishes them.
 
-Torch works in one thread of its own, so that the process sees at once when the conductor goes. After each publish
-it keeps the log-probabilities its weights give the probe text, for the version-matched check against engines.
+Torch works in one thread of its own, so that the process sees at once when the conductor goes: `Learning` is what is
+done there, `handlers` the calls that lead to it. Knows nothing of rollouts in flight, of the ledger or of engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from etude.loop import child
-from etude.loop.config import read_config
+from etude.loop.config import RunConfig, read_config
+from etude.loop.wire import Handler
 from etude.numerics import check_row_invariance
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
@@ -27,79 +27,83 @@ from etude.training.reference import Reference
 from etude.weights import Channel
 
 
-async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
-    config = read_config(run)
-    torch.set_num_threads(1)
-    threads = ThreadPoolExecutor(1, thread_name_prefix="torch")
-    learner: TorchLearner | None = None
+class Learning:
+    """The learner of a run, from its checkpoint on. Every method runs in the torch thread."""
 
-    async def torch_call(work: Callable[..., Any], *args: object) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(threads, functools.partial(work, *args))
+    def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
+        self.run, self.config, self.telemetry = run, config, telemetry
+        self._learner: TorchLearner | None = None
+        self._reference: Reference | None = None
 
-    def held() -> TorchLearner:
-        if learner is None:
+    @property
+    def learner(self) -> TorchLearner:
+        if self._learner is None:
             raise RuntimeError("begin comes first")
-        return learner
+        return self._learner
 
-    def _begin(checkpoint: str) -> int:
-        nonlocal learner
-        channel = Channel(DirectoryStore(run / "weights"))
-        learner = TorchLearner(
-            config.learner, channel=channel, num_steps=config.rl.steps, temperature=config.rl.temperature
-        )
-        learner.load(checkpoint)
-        if config.experience.max_lag == 0:
-            check_row_invariance(learner.model.config.products)
-        return int(learner.step)
-
-    async def begin(checkpoint: str) -> int:
+    def begin(self, checkpoint: str) -> int:
         """Load a checkpoint; the version step it stands at."""
-        return int(await torch_call(_begin, checkpoint))
+        self._learner = TorchLearner(
+            self.config.learner,
+            channel=Channel(DirectoryStore(self.run / "weights")),
+            num_steps=self.config.rl.steps,
+            temperature=self.config.rl.temperature,
+        )
+        self._learner.load(checkpoint)
+        if self.config.experience.max_lag == 0:
+            check_row_invariance(self._learner.model.config.products)
+        return self._learner.step
 
-    async def forward_backward(batch: Batch) -> StepReport:
-        report: StepReport = await torch_call(held().forward_backward, batch)
-        return report
+    def forward_backward(self, batch: Batch) -> StepReport:
+        return self.learner.forward_backward(batch)
 
-    async def optim_step() -> dict[str, float]:
-        return dict(await torch_call(held().optim_step))
+    def optim_step(self) -> Mapping[str, float]:
+        return self.learner.optim_step()
 
-    def _publish(rollout_ids: tuple[str, ...]) -> Published:
-        published = held().publish(rollout_ids)
+    def publish(self, rollout_ids: tuple[str, ...]) -> Published:
+        published = self.learner.publish(rollout_ids)
         facts = {name: getattr(published, name) for name in published.__struct_fields__}
-        telemetry.event("weights.publish", **facts, step=published.version.step)
+        self.telemetry.event("weights.publish", **facts, step=published.version.step)
         return published
 
-    async def publish(rollout_ids: tuple[str, ...]) -> Published:
-        result: Published = await torch_call(_publish, rollout_ids)
-        return result
-
-    @functools.cache
-    def reference() -> Reference:
-        return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature)
-
-    async def k1(samples: list[Sample]) -> dict[str, float]:
-        """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
-        return dict(await torch_call(lambda: reference().k1(samples)))
-
-    async def probe(token_ids: list[int]) -> list[float]:
+    def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities that the learner's own weights give a text's tokens."""
-        return list(await torch_call(held().probe, token_ids))
+        return self.learner.probe(token_ids)
 
-    async def save(path: str) -> None:
-        await torch_call(held().save, path)
+    def k1(self, samples: list[Sample]) -> dict[str, float]:
+        """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
+        if self._reference is None:
+            start = self.run / "checkpoints" / "mid"
+            self._reference = Reference(start, temperature=self.config.rl.temperature)
+        return self._reference.k1(samples)
+
+    def save(self, path: str) -> None:
+        self.learner.save(path)
+
+
+async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
+    torch.set_num_threads(1)
+    threads = ThreadPoolExecutor(1, thread_name_prefix="torch")
+    learning = Learning(run, read_config(run), telemetry)
+
+    def in_torch_thread(work: Callable[..., object]) -> Handler:
+        async def call(*arguments: object) -> object:
+            return await asyncio.get_running_loop().run_in_executor(threads, functools.partial(work, *arguments))
+
+        return call
 
     async def ready() -> bool:
         return True
 
     return {
         "ready": ((), ready),
-        "begin": ((str,), begin),
-        "forward_backward": ((Batch,), forward_backward),
-        "optim_step": ((), optim_step),
-        "publish": ((tuple[str, ...],), publish),
-        "probe": ((list[int],), probe),
-        "k1": ((list[Sample],), k1),
-        "save": ((str,), save),
+        "begin": ((str,), in_torch_thread(learning.begin)),
+        "forward_backward": ((Batch,), in_torch_thread(learning.forward_backward)),
+        "optim_step": ((), in_torch_thread(learning.optim_step)),
+        "publish": ((tuple[str, ...],), in_torch_thread(learning.publish)),
+        "probe": ((list[int],), in_torch_thread(learning.probe)),
+        "k1": ((list[Sample],), in_torch_thread(learning.k1)),
+        "save": ((str,), in_torch_thread(learning.save)),
     }
 
 
