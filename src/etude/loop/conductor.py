@@ -50,7 +50,7 @@ from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.weights import lineage
 
-STEP_S, ADOPT_S, PROBE_TOKENS = 600.0, 30.0, 128
+STEP_S, ADOPT_S, POLL_S, PROBE_TOKENS = 600.0, 30.0, 0.05, 128
 MAX_FRUITLESS = 6  # lineages in a row that end without one step
 T = TypeVar("T")
 
@@ -125,7 +125,19 @@ class Conductor:
         trained = [i for m in lineage(DirectoryStore(self.run_folder / "weights"), "policy") for i in m.rollout_ids]
         mended = self.ledger.reconcile(trained)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
+        await self._adopted(published)
         await self._probe(published)
+
+    async def _adopted(self, published: Published) -> None:
+        """Wait until every engine that answers holds this very version: a step's number would let one go on with what
+        it started with, or with a lost lineage's."""
+        for engine in list(self.crew.engines.values()):
+            try:
+                async with asyncio.timeout(ADOPT_S):
+                    while (await engine.info()).version != published.version:  # noqa: ASYNC110  it is elsewhere
+                        await asyncio.sleep(POLL_S)
+            except (EngineError, TimeoutError):
+                continue  # it is gone or late: its work goes elsewhere until it has caught up
 
     async def _call(self, method: str, kind: type[T], *args: object) -> T:
         """Call the learner of this lineage. Raises `Lost` when it is gone, even if another is up."""

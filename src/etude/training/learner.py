@@ -149,12 +149,13 @@ class TorchLearner:
         return worst if bool(fresh.any()) else None
 
     def _is_fresh(self, sample: Sample) -> bool:
-        """Whether the live weights sampled all of it. A restarted learner may have other bytes under a step's number
-        than its predecessor had; the digest tells them apart where both are known."""
+        """Whether the live weights sampled all of it. A step's number does not tell: a restarted learner may have other
+        bytes under it, and an engine serves what it started with until it adopts. Once published, the digest does."""
         if not sample.single_version or sample.oldest_step != self.step:
             return False
-        known = self.version is not None and self.version.step == self.step and sample.path.digest
-        return not known or self.version is None or sample.path.digest == self.version.digest
+        if self.version is None or self.version.step != self.step:
+            return True
+        return sample.path.digest == self.version.digest
 
     def optim_step(self) -> dict[str, float]:
         """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`."""

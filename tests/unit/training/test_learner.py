@@ -92,7 +92,8 @@ def test_on_its_own_samples_the_ratio_is_one_and_no_expert_flips(learner: TorchL
     samples = [sampled(learner, seed) for seed in range(5)]
     report = learner.forward_backward(batch(*samples))
     assert report.fresh_ratio_max is not None
-    assert report.fresh_ratio_max == report.ratio_max < 1e-5
+    assert report.fresh_ratio_max == pytest.approx(report.ratio_max, abs=1e-9)
+    assert report.ratio_max < 1e-5
     assert abs(report.k1) < 1e-6
     assert 0 <= report.k3 < 1e-9
     assert report.flipped_share == 0
@@ -274,3 +275,15 @@ def test_a_damaged_or_foreign_checkpoint_leaves_the_learner_as_it_was(tmp_path: 
 def test_nothing_works_before_a_load() -> None:
     with pytest.raises(CheckpointError, match="holds no weights"):
         TorchLearner(CONFIG).probe([1, 2])
+
+
+def test_a_path_that_two_weights_of_one_step_sampled_is_not_held_to_ratio_one(learner: TorchLearner) -> None:
+    """An engine that adopts step 0 in mid-rollout goes from what it started with to what was published: one step, two
+    digests, so the path names none."""
+    first = learner.publish([])
+    off = changed(sampled(learner, 1), digest="")
+    logprobs = np.where(off.path.mask, off.path.logprobs - np.float32(0.5), 0).astype(np.float32)
+    report = learner.forward_backward(batch(changed(off, logprobs=logprobs)))
+    assert report.fresh_ratio_max is None
+    with pytest.raises(ParityError):
+        learner.forward_backward(batch(changed(off, logprobs=logprobs, digest=first.version.digest)))
