@@ -1,6 +1,8 @@
-"""Keeps an engine's live weights at the head of the weight chain: a thread that polls the pointer.
+"""Keeps an engine's live weights at the head of the weight chain: a thread that asks for news.
 
-Fetching, decoding and checking every digest happen here, while the engine goes on; the engine only pauses to write.
+Fetching, decoding and checking every digest are the chain's, in a process of its own (`weights.FollowerProcess`): a
+thread that decodes holds the interpreter, and the steps wait for it. Here tensors are made of what is proven, and the
+engine pauses only to write.
 After each swap the live memory is compared with what was published, bit for bit; if it differs, or if an update was
 fetched but never written, everything is written anew. Trouble is told (`engine.trouble`, an event) and tried again:
 an engine that cannot follow keeps serving what it holds, and refuses what demands more.
@@ -26,12 +28,10 @@ TROUBLE_REST_S = 0.5
 
 
 class Chain(Protocol):
-    """The part of `weights.Follower` that is used here."""
+    """The part of `weights.Follower` and `weights.FollowerProcess` that is used here."""
 
     @property
     def version(self) -> Version | None: ...
-
-    def pointer(self) -> Version | None: ...
 
     def advance(self) -> Update | None: ...
 
@@ -40,7 +40,10 @@ class Chain(Protocol):
 
 
 class Following:
-    """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names."""
+    """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names.
+
+    `poll_s`: the rest between two questions to the chain; 0 for one that waits for news itself.
+    """
 
     def __init__(
         self,
@@ -70,11 +73,8 @@ class Following:
 
     def step(self) -> Version | None:
         """Adopt what is new; the version adopted, or None. Raises `EtudeError` when it cannot."""
-        head = self.chain.pointer()
-        if head is None or (self._written and head == self.engine.version):
-            return None
         update = self.chain.advance()
-        if self._written and update is None:
+        if self.chain.version is None or (self._written and update is None):
             return None
         patch = self._changes(update) if self._written and update is not None else self._everything()
         self._written = False
@@ -103,7 +103,8 @@ class Following:
         try:
             self.step()
         except EtudeError as error:
-            self._complain(error)
+            if not self._stop.is_set():
+                self._complain(error)
             return False
         self.engine.trouble = ""
         return True

@@ -61,7 +61,7 @@ def prepare(
             whole.add(name)
         else:
             content = torch.from_numpy(_floats(tensors[name].dtype, codes)).to(view.dtype)
-            patch.sparse.append((view.view(-1), torch.from_numpy(places), content))
+            patch.sparse.append((view.view(-1), torch.from_numpy(np.array(places)), content))
     patch.whole.extend((views[name], _content(tensors[name], views[name])) for name in sorted(whole))
     return patch
 

@@ -37,7 +37,7 @@ from etude.models import hf_views
 from etude.models.checkpoint import load_model
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
-from etude.weights import Follower
+from etude.weights import FollowerProcess
 
 HUNG_EXIT_CODE = 70
 
@@ -51,10 +51,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         token = read_token(args.host)
         listener = _listen(args.host, args.port)
-        engine, following = _build(args, telemetry)
+        with _chain(args) as chain:
+            _serve(args, listener, token, chain, telemetry)
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    return 0
+
+
+def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[FollowerProcess | None]:
+    """Started before the model is loaded, so that it is up by then."""
+    if args.store is None:
+        return contextlib.nullcontext()
+    return FollowerProcess(DirectoryStore(args.store), poll_s=args.poll_s)
+
+
+def _serve(
+    args: argparse.Namespace,
+    listener: socket.socket,
+    token: str | None,
+    chain: FollowerProcess | None,
+    telemetry: Telemetry | None,
+) -> None:
+    engine, following = _build(args, chain, telemetry)
     app = build_app(engine, token=token, lifespan=_lifespan(engine, following, telemetry))
     config = uvicorn.Config(
         app,
@@ -69,7 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     server = _Server(config, ready=_ready(listener, args.name), ready_file=args.ready_file)
     server.run(sockets=[listener])
-    return 0
 
 
 class _Server(uvicorn.Server):
@@ -97,16 +115,17 @@ def _spare_the_collector() -> None:
     gc.freeze()
 
 
-def _build(args: argparse.Namespace, telemetry: Telemetry | None) -> tuple[ReferenceEngine, Following | None]:
+def _build(
+    args: argparse.Namespace, chain: FollowerProcess | None, telemetry: Telemetry | None
+) -> tuple[ReferenceEngine, Following | None]:
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
     config = build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
     model = load_model(args.checkpoint)
     views = hf_views(model)
     engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
-    if args.store is None:
+    if chain is None:
         return engine, None
-    chain = Follower(DirectoryStore(args.store))
-    return engine, Following(engine, views, chain, poll_s=args.poll_s, telemetry=telemetry)
+    return engine, Following(engine, views, chain, poll_s=0.0, telemetry=telemetry)
 
 
 def _lifespan(

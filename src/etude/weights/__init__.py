@@ -19,6 +19,7 @@ from etude.weights.bound import bound_bytes
 from etude.weights.channel import Channel
 from etude.weights.codec import decode, encode
 from etude.weights.follower import Follower, Update
+from etude.weights.follower_process import FollowerProcess
 from etude.weights.history import chain, lineage
 from etude.weights.manifest import Manifest
 from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
@@ -26,6 +27,7 @@ from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
 __all__ = [
     "Channel",
     "Follower",
+    "FollowerProcess",
     "Manifest",
     "Spec",
     "Tensor",

@@ -94,6 +94,10 @@ class Follower:
         self._version, self._tensors = target.version, tensors
         return update
 
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the held version in other memory: tensors of the same names and bits, for instance a shared image."""
+        self._tensors = dict(tensors)
+
     def _reach(self, target: Manifest) -> tuple[dict[str, Tensor], int, list[str]]:
         failures: list[str] = []
         for plan in history.plans(self._store, target, self._version):

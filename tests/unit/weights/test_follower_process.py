@@ -1,0 +1,172 @@
+"""A follower in a process of its own: the same answers, whatever happens to the process."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etude.errors import WeightsError
+from etude.records import Version
+from etude.stores import DirectoryStore
+from etude.weights import Channel, FollowerProcess, Tensor, chain
+from etude.weights.tensors import same_bits
+
+SIZE = 4000
+
+
+def policy_at(step: int) -> dict[str, Tensor]:
+    """One tensor of which little changes from step to step, one of which much does, one that stays."""
+    codes = np.random.default_rng(0).integers(0x3C00, 0x3E00, (3, SIZE)).astype(np.uint16)
+    for s in range(1, step + 1):
+        codes[0] += np.random.default_rng([1, s]).random(SIZE) < 0.02
+        codes[1] += np.random.default_rng([2, s]).random(SIZE) < 0.8
+    return {name: Tensor("bf16", (SIZE,), row) for name, row in zip(("few", "many", "none"), codes, strict=True)}
+
+
+class World:
+    """A store, its writer, and a follower in another process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = DirectoryStore(folder)
+        self.channel = Channel(self.store)
+        self.last: Version | None = None
+        self.follower = FollowerProcess(self.store, poll_s=0.01, wait_s=0.0, niceness=1)
+
+    def publish(self, step: int) -> None:
+        self.last = self.channel.publish(policy_at(step), step=step, parent=self.last, rollout_ids=[]).version
+
+    def holds(self, step: int) -> bool:
+        held = self.follower.tensors
+        return self.follower.version == self.last and all(same_bits(held[n], t) for n, t in policy_at(step).items())
+
+    def damage_delta(self) -> None:
+        delta = chain(self.store, "policy")[-1].delta
+        assert delta is not None
+        key = delta.objects[0].key
+        data = self.store.get(key)
+        self.store.delete(key)
+        self.store.put(key, data[:-3])
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    with world.follower:
+        yield world
+
+
+def test_it_says_what_a_follower_says(world: World) -> None:
+    assert world.follower.advance() is None
+    assert world.follower.version is None
+    world.publish(0)
+    update = world.follower.advance()
+    assert update is not None
+    assert update.replaced.keys() == policy_at(0).keys()
+    assert world.holds(0)
+    assert world.follower.advance() is None
+    for step in (1, 2):
+        world.publish(step)
+        update = world.follower.advance()
+        assert update is not None
+        assert (update.version, world.holds(step)) == (world.last, True)
+        places, codes = update.changed["few"]
+        before, after = policy_at(step - 1)["few"].codes, policy_at(step)["few"].codes
+        assert np.array_equal(places, np.flatnonzero(before != after))
+        assert np.array_equal(codes, after[places])
+        assert update.replaced.keys() == {"many"}
+
+
+def test_one_that_is_late_goes_to_the_head_at_once(world: World) -> None:
+    world.publish(0)
+    world.follower.advance()
+    for step in (1, 2, 3):
+        world.publish(step)
+    update = world.follower.advance()
+    assert update is not None
+    assert update.version.step == 3
+    assert world.holds(3)
+
+
+def test_a_killed_child_is_told_and_the_next_one_catches_up(world: World) -> None:
+    world.publish(0)
+    world.follower.advance()
+    for step in (1, 2):
+        pid = world.follower.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WeightsError, match=r"(?s)follower's process ended.*-9.*started again"):
+            world.follower.advance()
+        assert world.holds(step - 1)
+        assert world.follower.advance() is None, "it holds the head, wherever its child begins"
+        world.publish(step)
+        update = world.follower.advance()
+        assert update is not None
+        assert update.replaced.keys() == policy_at(step).keys()
+        assert world.holds(step)
+
+
+def test_a_torn_delta_without_an_anchor_is_refused_by_name_and_what_was_held_stays(world: World) -> None:
+    world.publish(0)
+    world.follower.advance()
+    held = world.last
+    world.publish(1)
+    world.damage_delta()
+    for _ in range(2):
+        with pytest.raises(WeightsError, match=r"(?s)no way leads to v000001.*is not what was published.*hint:"):
+            world.follower.advance()
+    assert world.follower.version == held
+    world.channel, world.last = Channel(world.store), None  # the pointer's target cannot be rebuilt: an anchor
+    world.publish(2)
+    update = world.follower.advance()
+    assert update is not None
+    assert world.holds(2)
+
+
+def test_a_child_that_gives_no_answer_is_killed_at_the_deadline(tmp_path: Path) -> None:
+    with FollowerProcess(DirectoryStore(tmp_path), wait_s=0.0, deadline_s=60.0) as follower:
+        assert follower.advance() is None
+        assert follower.pid is not None
+        os.kill(follower.pid, signal.SIGSTOP)
+        follower._deadline_s = 0.05
+        with pytest.raises(WeightsError, match=r"no answer within 0.05 s"):
+            follower.advance()
+        assert follower.pid is None
+        follower._deadline_s = 60.0
+        assert follower.advance() is None
+
+
+def test_a_closed_one_raises_and_its_child_is_gone(world: World) -> None:
+    pid = world.follower.pid
+    world.follower.close()
+    world.follower.close()
+    with pytest.raises(WeightsError, match="closed"):
+        world.follower.advance()
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_child_ends_with_its_parent_however_that_ends_and_loads_no_torch(tmp_path: Path) -> None:
+    code = f"""
+from etude.stores import DirectoryStore
+from etude.weights import FollowerProcess
+follower = FollowerProcess(DirectoryStore({str(tmp_path)!r}), wait_s=0.0)
+follower.advance()
+print(follower.pid, flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = os.pidfd_open(pid := int(parent.stdout.readline()))
+        assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
+        parent.kill()
+        assert select.select([child], [], [], 30)[0], f"child {pid} outlived its parent"
+        os.close(child)

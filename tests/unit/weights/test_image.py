@@ -1,0 +1,90 @@
+"""Images: one version's tensors in sealed shared memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from etude.errors import WeightsError
+from etude.records import Version
+from etude.weights import Tensor, Update
+from etude.weights.image import Image, read_image, write_image
+from etude.weights.tensors import same_bits
+
+VERSION = Version(step=3, incarnation="0a1b2c3d", digest="0" * 64)
+TENSORS = {
+    "empty": Tensor("f32", (0, 4), np.empty(0, np.uint32)),
+    "large": Tensor("bf16", (50, 20), np.arange(1000, dtype=np.uint16)),
+    "one": Tensor("f32", (), np.array([7], np.uint32)),
+    "small": Tensor("u8", (5,), np.arange(5, dtype=np.uint8)),
+}
+UPDATE = Update(
+    version=VERSION,
+    changed={"large": (np.array([3, 999]), TENSORS["large"].codes[[3, 999]])},
+    replaced={"one": TENSORS["one"]},
+    removed=("gone",),
+    fetch_s=0.25,
+    fetched_bytes=77,
+    healed=("a delta was torn",),
+)
+
+
+def through(update: Update) -> Image:
+    fd, table_at = write_image(update, TENSORS)
+    try:
+        return read_image(fd, table_at)
+    finally:
+        os.close(fd)
+
+
+def test_an_image_gives_back_every_tensor_and_what_the_update_said() -> None:
+    image = through(UPDATE)
+    assert image.tensors.keys() == TENSORS.keys()
+    assert all(same_bits(image.tensors[name], tensor) for name, tensor in TENSORS.items())
+    places, codes = image.update.changed["large"]
+    assert (places.tolist(), codes.tolist()) == ([3, 999], [3, 999])
+    assert image.update.replaced.keys() == {"one"}
+    assert replace(image.update, changed={}, replaced={}) == replace(UPDATE, changed={}, replaced={})
+
+
+def test_a_list_of_changes_longer_than_its_tensor_is_not_kept() -> None:
+    every = np.arange(0, 1000, 2)
+    image = through(replace(UPDATE, changed={"large": (every, TENSORS["large"].codes[every])}, replaced={}))
+    assert not image.update.changed
+    assert image.update.replaced.keys() == {"large"}
+
+
+def test_nobody_can_change_an_image() -> None:
+    fd, table_at = write_image(UPDATE, TENSORS)
+    with pytest.raises(PermissionError):
+        os.pwrite(fd, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, 0)
+    image = read_image(fd, table_at)
+    os.close(fd)
+    assert not any(tensor.codes.flags.writeable for tensor in image.tensors.values())
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        image.tensors["large"].codes.base.flags.writeable = True
+
+
+def test_memory_that_is_not_sealed_is_refused() -> None:
+    fd = os.memfd_create("open", os.MFD_ALLOW_SEALING)
+    os.write(fd, bytes(100))
+    with pytest.raises(WeightsError, match="not sealed"):
+        read_image(fd, 0)
+    os.close(fd)
+
+
+def test_an_image_that_fails_half_way_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, "no space")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match="no space"):
+        write_image(UPDATE, TENSORS)
+    assert len(os.listdir("/proc/self/fd")) == before
