@@ -21,14 +21,17 @@ F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 Bools = npt.NDArray[np.bool_]
 
-_DTYPES = frozenset({"bool", "uint8", "uint16", "int32", "int64", "float32"})
+_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("bool", "uint8", "uint16", "int32", "int64", "float32")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # a dtype's own `name` is worked out anew at each look
 MAX_NDIM = 4
 
 
 def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        little = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("<"))
-        return (value.dtype.name, list(value.shape), little.tobytes())
+        name = _NAMES.get(value.dtype)
+        if name is None:  # of another byte order, or of a dtype that no decoder takes
+            value, name = value.astype(value.dtype.newbyteorder("<")), value.dtype.name
+        return (name, value.shape, value.tobytes())
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"no wire form for {type(value).__name__}")
@@ -44,15 +47,16 @@ def _decode_array(kind: type, value: Any) -> Any:
         data = base64.b64decode(data, validate=True)
     if dtype not in _DTYPES or not isinstance(shape, list) or len(shape) > MAX_NDIM or not isinstance(data, bytes):
         raise ValueError(f"an array of dtype {dtype!r} and shape {shape!r} is not allowed")
-    if any(not isinstance(n, int) or n < 0 for n in shape):
-        raise ValueError(f"an array's shape holds {shape!r}")
-    kind_of = np.dtype(dtype).newbyteorder("<")
     count = 1
     for n in shape:
+        if not isinstance(n, int) or n < 0:
+            raise ValueError(f"an array's shape holds {shape!r}")
         count *= n
+    kind_of = _DTYPES[dtype]
     if count * kind_of.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes do not fill {dtype} {shape}")
-    return np.frombuffer(data, kind_of).astype(dtype, copy=False).reshape(shape)
+    flat = np.frombuffer(data, kind_of).astype(dtype, copy=False)
+    return flat if len(shape) == 1 else flat.reshape(shape)
 
 
 _pack = msgspec.msgpack.Encoder(enc_hook=_encode_array)
