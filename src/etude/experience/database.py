@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,15 @@ class Database:
 
     def __init__(self, path: Path, *, readonly: bool = False, check: Callable[[], None] | None = None) -> None:
         self.path, self._check, self._depth, self._sync_due = path, check, 0, False
-        with self._explained():
+        try:
             where = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
             self._connection = sqlite3.connect(
                 where, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
+        except (sqlite3.DatabaseError, OSError) as error:
+            raise _in_words(path, error) from error
         try:
-            with self._explained():
-                self._prepare(readonly)
+            self._prepare(readonly)
         except EtudeError:
             self._connection.close()
             raise
@@ -82,9 +83,7 @@ class Database:
             self.execute("PRAGMA journal_mode=WAL")
             self.execute("PRAGMA synchronous=NORMAL")
             if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
-                self._connection.executescript(
-                    f"BEGIN IMMEDIATE; {_SCHEMA} INSERT INTO meta VALUES ('format', '{FORMAT}'); COMMIT;"
-                )
+                self._create()
         found = self.value("SELECT value FROM meta WHERE key = 'format'")
         if found != str(FORMAT):
             raise LedgerError(
@@ -93,14 +92,32 @@ class Database:
                 hint="use the etude version that wrote the run",
             )
 
+    def _create(self) -> None:
+        script = f"BEGIN IMMEDIATE; {_SCHEMA} INSERT INTO meta VALUES ('format', '{FORMAT}'); COMMIT;"
+        try:
+            self._connection.executescript(script)
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
+
     def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
         """Run one statement. Outside `atomic` it commits by itself."""
-        with self._explained():
+        try:
             return self._connection.execute(sql, values)
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
+
+    def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
+        """Run one statement for every row of values."""
+        try:
+            self._connection.executemany(sql, values)
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        with self._explained():
+        try:
             return self._connection.execute(sql, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
 
     def value(self, sql: str, *values: Any) -> Any:
         """The first column of the first row; None when there is none."""
@@ -135,33 +152,26 @@ class Database:
                 self._connection.execute(f"RELEASE level{level}")
 
     def _sync(self) -> None:
-        with self._explained():
+        try:
             file = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(file)
             finally:
                 os.close(file)
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
         except OSError as error:
-            raise StoreError(f"{self.path} refused", str(error), hint="look at the disk") from error
-        except sqlite3.OperationalError as error:
             raise _in_words(self.path, error) from error
-        except sqlite3.DatabaseError as error:
-            raise LedgerError(
-                f"{self.path} is not a sound ledger", str(error), hint="restore the run folder from a copy"
-            ) from error
 
     def close(self) -> None:
         """Idempotent. An open transaction is undone."""
         self._connection.close()
 
 
-def _in_words(path: Path, error: sqlite3.OperationalError) -> EtudeError:
+def _in_words(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
     text = str(error)
+    if isinstance(error, OSError):
+        return StoreError(f"{path} refused", text, hint="look at the disk")
+    if not isinstance(error, sqlite3.OperationalError):
+        return LedgerError(f"{path} is not a sound ledger", text, hint="restore the run folder from a copy")
     if "full" in text or "I/O" in text:
         return StoreError(f"{path} cannot be written", text, hint="free disk space, then etude run --resume")
     if "locked" in text:

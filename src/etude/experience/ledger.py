@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +34,8 @@ SPEC, FINISHED = "spec", "finished"
 T = TypeVar("T")
 
 _LINEAGE = frozenset({State.BATCHED, State.TRAINED, State.NO_SIGNAL})
+_HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
+_SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), count(rollout_id), count(*) FROM slots"
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,13 @@ class Ledger:
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
         """One transition. `LedgerError` when the table forbids it, or when a slot is needed and none is free."""
         with self._db.atomic():
-            row, target = self.row(rollout_id), State(to)
-            check(rollout_id, row.state, target, reason)
-            again = target is State.REQUEUED and row.state is State.RUNNING
-            self._set(row, target, attempt=row.attempt + again, reason=reason, facts=facts)
+            self._move(self.row(rollout_id), State(to), reason, facts)
 
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
         """Keep bytes under a rollout's name, durable with the transaction; the last put wins."""
         with self._db.atomic():
             self.row(rollout_id)
-            self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", rollout_id, name, data)
+            self._put(rollout_id, name, data)
 
     def get(self, rollout_id: str, name: str) -> bytes | None:
         data: bytes | None = self._db.value(
@@ -126,7 +126,7 @@ class Ledger:
             )
             self._take_slot(spec.rollout_id, grow=False)
             self._log(spec.rollout_id, None, State.ADMITTED, spec.attempt, "", {})
-            self.put(spec.rollout_id, SPEC, pack(spec))
+            self._put(spec.rollout_id, SPEC, pack(spec))
 
     def spec(self, rollout_id: str) -> RolloutSpec:
         """What to run, at the attempt that the ledger counts."""
@@ -138,6 +138,13 @@ class Ledger:
     def waiting(self) -> list[str]:
         """Rollouts that want a worker, in order of admission."""
         return self._ids("state IN (?, ?)", State.ADMITTED, State.REQUEUED)
+
+    def next_waiting(self) -> str | None:
+        """The first of `waiting`, without looking at the others."""
+        first = "SELECT min(position) AS position FROM rollouts WHERE state = ?"
+        sql = f"SELECT rollout_id FROM rollouts WHERE position = (SELECT min(position) FROM ({first} UNION {first}))"
+        found: str | None = self._db.value(sql, State.ADMITTED, State.REQUEUED)
+        return found
 
     def finish(self, rollout: Rollout, outcome: Outcome) -> bool:
         """Store what a worker returned and how it was judged. False: of an attempt that no longer counts; nothing
@@ -158,14 +165,14 @@ class Ledger:
         outcome = finished.outcome
         graded = isinstance(outcome, Graded)
         to = State.GRADED if graded else State.INVALID
-        self.put(row.rollout_id, FINISHED, pack(finished))
+        self._put(row.rollout_id, FINISHED, pack(finished))
         self._db.execute(
             "UPDATE rollouts SET reward = ?, boundary = ? WHERE rollout_id = ?",
             outcome.reward if isinstance(outcome, Graded) else None,
             outcome.boundary if isinstance(outcome, Invalid) else None,
             row.rollout_id,
         )
-        self.move(row.rollout_id, to, reason=outcome.reason or to)
+        self._move(row, to, outcome.reason or to)
 
     # Groups and batches
 
@@ -204,7 +211,7 @@ class Ledger:
                         hint="a rollout is trained once: form batches from open_groups()",
                     )
                 if row.state is State.GRADED:
-                    self.move(rollout_id, State.BATCHED, batch_id=batch.batch_id, step=batch.step)
+                    self._move(row, State.BATCHED, facts={"batch_id": batch.batch_id, "step": batch.step})
                 elif row.state not in SETTLED:
                     raise LedgerError(
                         f"batch {batch.batch_id} wants rollout {rollout_id}",
@@ -218,15 +225,15 @@ class Ledger:
 
     def commit(self, rollout_ids: Iterable[str], version: Version) -> None:
         """The version that learned from these is published: batched becomes trained, or no-signal without a sample."""
+        ids = list(rollout_ids)
         with self._db.atomic():
-            for rollout_id in rollout_ids:
-                row = self.row(rollout_id)
+            for row in map(self.row, ids):
                 if row.state is State.BATCHED:
                     self._trained(row, f"in {version}")
-                self._db.execute("UPDATE rollouts SET version = ? WHERE rollout_id = ?", str(version), rollout_id)
+            self._db.each("UPDATE rollouts SET version = ? WHERE rollout_id = ?", [(str(version), i) for i in ids])
 
     def _trained(self, row: Row, reason: str) -> None:
-        self.move(row.rollout_id, State.TRAINED if row.has_sample else State.NO_SIGNAL, reason=reason, step=row.step)
+        self._move(row, State.TRAINED if row.has_sample else State.NO_SIGNAL, reason, {"step": row.step})
 
     def reconcile(self, lineage: Iterable[str]) -> Reconciled:
         """Agree with the weights after a restart. `lineage` is every rollout id in the manifests of the lineage that
@@ -330,7 +337,13 @@ class Ledger:
 
     # Writing
 
-    def _set(self, row: Row, to: State, *, attempt: int, reason: str, facts: dict[str, Any]) -> None:
+    def _put(self, rollout_id: str, name: str, data: bytes) -> None:
+        self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", rollout_id, name, data)
+
+    def _move(self, row: Row, to: State, reason: str = "", facts: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """One transition of a row that was just read, inside a transaction of the caller."""
+        check(row.rollout_id, row.state, to, reason)
+        attempt = row.attempt + (to is State.REQUEUED and row.state is State.RUNNING)
         self._db.execute(
             "UPDATE rollouts SET state = ?, attempt = ?, reason = ? WHERE rollout_id = ?",
             *(to, attempt, reason, row.rollout_id),
@@ -342,11 +355,19 @@ class Ledger:
         self._log(row.rollout_id, row.state, to, attempt, reason, facts)
 
     def _log(
-        self, rollout_id: str, origin: State | None, to: State, attempt: int, reason: str, facts: dict[str, Any]
+        self, rollout_id: str, origin: State | None, to: State, attempt: int, reason: str, facts: Mapping[str, Any]
     ) -> None:
         self._db.execute(
             "INSERT INTO transitions (t, rollout_id, origin, state, attempt, reason, facts) VALUES (?,?,?,?,?,?,?)",
-            *(time.time(), rollout_id, origin, to, attempt, reason, json.dumps(facts, default=str)),
+            *(
+                time.time(),
+                rollout_id,
+                origin,
+                to,
+                attempt,
+                reason,
+                json.dumps(dict(facts), default=str) if facts else "{}",
+            ),
         )
 
     def _take_slot(self, rollout_id: str, *, grow: bool) -> None:
@@ -363,15 +384,13 @@ class Ledger:
             )
 
     def _release_slot(self, rollout_id: str) -> None:
-        if self.slots()[1] > self._capacity:
+        if self._db.value("SELECT count(*) FROM slots") > self._capacity:
             self._db.execute("DELETE FROM slots WHERE rollout_id = ?", rollout_id)
         else:
             self._db.execute("UPDATE slots SET rollout_id = NULL WHERE rollout_id = ?", rollout_id)
 
     def _check_slots(self) -> None:
-        marks = ", ".join("?" * len(HOLDING))
-        holding = self._db.value(f"SELECT count(*) FROM rollouts WHERE state IN ({marks})", *sorted(HOLDING))
-        held, count = self.slots()
+        holding, held, count = self._db.rows(_SLOTS)[0]
         if held != holding or count != max(self._capacity, held):
             raise LedgerError(
                 "the ledger's slots do not add up",

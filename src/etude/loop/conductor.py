@@ -148,7 +148,7 @@ class Conductor:
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(self._admit(), name="admit"),
-                tasks.create_task(self.rolling.run(self._next_waiting, self._admitted), name="rolling"),
+                tasks.create_task(self.rolling.run(self.ledger.next_waiting, self._admitted), name="rolling"),
             ]
             await self._train(tasks)
             for task in beside:
@@ -243,10 +243,6 @@ class Conductor:
         for spec in specs:
             self.ledger.admit(spec)
         self.ledger.move_cursor(Split.TRAIN, cursor)
-
-    def _next_waiting(self) -> str | None:
-        waiting = self.ledger.waiting()
-        return waiting[0] if waiting else None
 
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:
         """Solve rate of the published version. No version is published meanwhile, so its pin costs engines nothing."""
