@@ -19,9 +19,9 @@ import pytest
 from etude.errors import StoreError, WeightsError
 from etude.records import Version
 from etude.stores import DirectoryStore, MemoryStore
-from etude.weights import Channel, Follower, Manifest, Tensor, chain
-from etude.weights.history import head, pointer_key
-from etude.weights.inspect import verify
+from etude.weights import Channel, Follower, Manifest, Tensor, chain, lineage
+from etude.weights.history import head, pointer_key, readable, stored
+from etude.weights.inspect import repair, verify
 from etude.weights.manifest import FORMAT, Pointer, Ref, read_manifest
 from etude.weights.tensors import same_bits
 
@@ -142,6 +142,96 @@ def test_a_damaged_manifest_or_pointer_is_an_error_and_the_old_version_stays(kin
             follower.advance()
     assert follower.version == first
     assert holds(follower, 0)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_pointer_is_replaced_by_the_next_publish_of_a_new_writer_or_of_the_same(damage: str) -> None:
+    store = MemoryStore()
+    writer, follower = Channel(store), Follower(store)
+    versions = [writer.publish(policy_at(0), step=0, parent=None, rollout_ids=["a"]).version]
+    versions.append(writer.publish(policy_at(1), step=1, parent=versions[0], rollout_ids=["b"]).version)
+    for step, successor in ((2, writer), (3, Channel(store))):
+        data = DAMAGE[damage](store.get(pointer_key("policy")))
+        store.delete(pointer_key("policy"))
+        if data is not None:
+            store.compare_and_swap(pointer_key("policy"), None, data)
+        published = successor.publish(policy_at(step), step=step, parent=versions[-1], rollout_ids=[str(step)])
+        versions.append(published.version)
+        assert "pointer" in successor.mended
+        follower.advance()
+        assert follower.version == published.version
+        assert holds(follower, step)
+    assert [manifest.version for manifest in lineage(store, "policy")] == versions
+    assert verify(store).problems == ()
+
+
+def test_a_pointer_of_another_format_is_somebodys_and_is_left_alone() -> None:
+    store = MemoryStore()
+    publish_steps(store, range(2))
+    theirs = store.get("pointers/policy").replace(b'"format":1', b'"format":2')
+    replace(store, "pointers/policy", theirs)
+    with pytest.raises(WeightsError, match="format 2"):
+        Channel(store).publish(policy_at(2), step=2, parent=None, rollout_ids=[])
+    with pytest.raises(WeightsError, match="format 2"):
+        repair(store)
+    assert store.get("pointers/policy") == theirs
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("step", [0, 1, 2])
+def test_a_damaged_manifest_keeps_nobody_from_training_on_and_its_lineage_says_where_it_ends(
+    step: int, damage: str
+) -> None:
+    store = MemoryStore()
+    versions = publish_steps(store, range(3))
+    ref = {m.version.step: r for r, m in stored(store, "policy")}[step]
+    whole = store.get(ref.key)
+    data = DAMAGE[damage](whole)
+    store.delete(ref.key)
+    if data is not None:
+        store.put(ref.key, data)
+    published = Channel(store).publish(policy_at(3), step=3, parent=versions[-1], rollout_ids=["new"])
+    known, broken = readable(store, "policy")
+    assert [m.version.step for m in known] == list(range(step + 1, 4))
+    assert broken == ref
+    follower = Follower(store)
+    follower.advance()
+    assert follower.version == published.version
+    assert holds(follower, 3)
+    replace(store, ref.key, whole)
+    assert [m.version for m in lineage(store, "policy")] == [*versions, published.version]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_pointer_without_a_writer_is_repaired_to_what_was_surely_committed_and_never_to_more(damage: str) -> None:
+    store = MemoryStore()
+    versions = publish_steps(store, range(3))
+    good = store.get("pointers/policy")
+    with pytest.raises(Killed):
+        Channel(store).publish(policy_at(3), step=3, parent=versions[-1], rollout_ids=[], after=_die_before_commit)
+    for told, newest in (([str(v) for v in versions], 2), ((), 2)):  # the killed publish itself names version 2
+        data = DAMAGE[damage](good)
+        store.delete("pointers/policy")
+        if data is not None:
+            store.compare_and_swap("pointers/policy", None, data)
+        assert repair(store, told=told) == versions[newest]
+        assert store.get("pointers/policy") == good
+        assert repair(store) is None
+
+
+def test_without_a_witness_the_head_itself_is_not_believed_and_the_version_before_it_is_taken() -> None:
+    store = MemoryStore()
+    versions = publish_steps(store, range(3))
+    store.delete("pointers/policy")
+    assert repair(store) == versions[1]
+    follower = Follower(store)
+    follower.advance()
+    assert holds(follower, 1)
+
+
+def _die_before_commit(done: str) -> None:
+    if done == "manifest":
+        raise Killed
 
 
 def test_a_forged_delta_whose_every_checksum_fits_cannot_give_other_tensors() -> None:

@@ -11,13 +11,15 @@ from etude.cli.places import console, open_run
 from etude.errors import LedgerError, RunError, nearest
 from etude.evals import compare_runs
 from etude.experience import Finished, Ledger, audit
+from etude.experience.audit import steps_of
 from etude.experience.ledger import FINISHED
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
 from etude.records import Graded
 from etude.records.wire import unpack
 from etude.stores import DirectoryStore
-from etude.weights import lineage
+from etude.weights.history import readable
+from etude.weights.inspect import require_pointer
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -95,11 +97,21 @@ def ledger_audit(args: argparse.Namespace) -> int:
     path = run / "ledger.sqlite"
     if not path.exists():
         raise LedgerError(f"{run.path} has no ledger", hint="it has not begun RL: see etude status")
-    chain = [manifest.rollout_ids for manifest in lineage(DirectoryStore(run / "weights"), "policy")]
+    store = DirectoryStore(run / "weights")
+    manifests, damaged = readable(store, "policy")
+    require_pointer(store)
+    from_traces = steps_of(run / "traces", damaged.version.step) if damaged is not None else []
+    chain = [*from_traces, *(list(manifest.rollout_ids) for manifest in manifests)]
     found = audit(Ledger.reading(path), run / "traces", chain)
     print(
         f"{len(found.lost)} lost, {len(found.twice)} trained twice, {len(found.leaked)} slots leaked; "
         f"{found.num_consumed} of {found.num_rollouts} rollouts consumed by {found.num_steps} steps"
     )
     found.require_sound()
+    if damaged is not None:
+        raise LedgerError(
+            f"the manifest of {damaged.version} is damaged",
+            "what was trained up to it is known from the traces alone",
+            hint=f"copy {damaged.key} back into {run / 'weights'}: then the audit proves it again",
+        )
     return 0

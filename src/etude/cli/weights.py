@@ -1,13 +1,16 @@
-"""``etude weights log | diff | verify``."""
+"""``etude weights log | diff | verify | repair``."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from etude.cli.places import console, open_run
+from etude.dashboard import RunView
 from etude.errors import WeightsError
+from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.weights import inspect
 
@@ -27,6 +30,9 @@ def log(args: argparse.Namespace) -> int:
             str(len(row.rollout_ids)),
         )
     console().print(table)
+    damage = inspect.broken_at(DirectoryStore(run / "weights"))
+    if damage is not None:
+        raise damage
     return 0
 
 
@@ -56,6 +62,24 @@ def verify(args: argparse.Namespace) -> int:
         raise WeightsError(
             f"{len(check.problems)} problems in {run / 'weights'}",
             check.problems[0],
-            hint="engines heal from the nearest anchor; publishing again writes a fresh one",
+            hint=_cure(run, check.problems),
         )
+    return 0
+
+
+def _cure(run: RunFolder, problems: Sequence[str]) -> str:
+    if problems[0].startswith("pointer"):
+        return f"etude weights repair {run.path}"
+    if run.ended("rl"):
+        return f"copy the files back; the result itself is in {run / 'checkpoints' / 'final'}, which needs none of them"
+    return f"copy the files back; else: etude run {run / 'config.toml'} --resume {run.path} publishes a fresh anchor"
+
+
+def repair(args: argparse.Namespace) -> int:
+    """Set a lost or damaged pointer to the newest version that surely was published."""
+    run = open_run(args.run)
+    run.lock()
+    told = [str(event.get("version")) for event in RunView(run.path).of("weights.publish")]
+    version = inspect.repair(DirectoryStore(run / "weights"), told=told)
+    print(f"the pointer names {version} again" if version else "the pointer is whole: nothing to repair")
     return 0

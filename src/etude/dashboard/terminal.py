@@ -186,6 +186,7 @@ def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
     lost = [e for e in view.of("lineage") if text(e, "state") == "lost"]
     said = [(float(e["t"]), f"{text(e, 'name')} {verbs[text(e, 'state')]}") for e in processes]
     said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
+    said += [(float(e["t"]), f"mended in the weights: {text(e, 'reason')}") for e in view.of("weights.mend")]
     said += [(float(e["t"]), "the learner was lost and replaced") for e in lost]
     if said:
         yield "trouble", Text(max(said)[1] + (f" ({len(said)} in all)" if len(said) > 1 else ""), "yellow")

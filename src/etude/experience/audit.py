@@ -72,6 +72,13 @@ def audit(ledger: Ledger, traces: Path, lineage: Sequence[Sequence[str]]) -> Rep
     )
 
 
+def steps_of(traces: Path, step: int) -> list[list[str]]:
+    """The rollout ids of each step up to a version step, oldest first, by the traces: what stands in for manifests that
+    are damaged."""
+    indices = sorted((index for index in _indices(traces) if index.step <= step), key=lambda index: index.step)
+    return [sorted(index.rollout_ids) for index in indices]
+
+
 def _is_lost(ledger: Ledger, row: Row) -> bool:
     """Not consumed by the lineage: it must still be runnable, trainable, or ended for a reason of its own."""
     if row.state in (State.TRAINED, State.NO_SIGNAL):

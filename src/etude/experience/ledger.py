@@ -255,6 +255,10 @@ class Ledger:
                     self._free(row)
         return Reconciled(trained=trained, freed=freed, requeued=requeued)
 
+    def consumed(self, step: int) -> list[str]:
+        """Rollouts that a batch of this version step or an older one took, in order of admission."""
+        return self._ids("batch_id IS NOT NULL AND step <= ?", step)
+
     def _free(self, row: Row) -> None:
         """The step that took this rollout is not in the lineage: its group is open again."""
         if row.state in _LINEAGE:

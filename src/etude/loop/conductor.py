@@ -48,7 +48,7 @@ from etude.run import RunFolder
 from etude.seams import TaskSource
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
-from etude.weights import lineage
+from etude.weights.history import readable
 
 STEP_S, ADOPT_S, POLL_S, PROBE_TOKENS = 600.0, 30.0, 0.05, 128
 MAX_FRUITLESS = 6  # lineages in a row that end without one step
@@ -122,11 +122,21 @@ class Conductor:
         learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
         self.step = await learner.call("begin", int, str(self._newest_checkpoint()), deadline_s=STEP_S)
         published = await learner.call("publish", Published, (), deadline_s=STEP_S)
-        trained = [i for m in lineage(DirectoryStore(self.run_folder / "weights"), "policy") for i in m.rollout_ids]
-        mended = self.ledger.reconcile(trained)
+        mended = self.ledger.reconcile(self._trained())
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         await self._adopted(published)
         await self._probe(published)
+
+    def _trained(self) -> list[str]:
+        """Every rollout of the lineage. Where a manifest of it is damaged, the ledger is believed about the steps up to
+        there: a checkpoint is saved after its step's commit, so no lineage goes on from a step the ledger lacks."""
+        manifests, damaged = readable(DirectoryStore(self.run_folder / "weights"), "policy")
+        trained = [i for manifest in manifests for i in manifest.rollout_ids]
+        if damaged is None:
+            return trained
+        reason = f"the manifest of {damaged.version} is damaged: the ledger says what was trained up to it"
+        self.telemetry.event("weights.mend", step=self.step, reason=reason)
+        return [*trained, *self.ledger.consumed(damaged.version.step)]
 
     async def _adopted(self, published: Published) -> None:
         """Wait until every engine that answers holds this very version: a step's number would let one go on with what

@@ -33,6 +33,7 @@ class Learning:
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
         self.run, self.config, self.telemetry = run, config, telemetry
         self._learner: TorchLearner | None = None
+        self._channel: Channel | None = None
         self._reference: Reference | None = None
 
     @property
@@ -43,9 +44,10 @@ class Learning:
 
     def begin(self, checkpoint: str) -> int:
         """Load a checkpoint; the version step it stands at."""
+        self._channel = Channel(DirectoryStore(self.run / "weights"))
         self._learner = TorchLearner(
             self.config.learner,
-            channel=Channel(DirectoryStore(self.run / "weights")),
+            channel=self._channel,
             num_steps=self.config.rl.steps,
             temperature=self.config.rl.temperature,
         )
@@ -64,6 +66,9 @@ class Learning:
         published = self.learner.publish(rollout_ids)
         facts = {name: getattr(published, name) for name in published.__struct_fields__}
         self.telemetry.event("weights.publish", **facts, step=published.version.step)
+        if self._channel is not None and self._channel.mended:
+            self.telemetry.event("weights.mend", step=published.version.step, reason=self._channel.mended)
+            self._channel.mended = ""
         return published
 
     def probe(self, token_ids: list[int]) -> list[float]:

@@ -14,7 +14,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +26,7 @@ from etude.weights import codec, history
 from etude.weights.bound import bound_bytes
 from etude.weights.manifest import (
     FORMAT,
-    MAX_MANIFEST_BYTES,
+    Damaged,
     Facts,
     Manifest,
     Ref,
@@ -82,6 +81,8 @@ class Channel:
         self._store, self._name = store, name
         self.incarnation = incarnation or secrets.token_hex(4)
         self._head: _Head | None = None  # None: the store was not read yet
+        self.mended = ""
+        """What this writer found damaged and healed by publishing, in words; empty in a sound store."""
 
     def publish(
         self,
@@ -128,18 +129,24 @@ class Channel:
 
     def _open(self) -> _Head:
         """The head as the store has it, its tensors proven; without tensors where it cannot be rebuilt any more."""
-        try:
-            data = self._store.get(history.pointer_key(self._name))
-        except KeyError:
+        data = self._pointer_bytes()
+        if data is None:
+            if history.committed(self._store, self._name):
+                self.mended = "the pointer was gone, though there are versions: the one published next is an anchor"
             return _Head()
-        head = _Head(pointer=data, ref=(ref := read_pointer(data).head))
+        try:
+            head = _Head(pointer=data, ref=(ref := read_pointer(data).head))
+        except Damaged as error:
+            self.mended = f"the pointer was damaged ({error.facts}): the version published next replaces it"
+            return _Head(pointer=data)
         try:
             at = history.load(self._store, ref)
             tensors = history.rebuild(self._store, at)
             while at.anchor is None and at.delta and at.base:
                 head.num_deltas, head.delta_bytes = head.num_deltas + 1, head.delta_bytes + at.delta.num_bytes
                 at = history.load(self._store, at.base)
-        except EtudeError:  # damaged beyond use: the next publish is an anchor, and heals the channel
+        except EtudeError as error:  # damaged beyond use: the next publish is an anchor, and heals the channel
+            self.mended = f"{error.what}: the version published next is an anchor"
             return _Head(pointer=data, ref=ref)
         head.tensors, head.anchor_bytes = tensors, at.anchor.num_bytes if at.anchor else 0
         return head
@@ -174,21 +181,26 @@ class Channel:
         return tuple(objects), encode_s
 
     def _ref(self, version: Version, head: _Head) -> Ref:
-        """The reference to a version that was published, or at least written, in this channel."""
+        """The reference to a version that was published, or at least written, in this channel. A damaged manifest is
+        still referred to, by what others say of it, so that a copy of it can be put back."""
         if head.ref and head.ref.version == version:
             return head.ref
-        for key in self._store.list(f"manifests/{self._name}/{version}-"):
-            data = self._store.get(key, 0, MAX_MANIFEST_BYTES + 1)
-            with suppress(WeightsError):
-                if read_manifest(data).version == version:
-                    return Ref(version, key, hashlib.sha256(data).hexdigest())
+        said: Ref | None = None
+        for ref, manifest in history.stored(self._store, self._name):
+            if ref.version == version:
+                return ref
+            said = next((r for r in (manifest.parent, manifest.base) if r and r.version == version), said)
+        if said is not None:
+            return said
         raise WeightsError(
             f"parent {version} was never published in channel {self._name!r}",
-            hint="give the version the weights were trained from, or None to start a new lineage",
+            "or its manifest is lost, and nothing whole refers to it",
+            hint="start a new run from the checkpoint that was trained last: --set start=RUN/checkpoints/step-...",
         )
 
     def _commit(self, expected: bytes | None, pointer: bytes, version: Version) -> None:
-        """Move the pointer. An answer that got lost is looked up: the pointer's nonce says whose it is."""
+        """Move the pointer. An answer that got lost is looked up: the pointer's nonce says whose it is. A pointer that
+        was lost or torn since is nobody's word against ours: it is replaced."""
         key = history.pointer_key(self._name)
         lost: StoreError | None = None
         try:
@@ -196,18 +208,37 @@ class Channel:
                 return
         except StoreError as error:
             lost = error
-        try:
-            now = self._store.get(key)
-        except KeyError:
-            now = None
+        now = self._pointer_bytes()
         if now == pointer:
             return
         if lost is not None and now == expected:
             raise lost
+        if expected is not None and _is_damaged(now) and self._store.compare_and_swap(key, now, pointer):
+            self.mended = "the pointer was damaged while this writer held it: this version replaces it"
+            return
         raise WeightsError(
             f"{version} is not published: another writer moved channel {self._name!r}",
             hint="one learner publishes to a channel: stop the other, then restart this one from its checkpoint",
         )
+
+    def _pointer_bytes(self) -> bytes | None:
+        try:
+            return self._store.get(history.pointer_key(self._name))
+        except KeyError:
+            return None
+
+
+def _is_damaged(pointer: bytes | None) -> bool:
+    """Whether it says nothing: gone, or of a form that no writer of any etude wrote."""
+    if pointer is None:
+        return True
+    try:
+        read_pointer(pointer)
+    except Damaged:
+        return True
+    except WeightsError:  # of another format: somebody's
+        return False
+    return False
 
 
 def _advanced(head: _Head, manifest: Manifest, ref: Ref, pointer: bytes, tensors: Mapping[str, Tensor]) -> _Head:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from etude.errors import EtudeError, WeightsError
@@ -28,6 +29,10 @@ from etude.weights.manifest import (
 from etude.weights.tensors import Tensor, tensor_digest
 
 Tensors = Mapping[str, Tensor]
+_HINT_OBJECT = "copy that file back; without a copy, the next publish writes a fresh anchor"
+_HINT_MANIFEST = (
+    "copy that file back; without a copy, `etude run --resume` publishes a fresh anchor from its checkpoint"
+)
 
 
 def pointer_key(name: str) -> str:
@@ -48,12 +53,12 @@ def load(store: BlobStore, ref: Ref) -> Manifest:
     try:
         data = store.get(ref.key, 0, MAX_MANIFEST_BYTES + 1)
     except KeyError:
-        raise WeightsError(f"manifest of {ref.version} is gone", ref.key, hint="restore the store") from None
+        raise WeightsError(f"manifest of {ref.version} is gone", ref.key, hint=_HINT_MANIFEST) from None
     if hashlib.sha256(data).hexdigest() != ref.sha256:
-        raise WeightsError(f"manifest of {ref.version} is not what was published", ref.key, hint="restore the store")
+        raise WeightsError(f"manifest of {ref.version} is not what was published", ref.key, hint=_HINT_MANIFEST)
     manifest = read_manifest(data)
     if manifest.version != ref.version:
-        raise WeightsError(f"manifest of {ref.version} describes {manifest.version}", hint="restore the store")
+        raise WeightsError(f"manifest of {ref.version} describes {manifest.version}", hint=_HINT_MANIFEST)
     return manifest
 
 
@@ -65,6 +70,38 @@ def lineage(store: BlobStore, name: str) -> list[Manifest]:
 def chain(store: BlobStore, name: str) -> list[Manifest]:
     """Every version up to the head in order of publishing, the first anchor first. Raises `WeightsError`."""
     return _walk(store, name, lambda manifest: manifest.base)
+
+
+def readable(store: BlobStore, name: str, *, trained: bool = True) -> tuple[list[Manifest], Ref | None]:
+    """`lineage` (or `chain`, with `trained` False) as far back from the head as manifests are whole, the oldest first;
+    and the reference to the lost or damaged one at which it ends, None at the root."""
+    pointer = head(store, name)
+    ref = pointer.head if pointer else None
+    manifests: list[Manifest] = []
+    while ref is not None:
+        try:
+            manifests.append(load(store, ref))
+        except WeightsError:
+            break
+        ref = manifests[-1].parent if trained else manifests[-1].base
+    return manifests[::-1], ref
+
+
+def stored(store: BlobStore, name: str) -> Iterator[tuple[Ref, Manifest]]:
+    """Every whole manifest of a channel, committed or not, by key. Damaged ones are passed over."""
+    for key in store.list(f"manifests/{name}/"):
+        data = store.get(key, 0, MAX_MANIFEST_BYTES + 1)
+        with suppress(WeightsError):
+            manifest = read_manifest(data)
+            yield Ref(manifest.version, key, hashlib.sha256(data).hexdigest()), manifest
+
+
+def committed(store: BlobStore, name: str) -> list[tuple[Ref, Manifest]]:
+    """The whole manifests that another one builds on or was trained from, by key: those that surely were published,
+    whatever became of the pointer. The head is not among them: only the pointer says that it was committed."""
+    whole = list(stored(store, name))
+    named = {ref.key for _, manifest in whole for ref in (manifest.parent, manifest.base) if ref}
+    return [(ref, manifest) for ref, manifest in whole if ref.key in named]
 
 
 @dataclass(frozen=True)
@@ -160,10 +197,10 @@ def _take(store: BlobStore, manifest: Manifest, way: Way, base: Tensors) -> tupl
         try:
             data = store.get(item.key, 0, item.num_bytes + 1)
         except KeyError:
-            raise WeightsError(f"an object of {manifest.version} is gone", item.key, hint="restore the store") from None
+            raise WeightsError(f"an object of {manifest.version} is gone", item.key, hint=_HINT_OBJECT) from None
         if len(data) != item.num_bytes or hashlib.sha256(data).hexdigest() != item.sha256:
             raise WeightsError(
-                f"an object of {manifest.version} is not what was published", item.key, hint="restore the store"
+                f"an object of {manifest.version} is not what was published", item.key, hint=_HINT_OBJECT
             )
         covered = [next(entries) for _ in range(item.num_tensors)]
         old = [base.get(entry.name) if way.base else None for entry in covered]

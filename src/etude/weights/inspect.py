@@ -1,8 +1,10 @@
-"""What `etude weights log | diff A B | verify` say about a channel. Reads only, prints nothing."""
+"""What `etude weights log | diff A B | verify` say about a channel, and the one thing that is mended by hand: a pointer
+without a writer. Prints nothing."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -13,7 +15,7 @@ from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights import history
 from etude.weights.codec import steps_between
-from etude.weights.manifest import Kind, Manifest, Ref
+from etude.weights.manifest import Damaged, Kind, Manifest, Ref, read_pointer, write_pointer
 from etude.weights.tensors import DTYPES, Tensor
 
 
@@ -66,15 +68,72 @@ class Check:
     orphans: tuple[str, ...]  # keys that no version refers to: what killed publishes left; harmless
 
 
-_HINT_POINTER = "restore pointers/ from a copy: nothing else says which version is the newest"
+_HINT_POINTER = "`etude weights repair RUN` sets it to the newest version that was surely published"
 
 
 def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
-    """Every version of the chain, in order of publishing. Raises `WeightsError`."""
-    trained = {manifest.version for manifest in history.lineage(store, name)}
-    if not trained and store.list(f"manifests/{name}/"):
-        raise WeightsError(f"the pointer of {name!r} is gone", "there are manifests", hint=_HINT_POINTER)
-    return [_log_row(manifest, manifest.version in trained) for manifest in history.chain(store, name)]
+    """Every version of the chain, in order of publishing; those that no whole manifest leads to are missing
+    (`broken_at` says so). Raises `WeightsError` without a usable pointer."""
+    trained = {manifest.version for manifest in history.readable(store, name)[0]}
+    require_pointer(store, name)
+    chain, _ = history.readable(store, name, trained=False)
+    return [_log_row(manifest, manifest.version in trained) for manifest in chain]
+
+
+def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
+    """What is wrong with the manifest at which the lineage ends before its root; None when it is whole."""
+    _, ref = history.readable(store, name)
+    if ref is None:
+        return None
+    try:
+        history.load(store, ref)
+    except WeightsError as error:
+        return error
+    return None
+
+
+def require_pointer(store: BlobStore, name: str = "policy") -> None:
+    """Raises `WeightsError` where versions were published and no pointer names the newest."""
+    if history.head(store, name) is None and history.committed(store, name):
+        raise WeightsError(f"the pointer of {name!r} is gone", "though versions were published", hint=_HINT_POINTER)
+
+
+def repair(store: BlobStore, name: str = "policy", told: Sequence[str] = ()) -> Version | None:
+    """Set a lost or damaged pointer to the newest version that surely was committed and can be rebuilt; that version,
+    or None where the pointer was whole. For a channel whose writer has ended: a writer mends it by itself.
+
+    `told`: versions that a writer said it had published, the newest last (a run's events). Without them the newest
+    that another manifest builds on is taken, since a manifest alone may be of a publish that was killed before its
+    commit. Raises `WeightsError` where nothing is left to point at.
+    """
+    key = history.pointer_key(name)
+    try:
+        torn = store.get(key)
+        read_pointer(torn)
+    except KeyError:
+        torn = None
+    except Damaged:
+        pass
+    else:
+        return None
+    sure = {ref.key for ref, _ in history.committed(store, name)}
+    order = {version: at for at, version in enumerate(told)}
+    known = [one for one in history.stored(store, name) if one[0].key in sure or str(one[0].version) in order]
+    bases = {manifest.base.key for _, manifest in known if manifest.base}
+    known.sort(key=lambda one: (order.get(str(one[0].version), -1), one[0].key not in bases, one[0].version.step))
+    for ref, manifest in reversed(known):
+        try:
+            history.rebuild(store, manifest)
+        except WeightsError:
+            continue
+        if store.compare_and_swap(key, torn, write_pointer(ref, manifest.nonce)):
+            return ref.version
+        raise WeightsError(f"the pointer of {name!r} moved meanwhile", hint="a writer is at work: it needs no repair")
+    raise WeightsError(
+        f"no version of channel {name!r} can be pointed at",
+        f"{len(known)} were surely published, none can be rebuilt",
+        hint="`etude run CONFIG --resume RUN` publishes anew from the run's checkpoint",
+    )
 
 
 def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
@@ -83,15 +142,20 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     Where several match, the last of the lineage, else the last of the chain. Raises `WeightsError` that names the
     nearest.
     """
-    trained = {manifest.version: manifest for manifest in history.lineage(store, name)}
-    abandoned = [manifest for manifest in history.chain(store, name) if manifest.version not in trained]
+    trained = {manifest.version: manifest for manifest in history.readable(store, name)[0]}
+    require_pointer(store, name)
+    chain, _ = history.readable(store, name, trained=False)
+    abandoned = [manifest for manifest in chain if manifest.version not in trained]
     known = {manifest.version: manifest for manifest in (*abandoned, *trained.values())}
     prefix = f"v{int(version):06d}-" if re.fullmatch("[0-9]{1,9}", version) else version
     for manifest in reversed(known.values()):
         if str(manifest.version).startswith(prefix):
             return manifest
+    damage = broken_at(store, name)
     raise WeightsError(
-        f"no version {version!r} in channel {name!r}", hint=nearest(version, [str(v) for v in [*known][-8:]])
+        f"no version {version!r} in channel {name!r}",
+        f"what is older is out of reach: {damage.what} ({damage.facts})" if damage else "",
+        hint=nearest(version, [str(v) for v in [*known][-8:]]),
     )
 
 
@@ -142,7 +206,7 @@ def _reachable(store: BlobStore, name: str, problems: list[str]) -> tuple[list[t
         problems.append(f"pointer: {error.what} ({error.facts})")
         return [], set()
     found: list[tuple[Ref, Manifest]] = []
-    if pointer is None and store.list(f"manifests/{name}/"):
+    if pointer is None and history.committed(store, name):
         problems.append(f"pointer: it is gone, though there are manifests; {_HINT_POINTER}")
     waiting = [pointer.head] if pointer else []
     seen: set[str] = set()

@@ -28,6 +28,10 @@ T = TypeVar("T", bound="Manifest | Pointer")
 _HEX8, _HEX64 = re.compile("[0-9a-f]{8}"), re.compile("[0-9a-f]{64}")
 
 
+class Damaged(WeightsError):
+    """Bytes that no writer of any etude wrote."""
+
+
 class Kind(enum.StrEnum):
     """Whether a version can be rebuilt alone."""
 
@@ -193,8 +197,9 @@ def _read(data: bytes, kind: type[T], limit: int) -> T:
     return record
 
 
-def _damaged(name: str, facts: str) -> WeightsError:
-    return WeightsError(f"{name} is damaged", facts, hint="`etude weights verify` names what is wrong in the store")
+def _damaged(name: str, facts: str) -> Damaged:
+    hint = "`etude weights repair RUN` sets the pointer anew" if name == "pointer" else "see `etude weights verify RUN`"
+    return Damaged(f"{name} is damaged", facts, hint=hint)
 
 
 def _check_manifest(manifest: Manifest) -> None:
