@@ -28,6 +28,11 @@ def ranged(default: Any, *, low: float | None = None, high: float | None = None)
 
 def load(path: Path | str, kind: type[T], overrides: Sequence[str] = ()) -> T:
     """The config in a TOML file, with overrides applied. Raises `ConfigError`."""
+    return build(kind, read(path, overrides))
+
+
+def read(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """What a TOML file and its overrides say, not yet checked. Raises `ConfigError`."""
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text())
@@ -35,9 +40,28 @@ def load(path: Path | str, kind: type[T], overrides: Sequence[str] = ()) -> T:
         raise ConfigError(f"no config at {path}", hint="give the path of a config.toml; see examples/laptop") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is not TOML", str(error), hint="mend the line it names") from None
+    return overridden(overrides, raw)
+
+
+def overridden(overrides: Sequence[str], raw: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Plain data with overrides applied. Raises `ConfigError`."""
+    changed = dict(raw or {})
     for override in overrides:
-        _override(raw, override)
-    return build(kind, raw)
+        _override(changed, override)
+    return changed
+
+
+def leaves(plain: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Every value of nested sections by its dotted name.
+
+    >>> leaves({"seed": 1, "rl": {"steps": 45}})
+    {'seed': 1, 'rl.steps': 45}
+    """
+    found: dict[str, Any] = {}
+    for key, value in plain.items():
+        place = f"{where}.{key}" if where else key
+        found |= leaves(value, place) if isinstance(value, Mapping) else {place: value}
+    return found
 
 
 def _override(raw: dict[str, Any], override: str) -> None:

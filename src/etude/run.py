@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from etude.errors import RunError
 
 FORMAT = 1
-_HINT_COPY = "restore the file from a copy, or start a new run"
+HINT_COPY = "restore the file from a copy, or start a new run"
 
 
 class RunFolder:
@@ -39,8 +39,9 @@ class RunFolder:
         self._lock: int | None = None
 
     @classmethod
-    def create(cls, path: Path, *, config_toml: str, seed: int) -> RunFolder:
-        """A new run folder. Raises `RunError` when there is something already."""
+    def create(cls, path: Path, *, config_toml: str, seed: int, given: Iterable[str] = ()) -> RunFolder:
+        """A new run folder. `given`: which settings its user named; the others of `config_toml` were defaults. Raises
+        `RunError` when there is something already."""
         if path.exists() and any(path.iterdir()):
             raise RunError(
                 f"{path} exists", "a run is never overwritten", hint="give --resume to go on, or another name"
@@ -53,6 +54,7 @@ class RunFolder:
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "etude": metadata.version("etude"),
             "seed": seed,
+            "given": sorted(given),
             "config_digest": hashlib.sha256(config_toml.encode()).hexdigest(),
             "host": host_facts(),
         }
@@ -68,7 +70,7 @@ class RunFolder:
         except OSError:
             raise RunError(f"{path} is not a run", "it has no run.json", hint="see runs/ for what there is") from None
         except ValueError as error:
-            raise RunError(f"{path}/run.json is damaged", str(error), hint=_HINT_COPY) from None
+            raise RunError(f"{path}/run.json is damaged", str(error), hint=HINT_COPY) from None
         if identity.get("format") != FORMAT:
             raise RunError(
                 f"{path} has format {identity.get('format')!r}",
@@ -83,19 +85,6 @@ class RunFolder:
         if not isinstance(result, dict):
             raise ValueError("run.json is not an object")
         return result
-
-    def check_config(self, config_toml: str) -> None:
-        """Raises `RunError` unless the run was made with exactly this effective config."""
-        try:
-            text = (self.path / "config.toml").read_text()
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.path}/config.toml cannot be read", str(error), hint=_HINT_COPY) from None
-        if text != config_toml:
-            raise RunError(
-                f"{self.path} was made with another config",
-                "a resumed run keeps its settings",
-                hint=f"resume with {self.path}/config.toml, or start a new run",
-            )
 
     def lock(self) -> None:
         """Hold the run until this process ends. Raises `RunError` when another process does."""
@@ -135,9 +124,9 @@ class RunFolder:
         except FileNotFoundError:
             return []
         except ValueError as error:
-            raise RunError(f"{self.path}/phases.json is damaged", str(error), hint=_HINT_COPY) from None
+            raise RunError(f"{self.path}/phases.json is damaged", str(error), hint=HINT_COPY) from None
         if not isinstance(found, list) or not all(isinstance(p, dict) and "phase" in p for p in found):
-            raise RunError(f"{self.path}/phases.json is damaged", "it is no list of phases", hint=_HINT_COPY)
+            raise RunError(f"{self.path}/phases.json is damaged", "it is no list of phases", hint=HINT_COPY)
         return found
 
     def ended(self, phase: str) -> bool:

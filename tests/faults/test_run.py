@@ -252,6 +252,17 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
     torn = damaged("torn")
     (torn / "config.json").write_text('{"model_type": "qwen3')
     assert "is damaged" in start(torn)
+    cut = damaged("cut")
+    os.truncate(cut / "model.safetensors", (cut / "model.safetensors").stat().st_size - 1)
+    assert "model.safetensors is damaged" in start(cut)
+    assert "the file was cut off" in start(cut)
+    assert "has no tensor 'model.layers.2.input_layernorm.weight'" in start(damaged("deep", num_hidden_layers=3))
+    wide = start(damaged("wide", hidden_size=64))
+    assert "model.safetensors: 'model.embed_tokens.weight' has shape [320, 32]" in wide
+    assert "wants [320, 64]" in wide
+    assert "the file was cut off" in refuse(1, "serve", cut)
+    assert "the file was cut off" in refuse(1, "eval", cut, "--config", game.config)
+    assert "the file was cut off" in refuse(1, "export", cut, tmp_path / "out")
     assert "nothing at" in refuse(1, "serve", tmp_path / "nowhere")
     assert "nothing at" in refuse(1, "export", tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
@@ -290,9 +301,12 @@ def test_a_run_in_use_of_another_config_or_absent_is_not_resumed(
     run = RunFolder.create(tmp_path / "runs" / "held", config_toml=text, seed=3)
     run.lock()
     assert f"process {os.getpid()} holds it" in refuse(3, "run", game.config, "--resume", "held")
-    assert "another config" in refuse(3, "run", game.config, "--resume", "held", "--set", "rl.steps=5")
+    said = refuse(3, "run", game.config, "--resume", "held", "--set", "rl.steps=5")
+    assert "rl.steps is 5, the run has 4" in said
+    assert "etude run --resume runs/held" in said
     assert "never overwritten" in refuse(3, "run", game.config, "--name", "held")
     assert "is not a run" in refuse(3, "run", game.config, "--resume", "absent")
+    assert "no CONFIG" in refuse(2, "run")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert "no run in" in refuse(3, "status")
@@ -449,11 +463,48 @@ def test_what_is_torn_in_the_store_while_engines_follow_heals_or_is_named(runnin
     if code == 0:
         running.assert_sound()
         return
-    assert what != "objects", "a torn object heals: the learner publishes an anchor\n" + running.said
+    assert what == "manifests", "a torn object or pointer heals: the learner publishes over it\n" + running.said
     assert code == 1, running.said
     assert "error: " in running.said
     assert "hint: " in running.said
     running.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("damage", ["torn", "gone"])
+@pytest.mark.parametrize("what", ["pointer", "inner manifest", "newest manifest"])
+def test_a_stopped_run_whose_store_was_damaged_is_resumed_and_trains_nothing_twice(
+    running: Running, what: str, damage: str
+) -> None:
+    running.begin("rl.steps=6").at_step(3)
+    assert running.interrupt() == 130
+    manifests = sorted((running.path / "weights/manifests/policy").iterdir())
+    path = {
+        "pointer": running.path / "weights/pointers/policy",
+        "inner manifest": manifests[1],
+        "newest manifest": manifests[-1],
+    }[what]
+    whole = path.read_bytes()
+    if damage == "torn":
+        os.truncate(path, len(whole) // 2)
+    else:
+        path.unlink()
+    assert running.resume().end() == 0, running.said
+    assert json.loads((running.path / "summary.json").read_text())["finished"]
+    said = [e["reason"] for e in _events(running.path, "learner") + _events(running.path, "conductor") if "reason" in e]
+    assert any("pointer was" in reason or "manifest of" in reason for reason in said)
+    audit = running.cli("ledger", "audit", running.path)
+    assert audit.stdout.startswith("0 lost, 0 trained twice, 0 slots leaked;"), audit.stdout + audit.stderr
+    if "manifest" in what and audit.returncode:  # the proof of those steps is gone until the file is back
+        assert f"copy {path.relative_to(running.path / 'weights')} back" in audit.stderr
+        path.write_bytes(whole)
+    running.assert_sound()
+
+
+def _events(run: Path, process: str) -> list[dict[str, Any]]:
+    events = [_event(line) for line in (run / "events" / f"{process}.jsonl").read_bytes().splitlines()]
+    return [event for event in events if event.get("kind") == "weights.mend"]
 
 
 def _files(folder: Path) -> dict[Path, int]:

@@ -30,13 +30,6 @@ def test_a_run_of_another_format_is_refused_by_name(tmp_path):
         RunFolder.open(run.path)
 
 
-def test_a_resumed_run_keeps_its_config(tmp_path):
-    run = RunFolder.create(tmp_path / "a", config_toml="seed = 1\n", seed=1)
-    run.check_config("seed = 1\n")
-    with pytest.raises(RunError, match="another config"):
-        run.check_config("seed = 2\n")
-
-
 def test_a_held_run_names_its_holder_and_is_free_when_the_holder_dies(tmp_path):
     run = RunFolder.create(tmp_path / "a", config_toml="", seed=1)
     code = (
@@ -84,10 +77,3 @@ def test_a_damaged_file_is_named_with_a_hint(tmp_path, name, text):
     (run / name).write_text(text)
     with pytest.raises(RunError, match=f"{name} is damaged"):
         RunFolder.open(run.path).phases()
-
-
-def test_a_config_that_is_gone_is_named(tmp_path):
-    run = RunFolder.create(tmp_path / "a", config_toml="", seed=1)
-    (run / "config.toml").unlink()
-    with pytest.raises(RunError, match=r"config\.toml cannot be read"):
-        run.check_config("")

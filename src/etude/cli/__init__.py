@@ -83,7 +83,7 @@ def _run_argument(parser: argparse.ArgumentParser) -> None:
 
 def _run_commands(commands: Commands[Parser]) -> None:
     run = _add(commands, "run", "run:run", "run a config from nothing to a better model")
-    run.add_argument("config", type=Path, metavar="CONFIG")
+    run.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="a config.toml (not needed to resume)")
     run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value (repeatable)")
     run.add_argument("--dry-run", action="store_true", help="check everything, print the effective config, do nothing")
     run.add_argument(
@@ -155,6 +155,9 @@ def _weights_commands(commands: Commands[Parser]) -> None:
     diff.add_argument("b", metavar="B")
     diff.add_argument("run", nargs="?", type=Path, metavar="RUN")
     _run_argument(_add(weights, "verify", "weights:verify", "check every object and digest of the chain"))
+    _run_argument(
+        _add(weights, "repair", "weights:repair", "set a lost or damaged pointer to the newest published version")
+    )
 
 
 def _model_commands(commands: Commands[Parser]) -> None:

@@ -7,9 +7,9 @@ import asyncio
 import json
 
 from etude.cli.places import existing, open_run
-from etude.config import load
+from etude.config import build, overridden, read, to_plain
 from etude.errors import CheckpointError, ConfigError
-from etude.loop.config import RunConfig
+from etude.loop.config import RunConfig, read_config
 from etude.records.task import Split
 
 
@@ -27,12 +27,16 @@ def evaluate(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{checkpoint} is no checkpoint", "it has no config.json", hint="give a Hugging Face directory or a run"
         )
-    path = args.config or (run / "config.toml" if run else None)
-    if path is None:
+    if run is None and args.config is None:
         raise ConfigError(
             "--config is missing", "a checkpoint alone does not say which tasks", hint="give the run's config.toml"
         )
-    config = load(path, RunConfig, args.set)
+    if args.config is not None:
+        given = read(args.config, args.set)
+    else:
+        assert run is not None, "one of the two was given"
+        given = overridden(args.set, to_plain(read_config(run)))
+    config = build(RunConfig, given)
     check_start(checkpoint, context_tokens=config.engine.context_tokens)
     result = asyncio.run(
         evaluate_checkpoint(

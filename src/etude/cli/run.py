@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.live import Live
 
 from etude.cli.places import RUNS, newest_run, open_run
-from etude.config import load, to_toml
+from etude.config import build, leaves, overridden, read, to_toml
 from etude.dashboard import RunView, plain_line, render
-from etude.errors import DeadlineExceeded, RunError
-from etude.loop.config import RunConfig
+from etude.errors import ConfigError, DeadlineExceeded, RunError
+from etude.loop.config import RunConfig, resumed
 from etude.loop.preflight import preflight
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
@@ -28,17 +28,23 @@ REDRAW_S, PLAIN_EVERY_S = 1.0, 5.0
 
 def run(args: argparse.Namespace) -> int:
     """Run a config, or go on with a run."""
-    config = load(args.config, RunConfig, args.set)
-    preflight(config)
-    text = to_toml(config)
-    if args.dry_run:
-        print(text, end="")
-        return 0
+    given = read(args.config, args.set) if args.config else overridden(args.set)
     if args.resume is None:
-        folder = RunFolder.create(RUNS / (args.name or _new_name(args.config)), config_toml=text, seed=config.seed)
+        if args.config is None:
+            raise ConfigError(
+                "no CONFIG was given", "a new run needs one", hint="etude run examples/laptop/config.toml"
+            )
+        folder, config = None, build(RunConfig, given)
     else:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
-        folder.check_config(text)
+        config = resumed(folder, given)
+    preflight(config, adopted=folder is not None and folder.ended("corpus"))
+    if args.dry_run:
+        print(to_toml(config), end="")
+        return 0
+    if folder is None:
+        path = RUNS / (args.name or _new_name(args.config))
+        folder = RunFolder.create(path, config_toml=to_toml(config), seed=config.seed, given=leaves(given))
     folder.lock()
     print(f"run {folder.path}", flush=True)
     interrupted = asyncio.run(_watched(folder, config))
@@ -46,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         from etude.loop.phases import leave_report
 
         leave_report(folder)
-        print(f"stopped; go on with: etude run {args.config} --resume {folder.path}", file=sys.stderr)
+        print(f"stopped; go on with: etude run --resume {folder.path}", file=sys.stderr)
         return 130
     from etude.dashboard import result_lines
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from etude.config import load, ranged
+from etude import __version__
+from etude.config import build, leaves, load, ranged, to_plain
 from etude.environments.config import MachineLimits
+from etude.errors import ConfigError, RunError
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig
 from etude.models.config import ModelConfig
-from etude.run import RunFolder
+from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.tasks import open_source
 from etude.tasks.config import CorpusConfig, TasksConfig
@@ -89,8 +93,45 @@ class RunConfig:
 
 
 def read_config(run: RunFolder) -> RunConfig:
-    """The effective config that a run was made with."""
-    return load(run / "config.toml", RunConfig)
+    """The effective config that a run was made with. Raises `RunError` when this etude cannot read it."""
+    path = run / "config.toml"
+    if not path.is_file():
+        raise RunError(f"{path} is gone", "a run keeps its settings there", hint=HINT_COPY)
+    try:
+        return load(path, RunConfig)
+    except ConfigError as error:
+        if "is not TOML" in error.what:
+            raise RunError(f"{path} is damaged", error.facts, hint=HINT_COPY) from None
+        wrote = run.identity().get("etude", "unknown")
+        raise RunError(
+            f"{path} was written by etude {wrote}",
+            f"this is etude {__version__}, which finds: {error.what}",
+            hint=f"resume with etude {wrote}, or start anew: --set start=(one of {run / 'checkpoints'})",
+        ) from None
+
+
+def resumed(run: RunFolder, given: Mapping[str, Any]) -> RunConfig:
+    """A run's own config, once what its user gives now is seen to be no other than what it was given. Defaults that
+    changed since do not count. Raises `RunError` that names each setting, `ConfigError`."""
+    had = read_config(run)
+    now_plain, had_plain = leaves(to_plain(build(RunConfig, given))), leaves(to_plain(had))
+    now, then = set(leaves(given)), set(map(str, run.identity().get("given", ())))
+    other = [
+        f"{name} is {_shown(now_plain, name)}, the run has {_shown(had_plain, name)}"
+        for name in sorted(now | then if given else now)
+        if now_plain.get(name) != had_plain.get(name)
+    ]
+    if other:
+        raise RunError(
+            f"{run.path} was made with other settings",
+            "; ".join(other[:5]) + (f"; and {len(other) - 5} more" if len(other) > 5 else ""),
+            hint=f"go on with its own: etude run --resume {run.path}; or start a new run",
+        )
+    return had
+
+
+def _shown(plain: Mapping[str, Any], name: str) -> str:
+    return repr(plain[name]) if name in plain else "not set"
 
 
 def open_tasks(config: RunConfig) -> TaskSource:

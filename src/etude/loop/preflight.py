@@ -15,6 +15,7 @@ from etude.errors import CheckpointError, ConfigError, TaskError
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks
 from etude.models.config import ModelConfig
+from etude.models.headers import check_weights
 from etude.records.task import Split
 from etude.seams import TaskSource
 from etude.tasks import check
@@ -22,9 +23,11 @@ from etude.tasks import check
 PROVEN_TASKS = 8
 
 
-def preflight(config: RunConfig) -> None:
-    """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later."""
-    if config.start is not None:
+def preflight(config: RunConfig, *, adopted: bool = False) -> None:
+    """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later.
+
+    `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more."""
+    if config.start is not None and not adopted:
         check_start(config.start, context_tokens=config.engine.context_tokens)
     standard_tools(config.harness.tools)
     source = open_tasks(config)
@@ -39,7 +42,8 @@ def preflight(config: RunConfig) -> None:
 
 
 def check_start(checkpoint: Path, *, context_tokens: int) -> None:
-    """Whether a Hugging Face directory is of the architecture that is computed here, and can be talked to."""
+    """Whether a Hugging Face directory is of the architecture that is computed here, holds every weight of it (by the
+    headers of its files), and can be talked to."""
     path = checkpoint / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -52,6 +56,7 @@ def check_start(checkpoint: Path, *, context_tokens: int) -> None:
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
     model = ModelConfig.from_hf(raw)
+    check_weights(checkpoint, model)
     if context_tokens > model.context_tokens:
         raise ConfigError(
             f"engine.context_tokens = {context_tokens}",

@@ -20,8 +20,11 @@ from etude.inference import Fleet, HttpEngine
 from etude.loop.crew import read_url
 from etude.loop.processes import Child, Role, Supervisor
 from etude.models.config import ModelConfig
+from etude.models.headers import check_weights
 from etude.run import RunFolder
+from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
+from etude.weights.inspect import require_pointer
 
 
 @contextlib.asynccontextmanager
@@ -31,7 +34,7 @@ async def serve_checkpoint(
     """Serve while the block runs; yields the base URL for an OpenAI client."""
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
-    chat = ChatFormat.load(checkpoint)
+    model_config, chat = _read_model(checkpoint), ChatFormat.load(checkpoint)
     with tempfile.TemporaryDirectory(prefix="etude-serve-") as scratch:
         folder = Path(scratch)
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
@@ -40,7 +43,7 @@ async def serve_checkpoint(
         ready_file = folder / "engine.ready"
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store)] if store else [])
-        argv += ["--context-tokens", str(_context_tokens(checkpoint))]
+        argv += ["--context-tokens", str(model_config.context_tokens)]
 
         async def on_up(child: Child) -> None:
             engines.append(HttpEngine(await read_url(ready_file, child.pid)))
@@ -62,20 +65,26 @@ async def serve_checkpoint(
             await supervisor.close()
 
 
-def _context_tokens(checkpoint: Path) -> int:
-    """The longest context that the model was made for."""
+def _read_model(checkpoint: Path) -> ModelConfig:
+    """The model in a directory, once its files are seen to hold it."""
     try:
-        return ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())).context_tokens
+        config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
+    check_weights(checkpoint, config)
+    return config
 
 
 def parts_of(model: Path) -> tuple[Path, Path | None]:
-    """(checkpoint, weight store) behind a path: a run's are followed, a checkpoint has no store."""
+    """(checkpoint, weight store) behind a path: a run's are followed, a checkpoint has no store. Raises `WeightsError`
+    for a run whose newest version cannot be told: its first weights are not served in the place of it."""
     if not (model / "run.json").is_file():
         return model, None
     run = RunFolder.open(model)
     store = run / "weights"
+    if not store.is_dir():
+        return run / "checkpoints" / "mid", None
+    require_pointer(DirectoryStore(store))
     return run / "checkpoints" / "mid", store if (store / "pointers").is_dir() else None
 
 

@@ -20,17 +20,14 @@ from safetensors.torch import save_file
 
 from etude.errors import CheckpointError
 from etude.models.config import ModelConfig
+from etude.models.headers import HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
 from etude.models.naming import hf_views
 from etude.models.transformer import Transformer
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ASSETS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files that travel with the weights from checkpoint to checkpoint."""
 
 _DTYPES = {"bf16": (torch.bfloat16, "bfloat16"), "f32": (torch.float32, "float32")}
-_READABLE = (torch.float32, torch.bfloat16, torch.float16)
-_HINT_DAMAGED = "copy or download the checkpoint again"
 
 
 def save_model(model: Transformer, path: Path | str, *, dtype: str, assets: Path | str | None = None) -> None:
@@ -61,41 +58,20 @@ def load_model(path: Path | str, *, dtype: torch.dtype = torch.float32) -> Trans
     architecture, and weights that do not fit the config."""
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
+    check_weights(path, config)  # before a wild config makes us allocate
     tensors = _read_weights(path)
-    if config.tie_embeddings:
-        tensors.pop("lm_head.weight", None)  # some writers repeat the tied matrix
-    found = sum(t.numel() for t in tensors.values())
-    if found != config.num_parameters:  # before a wild config makes us allocate
-        raise CheckpointError(
-            f"the weights in {path} do not fit its config.json",
-            f"{found} weights in the files, {config.num_parameters} by the config",
-            hint=_HINT_DAMAGED,
-        )
     model = Transformer(config, seed=None)
     with torch.no_grad():
         for name, view in hf_views(model).items():
-            view.copy_(_fitting(tensors, name, view.shape, path))
+            view.copy_(tensors[name])
     return model.to(dtype)
-
-
-def _fitting(tensors: Mapping[str, torch.Tensor], name: str, shape: torch.Size, path: Path) -> torch.Tensor:
-    tensor = tensors.get(name)
-    if tensor is None or tensor.shape != shape or tensor.dtype not in _READABLE:
-        facts = "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
-        raise CheckpointError(f"{name} in {path}", f"{facts}, expected {list(shape)} floats", hint=_HINT_DAMAGED)
-    return tensor
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a directory, in one file or in shards with an index."""
-    if not (path / INDEX).is_file():
-        return load_tensors(path / WEIGHTS)
-    shards = read_json(path / INDEX).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
-        raise CheckpointError(f"{path / INDEX} names no shards", hint=_HINT_DAMAGED)
     tensors: dict[str, torch.Tensor] = {}
-    for shard in sorted(set(shards.values())):
-        tensors |= load_tensors(path / shard)
+    for file in shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS]:
+        tensors |= load_tensors(path / file)
     return tensors
 
 
@@ -109,7 +85,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint=_HINT_DAMAGED) from None
+        raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -121,9 +97,9 @@ def read_json(path: Path) -> dict[str, object]:
             f"no checkpoint at {path.parent}", str(error), hint="give a checkpoint directory"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint=_HINT_DAMAGED) from None
+        raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged", "not a JSON object", hint=_HINT_DAMAGED)
+        raise CheckpointError(f"{path} is damaged", "not a JSON object", hint=HINT_DAMAGED)
     return content
 
 

@@ -12,7 +12,6 @@ from etude.cli import main
     [
         [],
         ["rnu"],
-        ["run"],
         ["run", "x.toml", "--stpes", "3"],
         ["weights", "diff", "1"],
         ["eval", "x", "--tasks", "0"],
@@ -38,6 +37,7 @@ def test_a_wrong_argument_is_refused_with_a_hint(argv, capsys):
         (["export", "nosuch", "out"], "nothing at nosuch"),
         (["eval", "nosuch"], "nothing at nosuch"),
         (["serve", ".", "--port", "99999"], "serve.port = 99999 is out of range"),
+        (["run"], "no CONFIG was given"),
         (["status"], "no run in runs/"),
         (["status", "nosuch"], "nosuch is not a run"),
         (["run", "nosuch.toml"], "no config at nosuch.toml"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors, whole_directory
+from etude.models.headers import check_weights, hf_shapes
 
 SIZES = ModelConfig(
     vocab_size=13,
@@ -74,8 +77,10 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c | {"num_hidden_layers": 3}, "do not fit"),
-        (lambda c: c | {"hidden_size": 10**9}, "do not fit"),
+        (lambda c: c | {"num_hidden_layers": 3}, r"no tensor 'model\.layers\.2"),
+        (lambda c: c | {"hidden_size": 10**9}, r"embed_tokens.*\[13, 8\]: .*wants \[13, 1000000000\]"),
+        (lambda c: c | {"num_hidden_layers": 10**9}, r"no tensor 'model\.layers\.2"),
+        (lambda c: c | {"num_hidden_layers": 1}, r"a tensor 'model\.layers\.1"),
         (lambda c: c | {"vocab_size": "many"}, "vocab_size = 'many'"),
         (lambda c: c | {"norm_topk_prob": False}, "norm_topk_prob = False"),
         (lambda c: c | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type = 'yarn'"),
@@ -100,8 +105,39 @@ def test_a_tensor_of_another_shape_is_named(saved: Path) -> None:
     tensors = load_tensors(saved / "model.safetensors")
     q = "model.layers.0.self_attn.q_proj.weight"
     save_tensors(tensors | {q: tensors[q].t().contiguous().reshape(4, 16)}, saved / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"q_proj.*\[4, 16\]"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .*q_proj.*\[4, 16\]: .*wants \[8, 8\]"):
         load_model(saved)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_names_and_shapes_that_are_asked_of_a_file_are_those_of_the_model(tied: bool) -> None:
+    sizes = dataclasses.replace(SIZES, tie_embeddings=tied)
+    views = hf_views(Transformer(sizes, seed=2))
+    assert dict(hf_shapes(sizes)) == {name: tuple(view.shape) for name, view in views.items()}
+
+
+def test_a_quantised_tensor_is_named(saved: Path) -> None:
+    tensors = load_tensors(saved / "model.safetensors")
+    save_tensors(tensors | {"model.norm.weight": torch.zeros(8, dtype=torch.int8)}, saved / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' is I8"):
+        check_weights(saved, SIZES)
+
+
+def test_a_shard_that_is_missing_or_cut_off_is_named(saved: Path) -> None:
+    tensors = load_tensors(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for part in set(files.values()):
+        save_tensors({name: tensors[name] for name in files if files[name] == part}, saved / part)
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    check_weights(saved, SIZES)
+    assert load_model(saved).config == SIZES
+    os.truncate(saved / "part-1.safetensors", (saved / "part-1.safetensors").stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors is damaged: .*cut off"):
+        check_weights(saved, SIZES)
+    (saved / "part-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no weights at .*part-1"):
+        check_weights(saved, SIZES)
 
 
 @settings(max_examples=150, deadline=None)

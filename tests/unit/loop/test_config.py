@@ -1,0 +1,81 @@
+"""A run's settings: what a resumed run takes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.config import leaves, to_toml
+from etude.errors import ConfigError, RunError
+from etude.loop.config import RunConfig, read_config, resumed
+from etude.run import RunFolder
+
+GIVEN = {"seed": 3, "rl": {"steps": 7}}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run of seed 3 and 7 steps, made by an etude whose default of `rl.checkpoint_every` was 4."""
+    text = (
+        to_toml(RunConfig(seed=3))
+        .replace("steps = 45", "steps = 7")
+        .replace("checkpoint_every = 5", "checkpoint_every = 4")
+    )
+    return RunFolder.create(tmp_path / "r", config_toml=text, seed=3, given=leaves(GIVEN))
+
+
+def test_a_default_that_changed_since_does_not_keep_a_run_from_being_resumed(run: RunFolder) -> None:
+    for given in (GIVEN, {}, {"rl": {"steps": 7}, "seed": 3, "fleet": {"num_engines": 2}}):
+        assert resumed(run, given).rl.checkpoint_every == 4
+        assert resumed(run, given).rl.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (GIVEN | {"rl": {"steps": 8}}, "rl.steps is 8, the run has 7"),
+        ({"seed": 3}, "rl.steps is 45, the run has 7"),
+        (GIVEN | {"start": "/x"}, "start is '/x', the run has not set"),
+        (GIVEN | {"rl": {"steps": 7, "checkpoint_every": 5}}, "rl.checkpoint_every is 5, the run has 4"),
+    ],
+)
+def test_what_its_user_gives_now_and_did_not_then_is_refused_by_name(
+    run: RunFolder, given: dict[str, object], said: str
+) -> None:
+    with pytest.raises(RunError) as caught:
+        resumed(run, given)
+    assert caught.value.facts == said
+    assert "etude run --resume" in caught.value.hint
+
+
+def test_a_run_that_did_not_record_what_it_was_given_is_resumed_by_what_agrees(tmp_path: Path) -> None:
+    old = RunFolder.create(tmp_path / "old", config_toml=to_toml(RunConfig(seed=3)), seed=3)
+    assert resumed(old, {"seed": 3}).seed == 3
+    with pytest.raises(RunError, match="seed is 4"):
+        resumed(old, {"seed": 4})
+
+
+def test_a_nonsense_setting_is_refused_before_it_is_compared(run: RunFolder) -> None:
+    with pytest.raises(ConfigError, match="unknown key"):
+        resumed(run, {"sede": 3})
+
+
+def test_a_config_with_a_key_that_is_no_more_names_the_etude_that_wrote_it(run: RunFolder) -> None:
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("checkpoint_every = 4", "save_every = 4"))
+    with pytest.raises(RunError) as caught:
+        read_config(run)
+    wrote = run.identity()["etude"]
+    assert f"was written by etude {wrote}" in caught.value.what
+    assert "unknown key 'rl.save_every'" in caught.value.facts
+    assert f"resume with etude {wrote}" in caught.value.hint
+
+
+def test_a_config_that_is_torn_or_gone_is_named(run: RunFolder) -> None:
+    (run / "config.toml").write_text("seed = [")
+    with pytest.raises(RunError, match="is damaged"):
+        read_config(run)
+    (run / "config.toml").unlink()
+    with pytest.raises(RunError, match="is gone"):
+        read_config(run)
