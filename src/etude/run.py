@@ -28,9 +28,10 @@ class RunFolder:
     """Paths and small durable facts of one run.
 
     >>> import tempfile
-    >>> run = RunFolder.create(Path(tempfile.mkdtemp()) / "a", config_toml="seed = 1", seed=1)
-    >>> run.end_phase("corpus", wall_s=2.5)
-    >>> [p["phase"] for p in RunFolder.open(run.path).phases()]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     run = RunFolder.create(Path(folder) / "a", config_toml="seed = 1", seed=1)
+    ...     run.end_phase("corpus", wall_s=2.5)
+    ...     [p["phase"] for p in RunFolder.open(run.path).phases()]
     ['corpus']
     """
 

@@ -20,10 +20,12 @@ class Telemetry:
     """Writes ``{"t": unix seconds, "process": name, "kind": kind, ...}`` lines.
 
     >>> import tempfile
-    >>> log = Telemetry(Path(tempfile.mkdtemp()) / "events" / "learner.jsonl", process="learner")
-    >>> with log.span("learner.step", step=3):
-    ...     pass
-    >>> event = json.loads(log.path.read_text())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = Telemetry(Path(folder) / "events" / "learner.jsonl", process="learner")
+    ...     with log.span("learner.step", step=3):
+    ...         pass
+    ...     log.close()
+    ...     event = json.loads(log.path.read_text())
     >>> event["kind"], event["step"], event["wall_s"] >= 0
     ('learner.step', 3, True)
     """

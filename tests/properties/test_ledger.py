@@ -50,7 +50,8 @@ OUTCOMES = st.one_of(
 class LedgerMachine(RuleBasedStateMachine):
     @initialize()
     def create(self) -> None:
-        self.folder = Path(tempfile.mkdtemp())
+        self.scratch = tempfile.TemporaryDirectory()
+        self.folder = Path(self.scratch.name)
         self.ledger = Ledger(self.folder / "ledger.sqlite", capacity=CAPACITY)
         self.state: dict[str, State] = {}
         self.lineage: list[list[str]] = []  # committed steps
@@ -181,6 +182,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.ledger.close()
+        self.scratch.cleanup()
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -51,8 +51,10 @@ class Ledger:
     """An `ExperienceStore` in one SQLite file.
 
     >>> import tempfile
-    >>> ledger = Ledger(Path(tempfile.mkdtemp()) / "ledger.sqlite", capacity=8)
-    >>> ledger.states(), ledger.slots()
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     ledger = Ledger(Path(folder) / "ledger.sqlite", capacity=8)
+    ...     ledger.states(), ledger.slots()
+    ...     ledger.close()
     ({}, (0, 8))
     """
 

@@ -41,9 +41,10 @@ class DirectoryStore:
     """A `BlobStore` under `root`, which is made if it is not there. Any number of processes may use it at once.
 
     >>> import tempfile
-    >>> store = DirectoryStore(tempfile.mkdtemp())
-    >>> store.put("objects/a", b"hello")
-    >>> store.list("objects/")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     store = DirectoryStore(folder)
+    ...     store.put("objects/a", b"hello")
+    ...     store.list("objects/")
     ['objects/a']
     """
 
