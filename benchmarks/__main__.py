@@ -12,7 +12,6 @@ QUICK = (
     ["delta"],
     ["engine", "--batches", "16,64", "--repeats", "1"],
     ["machines"],
-    ["swap"],
     ["swap_client"],
 )
 

@@ -1,21 +1,24 @@
 """What a client of an engine process feels when its weights are swapped in mid-generation: late answers.
 
-A real engine process follows a store; a process of its own publishes a new version every `--every` seconds, each an
-optimiser-sized change of bf16 weights. `--streams` long completions are always in flight over HTTP, so every swap
-happens in mid-generation (their version spans prove it). An engine answers with whole completions, so the arrival of
-single tokens is seen by *tickers*: clients that ask for one token after a four-token prompt, again and again. All
-sequences decode in the same steps, so a pause of the engine is a pause of the tickers. (`benchmarks.swap` measures the
-steps themselves, inside.)
+A real engine process follows a store. Every version is made and stored before the clock starts, for in production the
+trainer is elsewhere: a publish here is its last step alone, the move of the pointer, every `--every` seconds. Each
+version is an optimiser-sized change of bf16 weights. `--streams` long completions are always in flight over HTTP, so
+every swap happens in mid-generation (their version spans prove it). An engine answers with whole completions, so the
+arrival of single tokens is seen by *tickers*: clients that ask for one token after a four-token prompt, again and
+again. All sequences decode in the same steps, so a pause of the engine is a pause of the tickers.
 
-A swap's gap is the longest between two ticks from the publish until just after the adoption, less the median gap: it
-holds fetching, decoding and proving, too. Windows as long as those, laid where nothing is published, are measured
-likewise: what the machine does by itself. `python -m benchmarks.swap_client [--checkpoint DIR] [--swaps N]`
+The gap at a swap is the longest between two ticks from the publish until just after the adoption: it holds fetching,
+decoding and proving, too. The *extra* gap is that less the median of all gaps. Windows as long as those, laid where
+nothing is published, are measured likewise: what engine, clients and machine do by themselves. What shares the cores is
+named with its CPU seconds; a second run has a busy process beside it.
+`python -m benchmarks.swap_client [--checkpoint DIR] [--swaps N]`
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import multiprocessing
@@ -25,6 +28,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,15 +42,19 @@ from etude.dashboard.read import RunView
 from etude.dashboard.summary import quantile
 from etude.errors import EtudeError
 from etude.inference import HttpEngine
+from etude.loop.usage import Processes, pss_bytes
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.records import CompletionRequest, Sampling
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
 from etude.training.learner import export
 from etude.weights import Channel
+from etude.weights.history import pointer_key
 
 PROMPT_TOKENS, STREAM_TOKENS, STEP_SIZE = 64, 256, 3e-5
 TICKERS, GRACE_S, READY_S = 2, 0.1, 60.0
+CHANNEL = "policy"
+BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
 @dataclass
@@ -53,26 +62,38 @@ class Seen:
     """What the clients saw. Times are of `time.time`, which other processes share."""
 
     ticks: list[list[float]] = field(default_factory=lambda: [[] for _ in range(TICKERS)])
+    published: list[float] = field(default_factory=list)  # when the pointer began to move to version 1, 2 ...
     completed: int = 0
     swapped: int = 0  # completions of two versions and more
     failed: list[str] = field(default_factory=list)
     over: bool = False
 
 
-def publish(store: str, checkpoint: str, num_swaps: int, every_s: float, times: str) -> None:
-    """A process of its own: versions until `num_swaps` are published, and when each publish began."""
+def prepare(store: Path, checkpoint: Path, num_swaps: int) -> tuple[int, list[bytes]]:
+    """In a process of its own: every version, durable; the vocabulary's size, and the pointer to each version."""
     torch.set_num_threads(1)
-    model = load_model(checkpoint)
-    channel, version, began = Channel(DirectoryStore(Path(store))), None, []
+    model, blobs = load_model(checkpoint), DirectoryStore(store)
+    channel, version, pointers = Channel(blobs, CHANNEL), None, []
     generator = torch.Generator().manual_seed(0)
     for step in range(num_swaps + 1):
-        began.append(time.time())
         version = channel.publish(export(model, LiveWeights.BF16), step=step, parent=version, rollout_ids=()).version
+        pointers.append(blobs.get(pointer_key(CHANNEL)))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=STEP_SIZE)
-        time.sleep(every_s)
-    Path(times).write_text(json.dumps(began))
+    return model.config.vocab_size, pointers
+
+
+async def publish(store: Path, pointers: Sequence[bytes], every_s: float, seen: Seen) -> None:
+    """Move the pointer from version to version."""
+    blobs = DirectoryStore(store)
+    for before, after in itertools.pairwise(pointers):
+        await asyncio.sleep(every_s)
+        seen.published.append(time.time())
+        if not await asyncio.to_thread(blobs.compare_and_swap, pointer_key(CHANNEL), before, after):
+            raise SystemExit("somebody else moved the pointer")
+    await asyncio.sleep(every_s)
+    seen.over = True
 
 
 def request(name: str, number: int, prompt: np.ndarray[Any, Any], num_tokens: int) -> CompletionRequest:
@@ -86,21 +107,22 @@ def request(name: str, number: int, prompt: np.ndarray[Any, Any], num_tokens: in
     )
 
 
-async def stream(engine: HttpEngine, index: int, vocab_size: int, seen: Seen) -> None:
-    """Long completions, one after another."""
+async def stream(engine: HttpEngine, index: int, num_tokens: int, vocab_size: int, seen: Seen) -> None:
+    """Long completions, one after another, but for the first, of `num_tokens`."""
     rng, number = np.random.default_rng(index), 0
     while not seen.over:
         prompt = rng.integers(8, vocab_size, PROMPT_TOKENS).astype(np.int32)
         number += 1
         try:
-            done = await engine.generate(request(f"stream-{index}", number, prompt, STREAM_TOKENS))
+            done = await engine.generate(request(f"stream-{index}", number, prompt, num_tokens))
         except EtudeError as error:
             seen.failed.append(str(error))
             continue
         seen.completed += 1
         seen.swapped += len({span.version for span in done.spans}) > 1
-        if len(done.token_ids) != STREAM_TOKENS:
+        if len(done.token_ids) != num_tokens:
             seen.failed.append(f"{done.request_id} has {len(done.token_ids)} tokens")
+        num_tokens = STREAM_TOKENS
 
 
 async def tick(engine: HttpEngine, index: int, seen: Seen) -> None:
@@ -115,20 +137,15 @@ async def tick(engine: HttpEngine, index: int, seen: Seen) -> None:
         seen.ticks[index].append(time.time())
 
 
-async def load(url: str, vocab_size: int, num_streams: int, publisher: Any) -> Seen:
-    """Clients of one engine until the publisher is done."""
-    seen = Seen()
+async def load(url: str, vocab_size: int, num_streams: int, publishing: Any, seen: Seen) -> None:
+    """Clients of one engine until everything is published."""
     async with HttpEngine(url) as engine, asyncio.TaskGroup() as clients:
         for index in range(num_streams):
-            clients.create_task(stream(engine, index, vocab_size, seen))
+            first = STREAM_TOKENS * (index + 1) // num_streams  # so that they do not all end and begin at once
+            clients.create_task(stream(engine, index, first, vocab_size, seen))
         for index in range(TICKERS):
             clients.create_task(tick(engine, index, seen))
-        publisher.start()
-        await asyncio.to_thread(publisher.join)
-        seen.over = True
-    if publisher.exitcode:
-        raise SystemExit(f"the publisher ended with exit code {publisher.exitcode}")
-    return seen
+        clients.create_task(publishing)
 
 
 def gaps(ticks: Sequence[Sequence[float]], windows: Sequence[tuple[float, float]]) -> list[float]:
@@ -160,30 +177,56 @@ def in_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: None if value is None else round(value, 2) for name, value in found.items()}
 
 
-def measure(checkpoint: Path, folder: Path, *, num_swaps: int, num_streams: int, every_s: float) -> dict[str, Any]:
-    """Serve, publish, load; then read what was seen against what the engine told."""
-    store, ready, times = folder / "weights", folder / "ready", folder / "times.json"
-    store.mkdir()
+def measure(
+    checkpoint: Path, folder: Path, *, num_swaps: int, num_streams: int, every_s: float, busy: bool
+) -> dict[str, Any]:
+    """Prepare, serve, load; then read what was seen against what the engine told."""
+    store, ready = folder / "weights", folder / "ready"
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
+        vocab_size, pointers = apart.submit(prepare, store, checkpoint, num_swaps).result()
+    DirectoryStore(store).compare_and_swap(pointer_key(CHANNEL), pointers[-1], pointers[0])
     argv = [sys.executable, "-m", "etude.inference.server", "--checkpoint", str(checkpoint), "--store", str(store)]
     argv += ["--ready-file", str(ready), "--telemetry", str(folder / "events" / "engine.jsonl"), "--name", "engine"]
     argv += ["--context-tokens", str(PROMPT_TOKENS + STREAM_TOKENS)]
-    spawn = multiprocessing.get_context("spawn")
-    publisher = spawn.Process(target=publish, args=(str(store), str(checkpoint), num_swaps, every_s, str(times)))
-    vocab_size = load_model(checkpoint).config.vocab_size
-    engine = subprocess.Popen(argv, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    try:
-        seen = asyncio.run(load(_url(ready, engine), vocab_size, num_streams, publisher))
-    finally:
-        engine.terminate()
-        engine.wait(10.0)
+    seen = Seen()
+    with ExitStack() as running:
+        engine = running.enter_context(
+            subprocess.Popen(argv, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        )
+        running.callback(engine.terminate)
+        url = _url(ready, engine)
+        if busy:
+            other = running.enter_context(subprocess.Popen([sys.executable, "-c", BUSY]))
+            running.callback(other.kill)
+        gc.freeze()  # the instrument's own collections are no gaps of the engine
+        began, before = time.perf_counter(), cpu_s(engine.pid)
+        asyncio.run(load(url, vocab_size, num_streams, publish(store, pointers, every_s, seen), seen))
+        shares = {name: round(s - before[name], 2) for name, s in cpu_s(engine.pid).items()}
+        sharing = {"wall_s": round(time.perf_counter() - began, 2), "cpu_s": shares, **memory(engine.pid)}
     adopted = [event for event in RunView(folder).of("engine.adopt") if event["step"] > 0]
-    return numbers(seen, adopted, json.loads(times.read_text()))
+    return {**numbers(seen, adopted), "cores_are_shared_by": {**sharing, "busy_process": busy}}
 
 
-def numbers(seen: Seen, adopted: Sequence[Any], began: Sequence[float]) -> dict[str, Any]:
-    """What the clients saw, laid over what the publisher and the engine did. A swap that was overtaken is none."""
-    busy = [(began[int(event["step"])], float(event["t"]) + GRACE_S) for event in adopted]
-    median_s = float(np.median(np.concatenate([np.diff(t) for t in seen.ticks])))
+def cpu_s(engine: int) -> dict[str, float]:
+    """CPU seconds so far of all that takes part."""
+    processes, times = Processes(), os.times()
+    of_engine = processes.own_cpu_s(engine)
+    follower_s = processes.cpu_s(engine) - of_engine
+    return {"engine": of_engine, "follower": follower_s, "clients": times.user + times.system}
+
+
+def memory(engine: int) -> dict[str, float]:
+    """Proportional set sizes in MiB."""
+    children = [pid for pid in Processes().tree(engine) if pid != engine]
+    sizes = {"engine_pss_mib": pss_bytes([engine]), "follower_pss_mib": pss_bytes(children)}
+    return {name: round(size / 2**20, 1) for name, size in sizes.items()}
+
+
+def numbers(seen: Seen, adopted: Sequence[Any]) -> dict[str, Any]:
+    """What the clients saw, laid over what the engine did. A version that was overtaken is no swap."""
+    busy = [(seen.published[int(event["step"]) - 1], float(event["t"]) + GRACE_S) for event in adopted]
+    every = np.concatenate([np.diff(t) for t in seen.ticks])
+    median_s = float(np.median(every))
     return {
         "num_swaps": len(adopted),
         "in_mid_generation": sum(event["num_running"] > TICKERS for event in adopted),
@@ -191,7 +234,7 @@ def numbers(seen: Seen, adopted: Sequence[Any], began: Sequence[float]) -> dict[
         "completions_of_several_versions": seen.swapped,
         "failed": len(seen.failed),
         "failures": seen.failed[:3],
-        "gap_ms_median": round(1e3 * median_s, 2),
+        "gap_ms": {**in_ms(every.tolist()), "num": len(every)},
         "extra_gap_ms": in_ms([gap - median_s for gap in gaps(seen.ticks, busy)]),
         "extra_gap_ms_without_swap": in_ms([gap - median_s for gap in gaps(seen.ticks, quiet(busy))]),
         "engine_pause_ms": in_ms([event["pause_s"] for event in adopted]),
@@ -211,17 +254,21 @@ def _url(ready: Path, engine: subprocess.Popen[bytes]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--checkpoint", type=Path, help="default: the laptop example's sizes, random weights")
-    parser.add_argument("--swaps", type=int, default=60)
+    parser.add_argument("--swaps", type=int, default=50)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="from a publish to the next")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        checkpoint = args.checkpoint or folder / "model"
-        if args.checkpoint is None:
-            save_model(Transformer(ModelConfig(), seed=0), checkpoint, dtype="f32")
-        found = measure(checkpoint, folder, num_swaps=args.swaps, num_streams=args.streams, every_s=args.every)
+    found = {}
+    for name, busy in ("alone", False), ("beside_a_busy_process", True):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            checkpoint = args.checkpoint or folder / "model"
+            if args.checkpoint is None:
+                save_model(Transformer(ModelConfig(), seed=0), checkpoint, dtype="f32")
+            found[name] = measure(
+                checkpoint, folder, num_swaps=args.swaps, num_streams=args.streams, every_s=args.every, busy=busy
+            )
     report("swap_client", {"streams": args.streams, "goal_extra_gap_ms_p99": 50.0, **found})
 
 

@@ -32,8 +32,7 @@ def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is seen here
     connection = socket.socket(fileno=int(argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    store, name, limit_bytes, poll_s, niceness = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
-    os.nice(niceness)
+    store, name, limit_bytes, poll_s = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
     follower = Follower(store, name, limit_bytes=limit_bytes)
     while data := connection.recv(MAX_MESSAGE_BYTES):
         answer, fds = reply(follower, msgspec.msgpack.decode(data, type=Ask), poll_s)

@@ -1,10 +1,10 @@
 """A `Follower` in a process of its own, so that decoding takes neither the interpreter nor the core of who waits.
 
-The child (`follower_child`) follows the chain, decodes and proves at a lower priority, and hands over sealed images
-(`image`); here they are only mapped. Asking is by turns over a socket pair: one question and one answer at a time, so
-nothing can pile up. The question names the version held, which decides what the answer says: a child that was killed
-is started again and catches up, and nothing is lost with it. A child ends with its parent, however that ends: it sees
-the socket close. Linux only: memfd.
+The child (`follower_child`) follows the chain, decodes, proves, and hands over sealed images (`image`); here they are
+only mapped. It has its parent's priority: at a lower one it starves where cores are short. Asking is by turns over a
+socket pair: one question and one answer at a time, so nothing can pile up. The question names the version held, which
+decides what the answer says: a child that was killed is started again and catches up, and nothing is lost with it. A
+child ends with its parent, however that ends: it sees the socket close. Linux only: memfd.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from etude.weights.tensors import Tensor
 MAX_MESSAGE_BYTES = 1 << 16
 DEADLINE_S = 600.0
 POLL_S, WAIT_S = 0.05, 0.2
-NICENESS = 5
 _END_S = 10.0
 
 
@@ -53,7 +52,6 @@ class FollowerProcess:
 
     `store` is sent to the child: it must be one that pickle takes. `poll_s`: how often the pointer is read while
     `advance` waits for news, `wait_s` at most. `deadline_s`: a child that needs longer for an answer is killed.
-    `niceness` is added to this process's own.
     """
 
     def __init__(
@@ -65,9 +63,8 @@ class FollowerProcess:
         poll_s: float = POLL_S,
         wait_s: float = WAIT_S,
         deadline_s: float = DEADLINE_S,
-        niceness: int = NICENESS,
     ) -> None:
-        self._hello = pickle.dumps((store, name, limit_bytes, poll_s, niceness))
+        self._hello = pickle.dumps((store, name, limit_bytes, poll_s))
         self._wait_s, self._deadline_s = wait_s, deadline_s
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}

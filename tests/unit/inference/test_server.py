@@ -13,14 +13,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from etude.errors import EngineError
 from etude.inference import EngineGone, HttpEngine
 from etude.inference.server import read_token
-from etude.models import Transformer
+from etude.models import Transformer, hf_views
 from etude.models.checkpoint import save_model
+from etude.records import Version
+from etude.stores import DirectoryStore
 from etude.telemetry import read_events
+from etude.weights import Channel, Tensor
 
 from .helpers import TINY, ask
 
@@ -76,6 +81,52 @@ def test_it_serves_from_an_empty_store_says_where_and_notices_a_hang(
     asyncio.run(story())
     kinds = {event["kind"] for event in read_events(tmp_path / "events")}
     assert kinds <= {"engine.load"}
+
+
+def followers(process: subprocess.Popen[bytes]) -> list[int]:
+    """The children of an engine."""
+    return [
+        int(pid) for tasks in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in tasks.read_text().split()
+    ]
+
+
+def publish(channel: Channel, step: int, parent: Version | None) -> Version:
+    views = hf_views(Transformer(TINY, seed=step))
+    tensors = {
+        n: Tensor("f32", tuple(v.shape), v.contiguous().numpy().view(np.uint32).ravel()) for n, v in views.items()
+    }
+    return channel.publish(tensors, step=step, parent=parent, rollout_ids=[]).version
+
+
+def test_an_engine_whose_follower_is_killed_adopts_the_next_version_and_no_follower_outlives_it(
+    process: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    said, channel = ready(process), Channel(DirectoryStore(tmp_path / "store"))
+
+    async def story() -> None:
+        last: Version | None = None
+        async with HttpEngine(said["url"], token="t") as engine:
+            for step in (1, 2, 3):
+                last = publish(channel, step, last)
+                assert await engine.adopt(step, deadline_s=60.0) == last
+                ids = [3, 1, 4, 1, 5]
+                version, scores = await engine.verify(ids)
+                expected = Transformer(TINY, seed=step)(torch.tensor(ids))[0][:-1].log_softmax(-1)
+                assert version == last
+                assert scores == pytest.approx(expected[range(4), ids[1:]].tolist(), abs=1e-5)
+                (follower,) = followers(process)
+                if step < 3:
+                    os.kill(follower, signal.SIGKILL)
+
+    asyncio.run(story())
+    (follower,) = followers(process)
+    watched = os.pidfd_open(follower)
+    process.kill()
+    assert select.select([watched], [], [], 30)[0], f"follower {follower} outlived its engine"
+    os.close(watched)
+    reasons = [event["reason"] for event in read_events(tmp_path / "events") if event["kind"] == "engine.trouble"]
+    assert all("follower's process ended" in reason for reason in reasons)
+    assert reasons
 
 
 def test_an_engine_that_others_can_reach_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class World:
         self.store = DirectoryStore(folder)
         self.channel = Channel(self.store)
         self.last: Version | None = None
-        self.follower = FollowerProcess(self.store, poll_s=0.01, wait_s=0.0, niceness=1)
+        self.follower = FollowerProcess(self.store, poll_s=0.01, wait_s=0.0)
 
     def publish(self, step: int) -> None:
         self.last = self.channel.publish(policy_at(step), step=step, parent=self.last, rollout_ids=[]).version
@@ -128,6 +128,22 @@ def test_a_torn_delta_without_an_anchor_is_refused_by_name_and_what_was_held_sta
     update = world.follower.advance()
     assert update is not None
     assert world.holds(2)
+
+
+def test_a_torn_delta_heals_from_the_anchor_beside_it(world: World) -> None:
+    step = 0
+    while True:
+        world.publish(step)
+        newest = chain(world.store, "policy")[-1]
+        if step and newest.anchor is not None:
+            break
+        world.follower.advance()
+        step += 1
+    world.damage_delta()
+    update = world.follower.advance()
+    assert update is not None
+    assert "is not what was published" in update.healed[0]
+    assert world.holds(step)
 
 
 def test_a_child_that_gives_no_answer_is_killed_at_the_deadline(tmp_path: Path) -> None:
