@@ -6,7 +6,7 @@ implementation joins in one line. Deadlines are in seconds; each method that wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -109,6 +109,16 @@ class Policy(Protocol):
 
 
 @runtime_checkable
+class Streaming(Protocol):
+    """What a policy or an engine may be beside: one that tells tokens while it samples them."""
+
+    def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        """The ids that were sampled since the last part, part after part; at the end the `Completion`, whose tokens
+        they are. Raises what `complete` or `generate` raises; closed early, the request is cancelled."""
+        ...
+
+
+@runtime_checkable
 class BlobStore(Protocol):
     """Immutable objects under keys, and pointers that move by compare-and-swap. Keys are relative posix paths."""
 
@@ -144,7 +154,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     kv_tokens_free: int
-    capabilities: tuple[str, ...]  # "routes", "spans", "pause-keep", "adopt", "verify"
+    capabilities: tuple[str, ...]  # "routes", "spans", "stream", "pause-keep", "adopt", "verify"
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import CodeType, ModuleType
 from typing import Any
@@ -399,6 +399,16 @@ class EnginePolicy:
 
     async def complete(self, request: CompletionRequest) -> Completion:
         return await self.engine.generate(request)
+
+
+class StreamingPolicy(EnginePolicy):
+    """One that also streams: a token a part."""
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        completion = await self.engine.generate(request)
+        for token in completion.token_ids.tolist():
+            yield [token]
+        yield completion
 
 
 class FakeLearner:

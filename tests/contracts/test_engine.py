@@ -10,7 +10,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model, save_model
 from etude.records import Completion, CompletionRequest, Sampling, Version
 from etude.records.completion import StopReason
-from etude.seams import Engine
+from etude.seams import Engine, Streaming
 from etude.stores import DirectoryStore
 from etude.weights import Channel, Follower, Tensor
 
@@ -164,6 +164,39 @@ def test_it_says_what_it_is(tell: Callable[[Story], None]) -> None:
         assert info.version is not None
         assert info.version.step == 0
         assert {"routes", "spans", "adopt", "verify", "pause-keep"} <= set(info.capabilities)
+
+    tell(story)
+
+
+def test_a_stream_tells_the_tokens_while_they_are_sampled_and_ends_with_the_same_completion(
+    tell: Callable[[Story], None],
+) -> None:
+    async def story(world: World) -> None:
+        assert isinstance(world.engine, Streaming)
+        request = ask("r", 20, 60, keep_session=False)
+        parts = [part async for part in world.engine.stream(request)]
+        told, done = [t for part in parts[:-1] for t in part], parts[-1]  # type: ignore[union-attr]
+        assert isinstance(done, Completion)
+        assert told == done.token_ids.tolist()
+        assert len(parts) > 10
+        assert same(done, await world.engine.generate(request))
+
+    tell(story)
+
+
+def test_a_stream_that_is_left_is_cancelled_and_one_that_cannot_begin_raises(tell: Callable[[Story], None]) -> None:
+    async def story(world: World) -> None:
+        assert isinstance(world.engine, Streaming)
+        async with aclosing(world.engine.stream(ask("long", 10, LONG))) as parts:
+            async for part in parts:
+                assert part
+                break
+        while (await world.engine.info()).num_running:  # noqa: ASYNC110 - the state is another process's
+            await asyncio.sleep(0)
+        with pytest.raises(ContextFull):
+            await anext(world.engine.stream(ask("huge", 10, CONTEXT_TOKENS)))
+        with pytest.raises(EngineBehind):
+            await anext(world.engine.stream(ask("new", 10, 4, min_step=9)))
 
     tell(story)
 

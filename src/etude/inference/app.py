@@ -7,23 +7,25 @@ never lists of numbers). Errors are `errors.ErrorBody`. A caller that goes away 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from etude.errors import EtudeError
 from etude.inference.engine import ReferenceEngine
 from etude.inference.errors import MalformedRequest, Unauthorised, to_http
+from etude.inference.frames import MEDIA_TYPE, STREAM, frame
 from etude.inference.metrics import exposition
 from etude.inference.wire import GENERATE, JSON, MSGPACK, AdoptRequest, Verified, VerifyRequest
-from etude.records.completion import CompletionRequest
+from etude.records.completion import Completion, CompletionRequest
 from etude.records.wire import from_json, pack, to_json, unpack
 
 T = TypeVar("T")
@@ -41,6 +43,7 @@ def build_app(
     return Starlette(
         routes=[
             Route(GENERATE, face.guarded(face.generate), methods=["POST"]),
+            Route(STREAM, face.guarded(face.stream), methods=["POST"]),
             Route("/pause", face.guarded(face.pause), methods=["POST"]),
             Route("/resume", face.guarded(face.resume), methods=["POST"]),
             Route("/adopt", face.guarded(face.adopt), methods=["POST"]),
@@ -84,6 +87,19 @@ class _Face:
             return _reply(request, work.result())
         finally:
             work.cancel()
+            gone.cancel()
+
+    async def stream(self, request: Request) -> Response:
+        """`generate`, told while it happens. What fails before the first token is an answer with its own status."""
+        parts = self.engine.stream(await self._read(request, CompletionRequest))
+        first, gone = asyncio.ensure_future(anext(parts)), asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({first, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if first.done():
+                return StreamingResponse(_frames(first.result(), parts), media_type=MEDIA_TYPE)
+            return Response(status_code=499)
+        finally:
+            first.cancel()
             gone.cancel()
 
     async def pause(self, request: Request) -> Response:
@@ -147,6 +163,16 @@ def _reply(request: Request, record: object) -> Response:
     if _wants_json(request, "accept" if request.method == "GET" else "content-type"):
         return Response(to_json(record), media_type=JSON)
     return Response(pack(record), media_type=MSGPACK)
+
+
+async def _frames(first: list[int] | Completion, parts: AsyncGenerator[list[int] | Completion]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(parts):
+        yield frame(first)
+        try:
+            async for part in parts:
+                yield frame(part)
+        except EtudeError as error:
+            yield frame(error)
 
 
 async def _disconnected(request: Request) -> None:

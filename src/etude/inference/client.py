@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Self, TypeVar
 
 import aiohttp
 
 from etude.errors import EngineError
 from etude.inference.errors import EngineGone, from_http
+from etude.inference.frames import STREAM, read_frames
 from etude.inference.wire import GENERATE, MSGPACK, AdoptRequest, Verified, VerifyRequest
 from etude.records.completion import Completion, CompletionRequest, Version
 from etude.records.wire import pack, unpack
@@ -51,6 +53,13 @@ class HttpEngine:
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
         return await self._post(GENERATE, request, Completion, what=what, deadline_s=deadline_s)
 
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        """See `seams.Streaming`. Left early, the connection is closed, and the engine drops the request."""
+        what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
+        async with self._answer("POST", STREAM, pack(request), what=what, deadline_s=deadline_s) as answer:
+            async for part in read_frames(answer.content.readexactly, engine=self.url):
+                yield part
+
     async def pause(self) -> None:
         await self._call("POST", "/pause", b"", what="to pause", deadline_s=CONTROL_DEADLINE_S)
 
@@ -84,13 +93,20 @@ class HttpEngine:
             ) from None
 
     async def _call(self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float) -> bytes:
+        async with self._answer(method, path, body, what=what, deadline_s=deadline_s) as answer:
+            return await answer.read()
+
+    @contextlib.asynccontextmanager
+    async def _answer(
+        self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer of status 200, its body yet to be read; what goes wrong with it has a name."""
         timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 5.0))
         try:
             async with self._connected().request(method, self.url + path, data=body, timeout=timeout) as answer:
-                said = await answer.read()
                 if answer.status != 200:
-                    raise from_http(answer.status, said, engine=self.url)
-                return said
+                    raise from_http(answer.status, await answer.read(), engine=self.url)
+                yield answer
         except aiohttp.ServerTimeoutError as error:
             raise self._gone(what, error) from None
         except TimeoutError:

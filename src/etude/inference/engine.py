@@ -11,10 +11,12 @@ thread itself hang, the waiting side gives up shortly after and says how long th
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -36,7 +38,7 @@ from etude.seams import EngineInfo
 
 T = TypeVar("T")
 
-CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "verify")  # and "exact": see `runner.is_exact`
+CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact": see `runner.is_exact`
 CONTROL_DEADLINE_S = 30.0  # for calls that wait for the end of a step only
 GRACE_S = 0.5  # the thread's own answer about a late request comes first, if the thread is well
 REST_S = 0.05  # how often a thread with nothing to compute looks for late and cancelled requests
@@ -132,7 +134,34 @@ class ReferenceEngine:
     async def generate(self, request: CompletionRequest) -> Completion:
         """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
         self._check(request)
-        running = Running(request, deadline=time.monotonic() + request.deadline_s)
+        return await self._serve(Running(request, deadline=time.monotonic() + request.deadline_s))
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        """See `seams.Streaming`. Left early, the request is cancelled."""
+        self._check(request)
+        news = asyncio.Event()
+        told = functools.partial(_tell, asyncio.get_running_loop(), news)
+        running = Running(request, deadline=time.monotonic() + request.deadline_s, told=told)
+        work = asyncio.ensure_future(self._serve(running))
+        work.add_done_callback(lambda _: news.set())
+        num_told = 0
+        try:
+            while not work.done():
+                await news.wait()
+                news.clear()
+                if ids := running.token_ids[num_told:]:
+                    num_told += len(ids)
+                    yield ids
+            completion = work.result()
+            if len(completion.token_ids) > num_told:
+                yield completion.token_ids[num_told:].tolist()
+            yield completion
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _serve(self, running: Running) -> Completion:
+        request = running.request
         self._post(_Call(lambda: self._submit(running), running.future))
         try:
             return await asyncio.wait_for(asyncio.wrap_future(running.future), request.deadline_s + GRACE_S)
@@ -296,6 +325,8 @@ class ReferenceEngine:
         for running in sampled:
             if running.finished:
                 self._finish(running)
+            elif running.told is not None:
+                running.told()
         counters.busy_s += time.perf_counter() - begin
 
     def _submit(self, running: Running) -> None:
@@ -383,6 +414,12 @@ class ReferenceEngine:
         futures += [waiter for _, waiter in self._awaiting]
         for future in futures:
             _fail(future, error)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
+    """From the stepping thread: there are new tokens. A loop that has closed has nobody who listens."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(news.set)
 
 
 def _fail(future: Future[Any], error: EngineError) -> None:

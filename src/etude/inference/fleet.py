@@ -9,10 +9,11 @@ was waited for. Nothing runs in the background; engines may come and go at any t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference.errors import EngineBusy, EngineGone, MalformedRequest, Unauthorised
 from etude.records.completion import Completion, CompletionRequest
-from etude.seams import Engine
+from etude.seams import Engine, Streaming
 
 REST_S = 2.0  # how long an engine that was gone is left alone
 RETRY_S = 0.05  # between two tries when nobody could serve
@@ -94,24 +95,46 @@ class Fleet:
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `seams.Policy`. `MalformedRequest` and `ContextFull` are the caller's own and raised at once."""
         at = _Try(request, time.monotonic() + request.deadline_s)
-        while at.left_s > 0:
-            member = self._choose(at)
-            if member is None:
-                if at.hopeless and at.hopeless >= self._members.keys():
-                    raise next(iter(at.refused.values()))
-                at.skipped.clear()
-                await self._pause_between_rounds(at)
-                continue
+        while True:
+            member = await self._next(at)
             try:
                 completion = await self._serve(member, at)
-            except (MalformedRequest, ContextFull, Unauthorised):
-                raise
             except EngineError as error:
-                at.refused[member.name] = error
                 await self._after_refusal(member, at, error)
             else:
                 self._remember(request, member)
                 return completion
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        """See `seams.Streaming`. Until the first tokens are told another engine may take over, as in `complete`; after
+        them its error is raised, since what was told cannot be taken back."""
+        at = _Try(request, time.monotonic() + request.deadline_s)
+        begun = False
+        while True:
+            member = await self._next(at)
+            try:
+                async with contextlib.aclosing(_parts(member, at)) as parts:
+                    async for part in parts:
+                        begun = True
+                        if isinstance(part, Completion):
+                            self._remember(request, member)
+                        yield part
+                return
+            except EngineError as error:
+                if begun:
+                    raise
+                await self._after_refusal(member, at, error)
+
+    async def _next(self, at: _Try) -> _Member:
+        """Whom to ask now. Raises `EngineError` at the deadline, and where nobody will ever serve it."""
+        while at.left_s > 0:
+            member = self._choose(at)
+            if member is not None:
+                return member
+            if at.hopeless and at.hopeless >= self._members.keys():
+                raise next(iter(at.refused.values()))
+            at.skipped.clear()
+            await self._pause_between_rounds(at)
         raise _nobody(at)
 
     def _choose(self, at: _Try) -> _Member | None:
@@ -151,7 +174,10 @@ class Fleet:
         return await asyncio.shield(member.probe)
 
     async def _after_refusal(self, member: _Member, at: _Try, error: EngineError) -> None:
-        """What a refusal means for the next choice."""
+        """What a refusal means for the next choice. Raised again where the request is wrong in itself."""
+        if isinstance(error, MalformedRequest | ContextFull | Unauthorised):
+            raise error
+        at.refused[member.name] = error
         at.skipped.add(member.name)
         if isinstance(error, EngineBehind):
             if self.assignment is Assignment.STABLE or self._choose(at) is None:
@@ -187,6 +213,23 @@ class Fleet:
             self._sessions[request.session_id] = member.name
         if len(self._sessions) > MAX_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
+
+
+async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Completion]:
+    """What one engine tells; all at once where it cannot stream."""
+    asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
+    member.num_running += 1
+    try:
+        if isinstance(member.engine, Streaming):
+            async with contextlib.aclosing(member.engine.stream(asked)) as parts:
+                async for part in parts:
+                    yield part
+        else:
+            completion = await member.engine.generate(asked)
+            yield completion.token_ids.tolist()
+            yield completion
+    finally:
+        member.num_running -= 1
 
 
 async def _is_well(engine: Engine, patience_s: float) -> bool:

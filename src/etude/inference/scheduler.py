@@ -10,6 +10,7 @@ Bounded: slots, prompt tokens a step, and the waiting queue, past which a reques
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -37,6 +38,7 @@ class Sequence:
     spans: list[VersionSpan] = field(default_factory=list)  # closed ones
     num_spanned: int = 0  # tokens in closed spans
     kv_epoch: int = 0
+    told: Callable[[], None] | None = None  # called on the stepping thread after each step that sampled for it
 
     @property
     def num_prompt(self) -> int:

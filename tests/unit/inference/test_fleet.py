@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 
 import pytest
 
@@ -219,3 +219,44 @@ def test_a_caller_that_goes_away_takes_its_request_along() -> None:
 def test_a_fleet_is_a_policy() -> None:
     made: Callable[[], Policy] = lambda: fleet()[0]  # noqa: E731 - the annotation is the test
     assert isinstance(made(), Policy)
+
+
+class StreamingMember(Member):
+    """One that tells [7] and then, if it is told to, breaks."""
+
+    breaks = False
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        completion = await self.generate(request)
+        yield [7]
+        if self.breaks:
+            raise EngineGone(f"{self.name} broke off", hint="ask again")
+        yield completion
+
+
+def test_a_stream_goes_to_another_engine_before_its_first_token_and_fails_after_it() -> None:
+    async def story() -> None:
+        members = {f"engine-{i}": StreamingMember(f"engine-{i}") for i in range(2)}
+        policy = Fleet(members)
+        members["engine-0"].gone = True
+        parts = [part async for part in policy.stream(ask("a", max_tokens=1))]
+        assert parts[0] == [7]
+        assert isinstance(parts[1], Completion)
+        assert parts[1].engine == "engine-1"
+        members["engine-1"].breaks = True
+        broken = policy.stream(ask("b", max_tokens=1, session="a"))
+        assert await anext(broken) == [7]
+        with pytest.raises(EngineGone, match="broke off"):
+            await anext(broken)
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_cannot_stream_tells_everything_at_once() -> None:
+    async def story() -> None:
+        policy, _ = fleet()
+        first, last = [part async for part in policy.stream(ask("a", max_tokens=1))]
+        assert first == [7]
+        assert isinstance(last, Completion)
+
+    asyncio.run(story())
