@@ -66,33 +66,38 @@ class Trace(msgspec.Struct, frozen=True):
             chain.append(self.turns[at])
             at = self.turns[at].parent
         chain.reverse()
-        tokens, masks, logprobs, steps, epochs = [], [], [], [], []
+        num_tokens = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in chain)
+        token_ids, mask = np.empty(num_tokens, np.int32), np.zeros(num_tokens, bool)
+        logprobs, epochs = np.zeros(num_tokens, np.float32), np.zeros(num_tokens, np.int32)
+        steps = np.full(num_tokens, -1, np.int32)
+        at_token = 0
         for turn in chain:
-            p, c = len(turn.prompt_ids), turn.completion
-            n = len(c.token_ids)
-            tokens += [turn.prompt_ids, c.token_ids]
-            masks += [np.zeros(p, bool), np.ones(n, bool)]
-            logprobs += [np.zeros(p, np.float32), c.logprobs]
-            steps += [np.full(p, -1, np.int32), c.steps]
-            epochs += [np.zeros(p, np.int32)]
-            epochs += [np.full(s.num_tokens, s.kv_epoch, np.int32) for s in c.spans]
-        token_ids = np.concatenate(tokens).astype(np.int32)
+            start = at_token + len(turn.prompt_ids)
+            token_ids[at_token:start] = turn.prompt_ids
+            at_token = start + len(turn.completion.token_ids)
+            token_ids[start:at_token] = turn.completion.token_ids
+            mask[start:at_token] = True
+            logprobs[start:at_token] = turn.completion.logprobs
+            for span in turn.completion.spans:
+                steps[start : start + span.num_tokens] = span.version.step
+                epochs[start : start + span.num_tokens] = span.kv_epoch
+                start += span.num_tokens
         shape = chain[0].completion.routes.shape[1:]
-        routes = np.full((len(token_ids), *shape), MISSING_ROUTE, np.uint8)
+        routes = np.full((num_tokens, *shape), MISSING_ROUTE, np.uint8)
         for turn in chain:
             c = turn.completion
             end = c.routes_start + len(c.routes)
-            if end > len(token_ids) or c.routes.shape[1:] != shape:
+            if end > num_tokens or c.routes.shape[1:] != shape:
                 raise ValueError(f"completion {c.request_id}: routes {c.routes.shape} reach past the path")
             fresh = routes[c.routes_start : end, 0, 0] == MISSING_ROUTE if len(shape) == 2 else np.ones(0, bool)
             routes[c.routes_start : end][fresh] = c.routes[fresh]
         digests = {s.version.digest for turn in chain for s in turn.completion.spans}
         return Path(
             token_ids=token_ids,
-            mask=np.concatenate(masks),
-            logprobs=np.concatenate(logprobs).astype(np.float32),
-            steps=np.concatenate(steps).astype(np.int32),
-            kv_epochs=np.concatenate(epochs).astype(np.int32),
+            mask=mask,
+            logprobs=logprobs,
+            steps=steps,
+            kv_epochs=epochs,
             routes=routes,
             digest=digests.pop() if len(digests) == 1 else "",
         )
