@@ -2,6 +2,9 @@
 
 Token-in/token-out in the shape of vLLM's endpoint, as msgpack or JSON by content type (arrays with dtype and shape,
 never lists of numbers). Errors are `errors.ErrorBody`. A caller that goes away cancels its request.
+
+Generate is called thousands of times a minute, so it goes past Starlette's middleware and router, which together took
+as long as everything else in a call.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from etude.errors import EtudeError
 from etude.inference.engine import ReferenceEngine
@@ -34,15 +38,16 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def build_app(
     engine: ReferenceEngine, *, token: str | None = None, lifespan: AbstractAsyncContextManager[None] | None = None
-) -> Starlette:
+) -> ASGIApp:
     """The application. `token`: what every POST must bear; None for an engine that only its own host reaches.
 
     `lifespan` is entered before the first request and left after the last.
     """
     face = _Face(engine, token)
-    return Starlette(
+    generate = face.guarded(face.generate)
+    others = Starlette(
         routes=[
-            Route(GENERATE, face.guarded(face.generate), methods=["POST"]),
+            Route(GENERATE, generate, methods=["POST"]),  # reached by other methods, which it refuses
             Route(STREAM, face.guarded(face.stream), methods=["POST"]),
             Route("/pause", face.guarded(face.pause), methods=["POST"]),
             Route("/resume", face.guarded(face.resume), methods=["POST"]),
@@ -54,6 +59,15 @@ def build_app(
         ],
         lifespan=lambda _: nullcontext() if lifespan is None else lifespan,
     )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == GENERATE and scope["method"] == "POST":
+            response = await generate(Request(scope, receive))
+            await response(scope, receive, send)
+        else:
+            await others(scope, receive, send)
+
+    return app
 
 
 class _Face:
@@ -78,29 +92,13 @@ class _Face:
 
     async def generate(self, request: Request) -> Response:
         asked = await self._read(request, CompletionRequest)
-        work = asyncio.ensure_future(self.engine.generate(asked))
-        gone = asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return Response(status_code=499)
-            return _reply(request, work.result())
-        finally:
-            work.cancel()
-            gone.cancel()
+        return _reply(request, await _unless_gone(request, self.engine.generate(asked)))
 
     async def stream(self, request: Request) -> Response:
         """`generate`, told while it happens. What fails before the first token is an answer with its own status."""
         parts = self.engine.stream(await self._read(request, CompletionRequest))
-        first, gone = asyncio.ensure_future(anext(parts)), asyncio.ensure_future(_disconnected(request))
-        try:
-            await asyncio.wait({first, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if first.done():
-                return StreamingResponse(_frames(first.result(), parts), media_type=MEDIA_TYPE)
-            return Response(status_code=499)
-        finally:
-            first.cancel()
-            gone.cancel()
+        first = await _unless_gone(request, anext(parts))
+        return StreamingResponse(_frames(first, parts), media_type=MEDIA_TYPE)
 
     async def pause(self, request: Request) -> Response:
         await self.engine.pause()
@@ -173,6 +171,23 @@ async def _frames(first: list[int] | Completion, parts: AsyncGenerator[list[int]
                 yield frame(part)
         except EtudeError as error:
             yield frame(error)
+
+
+async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """What the work gives. Cancels it, and raises `ClientDisconnect`, when the caller goes away first."""
+    me = asyncio.current_task()
+    assert me is not None, "requests are served in tasks"
+    gone = asyncio.create_task(_disconnected(request))
+    gone.add_done_callback(lambda listener: listener.cancelled() or me.cancel())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not gone.done():
+            raise
+        me.uncancel()
+        raise ClientDisconnect from None
+    finally:
+        gone.cancel()
 
 
 async def _disconnected(request: Request) -> None:

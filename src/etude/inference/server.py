@@ -84,6 +84,9 @@ def _serve(
         access_log=False,
         log_level="warning",
         timeout_keep_alive=75,
+        proxy_headers=False,  # it is on loopback, or its caller bears a token
+        server_header=False,
+        date_header=False,
         timeout_graceful_shutdown=1,
     )
     server = _Server(config, ready=_ready(listener, args.name), ready_file=args.ready_file)
