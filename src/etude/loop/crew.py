@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.loop.config import RunConfig
-from etude.loop.processes import Child, Role, Supervisor
+from etude.loop.processes import KEEPS_MEMORY, NOTHING, Child, Role, Supervisor
 from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, Rollout, RolloutSpec
 from etude.run import RunFolder
@@ -108,13 +108,14 @@ class Crew:
         )
         return graded
 
-    def _child(self, name: str, argv: list[str], *, nice: int = 0) -> Child:
-        return Child(name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice)
+    def _child(self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING) -> Child:
+        return Child(name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env)
 
     async def _start_member(self, role: str, index: int, pool: Pool) -> None:
         module = {"worker": "worker", "grader": "grading", "learner": "learning"}[role]
         name = f"{role}-{index}" if role != "learner" else role
         argv = ["-m", f"etude.loop.{module}", "--run", str(self.run.path), "--name", name]
+        env = KEEPS_MEMORY if role == "learner" else NOTHING
 
         async def on_up(child: Child) -> None:
             caller = child.caller
@@ -128,7 +129,7 @@ class Crew:
             assert child.caller is not None, "members are started with a socket"
             await child.caller.call("ready", bool, deadline_s=2 * self.supervisor.hung_s)
 
-        await self.supervisor.add(self._child(name, argv), Role(on_up, answers, with_socket=True))
+        await self.supervisor.add(self._child(name, argv, env=env), Role(on_up, answers, with_socket=True))
 
     async def _start_engine(self, name: str) -> None:
         config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"

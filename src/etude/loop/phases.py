@@ -24,7 +24,7 @@ from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew, crew
 from etude.loop.evaluating import baseline
-from etude.loop.processes import AGAIN, Child, Supervisor
+from etude.loop.processes import AGAIN, KEEPS_MEMORY, NOTHING, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
@@ -77,7 +77,8 @@ async def _program(
     run: RunFolder, telemetry: Telemetry, supervisor: Supervisor, phase: str, module: str
 ) -> Mapping[str, Any]:
     """A program that runs to its end; one that dies is started again and goes on from what it left."""
-    child = Child(phase, ["-m", module, "--run", str(run.path)], logs=run / "logs", telemetry=telemetry)
+    env = KEEPS_MEMORY if phase == "mid-training" else NOTHING
+    child = Child(phase, ["-m", module, "--run", str(run.path)], logs=run / "logs", telemetry=telemetry, env=env)
     supervisor.children[phase] = child
     try:
         while True:
