@@ -1,8 +1,9 @@
-"""What the children cost: CPU seconds each second, memory each fifth, read from the kernel, not told by them.
+"""What the children cost: CPU seconds each second, memory each fifteenth, read from the kernel, not told by them.
 
 CPU of a child includes its ended descendants and those that run (a worker's machines), so that shares add up to the
 machine. One pass over /proc serves all children: a walk for each would cost the conductor a tenth of a core. Memory is
-the proportional set size (PSS), so that shared pages count once.
+the proportional set size (PSS), so that shared pages count once; the kernel walks a
+process's pages for it, half a millisecond each.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from etude.telemetry import Telemetry
 
-EVERY_S, MEMORY_EVERY = 1.0, 5
+EVERY_S, MEMORY_EVERY = 1.0, 15
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -25,13 +25,13 @@ class Processes:
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = {}
         self._cpu_s: dict[int, float] = {}
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                self._read(int(entry.name))
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                self._read(int(name))
 
     def _read(self, pid: int) -> None:
         try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
+            stat = _read_bytes(f"/proc/{pid}/stat")
         except OSError:
             return  # it ended meanwhile
         fields = stat[stat.rindex(b")") + 2 :].split()  # the name may hold blanks; what follows it is plain
@@ -61,11 +61,20 @@ def pss_bytes(pids: Iterable[int]) -> int:
     total = 0
     for pid in pids:
         try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+            lines = _read_bytes(f"/proc/{pid}/smaps_rollup").splitlines()
         except OSError:
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:"))
     return total
+
+
+def _read_bytes(path: str) -> bytes:
+    """A small file of the kernel's, which it gives whole at one read. A file object would cost four times as much."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, 65_536)
+    finally:
+        os.close(file)
 
 
 async def watch(pids: Callable[[], Mapping[str, int]], telemetry: Telemetry) -> None:
