@@ -93,9 +93,9 @@ class Crew:
         await self._start_member("learner", 0, self.learners)
 
     async def close(self) -> None:
+        await self.supervisor.close()  # first: its questions would open new connections
         for engine in self.engines.values():
             await engine.close()
-        await self.supervisor.close()
 
     async def rollout(self, spec: RolloutSpec) -> Rollout:
         limits = self.config.harness  # a worker's own deadlines end it first
