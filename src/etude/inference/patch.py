@@ -3,6 +3,9 @@
 Where few values of a tensor changed, a patch holds their places and values; where many did, the whole tensor, which
 is then the faster copy. Values are absolute, so writing twice (tied tensors) is harmless. `differing` compares the
 live memory with what it should hold: an update that raised no error has proven nothing.
+
+All of it is a few numpy calls a tensor over the bits of live memory, straight from the published codes: with a hundred
+small tensors the calls are what costs, and the steps wait for each while it holds the interpreter.
 """
 
 from __future__ import annotations
@@ -21,22 +24,25 @@ from etude.weights import Tensor, content_digest, tensor_digest
 Array = np.ndarray[Any, np.dtype[Any]]
 DENSE = 1 / 16  # share of changed values from which the whole tensor is copied
 
+_LIVE = {torch.float32: ("f32", torch.int32), torch.bfloat16: ("bf16", torch.int16)}
+_HELD_EXACTLY = {("f32", "f32"), ("bf16", "f32"), ("f16", "f32"), ("bf16", "bf16")}  # published, live
+_BF16_BELOW_F32 = np.uint32(16)  # bits
+
 
 @dataclass(frozen=True)
 class Patch:
-    """What to write, ready to be written."""
+    """What to write, ready to be written. Arrays are flat; live ones are the bits of the model's own memory."""
 
     version: Version
-    whole: list[tuple[torch.Tensor, torch.Tensor]]  # live view, its new content
-    sparse: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # live view, flat; int64 places; values
+    whole: list[tuple[Array, Tensor]]  # live bits; all that goes there
+    sparse: list[tuple[Array, Array, Array]]  # live bits; int64 places; the bits that go there
 
-    @torch.no_grad()
     def apply(self) -> None:
         """Write. Nothing in here can fail for a reason that `prepare` has not ruled out."""
-        for view, content in self.whole:
-            view.copy_(content)
-        for view, places, content in self.sparse:
-            view.index_copy_(0, places, content)
+        for live, tensor in self.whole:
+            _write(tensor.dtype, tensor.codes, live)
+        for live, places, bits in self.sparse:
+            live[places] = bits
 
 
 def prepare(
@@ -56,13 +62,12 @@ def prepare(
     patch = Patch(version, [], [])
     whole = set(replaced)
     for name, (places, codes) in changed.items():
-        view = views[name]
-        if len(places) > DENSE * view.numel() or not view.is_contiguous():
+        live = _bits(views[name])
+        if len(places) > DENSE * live.size:
             whole.add(name)
         else:
-            content = torch.from_numpy(_floats(tensors[name].dtype, codes)).to(view.dtype)
-            patch.sparse.append((view.view(-1), torch.from_numpy(np.array(places)), content))
-    patch.whole.extend((views[name], _content(tensors[name], views[name])) for name in sorted(whole))
+            patch.sparse.append((live, places, _written(tensors[name].dtype, codes, live)))
+    patch.whole.extend((_bits(views[name]), tensors[name]) for name in sorted(whole))
     return patch
 
 
@@ -75,12 +80,11 @@ def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
 
 def differing(views: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor]) -> list[str]:
     """Names whose live content is not, bit for bit, what `tensors` says."""
-    return [n for n, view in views.items() if not _same_bits(view, _content(tensors[n], view))]
+    return [n for n, view in views.items() if not _holds(_bits(view), tensors[n])]
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.contiguous().view(bits), b.view(bits))
+def _holds(live: Array, tensor: Tensor) -> bool:
+    return np.array_equal(live, _written(tensor.dtype, tensor.codes, live))
 
 
 def _check_fit(views: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -95,18 +99,35 @@ def _check_fit(views: Mapping[str, torch.Tensor], tensors: Mapping[str, Tensor])
             f"one of {len(different)} that differ",
             hint="start the engine from a checkpoint of the same run",
         )
+    for name, view in views.items():
+        published, live = tensors[name].dtype, _LIVE[view.dtype][0]
+        if (published, live) not in _HELD_EXACTLY:
+            raise WeightsError(
+                f"weights of dtype {published!r} cannot be held exactly by an engine that computes in {live!r}",
+                name,
+                hint="engines that compute in f32 read bf16, f16 and f32 renditions; in bf16, bf16 ones",
+            )
 
 
-def _content(tensor: Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(_floats(tensor.dtype, tensor.codes)).to(like.dtype).view(like.shape)
+def _bits(view: torch.Tensor) -> Array:
+    """The memory of a contiguous tensor as flat unsigned integers: what is written there is written to the tensor."""
+    bits: Array = view.detach().view(-1).view(_LIVE[view.dtype][1]).numpy()
+    return bits.view(f"u{bits.itemsize}")
 
 
-def _floats(dtype: str, codes: Array) -> Array:
-    """Values of codes as float32 (every bf16 and f16 value is one); the array is a new one."""
-    if dtype == "bf16":
-        return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype == "f16":
-        return codes.view(np.float16).astype(np.float32)
-    if dtype == "f32":
-        return codes.view(np.float32).copy()
-    raise WeightsError(f"weights of dtype {dtype!r}", hint="engines read bf16, f16 and f32 renditions")
+def _written(dtype: str, codes: Array, live: Array) -> Array:
+    """What `_write` would write, elsewhere."""
+    bits = np.empty(codes.shape, live.dtype)
+    _write(dtype, codes, bits)
+    return bits
+
+
+def _write(dtype: str, codes: Array, live: Array) -> None:
+    """Codes of a published dtype as the bits of a live one, which holds each of their values exactly."""
+    if codes.dtype == live.dtype:
+        np.copyto(live, codes)
+    elif dtype == "bf16":
+        np.copyto(live, codes)
+        np.left_shift(live, _BF16_BELOW_F32, out=live)
+    else:
+        np.copyto(live.view(np.float32), codes.view(np.float16))

@@ -86,6 +86,23 @@ def test_an_integer_rendition_is_refused(model: Transformer, tensors: dict[str, 
         prepare(hf_views(model), wrong, version=version(1), changed={}, replaced=wrong)
 
 
+def test_a_model_in_bf16_takes_bf16_and_refuses_what_it_would_round(tensors: dict[str, Tensor]) -> None:
+    views = hf_views(Transformer(TINY, seed=2).bfloat16())
+    prepare(views, tensors, version=version(1), changed={}, replaced=tensors).apply()
+    assert differing(views, tensors) == []
+    wide = {n: Tensor("f32", t.shape, t.codes.astype(np.uint32) << np.uint32(16)) for n, t in tensors.items()}
+    with pytest.raises(WeightsError, match="'f32' cannot be held exactly"):
+        prepare(views, wide, version=version(2), changed={}, replaced=wide)
+
+
+def test_f16_values_are_widened_exactly(model: Transformer, tensors: dict[str, Tensor]) -> None:
+    views = hf_views(model)
+    half = {n: Tensor("f16", t.shape, views[n].half().numpy().view(np.uint16).ravel()) for n, t in tensors.items()}
+    prepare(views, half, version=version(1), changed={}, replaced=half).apply()
+    assert differing(views, half) == []
+    assert torch.equal(views[ROUTER], views[ROUTER].half().float())
+
+
 def test_a_checkpoints_version_follows_from_its_content() -> None:
     one, same, other = (initial_version(hf_views(Transformer(TINY, seed=s))) for s in (1, 1, 2))
     assert one == same
