@@ -1,16 +1,15 @@
-"""What a client of an engine process feels when its weights are swapped in mid-generation: late answers.
+"""What a client of an engine process feels when its weights are swapped in mid-generation: late tokens.
 
 A real engine process follows a store. Every version is made and stored before the clock starts, for in production the
 trainer is elsewhere: a publish here is its last step alone, the move of the pointer, every `--every` seconds. Each
-version is an optimiser-sized change of bf16 weights. `--streams` long completions are always in flight over HTTP, so
-every swap happens in mid-generation (their version spans prove it). An engine answers with whole completions, so the
-arrival of single tokens is seen by *tickers*: clients that ask for one token after a four-token prompt, again and
-again. All sequences decode in the same steps, so a pause of the engine is a pause of the tickers.
+version is an optimiser-sized change of bf16 weights. `--streams` completions are always in flight over HTTP, so every
+swap happens in mid-generation (their version spans prove it). All decode in the same steps; a few are listened to token
+by token, the others are answered whole, so that clients cost little.
 
-The gap at a swap is the longest between two ticks from the publish until just after the adoption: it holds fetching,
-decoding and proving, too. The *extra* gap is that less the median of all gaps. Windows as long as those, laid where
-nothing is published, are measured likewise: what engine, clients and machine do by themselves. What shares the cores is
-named with its CPU seconds; a second run has a busy process beside it.
+The gap at a swap is the longest between two tokens of one completion, as they arrive, from the publish until just after
+the adoption: it holds fetching, decoding and proving, too. The *extra* gap is that less the median of all gaps. Windows
+as long as those, laid where nothing is published, are measured likewise: what engine, clients and machine do by
+themselves. What shares the cores is named with its CPU seconds; a second run has a busy process beside it.
 `python -m benchmarks.swap_client [--checkpoint DIR] [--swaps N]`
 """
 
@@ -18,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import itertools
 import json
@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,11 @@ import torch
 from benchmarks.report import report
 from etude.dashboard.read import RunView
 from etude.dashboard.summary import quantile
-from etude.errors import EtudeError
+from etude.errors import EngineError, EtudeError
 from etude.inference import HttpEngine
 from etude.loop.usage import Processes, pss_bytes
 from etude.models import ModelConfig, Transformer, load_model, save_model
-from etude.records import CompletionRequest, Sampling
+from etude.records import Completion, CompletionRequest, Sampling
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
 from etude.training.learner import export
@@ -52,7 +51,7 @@ from etude.weights import Channel
 from etude.weights.history import pointer_key
 
 PROMPT_TOKENS, STREAM_TOKENS, STEP_SIZE = 64, 256, 3e-5
-TICKERS, GRACE_S, READY_S = 2, 0.1, 60.0
+LISTENERS, GRACE_S, READY_S = 4, 0.1, 60.0
 CHANNEL = "policy"
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
@@ -61,7 +60,7 @@ BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 class Seen:
     """What the clients saw. Times are of `time.time`, which other processes share."""
 
-    ticks: list[list[float]] = field(default_factory=lambda: [[] for _ in range(TICKERS)])
+    arrivals: list[list[float]] = field(default_factory=list)  # of the tokens of each completion that was listened to
     published: list[float] = field(default_factory=list)  # when the pointer began to move to version 1, 2 ...
     completed: int = 0
     swapped: int = 0  # completions of two versions and more
@@ -109,12 +108,12 @@ def request(name: str, number: int, prompt: np.ndarray[Any, Any], num_tokens: in
 
 async def stream(engine: HttpEngine, index: int, num_tokens: int, vocab_size: int, seen: Seen) -> None:
     """Long completions, one after another, but for the first, of `num_tokens`."""
-    rng, number = np.random.default_rng(index), 0
+    rng, number, ask = np.random.default_rng(index), 0, listen if index < LISTENERS else whole
     while not seen.over:
         prompt = rng.integers(8, vocab_size, PROMPT_TOKENS).astype(np.int32)
         number += 1
         try:
-            done = await engine.generate(request(f"stream-{index}", number, prompt, num_tokens))
+            done = await ask(engine, request(f"stream-{index}", number, prompt, num_tokens), seen)
         except EtudeError as error:
             seen.failed.append(str(error))
             continue
@@ -125,16 +124,21 @@ async def stream(engine: HttpEngine, index: int, num_tokens: int, vocab_size: in
         num_tokens = STREAM_TOKENS
 
 
-async def tick(engine: HttpEngine, index: int, seen: Seen) -> None:
-    """One token after another."""
-    prompt, number = np.arange(8, 12, dtype=np.int32), 0
-    while not seen.over:
-        number += 1
-        try:
-            await engine.generate(request(f"tick-{index}", number, prompt, 1))
-        except EtudeError as error:
-            seen.failed.append(str(error))
-        seen.ticks[index].append(time.time())
+async def whole(engine: HttpEngine, asked: CompletionRequest, seen: Seen) -> Completion:
+    """The completion, at its end."""
+    return await engine.generate(asked)
+
+
+async def listen(engine: HttpEngine, asked: CompletionRequest, seen: Seen) -> Completion:
+    """The completion; when each of its tokens arrived is noted."""
+    arrivals: list[float] = []
+    seen.arrivals.append(arrivals)
+    async with contextlib.aclosing(engine.stream(asked)) as parts:
+        async for part in parts:
+            if isinstance(part, Completion):
+                return part
+            arrivals.append(time.time())
+    raise EngineError(f"{asked.request_id} ended without a completion", hint="see the engine's log")
 
 
 async def load(url: str, vocab_size: int, num_streams: int, publishing: Any, seen: Seen) -> None:
@@ -143,17 +147,15 @@ async def load(url: str, vocab_size: int, num_streams: int, publishing: Any, see
         for index in range(num_streams):
             first = STREAM_TOKENS * (index + 1) // num_streams  # so that they do not all end and begin at once
             clients.create_task(stream(engine, index, first, vocab_size, seen))
-        for index in range(TICKERS):
-            clients.create_task(tick(engine, index, seen))
         clients.create_task(publishing)
 
 
-def gaps(ticks: Sequence[Sequence[float]], windows: Sequence[tuple[float, float]]) -> list[float]:
-    """For each window the longest gap between two ticks of one ticker that touches it, in seconds."""
+def gaps(arrivals: Sequence[Sequence[float]], windows: Sequence[tuple[float, float]]) -> list[float]:
+    """For each window the longest gap between two tokens of one completion that touches it, in seconds."""
     found = []
     for start, end in windows:
         worst = 0.0
-        for times in map(np.asarray, ticks):
+        for times in map(np.asarray, arrivals):
             first, last = max(0, int(np.searchsorted(times, start)) - 1), int(np.searchsorted(times, end)) + 1
             worst = max(worst, float(np.diff(times[first:last]).max(initial=0.0)))
         found.append(worst)
@@ -189,7 +191,7 @@ def measure(
     argv += ["--ready-file", str(ready), "--telemetry", str(folder / "events" / "engine.jsonl"), "--name", "engine"]
     argv += ["--context-tokens", str(PROMPT_TOKENS + STREAM_TOKENS)]
     seen = Seen()
-    with ExitStack() as running:
+    with contextlib.ExitStack() as running:
         engine = running.enter_context(
             subprocess.Popen(argv, stdout=sys.stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
         )
@@ -204,7 +206,7 @@ def measure(
         shares = {name: round(s - before[name], 2) for name, s in cpu_s(engine.pid).items()}
         sharing = {"wall_s": round(time.perf_counter() - began, 2), "cpu_s": shares, **memory(engine.pid)}
     adopted = [event for event in RunView(folder).of("engine.adopt") if event["step"] > 0]
-    return {**numbers(seen, adopted), "cores_are_shared_by": {**sharing, "busy_process": busy}}
+    return {**numbers(seen, adopted), "cores_are_shared_by": {**sharing, "busy_process": busy, **others()}}
 
 
 def cpu_s(engine: int) -> dict[str, float]:
@@ -213,6 +215,13 @@ def cpu_s(engine: int) -> dict[str, float]:
     of_engine = processes.own_cpu_s(engine)
     follower_s = processes.cpu_s(engine) - of_engine
     return {"engine": of_engine, "follower": follower_s, "clients": times.user + times.system}
+
+
+def others() -> dict[str, Any]:
+    """How busy the machine was with other things, and what priority the scheduler gave this session over them."""
+    group = Path("/proc/self/autogroup")
+    nice = int(group.read_text().split()[-1]) if group.exists() else 0
+    return {"load_average": round(os.getloadavg()[0], 1), "autogroup_nice": nice}
 
 
 def memory(engine: int) -> dict[str, float]:
@@ -225,18 +234,18 @@ def memory(engine: int) -> dict[str, float]:
 def numbers(seen: Seen, adopted: Sequence[Any]) -> dict[str, Any]:
     """What the clients saw, laid over what the engine did. A version that was overtaken is no swap."""
     busy = [(seen.published[int(event["step"]) - 1], float(event["t"]) + GRACE_S) for event in adopted]
-    every = np.concatenate([np.diff(t) for t in seen.ticks])
+    every = np.concatenate([np.diff(times) for times in seen.arrivals])
     median_s = float(np.median(every))
     return {
         "num_swaps": len(adopted),
-        "in_mid_generation": sum(event["num_running"] > TICKERS for event in adopted),
+        "in_mid_generation": sum(event["num_running"] > 0 for event in adopted),
         "completions": seen.completed,
         "completions_of_several_versions": seen.swapped,
         "failed": len(seen.failed),
         "failures": seen.failed[:3],
         "gap_ms": {**in_ms(every.tolist()), "num": len(every)},
-        "extra_gap_ms": in_ms([gap - median_s for gap in gaps(seen.ticks, busy)]),
-        "extra_gap_ms_without_swap": in_ms([gap - median_s for gap in gaps(seen.ticks, quiet(busy))]),
+        "extra_gap_ms": in_ms([gap - median_s for gap in gaps(seen.arrivals, busy)]),
+        "extra_gap_ms_without_swap": in_ms([gap - median_s for gap in gaps(seen.arrivals, quiet(busy))]),
         "engine_pause_ms": in_ms([event["pause_s"] for event in adopted]),
         "publish_to_adopted_ms": in_ms([end - GRACE_S - start for start, end in busy]),
     }
