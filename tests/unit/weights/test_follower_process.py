@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +114,32 @@ def test_a_killed_child_is_told_and_the_next_one_catches_up(world: World) -> Non
         assert update is not None
         assert update.replaced.keys() == policy_at(step).keys()
         assert world.holds(step)
+
+
+def kill(process: int) -> None:
+    """Kill the process behind a descriptor, if it is still there."""
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    os.close(process)
+
+
+def test_a_child_killed_at_random_moments_never_gives_anything_wrong(world: World) -> None:
+    rng, ends = random.Random(0), []
+    for step in range(12):
+        world.publish(step)
+        while world.follower.version != world.last:
+            killer = None
+            if world.follower.pid is not None and len(ends) <= step:
+                killer = threading.Timer(rng.uniform(0.0, 0.02), kill, (os.pidfd_open(world.follower.pid),))
+                killer.start()
+            try:
+                world.follower.advance()
+            except WeightsError as error:
+                ends.append(error.what)
+            if killer is not None:
+                killer.join()
+        assert world.holds(step)
+    assert set(ends) == {"the follower's process ended"}
 
 
 def test_a_torn_delta_without_an_anchor_is_refused_by_name_and_what_was_held_stays(world: World) -> None:
