@@ -247,6 +247,9 @@ def test_the_openai_client_talks_to_the_result(served: str) -> None:
         parts = list(client.chat.completions.create(**asked, stream=True))
         streamed = "".join(p.choices[0].delta.content or "" for p in parts if p.choices)
         assert streamed == (message.content or "")
+        text = list(client.completions.create(model="tiny", prompt="def f", max_tokens=30, seed=7, stream=True))
+        again = client.completions.create(model="tiny", prompt="def f", max_tokens=30, seed=7)
+        assert "".join(p.choices[0].text for p in text) == again.choices[0].text
         with pytest.raises(openai.BadRequestError, match="context"):
             client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "a b " * 2000}], max_tokens=4

@@ -1,4 +1,4 @@
-"""The product's door: OpenAI's `/v1/chat/completions` over a `Policy` and a chat format. Usable alone, without torch.
+"""The product's door: OpenAI's chat and text completions over a `Policy` and a chat format. Usable alone, no torch.
 
     app = create_app(policy, ChatFormat.load("checkpoint"), model="etude", context_tokens=384)
     async with serving(app, config=GatewayConfig(port=8000)) as base_url:

@@ -1,10 +1,9 @@
-"""A completion → OpenAI's answer, whole or as the chunks of a stream. Pure."""
+"""A completion → OpenAI's answer, whole. Pure; `streams` tells one while it grows."""
 
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from etude.records.wire import I32
 class Answer:
     """One completion as a client is told it."""
 
-    answer_id: str  # "chatcmpl-..."
+    answer_id: str  # "chatcmpl-...", "cmpl-..."
     created: int  # unix seconds
     model: str
     text: str
@@ -70,22 +69,24 @@ def make_answer(
     signatures: Any,
     stop: Sequence[str],
     prompt_ids: I32,
+    answer_id: str,
     model: str,
     created: int,
 ) -> Answer:
-    """Read a completion for a client. A call that cannot be read is told as the text it is."""
-    reply = chat.parse(completion.token_ids, signatures)
+    """Read a completion for a client. A call that cannot be read is told as the text it is; with `signatures` None
+    nobody looks for one."""
+    reply = chat.parse(completion.token_ids, signatures) if signatures is not None else None
     calls: tuple[dict[str, Any], ...] = ()
-    if reply.call is not None:
+    if reply is not None and reply.call is not None:
         calls = ({"name": reply.call.name, "arguments": reply.call.arguments},)
-    text = reply.text if not reply.error else chat.decode(completion.token_ids)
+    text = reply.text if reply is not None and not reply.error else chat.decode(completion.token_ids)
     end = min((at for s in stop if (at := text.find(s)) >= 0), default=-1)
     cut = end >= 0
     if cut:
         text, calls = text[:end], ()
     length = completion.stop_reason is StopReason.LENGTH and not cut
     return Answer(
-        answer_id=f"chatcmpl-{uuid.uuid4().hex}",
+        answer_id=answer_id,
         created=created,
         model=model,
         text=text,
@@ -97,70 +98,28 @@ def make_answer(
     )
 
 
-def whole(answer: Answer, *, return_token_ids: bool) -> dict[str, Any]:
+def whole_chat(answer: Answer, *, return_token_ids: bool) -> dict[str, Any]:
     """The `chat.completion` object."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": answer.message(),
-        "logprobs": None,
-        "finish_reason": answer.finish_reason,
-    }
-    body = _head(answer, "chat.completion") | {"choices": [choice], "usage": answer.usage()}
-    if return_token_ids:
-        choice["token_ids"] = answer.completion.token_ids.tolist()
-        body["prompt_token_ids"] = answer.prompt_ids.tolist()
-    return body
+    return _whole(answer, "chat.completion", {"message": answer.message()}, return_token_ids)
 
 
-def chunks(answer: Answer, chat: Chat, *, include_usage: bool) -> Iterator[bytes]:
-    """The `chat.completion.chunk` events of a stream, the last ``[DONE]`` included."""
-    head = _head(answer, "chat.completion.chunk")
-
-    def event(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        body = head | {"choices": [choice]} | ({"usage": None} if include_usage else {})
-        return _event(body)
-
-    yield event({"role": "assistant", "content": "" if answer.text or not answer.calls else None})
-    for piece in pieces(answer, chat):
-        yield event({"content": piece})
-    for index, call in enumerate(answer.tool_calls()):
-        function = call["function"]
-        yield event({"tool_calls": [{"index": index, **call, "function": {"name": function["name"], "arguments": ""}}]})
-        yield event({"tool_calls": [{"index": index, "function": {"arguments": function["arguments"]}}]})
-    yield event({}, answer.finish_reason)
-    if include_usage:
-        yield _event(head | {"choices": [], "usage": answer.usage()})
-    yield b"data: [DONE]\n\n"
+def whole_text(answer: Answer, *, return_token_ids: bool) -> dict[str, Any]:
+    """The `text_completion` object."""
+    return _whole(answer, "text_completion", {"text": answer.text}, return_token_ids)
 
 
-def pieces(answer: Answer, chat: Chat) -> Iterator[str]:
-    """The text, a piece a token: never half a character, and never more than the answer's text."""
-    left, pending = answer.text, list[int]()
-    for token in answer.completion.token_ids.tolist():
-        pending.append(token)
-        piece = chat.decode(pending)
-        if not piece.endswith("\ufffd") and piece:
-            pending.clear()
-            piece = piece[: len(left)]
-            if not left.startswith(piece):
-                break
-            left = left[len(piece) :]
-            if piece:
-                yield piece
-    if left:
-        yield left
-
-
-def _head(answer: Answer, kind: str) -> dict[str, Any]:
-    return {
+def _whole(answer: Answer, kind: str, said: dict[str, Any], return_token_ids: bool) -> dict[str, Any]:
+    choice = {"index": 0, **said, "logprobs": None, "finish_reason": answer.finish_reason}
+    body = {
         "id": answer.answer_id,
         "object": kind,
         "created": answer.created,
         "model": answer.model,
         "system_fingerprint": answer.fingerprint,
+        "choices": [choice],
+        "usage": answer.usage(),
     }
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    if return_token_ids:
+        choice["token_ids"] = answer.completion.token_ids.tolist()
+        body["prompt_token_ids"] = answer.prompt_ids.tolist()
+    return body

@@ -1,22 +1,23 @@
-"""The product's door: OpenAI's chat API over one `Policy`.
+"""The product's door: OpenAI's chat and text completions over one `Policy`.
 
     request → key → size → checks → tokens (known ones, then what is new) → room → policy → answer, whole or streamed
 
 Every step can refuse, and says so in OpenAI's shape. The tokens of a conversation live here: a client sends text, and
-the model is shown exactly the tokens it has seen and sampled before. A completion arrives whole from the policy; a
-stream is sent token by token from it. Knows nothing of engines, weights or tools: calls go to the client.
+the model is shown exactly the tokens it has seen and sampled before. A stream is sent as the policy samples (all at
+once from one that cannot stream); a client that goes away takes its request back. Knows nothing of engines, weights or
+tools: calls go to the client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,17 +27,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from etude.errors import EtudeError
-from etude.gateway.answers import Answer, chunks, make_answer, whole
+from etude.gateway.answers import Answer, make_answer, whole_chat, whole_text
 from etude.gateway.config import GatewayConfig
+from etude.gateway.http import HANDLERS, host, is_loopback, until_gone
 from etude.gateway.refusal import Refused, context_exceeded, invalid, of_error
-from etude.gateway.requests import ChatRequest, read_request
+from etude.gateway.requests import Asked, ChatRequest, TextRequest, read_request, read_text_request
 from etude.gateway.seam import Chat
+from etude.gateway.streams import ChatStream, TextStream, broken
 from etude.gateway.tree import Node, TokenTree, chain
-from etude.records.completion import CompletionRequest, Sampling, StopReason
+from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason
 from etude.records.wire import I32
-from etude.seams import Policy
+from etude.seams import Policy, Streaming
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Asked)
 
 
 def create_app(
@@ -55,11 +59,32 @@ def create_app(
         Route("/v1/models", gateway.models),
         Route("/v1/models/{name:path}", gateway.one_model),
         Route("/v1/chat/completions", gateway.chat_completions, methods=["POST"]),
+        Route("/v1/completions", gateway.completions, methods=["POST"]),
     ]
-    handlers: Any = {Refused: _refused, EtudeError: _failed, Exception: _broken, 404: _no_route, 405: _no_route}
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.state.needs_key = key is not None
     return app
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """Where a completion belongs in a conversation: what `TokenTree` is told."""
+
+    asked: ChatRequest
+    known: Node | None  # the deepest completion that the gateway remembers
+    new_ids: I32  # tokens of the prompt behind it
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A checked request on its way to the policy, and what is needed to tell its answer."""
+
+    asked: Asked
+    request: CompletionRequest
+    answer_id: str
+    created: int  # unix seconds
+    signatures: Any = None  # None: no call is looked for
+    talk: Talk | None = None
 
 
 class Gateway:
@@ -100,22 +125,38 @@ class Gateway:
 
     async def chat_completions(self, request: Request) -> Response:
         """OpenAI's chat completion."""
+        return await self._serve(request, read_request, self._ask_chat, whole_chat, ChatStream)
+
+    async def completions(self, request: Request) -> Response:
+        """OpenAI's text completion: what comes after a prompt that no template touches."""
+        return await self._serve(request, read_text_request, self._ask_text, whole_text, TextStream)
+
+    async def _serve(
+        self,
+        request: Request,
+        read: Callable[[bytes], R],
+        ask: Callable[[R], Asking],
+        whole: Callable[..., dict[str, Any]],
+        stream: type[ChatStream],
+    ) -> Response:
         self._admit(request)
         if not request.headers.get("content-type", "").startswith("application/json"):
             raise Refused(415, "send the body as content-type: application/json", code="unsupported_media_type")
         try:
             async with asyncio.timeout(self.config.deadline_s):
-                asked = read_request(await self._body(request))
+                asked = read(await self._body(request))
                 self._check_model(asked.model)
-                answer = await _until_gone(request, self._answer(asked))
+                asking = ask(asked)
+                if asked.stream:
+                    events = self._events(asking, stream)
+                    first = await until_gone(request, anext(events))  # what fails until here has a status
+                    return _streaming(first, events)
+                answer = await until_gone(request, self._answer(asking))
         except TimeoutError:
-            raise Refused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout") from None
+            raise self._late() from None
         except ClientDisconnect:
             return Response(status_code=499)
-        if not asked.stream:
-            return JSONResponse(whole(answer, return_token_ids=asked.return_token_ids))
-        stream = _in_turn(chunks(answer, self._chat, include_usage=asked.include_usage))
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return JSONResponse(whole(answer, return_token_ids=asked.return_token_ids))
 
     # inside
 
@@ -131,7 +172,7 @@ class Gateway:
     def _admit(self, request: Request) -> None:
         """The key; without one, only a caller that names this machine (a web page that was pointed here does not)."""
         if self._key is None:
-            if not is_loopback(_host(request)):
+            if not is_loopback(host(request)):
                 raise Refused(403, "without a key only localhost is answered", code="forbidden")
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
@@ -151,8 +192,47 @@ class Gateway:
                 raise Refused(413, f"the body is larger than {limit} bytes", code="request_too_large")
         return bytes(body)
 
-    async def _answer(self, asked: ChatRequest) -> Answer:
-        """Tokens, room, policy; the completion is remembered before it is told."""
+    async def _answer(self, asking: Asking) -> Answer:
+        async with self._turn():
+            return self._told(asking, await self._policy.complete(asking.request))
+
+    async def _events(self, asking: Asking, kind: type[ChatStream]) -> AsyncGenerator[bytes]:
+        """The events of a stream, each as soon as its tokens are sampled."""
+        asked, end = asking.asked, time.monotonic() + self.config.deadline_s
+        stream = kind(
+            self._chat,
+            stop=asked.stop,
+            answer_id=asking.answer_id,
+            model=self.model,
+            created=asking.created,
+            usage=asked.include_usage,
+        )
+        async with self._turn(), aclosing(self._parts(asking.request)) as parts:
+            while True:
+                try:
+                    part = await asyncio.wait_for(anext(parts), max(0.0, end - time.monotonic()))
+                except TimeoutError:
+                    raise self._late() from None
+                if isinstance(part, Completion):
+                    answer = self._told(asking, part)
+                    break
+                for event in stream.tokens(part):
+                    yield event
+        for event in stream.end(answer):
+            yield event
+
+    async def _parts(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        if isinstance(self._policy, Streaming):
+            async with aclosing(self._policy.stream(request)) as parts:
+                async for part in parts:
+                    yield part
+        else:
+            completion = await self._policy.complete(request)
+            yield completion.token_ids.tolist()
+            yield completion
+
+    def _ask_chat(self, asked: ChatRequest) -> Asking:
+        """The conversation's tokens, those it knows as they were sampled."""
         try:
             signatures = self._chat.signatures(asked.tools)
         except ValueError as error:
@@ -160,36 +240,56 @@ class Gateway:
         keys = chain(asked.tools, asked.messages)
         known, prompt_ids, new_ids = self._tokens(asked, keys, signatures)
         session_id = known.session_id if known else f"chat-{uuid.uuid4().hex}"
-        async with self._turn():
-            completion = await self._policy.complete(
-                CompletionRequest(
-                    request_id=f"{session_id}/{uuid.uuid4().hex}",
-                    session_id=session_id,
-                    prompt_ids=prompt_ids,
-                    sampling=Sampling(
-                        max_tokens=self._room(asked, len(prompt_ids)),
-                        stop_token_ids=self._chat.stop_token_ids,
-                        temperature=asked.temperature,
-                        seed=secrets.randbits(63) if asked.seed is None else asked.seed & ((1 << 63) - 1),
-                    ),
-                    routes_from=len(prompt_ids),
-                    deadline_s=self.config.deadline_s,
-                )
-            )
+        request = self._request(asked, session_id, prompt_ids, keep=True)
+        talk = Talk(asked, known, new_ids)
+        return Asking(asked, request, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), signatures, talk)
+
+    def _ask_text(self, asked: TextRequest) -> Asking:
+        if isinstance(asked.prompt, str):
+            prompt_ids = self._chat.encode(asked.prompt)
+        elif all(0 <= token < self._chat.vocab_size for token in asked.prompt):
+            prompt_ids = np.array(asked.prompt, np.int32)
+        else:
+            raise invalid(f"prompt has a token id outside of [0, {self._chat.vocab_size})", "prompt")
+        request = self._request(asked, f"text-{uuid.uuid4().hex}", prompt_ids, keep=False)
+        return Asking(asked, request, f"cmpl-{uuid.uuid4().hex}", int(time.time()))
+
+    def _request(self, asked: Asked, session_id: str, prompt_ids: I32, *, keep: bool) -> CompletionRequest:
+        return CompletionRequest(
+            request_id=f"{session_id}/{uuid.uuid4().hex}",
+            session_id=session_id,
+            prompt_ids=prompt_ids,
+            sampling=Sampling(
+                max_tokens=self._room(asked, len(prompt_ids)),
+                stop_token_ids=self._chat.stop_token_ids,
+                temperature=asked.temperature,
+                seed=secrets.randbits(63) if asked.seed is None else asked.seed & ((1 << 63) - 1),
+            ),
+            routes_from=len(prompt_ids),
+            deadline_s=self.config.deadline_s,
+            keep_session=keep,
+        )
+
+    def _told(self, asking: Asking, completion: Completion) -> Answer:
+        """What a client is told of a completion; a conversation's is remembered before."""
         if completion.stop_reason is StopReason.CANCELLED:
             raise Refused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
         answer = make_answer(
             completion,
             chat=self._chat,
-            signatures=signatures,
-            stop=asked.stop,
-            prompt_ids=prompt_ids,
+            signatures=asking.signatures,
+            stop=asking.asked.stop,
+            prompt_ids=asking.request.prompt_ids,
+            answer_id=asking.answer_id,
             model=self.model,
-            created=int(time.time()),
+            created=asking.created,
         )
-        if not answer.cut:  # the client will not repeat what it was not told
-            self._remember(asked, answer, keys, known, np.concatenate([new_ids, completion.token_ids]), session_id)
+        if asking.talk is not None and not answer.cut:  # the client will not repeat what it was not told
+            self._remember(asking.talk, answer, asking.request.session_id)
         return answer
+
+    def _late(self) -> Refused:
+        return Refused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
 
     def _tokens(self, asked: ChatRequest, keys: list[bytes], signatures: Any) -> tuple[Node | None, I32, I32]:
         """The deepest known completion of this conversation, all tokens of the prompt, and those it adds."""
@@ -201,16 +301,15 @@ class Gateway:
         new_ids = self._chat.continuation(asked.messages[:said], asked.messages[said:], signatures, ended=known.ended)
         return known, np.concatenate([known.context(), new_ids]), new_ids
 
-    def _remember(
-        self, asked: ChatRequest, answer: Answer, keys: list[bytes], known: Node | None, added: I32, session_id: str
-    ) -> None:
+    def _remember(self, talk: Talk, answer: Answer, session_id: str) -> None:
         calls = [{"type": "function", "function": c} for c in answer.calls]
         message = {"role": "assistant", "content": answer.text} | ({"tool_calls": calls} if calls else {})
-        key = chain(asked.tools, [*asked.messages, message])[-1]
+        key = chain(talk.asked.tools, [*talk.asked.messages, message])[-1]
+        added = np.concatenate([talk.new_ids, answer.completion.token_ids])
         ended = answer.completion.stop_reason is StopReason.STOP
-        self._tree.add(key, known, added, session_id=session_id, ended=ended)
+        self._tree.add(key, talk.known, added, session_id=session_id, ended=ended)
 
-    def _room(self, asked: ChatRequest, num_prompt: int) -> int:
+    def _room(self, asked: Asked, num_prompt: int) -> int:
         """Tokens the answer may have. Raises `Refused` past the context."""
         room = self.context_tokens - num_prompt
         if room < (asked.max_tokens or 1):
@@ -233,68 +332,18 @@ class Gateway:
             self._running.release()
 
 
-def _host(request: Request) -> str:
-    try:
-        return request.url.hostname or ""
-    except ValueError:  # a Host header that is none
-        return ""
+def _streaming(first: bytes, events: AsyncGenerator[bytes]) -> Response:
+    """A stream that has begun. Whatever goes wrong from now on is its last event."""
 
+    async def body() -> AsyncIterator[bytes]:
+        async with aclosing(events):
+            yield first
+            try:
+                async for event in events:
+                    yield event
+            except Refused as refused:
+                yield broken(refused)
+            except EtudeError as error:
+                yield broken(of_error(error))
 
-def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("example.org")
-    (True, True, False, False)
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-async def _until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, unless the client goes away: then it is cancelled, and `ClientDisconnect` raised."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        for future in (task, gone):
-            future.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _in_turn(events: Any) -> AsyncIterator[bytes]:
-    """The events of a stream, other requests served in between."""
-    for event in events:
-        yield event
-        await asyncio.sleep(0)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return error.response()
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EtudeError)
-    return of_error(error).response()
-
-
-async def _no_route(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 404)
-    return Refused(status, f"{request.method} {request.url.path} is not offered", code="not_found").response()
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    return Refused(500, "the gateway failed; its log says why", code="internal_error").response()
+    return StreamingResponse(body(), media_type="text/event-stream", headers={"cache-control": "no-cache"})

@@ -1,4 +1,4 @@
-"""Bytes of a chat request → a checked `ChatRequest`, or `Refused`. Nothing else comes out, whatever goes in.
+"""Bytes of a request → a checked `ChatRequest` or `TextRequest`, or `Refused`. Nothing else, whatever goes in.
 
 Unknown fields are skipped, as clients send many. A field that would change the answer and cannot be honoured is
 refused unless it holds its neutral value: silence would be a lie.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -34,13 +34,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields that are understood and not offered, with the values under which they change nothing."""
 
 
+NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {
+    **{name: NEUTRAL[name] for name in ("n", "top_p", "frequency_penalty", "presence_penalty", "logit_bias")},
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None,),
+    "suffix": (None, ""),
+}
+TEXT_TOKENS = 16
+"""Of a text completion whose request names no limit, as OpenAI has it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """What a client asks for. `messages` are canonical: text content, arguments as mappings."""
+class Asked:
+    """What every request for a completion says."""
 
     model: str
-    messages: list[Message]
-    tools: list[dict[str, Any]]  # as offered to the model; empty when the client forbids them
     max_tokens: int | None
     temperature: float
     seed: int | None
@@ -48,6 +57,21 @@ class ChatRequest:
     stream: bool
     include_usage: bool
     return_token_ids: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(Asked):
+    """The next message of a conversation. `messages` are canonical: text content, arguments as mappings."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]  # as offered to the model; empty when the client forbids them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest(Asked):
+    """What comes after a text, given as such or as token ids."""
+
+    prompt: str | list[int]
 
 
 class _Part(msgspec.Struct):
@@ -76,10 +100,8 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Body(msgspec.Struct):
+class _Body(msgspec.Struct, kw_only=True):
     model: str
-    messages: list[_Message]
-    tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -93,46 +115,82 @@ class _Body(msgspec.Struct):
     frequency_penalty: Any = None
     presence_penalty: Any = None
     logprobs: Any = None
-    top_logprobs: Any = None
     logit_bias: Any = None
+
+
+class _TextBody(_Body, kw_only=True):
+    prompt: str | list[Any]
+    best_of: Any = None
+    echo: Any = None
+    suffix: Any = None
+
+
+class _ChatBody(_Body, kw_only=True):
+    messages: list[_Message]
+    tools: list[dict[str, Any]] | None = None
+    top_logprobs: Any = None
     response_format: Any = None
     tool_choice: Any = None
     functions: Any = None
     audio: Any = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+B = TypeVar("B", bound=_Body)
 _path = re.compile(r" - at `\$\.?([^`]*)`")
 
 
 def read_request(data: bytes) -> ChatRequest:
-    """The request in a body. Raises `Refused` (400)."""
+    """The chat request in a body. Raises `Refused` (400)."""
+    body = _decoded(data, _chat_decoder, NEUTRAL)
+    messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
+    if not messages or messages[-1]["role"] == "assistant":
+        raise invalid("messages must end with a system, user or tool message", "messages")
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    return ChatRequest(messages=messages, tools=tools, **_common(body))
+
+
+def read_text_request(data: bytes) -> TextRequest:
+    """The text request in a body. Raises `Refused` (400)."""
+    body = _decoded(data, _text_decoder, NEUTRAL_OF_TEXT)
+    prompt = body.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]  # a batch of one
+    if not prompt or (isinstance(prompt, list) and not all(type(token) is int for token in prompt)):
+        raise invalid("prompt must be one text, or one list of token ids, and not empty", "prompt")
+    common = _common(body)
+    return TextRequest(prompt=prompt, **{**common, "max_tokens": common["max_tokens"] or TEXT_TOKENS})
+
+
+_chat_decoder, _text_decoder = msgspec.json.Decoder(_ChatBody), msgspec.json.Decoder(_TextBody)
+
+
+def _decoded(data: bytes, decoder: msgspec.json.Decoder[B], neutral: dict[str, tuple[Any, ...]]) -> B:
     try:
-        body = _decoder.decode(data)
+        body = decoder.decode(data)
     except msgspec.ValidationError as error:
         place = _path.search(str(error))
         raise invalid(str(error), place[1] if place else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
-    for name, values in NEUTRAL.items():
+    for name, values in neutral.items():
         if getattr(body, name) not in values:
             raise invalid(f"{name} = {getattr(body, name)!r} is not offered by this model", name)
     _check_ranges(body)
-    messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
-    if not messages or messages[-1]["role"] == "assistant":
-        raise invalid("messages must end with a system, user or tool message", "messages")
-    return ChatRequest(
-        model=body.model,
-        messages=messages,
-        tools=[] if body.tool_choice == "none" else body.tools or [],
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        seed=body.seed,
-        stop=_stops(body.stop),
-        stream=bool(body.stream),
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        return_token_ids=bool(body.return_token_ids),
-    )
+    return body
+
+
+def _common(body: _Body) -> dict[str, Any]:
+    """The fields of `Asked`."""
+    return {
+        "model": body.model,
+        "max_tokens": body.max_completion_tokens or body.max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "seed": body.seed,
+        "stop": _stops(body.stop),
+        "stream": bool(body.stream),
+        "include_usage": body.stream_options is not None and body.stream_options.include_usage,
+        "return_token_ids": bool(body.return_token_ids),
+    }
 
 
 def _check_ranges(body: _Body) -> None:

@@ -34,6 +34,7 @@ class Chat(Protocol):
     """Messages to tokens and back. `signatures` is what `signatures()` made of a request's tools."""
 
     stop_token_ids: tuple[int, ...]
+    vocab_size: int
 
     def signatures(self, tools: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
         """Raises `ValueError` for what is no tool."""
@@ -46,5 +47,11 @@ class Chat(Protocol):
     ) -> I32: ...
 
     def parse(self, ids: I32, signatures: Any) -> Said: ...
+
+    def leading_text(self, ids: Sequence[int]) -> int:
+        """How many of a completion's first tokens are surely said as text, whatever follows."""
+        ...
+
+    def encode(self, text: str) -> I32: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...

@@ -14,8 +14,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from etude.errors import ConfigError, DeadlineExceeded
-from etude.gateway.app import is_loopback
 from etude.gateway.config import GatewayConfig
+from etude.gateway.http import is_loopback
 
 START_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 10.0

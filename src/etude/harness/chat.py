@@ -7,7 +7,8 @@ rendering into token ids under three rules.
   rendering is checked to be a pure extension of the earlier one. What the model sampled is never re-tokenised.
 - *Structure comes from the template only.* Text that spells a special token (a file that contains ``<|end|>``) is
   encoded as ordinary text, so no tool output can end a message or speak for somebody else.
-- *A checkpoint's template is outside code*: it runs in Jinja's sandbox.
+- *A checkpoint's template is outside code*: it runs in Jinja's sandbox. One that names `tools` is given them; etude's
+  own does not list them.
 
 Knows nothing of machines, engines or torch.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -87,6 +89,7 @@ class ChatFormat:
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
         try:
             self._template = _environment().from_string(template)
+            self._lists_tools = "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
         except jinja2.TemplateError as error:
             raise ChatError("the chat template does not compile", str(error), hint=_HINT_TEMPLATE) from None
         self._short = lru_cache(maxsize=4096)(self._encode_plain)
@@ -179,6 +182,10 @@ class ChatFormat:
             return Reply(self.decode(body, special=True), error=call)
         return Reply(self.decode(body[:at]), call)
 
+    def leading_text(self, ids: Sequence[int] | I32) -> int:
+        """How many of a completion's first tokens are said to the reader, whatever follows: those before a call."""
+        return next((n for n, i in enumerate(ids) if int(i) in self._special_ids), len(ids))
+
     def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
         """The text of the last message before a prompt's generation prompt: what a policy was just told."""
         ids = [int(i) for i in prompt_ids]
@@ -195,8 +202,9 @@ class ChatFormat:
 
     def _render(self, messages: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
         hidden = [self._hide_message(m, signatures) for m in messages]
+        tools = [self._hide_all(s.to_openai()) for s in signatures.values()] if self._lists_tools else []
         try:
-            return self._template.render(messages=hidden, add_generation_prompt=generate)
+            return self._template.render(messages=hidden, tools=tools or None, add_generation_prompt=generate)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise ChatError("the chat template refused the messages", str(error), hint=_HINT_TEMPLATE) from None
 
@@ -215,6 +223,14 @@ class ChatFormat:
             hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
             raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
         return {"function": {"name": self._hide(name), "arguments": {k: self._hide(w) for k, w in words.items()}}}
+
+    def _hide_all(self, value: Any) -> Any:
+        """`_hide` in every text of nested plain data."""
+        if isinstance(value, Mapping):
+            return {self._hide(str(k)): self._hide_all(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self._hide_all(v) for v in value]
+        return self._hide(value) if isinstance(value, str) else value
 
     def _hide(self, text: str) -> str:
         """Break the spelling of special tokens in outside text, so that the rendering holds the template's only."""

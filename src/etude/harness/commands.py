@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ABSENT = "null"
@@ -43,9 +43,12 @@ class Signature:
     name: str
     description: str
     parameters: tuple[Parameter, ...] = ()
+    given: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)  # the tool it was read from
 
     def to_openai(self) -> dict[str, Any]:
-        """The tool in the shape of OpenAI's `tools` list."""
+        """The tool in the shape of OpenAI's `tools` list; one that was read from there as it was."""
+        if self.given is not None:
+            return dict(self.given)
         properties = {p.name: {"type": p.kind, "description": p.description} for p in self.parameters}
         required = [p.name for p in self.parameters if p.required]
         schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
@@ -68,7 +71,7 @@ class Signature:
             raise ValueError(f"a tool is {{type, function: {{name, parameters}}}}: {error!r}") from None
         if not isinstance(name, str) or not name or any(c.isspace() for c in name):
             raise ValueError(f"a tool's name is a word, not {name!r}")
-        return cls(name, str(description), parameters)
+        return cls(name, str(description), parameters, tool)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from tests.unit.harness.tokeniser import laptop_chat
+from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude.errors import ConfigError, ContextFull, EngineError
 from etude.gateway import GatewayConfig, create_app, serving
-from etude.harness import Call, standard_tools
+from etude.harness import Call, ChatFormat, chat_template, standard_tools
 from etude.records import Completion, CompletionRequest
-from etude.testing import EnginePolicy, ScriptedEngine
+from etude.testing import ScriptedEngine, StreamingPolicy
 
 CHAT = laptop_chat()
 END = CHAT.end_id
@@ -63,13 +63,14 @@ async def door(
     key: str | None = None,
     context_tokens: int = 512,
     config: GatewayConfig | None = None,
+    chat: ChatFormat = CHAT,
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, ScriptedEngine, str]]:
     """A real server and the real client."""
     engine = ScriptedEngine(answers)
     config = config or GatewayConfig(port=0)
     app = create_app(
-        policy or EnginePolicy(engine),  # type: ignore[arg-type]
-        CHAT,
+        policy or StreamingPolicy(engine),  # type: ignore[arg-type]
+        chat,
         model="laptop",
         context_tokens=context_tokens,
         config=config,
@@ -201,6 +202,181 @@ def test_a_stream_of_a_tool_call_adds_up_to_the_call() -> None:
                 c["function"].pop("parsed_arguments", None)
             await client.chat.completions.create(model="laptop", messages=[*USER, echoed, answer], tools=TOOLS)
             assert engine.requests[1].session_id == engine.requests[0].session_id
+
+    run(work)
+
+
+class Live:
+    """A policy that samples what a test puts in, says when it was left, and breaks on an error."""
+
+    def __init__(self) -> None:
+        self.sampled: asyncio.Queue[list[int] | Exception] = asyncio.Queue()
+        self.left = asyncio.Event()
+        self.said: list[int] = []
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        raise AssertionError("a stream was asked for")
+
+    async def stream(self, request: CompletionRequest) -> AsyncIterator[list[int] | Completion]:
+        try:
+            while not self.said or self.said[-1] != END:
+                part = await self.sampled.get()
+                if isinstance(part, Exception):
+                    raise part
+                self.said += part
+                yield part
+            yield await ScriptedEngine([self.said]).generate(request)
+        finally:
+            self.left.set()
+
+
+def test_a_stream_sends_each_token_before_the_next_is_sampled() -> None:
+    async def work() -> None:
+        live = Live()
+        async with door(policy=live) as (client, _, _url):
+            live.sampled.put_nowait(CHAT.encode("a").tolist())
+            stream = await client.chat.completions.create(model="laptop", messages=USER, stream=True)
+            chunks = aiter(stream)
+            assert (await anext(chunks)).choices[0].delta.role == "assistant"
+            assert (await anext(chunks)).choices[0].delta.content == "a"
+            for piece in ("b", "c"):
+                live.sampled.put_nowait(CHAT.encode(piece).tolist())
+                assert (await anext(chunks)).choices[0].delta.content == piece
+            live.sampled.put_nowait([END])
+            last = await anext(chunks)
+            assert last.choices[0].finish_reason == "stop"
+            assert last.system_fingerprint is not None
+            assert [chunk async for chunk in chunks] == []
+
+    run(work)
+
+
+def test_a_client_that_leaves_a_stream_ends_the_sampling() -> None:
+    async def work() -> None:
+        live = Live()
+        async with door(policy=live) as (client, _, _url):
+            live.sampled.put_nowait(CHAT.encode("a").tolist())
+            stream = await client.chat.completions.create(model="laptop", messages=USER, stream=True)
+            await anext(aiter(stream))
+            assert not live.left.is_set()
+            await stream.close()
+            await live.left.wait()
+
+    run(work)
+
+
+def test_an_engine_that_breaks_in_the_middle_of_a_stream_is_an_error_to_the_client() -> None:
+    async def work() -> None:
+        live = Live()
+        async with door(policy=live) as (client, _, _url):
+            live.sampled.put_nowait(CHAT.encode("a").tolist())
+            stream = await client.chat.completions.create(model="laptop", messages=USER, stream=True)
+            chunks = aiter(stream)
+            assert (await anext(chunks)).choices[0].delta.content == ""
+            assert (await anext(chunks)).choices[0].delta.content == "a"
+            live.sampled.put_nowait(EngineError("engine-0 is gone", hint="ask again"))
+            with pytest.raises(openai.APIError, match="engine-0 is gone"):
+                await anext(chunks)
+
+    run(work)
+
+
+def test_what_fails_before_the_first_token_of_a_stream_has_a_status() -> None:
+    async def work() -> None:
+        live = Live()
+        live.sampled.put_nowait(ContextFull("too long", hint="shorten"))
+        async with door(policy=live, config=GatewayConfig(port=0, deadline_s=0.5)) as (client, _, _url):
+            with pytest.raises(openai.BadRequestError) as full:
+                await client.chat.completions.create(model="laptop", messages=USER, stream=True)
+            assert full.value.code == "context_length_exceeded"
+            with pytest.raises(openai.InternalServerError) as late:
+                await client.chat.completions.create(model="laptop", messages=USER, stream=True)
+            assert late.value.status_code == 504
+
+    run(work)
+
+
+def test_a_stop_text_that_spans_tokens_is_never_sent() -> None:
+    async def work() -> None:
+        async with door([text("say one STOP two"), text("say ST")]) as (client, _, _url):
+            for said in ("say one ", "say ST"):
+                stream = await client.chat.completions.create(model="laptop", messages=USER, stream=True, stop=["STOP"])
+                pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+                assert "".join(pieces) == said
+
+    run(work)
+
+
+def test_text_before_a_call_streams_and_the_call_comes_whole() -> None:
+    async def work() -> None:
+        said = [*CHAT.encode("look ").tolist(), *call("cat", path="calc.py")]
+        async with door([said]) as (client, _, _url):
+            stream = await client.chat.completions.create(model="laptop", messages=USER, tools=TOOLS, stream=True)
+            deltas = [chunk.choices[0] async for chunk in stream]
+            assert "".join(d.delta.content or "" for d in deltas) == "look "
+            calls = [c for d in deltas for c in d.delta.tool_calls or ()]
+            assert [c.function.name for c in calls if c.function and c.function.name] == ["cat"]
+            arguments = "".join(c.function.arguments or "" for c in calls if c.function)
+            assert json.loads(arguments) == {"path": "calc.py"}
+            assert deltas[-1].finish_reason == "tool_calls"
+
+    run(work)
+
+
+def test_a_text_completion_continues_a_prompt_that_no_template_touches() -> None:
+    async def work() -> None:
+        async with door([text("b c"), text("b c"), text("d")]) as (client, engine, _):
+            whole = await client.completions.create(model="laptop", prompt="a", max_tokens=9, temperature=0)
+            assert (whole.choices[0].text, whole.choices[0].finish_reason) == ("b c", "stop")
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == len(text("b c"))
+            assert engine.requests[0].prompt_ids.tolist() == CHAT.encode("a").tolist()
+            assert not engine.requests[0].keep_session
+            stream = await client.completions.create(
+                model="laptop", prompt="a", max_tokens=9, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            pieces = [c.choices[0].text for c in chunks if c.choices]
+            assert "".join(pieces) == "b c"
+            assert len(pieces) > 2
+            assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+            assert chunks[-1].usage is not None
+            ids = await client.completions.create(model="laptop", prompt=[5, 6, 7])
+            assert ids.choices[0].text == "d"
+            assert engine.requests[2].prompt_ids.tolist() == [5, 6, 7]
+            assert engine.requests[2].sampling.max_tokens == 16
+
+    run(work)
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ""}, {"prompt": ["a", "b"]}, {"prompt": [10**9]}, {"prompt": [-1]}])
+def test_a_prompt_that_cannot_be_continued_is_refused_by_name(fields: dict[str, object]) -> None:
+    async def work() -> None:
+        async with door() as (client, _, _url):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.completions.create(model="laptop", **fields)  # type: ignore[call-overload]
+            assert refused.value.param == "prompt"
+            with pytest.raises(openai.BadRequestError) as echo:
+                await client.completions.create(model="laptop", prompt="a", echo=True)
+            assert echo.value.param == "echo"
+
+    run(work)
+
+
+def test_tools_are_rendered_where_the_checkpoints_template_lists_them() -> None:
+    async def work() -> None:
+        template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}" + chat_template()
+        lists = ChatFormat(laptop_tokenizer(), template)
+        async with door([call("ls"), text("ok")], chat=lists) as (client, engine, _):
+            said = (await client.chat.completions.create(model="laptop", messages=USER, tools=TOOLS)).choices[0].message
+            assert said.tool_calls is not None
+            result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "calc.py"}
+            await client.chat.completions.create(model="laptop", messages=[*USER, said, result], tools=TOOLS)
+            one, two = (lists.decode(r.prompt_ids) for r in engine.requests)
+            names = "".join(f"[{tool['function']['name']}]" for tool in TOOLS)
+            assert one.startswith(names + "fix")
+            assert two.startswith(one)
+            assert two.count(names) == 1
 
     run(work)
 

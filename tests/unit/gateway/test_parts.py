@@ -7,9 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.gateway import ChatRequest, Refused, TokenTree, read_request
+from etude.gateway.answers import make_answer
+from etude.gateway.requests import TextRequest, read_text_request
+from etude.gateway.streams import Spoken
 from etude.gateway.tree import chain
+from etude.harness import standard_tools
+from etude.records import Completion
+from etude.records.completion import StopReason, VersionSpan
+from etude.testing import make_version
 
 GOOD = {
     "model": "m",
@@ -114,6 +122,60 @@ json_values = st.recursive(
 def test_any_value_in_any_field_is_a_request_or_a_refusal(field: str, value: object) -> None:
     with contextlib.suppress(Refused):
         assert isinstance(read(**{field: value}), ChatRequest)
+
+
+@given(st.binary(max_size=100))
+def test_any_bytes_are_a_text_request_or_a_refusal(data: bytes) -> None:
+    with contextlib.suppress(Refused):
+        assert isinstance(read_text_request(data), TextRequest)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(["prompt", "max_tokens", "stop", "seed", "echo", "logprobs"]), json_values)
+def test_any_value_in_any_field_of_a_text_request_is_one_or_a_refusal(field: str, value: object) -> None:
+    body = {"model": "m", "prompt": "x", field: value}
+    with contextlib.suppress(Refused):
+        assert isinstance(read_text_request(json.dumps(body).encode()), TextRequest)
+
+
+CHAT = laptop_chat()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(0, CHAT.vocab_size - 1), max_size=30)
+    | st.text(max_size=30).map(lambda t: CHAT.encode(t).tolist()),
+    st.booleans(),
+    st.lists(st.sampled_from(["a", "e ", "ü", "ab"]), max_size=2),
+    st.integers(1, 5),
+)
+def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: bool, stop: list[str], size: int) -> None:
+    ids = [*ids, CHAT.end_id] if ended else ids
+    spoken = Spoken(CHAT, stop)
+    for at in range(0, len(ids), size):
+        piece = spoken.more(ids[at : at + size])
+        assert "\ufffd" not in piece[-1:]
+    completion = Completion(
+        request_id="r",
+        token_ids=np.array(ids, np.int32),
+        logprobs=np.zeros(len(ids), np.float32),
+        routes=np.zeros((0, 1, 1), np.uint8),
+        routes_start=0,
+        spans=(VersionSpan(make_version(0), len(ids)),),
+        stop_reason=StopReason.STOP if ended else StopReason.LENGTH,
+        engine="e",
+    )
+    answer = make_answer(
+        completion,
+        chat=CHAT,
+        signatures=standard_tools().signatures,
+        stop=stop,
+        prompt_ids=np.zeros(1, np.int32),
+        answer_id="a",
+        model="m",
+        created=0,
+    )
+    assert answer.text.startswith(spoken.sent)
 
 
 @pytest.mark.parametrize("data", [b"[" * 200_000, b'{"model":' + b"[" * 200_000, b"\xff", b""])

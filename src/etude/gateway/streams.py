@@ -1,0 +1,139 @@
+"""An answer while it is sampled, as OpenAI's server-sent events. Pure: tokens in, events out.
+
+What is sent cannot be taken back, so only text is sent that stays text whatever comes: nothing from a call on (it is
+told whole, at its end), no half character, and nothing that may turn out to be the beginning of a stop text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from etude.gateway.answers import Answer
+from etude.gateway.refusal import Refused
+from etude.gateway.seam import Chat
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Spoken:
+    """The text of a growing completion. `sent` is what was given out so far."""
+
+    def __init__(self, chat: Chat, stop: Sequence[str]) -> None:
+        self.sent = ""
+        self._chat, self._stop = chat, stop
+        self._ids: list[int] = []
+        self._known = self._read = 0  # ids before `_known` are context, before `_read` they are decoded
+        self._held = ""  # decoded, and perhaps the beginning of a stop text
+        self._over = False  # a call or a stop text has begun
+
+    def more(self, ids: list[int]) -> str:
+        """What may be said now that these tokens are there."""
+        if self._over:
+            return ""
+        length = self._chat.leading_text(ids)
+        self._ids += ids[:length]
+        text = self._held + self._decoded()
+        end = min((at for s in self._stop if (at := text.find(s)) >= 0), default=-1)
+        self._over = length < len(ids) or end >= 0
+        safe = text[: end if end >= 0 else len(text) - _beginning(text, self._stop)]
+        self._held = text[len(safe) :]
+        self.sent += safe
+        return safe
+
+    def _decoded(self) -> str:
+        """The text of the new tokens, behind as many known ones as a decoder needs to set blanks right; none of it
+        while the last character is not whole."""
+        before = self._chat.decode(self._ids[self._known : self._read])
+        text = self._chat.decode(self._ids[self._known :])
+        if len(text) <= len(before) or text.endswith("\ufffd"):
+            return ""
+        self._known, self._read = self._read, len(self._ids)
+        return text[len(before) :]
+
+
+def _beginning(text: str, stop: Sequence[str]) -> int:
+    """Length of the longest end of a text that a stop text begins with."""
+    longest = max((len(s) for s in stop), default=0)
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stop)), 0)
+
+
+class ChatStream:
+    """The `chat.completion.chunk` events of one answer."""
+
+    kind = "chat.completion.chunk"
+
+    def __init__(
+        self, chat: Chat, *, stop: Sequence[str], answer_id: str, model: str, created: int, usage: bool
+    ) -> None:
+        self._spoken, self._usage, self._opened = Spoken(chat, stop), usage, False
+        self._head = {"id": answer_id, "object": self.kind, "created": created, "model": model}
+        self._fingerprint: str | None = None
+
+    def tokens(self, ids: list[int]) -> Iterator[bytes]:
+        """The events that new tokens make."""
+        yield from self._opening()
+        piece = self._spoken.more(ids)
+        if piece:
+            yield self._event(self._said(piece))
+
+    def end(self, answer: Answer) -> Iterator[bytes]:
+        """What is left to say of the whole answer, its end, and ``[DONE]``."""
+        yield from self._opening()
+        self._fingerprint = answer.fingerprint
+        left = answer.text[len(self._spoken.sent) :] if answer.text.startswith(self._spoken.sent) else ""
+        if left:
+            yield self._event(self._said(left))
+        for said in self._calls(answer):
+            yield self._event(said)
+        yield self._event(self._said(""), answer.finish_reason)
+        if self._usage:
+            yield event({**self._whole_head(), "choices": [], "usage": answer.usage()})
+        yield DONE
+
+    def _opening(self) -> Iterator[bytes]:
+        if not self._opened:
+            self._opened = True
+            yield self._event({"delta": {"role": "assistant", "content": ""}})
+
+    def _said(self, piece: str) -> dict[str, Any]:
+        return {"delta": {"content": piece} if piece else {}}
+
+    def _calls(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        for index, call in enumerate(answer.tool_calls()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            yield {"delta": {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}}
+            yield {"delta": {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}}
+
+    def _whole_head(self) -> dict[str, Any]:
+        return {**self._head, "system_fingerprint": self._fingerprint}
+
+    def _event(self, said: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, **said, "logprobs": None, "finish_reason": finish_reason}
+        return event({**self._whole_head(), "choices": [choice]} | ({"usage": None} if self._usage else {}))
+
+
+class TextStream(ChatStream):
+    """The `text_completion` events of one answer."""
+
+    kind = "text_completion"
+
+    def _opening(self) -> Iterator[bytes]:
+        yield from ()
+
+    def _said(self, piece: str) -> dict[str, Any]:
+        return {"text": piece}
+
+    def _calls(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        yield from ()
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def broken(refused: Refused) -> bytes:
+    """The event that tells of what went wrong after the answer had begun; clients raise it."""
+    return event(refused.body())
