@@ -16,7 +16,7 @@ class MachineLimits:
     The defaults fit small repositories and their tests; the fork of a whole toolchain needs more of each.
     """
 
-    memory_bytes: int = ranged(256 * MIB, low=32 * MIB)  # all processes and files of the machine together
+    memory_bytes: int = ranged(256 * MIB, low=32 * MIB)  # all processes and what they write, together
     address_bytes: int = ranged(1024 * MIB, low=64 * MIB)  # address space of one process
     processes: int = ranged(64, low=2)
     cpus: float = ranged(1.0, low=0.05)  # cores' worth of time

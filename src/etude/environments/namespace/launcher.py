@@ -1,4 +1,4 @@
-"""The host's side of the launcher process: start it, ask it for machines, have them killed, notice its death."""
+"""The host's side of launcher and runner: start them, have machines made and killed, commands run; notice a death."""
 
 from __future__ import annotations
 
@@ -13,12 +13,26 @@ import subprocess
 import sys
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from etude.environments.config import MachineLimits
-from etude.environments.namespace.guest.main import FAILED, GONE, HEAD, KILL, MACHINE, SPAWN, STARTED
+from etude.environments.namespace.guest.packets import (
+    ENDED,
+    ENDED_FACTS,
+    FAILED,
+    GONE,
+    HEAD,
+    KILL,
+    MADE,
+    MADE_FACTS,
+    RUN,
+    RUN_FACTS,
+    SPAWN,
+    STARTED,
+)
 from etude.errors import MachineError
 
+T = TypeVar("T")
 PRELOAD = ("collections", "functools", "itertools", "json", "math", "operator", "re", "string", "typing")
 _FOLDER = str(Path(__file__).parent)
 _BOOT = "import sys; sys.path.insert(0, {folder!r}); from guest.main import main; main({config!r})"
@@ -30,17 +44,6 @@ _HINT = (
 )
 
 
-def _retrieve(blank: Blank) -> None:
-    if not blank.cancelled():
-        blank.exception()
-
-
-def abandon_blank(blank: Blank) -> None:
-    """Close the socket of a machine that nobody will use; its launcher is gone or going."""
-    if blank.done() and not blank.cancelled() and blank.exception() is None:
-        blank.result()[1].close()
-
-
 def default_python() -> str:
     """The interpreter behind this one, outside any virtual environment."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -48,7 +51,40 @@ def default_python() -> str:
     return os.path.realpath(installed if os.path.exists(installed) else sys.executable)
 
 
-Blank = asyncio.Future[tuple[int, socket.socket]]  # a machine to be: its number and the host's end of its socket
+class Made(NamedTuple):
+    """A new machine. Whoever gets it closes its descriptors."""
+
+    number: int  # the launcher's name for it
+    slot: int  # of those that are alive
+    init_pid: int  # its PID 1, as the launcher sees it
+    work: int  # its open work folder
+    init: int  # pidfd of its PID 1
+
+    def close(self) -> None:
+        os.close(self.work)
+        os.close(self.init)
+
+
+class Ended(NamedTuple):
+    """How a command ended. `exit_code` is 128 + signal when killed."""
+
+    exit_code: int
+    timed_out: bool
+    lost: bool  # its machine is dead
+
+
+Blank = asyncio.Future[Made]  # a machine to be
+
+
+def abandon_blank(blank: Blank) -> None:
+    """Let go of a machine that nobody will use; its launcher is gone or going."""
+    if blank.done() and not blank.cancelled() and blank.exception() is None:
+        blank.result().close()
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 class LauncherProcess:
@@ -63,24 +99,29 @@ class LauncherProcess:
         self.failure: str | None = None
         self._waiting: deque[Blank] = deque()
         self._dying: dict[int, asyncio.Future[None]] = {}
+        self._running: dict[int, asyncio.Future[Ended]] = {}  # by machine
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._commands, commands = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         life, self._life = os.pipe()
         try:
-            config = _config(limits, max_machines, python, prefix, theirs.fileno(), life)
-            self._process = _start(python, config, (theirs.fileno(), life))
+            fds = {"control": control.fileno(), "commands": commands.fileno(), "life": life}
+            self._process = _start(python, _config(limits, max_machines, python, prefix, fds), tuple(fds.values()))
         except BaseException:
             self.hang_up()
             raise
         finally:
-            theirs.close()
+            control.close()
+            commands.close()
             os.close(life)
         try:
             self.pid, self.facts = self._wait_until_started()
+            self.runner_pid = _child_of(self.pid)
         except BaseException:
             self.wait()
             raise
         self._control.setblocking(False)
+        self._commands.setblocking(False)
 
     def _wait_until_started(self) -> tuple[int, dict[str, Any]]:
         poller = select.poll()
@@ -126,30 +167,49 @@ class LauncherProcess:
             facts = f"{deadline_s:g} s after it was killed"
             hint = "a process in it hangs in the kernel"
             raise MachineError(f"machine {number} is still there", facts, hint=hint) from None
+        self._dying.pop(number, None)
+
+    def run(self, made: Made, streams: list[int], deadline_s: float) -> asyncio.Future[Ended]:
+        """Run a command: `streams` are its request, its output and, if there is any, its input. One at a time in each
+        machine. The future raises `MachineError` when launcher or runner dies."""
+        ended: asyncio.Future[Ended] = self._listen().create_future()
+        ended.add_done_callback(_retrieve)
+        self._running[made.number] = ended
+        packet = HEAD.pack(RUN, made.number) + RUN_FACTS.pack(deadline_s, made.slot, made.init_pid)
+        self._give(self._commands, packet, [made.init, *streams])
+        return ended
 
     def _send(self, kind: bytes, number: int) -> None:
+        self._give(self._control, HEAD.pack(kind, number), [])
+
+    def _give(self, to: socket.socket, packet: bytes, fds: list[int]) -> None:
         if self.failure is None:
             try:
-                self._control.send(HEAD.pack(kind, number))
+                socket.send_fds(to, [packet], fds)
             except OSError as error:
-                self._fail(f"its control socket: {error}")
+                self._fail(f"its socket: {error}")
         if self.failure is not None:
-            raise MachineError("the machine launcher is gone", self.failure, hint="fork again: a new one is started")
+            raise _gone(self.failure)
 
     def _listen(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.remove_reader(self._control)
+            self._deafen()
             self._loop = loop
-            loop.add_reader(self._control, self._hear)
+            for end in (self._control, self._commands):
+                loop.add_reader(end, self._hear, end)
         return loop
 
-    def _hear(self) -> None:
+    def _deafen(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            for end in (self._control, self._commands):
+                self._loop.remove_reader(end)
+
+    def _hear(self, end: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             while self.failure is None:
                 try:
-                    packet, fds, _, _ = socket.recv_fds(self._control, 4096, 1)
+                    packet, fds, _, _ = socket.recv_fds(end, 4096, 2)
                 except ConnectionError as error:
                     self._fail(str(error))
                     return
@@ -159,34 +219,45 @@ class LauncherProcess:
                 kind, number = HEAD.unpack_from(packet)
                 self._heard(kind, number, packet[HEAD.size :], fds)
 
-    def _heard(self, kind: bytes, number: int, text: bytes, fds: list[int]) -> None:
-        if kind == GONE:
-            gone = self._dying.setdefault(number, asyncio.get_running_loop().create_future())
-            if not gone.done():
-                gone.set_result(None)
-            return
-        connection = socket.socket(fileno=fds[0]) if fds else None
+    def _heard(self, kind: bytes, number: int, facts: bytes, fds: list[int]) -> None:
+        if kind == ENDED:
+            _settle(self._running.pop(number), Ended(*ENDED_FACTS.unpack(facts)))
+        elif kind == GONE:
+            _settle(self._dying.setdefault(number, asyncio.get_running_loop().create_future()), None)
+        elif kind == MADE:
+            self._made(number, facts, fds)
+        elif kind == FAILED:
+            future = self._waiting.popleft()
+            if not future.done():
+                reason = facts.decode(errors="replace")
+                future.set_exception(MachineError("a machine could not be made", reason, hint="see the host's limits"))
+
+    def _made(self, number: int, facts: bytes, fds: list[int]) -> None:
         future = self._waiting.popleft()
-        if kind == MACHINE and connection is not None and not future.done():
-            future.set_result((number, connection))
-        elif kind == FAILED and not future.done():
-            reason = text.decode(errors="replace")
-            future.set_exception(MachineError("a machine could not be made", reason, hint="see the host's limits"))
-        elif connection is not None:
-            connection.close()
+        if len(fds) == 2 and _settle(future, Made(number, *MADE_FACTS.unpack(facts), *fds)):
+            return
+        for fd in fds:
+            os.close(fd)
+        self.discard(number)
+        if not future.done():
+            hint = "raise the limit of open files (ulimit -n): a machine needs two"
+            future.set_exception(MachineError("a machine could not be taken over", "too many open files", hint=hint))
+
+    def is_gone(self, number: int) -> bool:
+        """Whether a machine has died that nobody asked to be killed."""
+        return number in self._dying and self._dying[number].done()
 
     def _fail(self, why: str) -> None:
         self.failure = why
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._control)
-        error = MachineError("the machine launcher is gone", why, hint="fork again: a new one is started")
-        for future in self._waiting:
+        self._deafen()
+        futures: list[asyncio.Future[Any]] = [*self._waiting, *self._running.values()]
+        for future in futures:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(_gone(why))
         for gone in self._dying.values():
-            if not gone.done():
-                gone.set_result(None)
+            _settle(gone, None)
         self._waiting.clear()
+        self._running.clear()
 
     def hang_up(self) -> None:
         """End every machine. Idempotent."""
@@ -194,6 +265,7 @@ class LauncherProcess:
             if self.failure is None:
                 self._fail("closed")
             self._control.close()
+            self._commands.close()
             os.close(self._life)
             self._life = -1
 
@@ -207,20 +279,32 @@ class LauncherProcess:
             self._process.wait()
 
     def cpu_s(self) -> float:
-        """CPU seconds of the launcher and of every machine that has ended, so far."""
+        """CPU seconds of launcher and runner, and of everything in machines that has ended, so far."""
         try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            stats = [Path(f"/proc/{pid}/stat").read_text() for pid in (self.pid, self.runner_pid)]
         except OSError:
             return 0.0
-        return sum(map(int, fields[11:15])) / float(os.sysconf("SC_CLK_TCK"))
+        ticks = sum(sum(map(int, stat.rpartition(")")[2].split()[11:15])) for stat in stats)
+        return ticks / float(os.sysconf("SC_CLK_TCK"))
 
 
-def _config(limits: MachineLimits, max_machines: int, python: str, prefix: str, control: int, life: int) -> str:
+def _gone(why: str) -> MachineError:
+    return MachineError("the machine launcher is gone", why, hint="fork again: a new one is started")
+
+
+def _settle(future: asyncio.Future[T], result: T) -> bool:
+    """Give a future its result; False when it has one."""
+    if future.done():
+        return False
+    future.set_result(result)
+    return True
+
+
+def _config(limits: MachineLimits, max_machines: int, python: str, prefix: str, fds: dict[str, int]) -> str:
     order = ("memory_bytes", "processes", "cpus", "work_bytes", "tmp_bytes", "inodes", "open_files", "address_bytes")
     return json.dumps(
         {
-            "control": control,
-            "life": life,
+            **fds,
             "name": f"{os.getpid()}-{secrets.token_hex(4)}",
             "folder": _FOLDER,
             "python": python,

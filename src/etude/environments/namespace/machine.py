@@ -1,8 +1,9 @@
-"""`Machine` over a channel: commands, files, snapshots.
+"""`Machine` by its descriptors: commands go to the runner, files are reached through the open work folder.
 
-A machine whose socket fails after its first request was most likely broken by what ran in it, so that is an outcome,
-not an error: the command counts as killed (137), files are not found. `MachineError` is raised only on evidence that
-agent code cannot make: the launcher process is gone, or the machine was closed by its owner.
+Files are read and written as the machine's own user, without following a link (`guest.files`). A machine that dies
+was most likely killed by what ran in it, so that is an outcome, not an error: the command counts as killed (137),
+files are not found. `MachineError` is raised only on evidence that agent code cannot make: launcher or runner is gone,
+a command could not be confined, or the machine was closed by its owner.
 """
 
 from __future__ import annotations
@@ -11,18 +12,22 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import PurePosixPath
+from typing import TypeVar
 
-from etude.environments.namespace.channel import Channel, Hangup
-from etude.environments.namespace.guest import wire
+from etude.environments.namespace.guest import files, wire
+from etude.environments.namespace.guest.syscalls import acting_on_files_as
+from etude.environments.namespace.guest.tools import BROKEN_EXIT, MAX_REQUEST_BYTES
+from etude.environments.namespace.launcher import Ended, LauncherProcess, Made
+from etude.environments.namespace.output import Output
 from etude.errors import MachineError
 from etude.seams import ExecResult
 
+T = TypeVar("T")
 MAX_COMMANDS = 4096  # of one machine: each keeps its result, so that a repeated key is answered from it
-_SLACK_S = 5.0  # what a machine may take to kill a tree after the deadline, before the machine itself is killed
-_FRAME_SLACK_BYTES = 4096
-_FILE_DEADLINE_S = 30.0
+_SLACK_S = 5.0  # what the runner may take to end a command after its deadline, before the machine itself is killed
+_LARGE_BYTES = 1 << 20  # files from here on are moved in a thread
 _KILLED = 137
 
 
@@ -31,21 +36,22 @@ class NamespaceMachine:
 
     def __init__(
         self,
-        number: int,
-        channel: Channel,
+        made: Made,
+        launcher: LauncherProcess,
         *,
+        owner: int | None,
         max_tree_bytes: int,
         keep: Callable[[bytes], str],
         kill: Callable[[], Awaitable[None]],
-        discard: Callable[[], None],
-        launcher_failure: Callable[[], str | None],
     ) -> None:
-        self.number = number  # the launcher's name for it
-        self._channel, self._max_tree_bytes, self._keep = channel, max_tree_bytes, keep
-        self._kill, self._discard, self._launcher_failure = kill, discard, launcher_failure
+        self.number = made.number
+        self._made, self._launcher, self._owner = made, launcher, owner
+        self._max_tree_bytes, self._keep, self._kill = max_tree_bytes, keep, kill
         self._commands: dict[str, asyncio.Task[ExecResult]] = {}
+        self._turn = asyncio.Lock()
         self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
         self._closing: asyncio.Task[None] | None = None
+        self._abandoned = False
 
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, stdin: bytes = b"", output_bytes: int = 65_536
@@ -56,6 +62,8 @@ class NamespaceMachine:
             self._must_be_open()
             if not argv or any("\0" in a for a in argv):
                 raise ValueError("a command has at least one word and no NUL byte")
+            if sum(map(len, argv)) > MAX_REQUEST_BYTES // 4 - len(argv):
+                raise ValueError("the command line is too long")
             if len(self._commands) >= MAX_COMMANDS:
                 raise MachineError(f"a machine runs at most {MAX_COMMANDS} commands", hint="fork another one")
             command = asyncio.create_task(self._run(list(argv), deadline_s, stdin, output_bytes))
@@ -64,46 +72,102 @@ class NamespaceMachine:
         return await asyncio.shield(command)
 
     async def _run(self, argv: list[str], deadline_s: float, stdin: bytes, output_bytes: int) -> ExecResult:
-        started = time.perf_counter()
-        words = [os.fsencode(a) for a in argv]
-        frame = wire.pack(wire.EXEC, wire.EXEC_PARAMS.pack(deadline_s, output_bytes), stdin, *words)
+        async with self._using():
+            if self._gone is not None:
+                return ExecResult(exit_code=_KILLED, output=b"", timed_out=False, truncated=False, wall_s=0.0)
+            started = time.perf_counter()
+            words = os.fsencode("\0".join(argv))
+            streams, pipe = self._streams(words, stdin)
+            output = Output(pipe, output_bytes)
+            try:
+                ended = await self._ended(self._launcher.run(self._made, streams, deadline_s), deadline_s)
+                if ended.exit_code == BROKEN_EXIT:
+                    _raise_if_broken(streams[0], words)
+            finally:
+                for fd in streams:
+                    os.close(fd)
+                output.close()
+            return ExecResult(
+                exit_code=ended.exit_code,
+                output=output.value(),
+                timed_out=ended.timed_out,
+                truncated=output.truncated,
+                wall_s=time.perf_counter() - started,
+            )
+
+    def _streams(self, words: bytes, stdin: bytes) -> tuple[list[int], int]:
+        """What a command is given (its request, output and input), and the end where the output comes out."""
+        fds: list[int] = []
         try:
-            reply = await self._ask(frame, output_bytes + _FRAME_SLACK_BYTES, deadline_s + _SLACK_S)
-            code, timed_out, truncated = wire.EXEC_RESULT.unpack(reply[0][: wire.EXEC_RESULT.size].ljust(3, b"\0"))
-            output = reply[1][:output_bytes]
-        except FileNotFoundError:
-            code, timed_out, truncated, output = _KILLED, time.perf_counter() - started >= deadline_s, False, b""
-        except (OSError, ValueError) as error:
-            code, timed_out, truncated, output = 126, False, False, f"{error}\n".encode(errors="replace")
-        wall_s = time.perf_counter() - started
-        return ExecResult(
-            exit_code=code, output=output, timed_out=bool(timed_out), truncated=bool(truncated), wall_s=wall_s
-        )
+            with acting_on_files_as(self._owner):
+                fds += os.pipe2(os.O_CLOEXEC)
+                fds.append(_in_memory(words))
+                fds += [_in_memory(stdin)] if stdin else []
+        except OSError as error:
+            for fd in fds:
+                os.close(fd)
+            raise MachineError("a command could not be started", str(error), hint="see ulimit -n, and memory") from None
+        pipe, pipe_in, request, *given = fds
+        return [request, pipe_in, *given], pipe
+
+    async def _ended(self, ended: asyncio.Future[Ended], deadline_s: float) -> Ended:
+        try:
+            async with asyncio.timeout(deadline_s + _SLACK_S):
+                how = await ended
+        except TimeoutError:
+            self._gone = f"a command did not end {_SLACK_S:g} s after its deadline"
+            with contextlib.suppress(MachineError):
+                await self._kill()
+            return Ended(_KILLED, timed_out=True, lost=True)
+        if how.lost:
+            self._gone = "its first process was killed"
+            with contextlib.suppress(MachineError):
+                await self._kill()
+        return how
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""
-        frame = wire.pack(wire.READ, inside(path), wire.SIZE.pack(max_bytes))
-        return (await self._ask(frame, max_bytes + _FRAME_SLACK_BYTES, _FILE_DEADLINE_S, num_fields=1))[0]
+        name = os.fsdecode(inside(path))
+        return await self._on_files(lambda: files.read(self._made.work, name, max_bytes))
 
     async def write(self, path: str, data: bytes) -> None:
         """See `Machine.write`. `OSError` where the machine's disk is full or the place is taken by a folder."""
-        await self._ask(wire.pack(wire.WRITE, inside(path), data), _FRAME_SLACK_BYTES, _FILE_DEADLINE_S, num_fields=0)
+        name = os.fsdecode(inside(path))
+        await self._on_files(lambda: files.write(self._made.work, name, data), num_bytes=len(data))
 
     async def snapshot(self) -> str:
         """See `Machine.snapshot`: the work folder, without sockets, pipes, owners and times."""
-        fields = await self._ask(wire.pack(wire.SAVE), 2 * self._max_tree_bytes, _FILE_DEADLINE_S, num_fields=-1)
-        return self._keep(wire.pack(wire.LOAD, *fields))
+        limit = self._max_tree_bytes
+        fields = await self._on_files(lambda: files.save(self._made.work, limit), num_bytes=limit)
+        return self._keep(wire.pack(wire.TREE, *fields))
 
     async def load(self, tree: bytes) -> None:
-        """Wait until a new machine is READY and fill its work folder from a LOAD frame.
+        """Fill a new machine's work folder from a TREE frame. `OSError` for a tree that does not fit."""
+        fields = wire.unpack(tree).fields
+        await self._on_files(lambda: files.load(self._made.work, fields), num_bytes=len(tree))
 
-        Raises `Hangup`, or `OSError` for a tree that does not fit.
-        """
-        ready = await self._channel.call(b"", reply_bytes=_FRAME_SLACK_BYTES, deadline_s=_FILE_DEADLINE_S)
-        if ready.kind != wire.READY:
-            raise Hangup(b" ".join(ready.fields).decode(errors="replace"))
-        reply = await self._channel.call(tree, reply_bytes=_FRAME_SLACK_BYTES, deadline_s=_FILE_DEADLINE_S)
-        _raise_if_refused(reply)
+    async def _on_files(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
+        def as_owner() -> T:
+            with acting_on_files_as(self._owner):
+                return work()
+
+        async with self._using():
+            if self._gone is None and self._launcher.is_gone(self.number):
+                self._gone = "its first process was killed"
+            if self._gone is not None:
+                raise FileNotFoundError(f"the machine is gone: {self._gone}")
+            return as_owner() if num_bytes < _LARGE_BYTES else await asyncio.to_thread(as_owner)
+
+    @contextlib.asynccontextmanager
+    async def _using(self) -> AsyncIterator[None]:
+        """Have the machine to oneself; its descriptors stay open meanwhile."""
+        async with self._turn:
+            self._must_be_open()
+            try:
+                yield
+            finally:
+                if self._abandoned:
+                    self._made.close()
 
     async def close(self) -> None:
         """See `Machine.close`."""
@@ -115,54 +179,48 @@ class NamespaceMachine:
         try:
             await self._kill()
         finally:
-            self._channel.hang_up()
-            await asyncio.gather(*self._commands.values(), return_exceptions=True)
-            self._channel.close()
+            async with self._turn:
+                if not self._abandoned:
+                    self._abandoned = True
+                    self._made.close()
 
     def abandon(self) -> None:
-        """Let go of a machine without waiting for its end."""
-        self._discard()
-        self._channel.hang_up()
-        self._channel.close()
-
-    async def _ask(self, frame: bytes, reply_bytes: int, deadline_s: float, num_fields: int = 2) -> list[bytes]:
-        self._must_be_open()
-        if self._gone is None:
-            try:
-                reply = await self._channel.call(frame, reply_bytes=reply_bytes, deadline_s=deadline_s)
-                _raise_if_refused(reply)
-                if num_fields < 0 or len(reply.fields) == num_fields:
-                    return reply.fields
-                self._gone = "a reply of the wrong form"
-            except Hangup as hangup:
-                self._gone = str(hangup)
-            with contextlib.suppress(MachineError):
-                await self._kill()
-            self._channel.close()
-        self._must_be_open()
-        raise FileNotFoundError(f"the machine is gone: {self._gone}")
+        """Let go of a machine without waiting for its end. Idempotent."""
+        if not self._abandoned:
+            self._abandoned = True
+            self._launcher.discard(self.number)
+            if not self._turn.locked():
+                self._made.close()
 
     def _must_be_open(self) -> None:
         if self._closing is not None:
             raise MachineError("the machine is closed", hint="a machine is used once: fork another one")
-        failure = self._launcher_failure()
+        failure = self._launcher.failure
         if failure is not None:
             raise MachineError("the machine's launcher is gone", failure, hint="fork again: a new one is started")
+        if self._abandoned:
+            raise MachineError("the machine was let go", hint="fork another one")
+
+
+def _in_memory(data: bytes) -> int:
+    """A file of these bytes, without a name, at its beginning."""
+    fd = os.memfd_create("", os.MFD_CLOEXEC)
+    view = memoryview(data)
+    while view:
+        view = view[os.pwrite(fd, view, len(data) - len(view)) :]
+    return fd
+
+
+def _raise_if_broken(request: int, words: bytes) -> None:
+    found = os.pread(request, len(words) + 4096, 0)
+    if found != words:
+        facts = found.decode(errors="replace")
+        raise MachineError("a command could not be confined", facts, hint="see MachineLimits and the host's limits")
 
 
 def _retrieve(task: asyncio.Task[ExecResult]) -> None:
     if not task.cancelled():
         task.exception()  # nobody may be waiting any more; whoever asks again with the key still gets it
-
-
-def _raise_if_refused(reply: wire.Frame) -> None:
-    if reply.kind in (wire.OK, wire.DONE):
-        return
-    if reply.kind != wire.REFUSED or len(reply.fields) != 2 or len(reply.fields[0]) != wire.ERRNO.size:
-        raise Hangup(f"a reply of kind {reply.kind}")
-    (number,) = wire.ERRNO.unpack(reply.fields[0])
-    reason = reply.fields[1][:500].decode(errors="replace")
-    raise OSError(number, reason) if number else ValueError(reason)
 
 
 def inside(path: str) -> bytes:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from functools import partial
 
 from etude.environments.config import MachineLimits
-from etude.environments.namespace.channel import Channel, Hangup
 from etude.environments.namespace.launcher import Blank, LauncherProcess, abandon_blank, default_python
 from etude.environments.namespace.machine import NamespaceMachine
 from etude.environments.namespace.snapshots import Snapshots
@@ -72,7 +71,7 @@ class NamespaceRuntime:
             "cpu": "none but each process's CPU seconds",
         }
         found = {name: f"cgroup v{groups[name]}" if name in groups else alone[name] for name in alone}
-        users = "own for PID 1 and for tools" if self._launcher.facts["privileged"] else "one for PID 1 and tools"
+        users = "one of its own" if self._launcher.facts["base"] is not None else "that of this process"
         return {**found, "disk": "sized tmpfs", "users": users}
 
     def cpu_s(self) -> float:
@@ -138,26 +137,26 @@ class NamespaceRuntime:
         return machines
 
     async def _wake(self, launcher: LauncherProcess, blank: Blank, tree: bytes) -> NamespaceMachine:
-        """Load a blank machine, whose READY nobody has read yet."""
+        """Load a blank machine."""
         try:
-            number, connection = await asyncio.shield(blank)
+            made = await asyncio.shield(blank)
         except asyncio.CancelledError:
             self._ready.append(blank)
             raise
+        base = launcher.facts["base"]
         machine = NamespaceMachine(
-            number,
-            Channel(connection),
+            made,
+            launcher,
+            owner=None if base is None else base + made.slot,
             max_tree_bytes=self._bounds.work_bytes,
             keep=self._snapshots.keep,
-            kill=partial(self._kill, launcher, number),
-            discard=partial(launcher.discard, number),
-            launcher_failure=lambda: launcher.failure,
+            kill=partial(self._kill, launcher, made.number),
         )
         try:
             await machine.load(tree)
-        except (Hangup, OSError, ValueError) as error:
+        except (OSError, ValueError) as error:
             machine.abandon()
-            raise MachineError("a machine did not start", str(error), hint="see MachineLimits") from None
+            raise MachineError("a tree does not fit into a machine", str(error), hint="see MachineLimits") from None
         except BaseException:
             machine.abandon()
             raise

@@ -14,7 +14,7 @@ from etude.environments.namespace.machine import inside
 
 
 class Snapshots:
-    """Trees as LOAD frames.
+    """Trees as TREE frames.
 
     >>> kept = Snapshots(max_bytes=1 << 20)
     >>> kept.prepare({"a/b.py": b"x = 1"}) == kept.prepare({"./a/b.py": b"x = 1"})
@@ -34,10 +34,10 @@ class Snapshots:
                 if path in named:
                     raise ValueError(f"{path!r} is both a file and a folder")
                 entries[path] = (b"d", b"")
-        return self.keep(wire.pack(wire.LOAD, *(part for path in sorted(entries) for part in (path, *entries[path]))))
+        return self.keep(wire.pack(wire.TREE, *(part for path in sorted(entries) for part in (path, *entries[path]))))
 
     def keep(self, tree: bytes) -> str:
-        """Keep a tree's LOAD frame; returns its id."""
+        """Keep a tree's TREE frame; returns its id."""
         snapshot = hashlib.sha256(tree).hexdigest()
         if snapshot not in self._trees:
             self._trees[snapshot] = tree
@@ -48,7 +48,7 @@ class Snapshots:
         return snapshot
 
     def get(self, snapshot: str) -> bytes | None:
-        """The LOAD frame, or None when it was never kept or has had to go."""
+        """The TREE frame, or None when it was never kept or has had to go."""
         if snapshot in self._trees:
             self._trees.move_to_end(snapshot)
         return self._trees.get(snapshot)

@@ -25,8 +25,8 @@ class Hierarchy:
         self.path, self.controllers, self.version = path, controllers, version
         self.fd = _claim(path)
 
-    def slot(self, index: int, memory_bytes: int, processes: int, cpus: float) -> int:
-        """Make the group of one slot and set its limits; returns an open `cgroup.procs` to enter it by."""
+    def make(self, index: int, memory_bytes: int, processes: int, cpus: float) -> None:
+        """Make the group of one slot and set its limits."""
         name = str(index)
         os.mkdir(name, 0o755, dir_fd=self.fd)
         values = _LIMITS[self.version]
@@ -36,7 +36,10 @@ class Hierarchy:
                 text = template.format(memory=memory_bytes, processes=processes, quota=quota_us, period=_PERIOD_US)
                 with contextlib.suppress(FileNotFoundError):  # swap accounting is optional in the kernel
                     self._write(f"{name}/{file}", text)
-        return os.open(f"{name}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
+
+    def enter(self, index: int) -> None:
+        """Move this process, which has one thread, into the group of one slot."""
+        self._write(f"{index}/{_ENTRANCE[self.version]}", "0")
 
     def _write(self, path: str, text: str) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
@@ -58,6 +61,9 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
         "cpu": (("cpu.max", "{quota} {period}"),),
     },
 }
+
+
+_ENTRANCE = {1: "tasks", 2: "cgroup.procs"}  # moving a thread takes no lock that stops every fork of the host
 
 
 def claim_all(name: str, membership: str, root: str = ROOT) -> list[Hierarchy]:

@@ -1,7 +1,7 @@
-"""From a fork of the launcher to a confined machine: namespaces, mounts, identities, capabilities, filter, limits.
+"""From a fork of the runner to a confined process in a machine: namespaces, identity, capabilities, filter, limits.
 
-The namespaces belong to the launcher's user namespace and the machine then moves into one of its own, so nothing in a
-machine, its PID 1 included, has any privilege over them. Order matters and is the order of `enter`.
+A machine's namespaces belong to the launcher's user namespace and its processes enter one below, so nothing in a
+machine has any privilege over them. Order matters and is the order of `enter`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import resource
 from typing import NamedTuple
 
 from . import syscalls as sys_
+from .cgroups import Hierarchy
 from .root import WORK
 
 USER = 1000  # uid and gid of tools inside a machine
+_SHARED = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
 
 
 class Limits(NamedTuple):
@@ -30,62 +32,62 @@ class Limits(NamedTuple):
     address_bytes: int
 
 
-class Identity(NamedTuple):
-    """The uids, as the launcher sees them, that a machine is mapped to. Without privilege there is only one."""
+class Confinement(NamedTuple):
+    """What holds for every command of every machine. `base` is the first user, None without privilege."""
 
-    agent: int
-    tools: int
-    privileged: bool
-
-    @property
-    def maps(self) -> str:
-        """What /proc/PID/uid_map and gid_map of the machine hold."""
-        return f"0 {self.agent} 1\n{USER} {self.tools} 1\n" if self.privileged else f"{USER} {self.tools} 1\n"
+    limits: Limits
+    base: int | None
+    hierarchies: list[Hierarchy]
+    filter_: ctypes.Structure
+    outer_proc: int  # device of the /proc that machines must not see
 
 
-def enter(limits: Limits, identity: Identity, groups: list[int], launcher: int, filter_: ctypes.Structure) -> None:
-    """Confine this process, PID 1 of a new PID namespace. `groups` are open cgroup.procs files; `launcher` is told
-    once the user namespace exists and answers once it is mapped."""
-    sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
-    for fd in groups:
-        os.write(fd, b"0")
-    kinds = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS | sys_.CLONE_NEWCGROUP
-    sys_.unshare(kinds)
-    sys_.set_hostname("machine")
-    _mount_private(limits, identity.tools)
-    if identity.privileged:
-        os.setgroups([])
-    sys_.unshare(sys_.CLONE_NEWUSER)
-    os.write(launcher, b"u")
-    if os.read(launcher, 1) != b"m":
-        os._exit(1)
-    agent = 0 if identity.privileged else USER
-    os.setresgid(agent, agent, agent)
-    os.setresuid(agent, agent, agent)
-    sys_.act_on_files_as(USER, USER)
-    sys_.prctl(sys_.PR_SET_NO_NEW_PRIVS, 1)
-    sys_.drop_capabilities((sys_.CAP_KILL, sys_.CAP_SETGID, sys_.CAP_SETUID) if identity.privileged else ())
-    sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)  # changing identity cleared it
-    sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
-    sys_.set_seccomp(filter_)
-    _limit(limits)
-    os.chdir(WORK)
+def user_of(base: int | None, slot: int) -> int:
+    """The uid and gid, as the launcher sees them, of a machine's processes. Without privilege there is only one."""
+    return 0 if base is None else base + slot
 
 
-def _mount_private(limits: Limits, owner: int) -> None:
+def mount_private(limits: Limits, owner: int) -> None:
+    """The file systems of a new machine, in its mount namespace. Its /proc comes with its first command."""
     flags = sys_.MS_NOSUID | sys_.MS_NODEV
     own = f"nr_inodes={limits.inodes},uid={owner},gid={owner}"
     sys_.mount("tmpfs", WORK, "tmpfs", flags, f"size={limits.work_bytes},mode=755,{own}")
     sys_.mount("tmpfs", "/tmp", "tmpfs", flags, f"size={limits.tmp_bytes},mode=1777,{own}")
-    sys_.mount("proc", "/proc", "proc", flags | sys_.MS_NOEXEC)
 
 
-def _limit(limits: Limits) -> None:
+def enter(init: int, slot: int, cpu_s: int, to: Confinement) -> None:
+    """Confine this process, a fork of the runner in the PID namespace of the machine whose PID 1 is `init`."""
+    for hierarchy in to.hierarchies:
+        hierarchy.enter(slot)
+    sys_.unshare(sys_.CLONE_NEWCGROUP)
+    sys_.setns(init, _SHARED)
+    if os.stat("/proc").st_dev == to.outer_proc:
+        sys_.mount("proc", "/proc", "proc", sys_.MS_NOSUID | sys_.MS_NODEV | sys_.MS_NOEXEC)
+    if to.base is not None:
+        os.setgroups([])
+    sys_.setns(init, sys_.CLONE_NEWUSER)
+    os.closerange(3, 1 << 20)
+    os.setresgid(USER, USER, USER)
+    os.setresuid(USER, USER, USER)
+    sys_.prctl(sys_.PR_SET_NO_NEW_PRIVS, 1)
+    sys_.drop_capabilities()
+    sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
+    sys_.prctl(sys_.PR_SET_DUMPABLE, 1)
+    sys_.set_seccomp(to.filter_)
+    _limit(to.limits, cpu_s)
+    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    os.write(fd, b"1000")
+    os.close(fd)
+    os.chdir(WORK)
+
+
+def _limit(limits: Limits, cpu_s: int) -> None:
     for kind, value in (
         (resource.RLIMIT_AS, limits.address_bytes),
         (resource.RLIMIT_NPROC, limits.processes),
         (resource.RLIMIT_FSIZE, limits.work_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
@@ -93,15 +95,3 @@ def _limit(limits: Limits) -> None:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-
-
-def become_tool(identity: Identity, cpu_s: int) -> None:
-    """In a child of PID 1: give up the rest and be an ordinary, killable, first-to-go process."""
-    if identity.privileged:
-        os.setresgid(USER, USER, USER)
-        os.setresuid(USER, USER, USER)
-    sys_.prctl(sys_.PR_SET_DUMPABLE, 1)
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
-    fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-    os.write(fd, b"1000")
-    os.close(fd)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import struct
+from collections.abc import Iterator
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x0002_0000, 0x0400_0000, 0x0800_0000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET, CLONE_NEWCGROUP = 0x1000_0000, 0x2000_0000, 0x4000_0000, 0x0200_0000
@@ -15,15 +18,22 @@ MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP = 1, 4, 22
 PR_SET_SECUREBITS, PR_SET_NO_NEW_PRIVS = 28, 38
-CAP_KILL, CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 5, 6, 7, 21
+CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 6, 7, 21
+
+MADV_DONTFORK, MADV_DOFORK = 10, 11
 
 RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_BENEATH = 2, 4, 8
 
 _SECUREBITS = 0b1110_1011  # noroot, no ambient raise, no setuid-fixup and keep-caps off; all of it locked
+_CAPABILITIES_OF_SELF = struct.pack("=II", 0x2008_0522, 0)
+_NO_CAPABILITIES = bytes(24)  # effective, permitted, inheritable; low then high words
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
+_libc.unshare.argtypes, _libc.setns.argtypes = [ctypes.c_int], [ctypes.c_int, ctypes.c_int]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _OPENAT2, _MOUNT_SETATTR = 437, 442  # the same number on every architecture
 
@@ -37,12 +47,12 @@ def _check(result: int, call: str) -> int:
 
 def unshare(flags: int) -> None:
     """Leave the namespaces in `flags` for new ones."""
-    _check(_libc.unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+    _check(_libc.unshare(flags), "unshare")
 
 
 def setns(fd: int, kind: int) -> None:
-    """Join the namespace behind `fd`."""
-    _check(_libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)), "setns")
+    """Join the namespace behind `fd`, or, where it is a pidfd, those of that process."""
+    _check(_libc.setns(fd, kind), "setns")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
@@ -81,31 +91,41 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
 
 def prctl(option: int, value: int = 0) -> None:
     """prctl(2) with one argument."""
-    _check(_libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), 0, 0, 0), f"prctl({option})")
+    _check(_libc.prctl(option, value, 0, 0, 0), "prctl")
 
 
 def set_seccomp(program: ctypes.Structure) -> None:
     """Install a filter; no_new_privs must be set."""
-    _check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(program), 0, 0), "prctl(seccomp)")
+    _check(_libc.prctl(PR_SET_SECCOMP, 2, ctypes.addressof(program), 0, 0), "prctl(seccomp)")
 
 
 def set_hostname(name: str) -> None:
     _check(_libc.sethostname(name.encode(), len(name)), "sethostname")
 
 
-def act_on_files_as(uid: int, gid: int) -> None:
-    """Filesystem identity of this process: files it makes belong to `uid`, access is checked as `uid`."""
-    _libc.setfsgid(gid)
-    _libc.setfsuid(uid)
+@contextlib.contextmanager
+def acting_on_files_as(user: int | None) -> Iterator[None]:
+    """Files this thread makes in here belong to `user` (uid and gid), and access is checked as for it. None: as is."""
+    if user is None:
+        yield
+        return
+    before = _libc.setfsgid(user), _libc.setfsuid(user)
+    try:
+        yield
+    finally:
+        _libc.setfsuid(before[1])
+        _libc.setfsgid(before[0])
 
 
-def drop_capabilities(keep: tuple[int, ...]) -> None:
-    """Hold the capabilities in `keep` and no other; nothing executed later can gain any.
+def advise(start: int, size: int, advice: int) -> None:
+    """madvise(2)."""
+    _check(_libc.madvise(start, size, advice), "madvise")
+
+
+def drop_capabilities() -> None:
+    """Hold none; nothing executed later can gain any.
 
     The bounding set is left alone: with no_new_privs, every mount nosuid and uid 0 disarmed it bounds nothing.
     """
     prctl(PR_SET_SECUREBITS, _SECUREBITS)
-    bits = sum(1 << c for c in keep)
-    header = (ctypes.c_uint32 * 2)(0x2008_0522, 0)
-    data = (ctypes.c_uint32 * 6)(bits, bits, 0, 0, 0, 0)  # effective, permitted, inheritable; low then high words
-    _check(_libc.capset(header, data), "capset")
+    _check(_libc.capset(_CAPABILITIES_OF_SELF, _NO_CAPABILITIES), "capset")

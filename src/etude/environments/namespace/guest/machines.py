@@ -1,0 +1,214 @@
+"""The launcher's work: machines made of namespaces, two small file systems and a PID 1 that sleeps.
+
+A machine has no program of ours in it. Its PID 1 is a copy of this process without its memory (`MADV_DONTFORK`) that
+calls pause(2) and nothing else: it holds the namespaces, its death is the machine's, and orphans handed to it vanish
+because it ignores SIGCHLD. That is all a PID 1 has to do, and costs a tenth of an interpreter. Namespaces belong to
+the launcher's user namespace and a machine's processes to one below, so they have no privilege over them.
+
+The host gets the work folder and a handle of PID 1 as descriptors, which is all that it needs to use a machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import signal
+import socket
+
+from . import cgroups, confine
+from . import syscalls as sys_
+from .packets import FAILED, GONE, HEAD, KILL, MADE, MADE_FACTS, SPAWN
+from .root import WORK
+
+_OWN = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
+_HOME = {"mnt": sys_.CLONE_NEWNS, "net": sys_.CLONE_NEWNET, "ipc": sys_.CLONE_NEWIPC, "uts": sys_.CLONE_NEWUTS}
+_STACK_BYTES = 65_536
+_LEAST_BYTES = 128 << 10  # mappings smaller than this are not worth keeping from PID 1
+
+
+class Machines:
+    """Makes machines on request and reaps them. One slot (user, control groups) a live machine, reused."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        hierarchies: list[cgroups.Hierarchy],
+        base: int | None,
+        limits: confine.Limits,
+        max_machines: int,
+        runner: int,
+    ) -> None:
+        self._channel, self._hierarchies, self._base, self._limits = channel, hierarchies, base, limits
+        self._free = list(range(max_machines, 0, -1))
+        self._prepared: set[int] = set()  # slots whose control groups exist
+        self._alive: dict[int, tuple[int, int, int]] = {}  # pidfd -> pid, machine number, slot
+        self._pids: dict[int, int] = {}  # machine number -> pid
+        self._next = 0
+        self._pid_namespace = _namespace("pid")
+        self._home = [(_namespace(name), kind) for name, kind in _HOME.items()]
+        self._runner = os.pidfd_open(runner)
+        self._sleeper = Sleeper()
+        self._poller = select.poll()
+        if base is not None:  # without privilege, maps could not be written then; a capability it holds protects PID 1
+            sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
+
+    def serve(self) -> None:
+        """Until the host hangs up, or the runner is dead."""
+        self._poller.register(self._channel, select.POLLIN)
+        self._poller.register(self._runner, select.POLLIN)
+        while True:
+            for fd, _ in self._poller.poll():
+                if fd in self._alive:
+                    self._reap(fd)
+                elif fd == self._runner or not self._answer():
+                    return
+
+    def _answer(self) -> bool:
+        packet = self._channel.recv(64)
+        if not packet:
+            return False
+        kind, number = HEAD.unpack(packet)
+        if kind == SPAWN:
+            for _ in range(number):
+                self._spawn()
+        elif kind == KILL and number in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[number], signal.SIGKILL)
+        return True
+
+    def _spawn(self) -> None:
+        self._next += 1
+        slot = self._free.pop()
+        try:
+            self._prepare_groups(slot)
+            pid, work = self._make(confine.user_of(self._base, slot))
+        except OSError as error:
+            self._free.append(slot)
+            self._channel.send(HEAD.pack(FAILED, self._next) + str(error).encode())
+            return
+        pidfd = os.pidfd_open(pid)
+        self._alive[pidfd], self._pids[self._next] = (pid, self._next, slot), pid
+        self._poller.register(pidfd, select.POLLIN)
+        socket.send_fds(self._channel, [HEAD.pack(MADE, self._next) + MADE_FACTS.pack(slot, pid)], [work, pidfd])
+        os.close(work)
+
+    def _make(self, user: int) -> tuple[int, int]:
+        """PID 1's number here and its open work folder."""
+        work = -1
+        try:
+            sys_.unshare(_OWN)
+            try:
+                sys_.set_hostname("machine")
+                confine.mount_private(self._limits, user)
+                work = os.open(WORK, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                sys_.setns(self._pid_namespace, sys_.CLONE_NEWPID)
+                sys_.unshare(sys_.CLONE_NEWPID)
+                pid = self._sleeper.clone(sys_.CLONE_NEWUSER)
+            finally:
+                for fd, kind in self._home:
+                    sys_.setns(fd, kind)
+            try:
+                write(f"/proc/{pid}/uid_map", f"{confine.USER} {user} 1\n")
+                write(f"/proc/{pid}/gid_map", f"{confine.USER} {user} 1\n")
+            except OSError:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                raise
+        except OSError:
+            if work >= 0:
+                os.close(work)
+            raise
+        return pid, work
+
+    def _prepare_groups(self, slot: int) -> None:
+        if slot not in self._prepared:
+            for hierarchy in self._hierarchies:
+                hierarchy.make(slot, self._limits.memory_bytes, self._limits.processes, self._limits.cpus)
+            self._prepared.add(slot)
+
+    def _reap(self, pidfd: int) -> None:
+        pid, number, slot = self._alive.pop(pidfd)
+        self._poller.unregister(pidfd)
+        os.close(pidfd)
+        with contextlib.suppress(ChildProcessError):  # it died while a sibling was being made
+            os.waitpid(pid, 0)
+        self._free.append(slot)
+        del self._pids[number]
+        self._channel.send(HEAD.pack(GONE, number))
+
+
+class Sleeper:
+    """Forks of this process that have none of its large mappings and do nothing but sleep."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.clone.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
+        self._pause = ctypes.cast(self._libc.pause, ctypes.c_void_p).value
+        self._stack = mmap.mmap(-1, _STACK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._top = ctypes.addressof(ctypes.c_char.from_buffer(self._stack)) + _STACK_BYTES - 64
+        large = self._large_mappings()
+        self._keep_from_forks(large, True)
+        if not self._survives():
+            self._keep_from_forks(large, False)
+
+    def clone(self, flags: int = 0) -> int:
+        """A new child's PID. It ignores SIGCHLD from its start, which is why this process does for a moment."""
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            pid: int = self._libc.clone(self._pause, self._top, flags | signal.SIGCHLD, None)
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        if pid < 0:
+            raise OSError(ctypes.get_errno(), f"clone: {os.strerror(ctypes.get_errno())}")
+        return pid
+
+    def _large_mappings(self) -> list[tuple[int, int]]:
+        """Private writable memory that pause(2) has no use for: not its stack, nor thread-local and libc's data."""
+        errno_location = self._libc["__errno_location"]
+        errno_location.restype = ctypes.c_void_p
+        single = ctypes.addressof(ctypes.c_char.in_dll(self._libc, "__libc_single_threaded"))
+        needed = (self._top, errno_location(), single)
+        found = []
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            for line in maps:
+                span, mode = line.split()[:2]
+                start, end = (int(part, 16) for part in span.split("-"))
+                large = end - start >= _LEAST_BYTES and mode == "rw-p" and "[stack]" not in line
+                if large and not any(start <= address < end for address in needed):
+                    found.append((start, end - start))
+        return found
+
+    def _keep_from_forks(self, mappings: list[tuple[int, int]], keep: bool) -> None:
+        for start, size in mappings:
+            sys_.advise(start, size, sys_.MADV_DONTFORK if keep else sys_.MADV_DOFORK)
+
+    def _survives(self) -> bool:
+        """Whether such a child really sleeps; a C library that needs more of its memory would have it crash."""
+        pid = self.clone()
+        try:
+            while True:
+                with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+                    state = file.read().rpartition(")")[2].split()[0]
+                if state in "SZX":
+                    return state == "S"
+                os.sched_yield()
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _namespace(name: str) -> int:
+    return os.open(f"/proc/self/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def write(path: str, text: str) -> None:
+    """Write a file of the kernel's."""
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -1,0 +1,66 @@
+"""What a command prints, taken from its pipe as it comes and kept up to a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+_CHUNK_BYTES = 65_536
+
+
+class Capped:
+    """Bytes of which at most `limit` are kept: the first half, the last half, and between them how many are missing."""
+
+    def __init__(self, limit: int) -> None:
+        self._head, self._tail, self._limit = bytearray(), bytearray(), limit
+        self.total = 0
+
+    def add(self, data: bytes) -> None:
+        self.total += len(data)
+        room = self._limit // 2 - len(self._head)
+        if room > 0:
+            self._head += data[:room]
+            data = data[room:]
+        self._tail += data
+        if len(self._tail) > 2 * self._limit:
+            del self._tail[: -self._limit]
+
+    @property
+    def truncated(self) -> bool:
+        return self.total > self._limit
+
+    def value(self) -> bytes:
+        """At most `limit` bytes."""
+        if not self.truncated:
+            return bytes(self._head + self._tail)
+        mark = f"\n[... {self.total - self._limit} bytes and this line's left out ...]\n".encode()
+        keep = self._limit - len(self._head) - len(mark)
+        return bytes(self._head + mark + self._tail[-keep:]) if keep > 0 else bytes(self._head)
+
+
+class Output(Capped):
+    """Fills itself from a pipe's reading end, a chunk each time the event loop comes by, so that a flood from one
+    command takes turns with everything else. `close` takes what is left."""
+
+    def __init__(self, pipe: int, limit: int) -> None:
+        super().__init__(limit)
+        self._pipe, self._loop = pipe, asyncio.get_running_loop()
+        os.set_blocking(pipe, False)
+        self._loop.add_reader(pipe, self._more)
+
+    def _more(self) -> bool:
+        try:
+            data = os.read(self._pipe, _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        self.add(data)
+        if not data:
+            self._loop.remove_reader(self._pipe)
+        return bool(data)
+
+    def close(self) -> None:
+        """Once nothing writes any more."""
+        while self._more():
+            pass
+        self._loop.remove_reader(self._pipe)
+        os.close(self._pipe)
