@@ -128,11 +128,13 @@ class ChatFormat:
 
     def whole(self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None) -> I32:
         """A finished conversation, [T] int32: how demonstrations become mid-training documents."""
-        return self._encode_rendering(self._render(messages, signatures or {}, generate=False))
+        hidden = self._hidden(messages, signatures or {})
+        return self._encode_rendering(self._render(hidden, signatures or {}, generate=False))
 
     def first(self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None) -> I32:
         """The root of a context: the messages and the generation prompt, [P] int32."""
-        return self._encode_rendering(self._render(messages, signatures or {}, generate=True))
+        hidden = self._hidden(messages, signatures or {})
+        return self._encode_rendering(self._render(hidden, signatures or {}, generate=True))
 
     def continuation(
         self,
@@ -147,8 +149,9 @@ class ChatFormat:
         It starts after the stop token that the model sampled; `ended` False says that it sampled none (it was cut off),
         and the stop token is appended here. Raises `ChatError` for a template that rewrites earlier messages.
         """
-        before = self._render(previous, signatures or {}, generate=False)
-        after = self._render([*previous, *new], signatures or {}, generate=True)
+        hidden = self._hidden([*previous, *new], signatures or {})
+        before = self._render(hidden[: len(previous)], signatures or {}, generate=False)
+        after = self._render(hidden, signatures or {}, generate=True)
         end = before.rfind(END)
         if end < 0 or not after.startswith(before):
             raise ChatError(
@@ -200,8 +203,11 @@ class ChatFormat:
 
     # inside
 
-    def _render(self, messages: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
-        hidden = [self._hide_message(m, signatures) for m in messages]
+    def _hidden(self, messages: Sequence[Message], signatures: Mapping[str, Signature]) -> list[Message]:
+        """The messages as a template may see them: no text in them spells a special token."""
+        return [self._hide_message(m, signatures) for m in messages]
+
+    def _render(self, hidden: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
         tools = [self._hide_all(s.to_openai()) for s in signatures.values()] if self._lists_tools else []
         try:
             return self._template.render(messages=hidden, tools=tools or None, add_generation_prompt=generate)
