@@ -1,8 +1,7 @@
 """Keys and values of every slot, and attention over them whose bits depend on one request alone.
 
 Per layer one tensor for keys and one for values, ``[S, G, C, A]``: a slot's keys of one head are one run of memory.
-Decoding rows attend together, over all slots between the first and the last in use: a slot nobody decodes in costs
-its arithmetic, which is less than copying the others out would. A chunk of a prompt attends by itself.
+Decoding rows that need the same window attend together, a chunk of a prompt by itself.
 
 Three things keep a row's bits free of its neighbours, of chunking and of prefix hits: no product has fewer than
 `MIN_ROWS` rows; a row sees a *window* of whole blocks of `BLOCK` positions, masked, and never a ragged end; and only
@@ -26,6 +25,7 @@ from etude.models import ModelConfig
 from etude.numerics import MIN_ROWS
 
 BLOCK = 64
+FEW = 4  # decoding rows that are not worth a kernel call of their own
 KERNEL_BLOCK = 512  # positions that the CPU attention kernel takes at once; slots are whole ones, pages are lazy
 I64 = npt.NDArray[np.int64]
 
@@ -82,66 +82,91 @@ class StepCache:
         self.positions = torch.from_numpy(self.row_positions)
         heads = self.row_slots[:, None] * kv.heads + np.arange(kv.heads)
         self._places = torch.from_numpy((heads * kv.length + self.row_positions[:, None]).ravel())
-        self._decode = _DecodeView(kv, decode_slots, decode_positions) if self.num_decode else None
+        self._decode = [
+            _DecodeView(kv, rows, decode_slots[rows], decode_positions[rows], window)
+            for window, rows in _by_window(np.array([kv.window(p + 1) for p in decode_positions.tolist()], np.int64))
+        ]
 
     def attend(self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGA: torch.Tensor) -> torch.Tensor:
         """Keep the step's keys and values, attend causally within each slot; o_NHA."""
-        keys, values = self.kv.keys[layer], self.kv.values[layer]
-        width = keys.shape[-1]
-        keys.view(-1, width).index_copy_(0, self._places, k_NGA.reshape(-1, width))
-        values.view(-1, width).index_copy_(0, self._places, v_NGA.reshape(-1, width))
-        parts, at = [], self.num_decode
-        if self._decode is not None:
-            parts.append(self._decode.attend(keys, values, q_NHA[:at]))
-        for chunk in self.chunks:
-            parts.append(chunk.attend(keys, values, q_NHA[at : at + chunk.num_rows]))
-            at += chunk.num_rows
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        kv, (n, h, a) = self.kv, q_NHA.shape
+        keys, values = kv.keys[layer], kv.values[layer]
+        keys.view(-1, a).index_copy_(0, self._places, k_NGA.reshape(-1, a))
+        values.view(-1, a).index_copy_(0, self._places, v_NGA.reshape(-1, a))
+        q_NGRA = q_NHA.view(n, kv.heads, kv.group, a)
+        o_NGRA = torch.empty_like(q_NGRA, memory_format=torch.contiguous_format)
+        for group in self._decode:
+            group.attend(keys, values, q_NGRA, o_NGRA)
+        if self.chunks:
+            self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRA[self.num_decode :])
+        return o_NGRA.view(n, h, a)
+
+    def _attend_chunks(
+        self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRA: torch.Tensor
+    ) -> None:
+        """Head by head, as the kernel wants it: one copy there and one back for all chunks."""
+        sizes = [chunk.num_rows for chunk in self.chunks]
+        q_GNRA = q_NGRA.transpose(0, 1).contiguous()
+        o_GNRA = torch.empty_like(q_GNRA)
+        for chunk, q, o in zip(self.chunks, torch.split(q_GNRA, sizes, 1), torch.split(o_GNRA, sizes, 1), strict=True):
+            chunk.attend(keys, values, q, o)
+        o_NGRA.copy_(o_GNRA.transpose(0, 1))
+
+
+def _by_window(windows: I64) -> list[tuple[int, I64]]:
+    """Decoding rows grouped by the window that they need; few go with those of the next larger one, since a call of
+    the kernel costs about what `FEW` rows do."""
+    groups: list[tuple[int, I64]] = []
+    taken = 0
+    order, sizes = windows.argsort(kind="stable"), sorted(set(windows.tolist()))
+    for window in sizes:
+        upto = int((windows <= window).sum())
+        if upto - taken >= FEW or window == sizes[-1]:
+            groups.append((window, np.sort(order[taken:upto])))
+            taken = upto
+    return groups
 
 
 class _DecodeView:
-    """One row a slot, over the run of slots [low, high)."""
+    """One row a slot, for rows that need the same window. Slots in one run are used in place, others copied out:
+    attention over the idle ones between them costs more than that."""
 
-    def __init__(self, kv: KVCache, slots: I64, positions: I64) -> None:
-        self.kv, self.low, self.high = kv, int(slots[0]), int(slots[-1]) + 1
-        run = self.high - self.low
-        self.window = kv.window(int(positions.max()) + 1)
-        self.places = None if run == len(slots) else torch.from_numpy(slots - self.low)
-        last = np.zeros(run, np.int64)  # a slot nobody decodes in sees its first position, and is not read
-        last[slots - self.low] = positions
-        hidden = np.where(np.arange(self.window) > last[:, None], np.float32(-np.inf), np.float32(0.0))
-        self.mask = torch.from_numpy(hidden)[:, None, None]  # [run, 1, 1, W]
+    def __init__(self, kv: KVCache, rows: I64, slots: I64, positions: I64, window: int) -> None:
+        self.kv, self.window, self.num = kv, window, len(rows)
+        low, high = int(slots[0]), int(slots[-1]) + 1
+        self.run = slice(low, high) if high - low == len(slots) else None
+        self.slots = torch.from_numpy(slots)
+        self.rows = torch.from_numpy(rows)
+        hidden = np.where(np.arange(window) > positions[:, None], np.float32(-np.inf), np.float32(0.0))
+        self.mask = torch.from_numpy(hidden)[:, None, None]  # [n, 1, 1, W]
 
-    def attend(self, keys: torch.Tensor, values: torch.Tensor, q_NHA: torch.Tensor) -> torch.Tensor:
-        kv, (n, h, a) = self.kv, q_NHA.shape
-        queries = kv.queries[self.low : self.high]
-        rows, q_NGRA = queries[:, :, : kv.group], q_NHA.view(n, kv.heads, kv.group, a)
-        if self.places is None:
-            rows.copy_(q_NGRA)
-        else:
-            rows.index_copy_(0, self.places, q_NGRA)
-        k, v = (t[self.low : self.high, :, : self.window] for t in (keys, values))
+    def attend(self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRA: torch.Tensor) -> None:
+        kv = self.kv
+        queries = kv.queries[: self.num]
+        queries[:, :, : kv.group] = q_NGRA.index_select(0, self.rows)
+        k, v = (self._slots_of(t[:, :, : self.window]) for t in (keys, values))
         o = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.mask)[:, :, : kv.group]
-        return (o if self.places is None else o[self.places]).reshape(n, h, a)
+        o_NGRA.index_copy_(0, self.rows, o)
+
+    def _slots_of(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory.index_select(0, self.slots) if self.run is None else memory[self.run]
 
 
 class _ChunkView:
     """Consecutive positions of one slot; query heads of a key/value head are rows of one product."""
 
     def __init__(self, kv: KVCache, chunk: Span) -> None:
-        self.kv, self.slot, self.num_rows = kv, chunk.slot, chunk.stop - chunk.start
+        self.slot, self.num_rows = chunk.slot, chunk.stop - chunk.start
         self.window = kv.window(chunk.stop)
         self.padding = max(0, -(-MIN_ROWS // kv.group) - self.num_rows)  # positions added to reach MIN_ROWS rows
         positions = torch.arange(chunk.start, chunk.stop + self.padding)
         self.mask = _causal_mask(positions, kv.group, self.window)
 
-    def attend(self, keys: torch.Tensor, values: torch.Tensor, q_NHA: torch.Tensor) -> torch.Tensor:
-        kv, (n, h, a) = self.kv, q_NHA.shape
-        q = F.pad(q_NHA, (0, 0, 0, 0, 0, self.padding)) if self.padding else q_NHA
-        q = q.view(-1, kv.heads, kv.group, a).transpose(0, 1).reshape(1, kv.heads, -1, a)
-        k, v = (t[self.slot : self.slot + 1, :, : self.window] for t in (keys, values))
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
-        return o.view(kv.heads, -1, kv.group, a).transpose(0, 1)[:n].reshape(n, h, a)
+    def attend(self, keys: torch.Tensor, values: torch.Tensor, q_GnRA: torch.Tensor, o_GnRA: torch.Tensor) -> None:
+        q = F.pad(q_GnRA, (0, 0, 0, 0, 0, self.padding)) if self.padding else q_GnRA
+        k, v = (t[self.slot].narrow(1, 0, self.window)[None] for t in (keys, values))
+        o = F.scaled_dot_product_attention(q.flatten(1, 2)[None], k, v, attn_mask=self.mask)
+        o_GnRA.copy_(o.view_as(q).narrow(1, 0, self.num_rows))
 
 
 def _causal_mask(positions: torch.Tensor, group: int, window: int) -> torch.Tensor:
