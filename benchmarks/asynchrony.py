@@ -42,7 +42,7 @@ SLOTS_WHEN_LATE = 256  # decoding slots an engine with late tools: enough for th
 def configure(start: Path, setting: str, latency_ms: int, seed: int, more: Sequence[str]) -> RunConfig:
     """The run's config: the laptop example's, from a checkpoint, with nothing beside the training."""
     slots = [f"engine.max_sequences={SLOTS_WHEN_LATE}"] if latency_ms else []
-    never = ["evals.every=100000", "rl.checkpoint_every=100000"]
+    never = ["evals.every=100000", "rl.checkpoint_every=100000", "experience.curriculum=source"]
     settings = [f"start={start.resolve()}", f"seed={seed}", *never, *slots, *SETTINGS[setting], *more]
     config = load(LAPTOP, RunConfig, settings)
     batches = config.experience.groups_per_step / load(LAPTOP, RunConfig, []).experience.groups_per_step

@@ -1,6 +1,7 @@
 """Experience: from finished rollouts to the batches a learner trains on, with nothing lost and nothing trained twice.
 
-The ledger keeps every rollout's state and bytes; the window says who may start and who is trained next; credit turns
+The ledger keeps every rollout's state and bytes; the window says who may start and who is trained next; the
+curriculum which tasks are worth it; credit turns
 rewards into advantages; packing makes batches; traces record them; the audit checks it all afterwards. Usable alone:
 numpy, pyarrow and SQLite, no torch and no other folder of etude.
 
@@ -15,6 +16,7 @@ from etude.experience.admission import Straggler, Window
 from etude.experience.audit import audit
 from etude.experience.config import ExperienceConfig
 from etude.experience.credit import SCHEMES, Credit, advantages
+from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.facts import step_facts
 from etude.experience.groups import Finished, Group
 from etude.experience.ledger import Ledger
@@ -24,10 +26,12 @@ from etude.experience.traces import read_trace, write_trace
 __all__ = [
     "SCHEMES",
     "Credit",
+    "Curriculum",
     "ExperienceConfig",
     "Finished",
     "Group",
     "Ledger",
+    "Signals",
     "Straggler",
     "Window",
     "advantages",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from etude.config import ranged
 from etude.experience.admission import Straggler
 from etude.experience.credit import Credit
+from etude.experience.curriculum import Curriculum
 
 
 @dataclass(frozen=True)
@@ -18,5 +19,6 @@ class ExperienceConfig:
     max_lag: int = ranged(2, low=0, high=64)
     straggler: Straggler = Straggler.WAIT
     credit: Credit = Credit.DR_GRPO
+    curriculum: Curriculum = Curriculum.SIGNAL
     kl: float = ranged(0.0, low=0.0)  # of k1 to the starting checkpoint, taken off each reward; 0.0: no reference model
     max_attempts: int = ranged(3, low=1, high=100)  # of a rollout whose worker dies, before it is invalid

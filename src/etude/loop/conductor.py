@@ -31,17 +31,18 @@ import numpy as np
 
 from etude.errors import EngineError, EtudeError, ParityError
 from etude.evals import EvalResult
-from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
+from etude.experience import SCHEMES, Curriculum, Group, Ledger, Signals, Window, make_batch, step_facts, write_trace
 from etude.experience.packing import whole_samples
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
+from etude.inference.config import ComputeDtype
 from etude.inference.errors import EngineGone
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
-from etude.loop.rolling import Rolling, siblings
+from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
-from etude.records import Batch, RolloutSpec
+from etude.records import Batch, RolloutSpec, Task
 from etude.records.sample import Published, StepReport
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -78,6 +79,7 @@ class Conductor:
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(run / "ledger.sqlite", capacity=capacity)
         self.rolling = Rolling(self.ledger, crew, telemetry, max_running=config.max_running)
+        self.signals = Signals(self.ledger.recall("signals"))
         self.step = 0
         self._learner: Caller | None = None  # the process that holds the lineage's weights
         self.probe = probe_text(chat)
@@ -211,8 +213,15 @@ class Conductor:
                 beta=kl,
             )
             write_trace(self.run_folder / "traces", batch, groups)
-            self.ledger.batch(batch)
+            self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
             yield batch, groups, time.perf_counter() - began
+
+    def _take_batch(self, batch: Batch, groups: list[Group]) -> None:
+        self.ledger.batch(batch)
+        for group in groups:
+            if self.config.experience.curriculum is Curriculum.SIGNAL and group.valid:
+                self.signals.add(group.valid[0][0].task.family, signal=len(set(group.rewards)) > 1)
+        self.ledger.remember("signals", self.signals.counts)
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
@@ -235,19 +244,28 @@ class Conductor:
             if not self.window.room(index, self.step):
                 await self._published.wait()
                 continue
-            cursor = self.ledger.cursor(Split.TRAIN)
-            num_tasks = self.source.size(Split.TRAIN)
+            task, cursor = self._draw(self.ledger.cursor(Split.TRAIN))
             specs = siblings(
                 f"g{index:06d}",
-                self.source.task(Split.TRAIN, cursor if num_tasks is None else cursor % num_tasks),
+                task,
                 size,
                 seed=self.config.seed,
                 temperature=self.config.rl.temperature,
                 min_step=self.window.min_step(index),
             )
-            self.ledger.transaction(functools.partial(self._admit_group, specs, cursor + 1))
+            self.ledger.transaction(functools.partial(self._admit_group, specs, cursor))
             self._admitted.set()
             await asyncio.sleep(0)
+
+    def _draw(self, cursor: int) -> tuple[Task, int]:
+        """The next training task that the curriculum takes, and the cursor after it."""
+        num_tasks = self.source.size(Split.TRAIN)
+        while True:
+            task = self.source.task(Split.TRAIN, cursor if num_tasks is None else cursor % num_tasks)
+            cursor += 1
+            draw = keyed_seed(self.config.seed, "curriculum", cursor) / 2**63
+            if draw < self.signals.chance(task.family):
+                return task, cursor
 
     def _admit_group(self, specs: list[RolloutSpec], cursor: int) -> None:
         for spec in specs:
@@ -300,7 +318,7 @@ class Conductor:
             return None  # it has moved on: the probe of that version will speak
         ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
         self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max)
-        if ratio_max > self.config.rl.probe_limit:
+        if ratio_max > self.config.rl.probe_limit and self.config.engine.dtype is ComputeDtype.FLOAT32:
             raise ParityError(
                 f"{name} and the learner disagree about {published.version}",
                 f"max |r - 1| = {ratio_max:.2e} on the probe, the limit is {self.config.rl.probe_limit:g}",

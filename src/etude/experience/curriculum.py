@@ -1,0 +1,65 @@
+"""Which tasks are worth their rollouts: families that teach are drawn more often, solved and hopeless ones seldom.
+
+A group whose members all got the same reward moves nothing, and it costs as much as any other. Late in training most
+groups are of that kind, while one family of tasks may still be half solved. So each family keeps the share of its
+recent groups that had a signal, and a drawn task is passed over with a probability that grows as its family's share
+falls behind the best family's. None falls under `FLOOR`: what was learned stays watched, and what became possible is
+noticed. Counts fade with `MEMORY`, because what is hard changes as the policy does.
+
+The source's own mix is what evaluations use; only training tasks are chosen. Pure but for its counts, which move with
+the batches in order of admission, so synchronous RL repeats. Knows nothing of task sources, of the ledger, of rewards.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+FLOOR = 0.1  # of the best family's probability
+MEMORY = 0.9  # of a family's counts, at each new group of it: about ten groups are remembered
+
+
+class Curriculum(enum.StrEnum):
+    """How training tasks are drawn from their source."""
+
+    SOURCE = "source"  # as they come
+    SIGNAL = "signal"  # families by the share of their groups that had a signal
+
+
+class Signals:
+    """The share of recent groups with a signal, by family of tasks.
+
+    >>> signals = Signals()
+    >>> for _ in range(20):
+    ...     signals.add("solved", signal=False)
+    ...     signals.add("learning", signal=True)
+    >>> round(signals.chance("learning"), 2), round(signals.chance("solved"), 2), signals.chance("never seen")
+    (1.0, 0.1, 1.0)
+    >>> Signals(signals.counts).chance("solved") == signals.chance("solved")
+    True
+    """
+
+    def __init__(self, counts: Mapping[str, tuple[float, float]] | None = None) -> None:
+        """`counts`: those of an earlier object, to go on from."""
+        self._counts = {family: (float(s), float(n)) for family, (s, n) in (counts or {}).items()}
+
+    @property
+    def counts(self) -> dict[str, tuple[float, float]]:
+        """(groups with a signal, groups) by family, both faded. Plain data."""
+        return dict(self._counts)
+
+    def add(self, family: str, *, signal: bool) -> None:
+        """One more group of a family ended: did its members differ?"""
+        with_signal, seen = self._counts.get(family, (0.0, 0.0))
+        self._counts[family] = (MEMORY * with_signal + signal, MEMORY * seen + 1.0)
+
+    def chance(self, family: str) -> float:
+        """The probability [0.1, 1] with which a drawn task of this family is taken: its share over the best one's.
+        A family counts as if one group with a signal had been seen before, so an unknown one is taken."""
+        best = max((_share(counts) for counts in self._counts.values()), default=1.0)
+        return max(FLOOR, min(1.0, _share(self._counts.get(family, (0.0, 0.0))) / best))
+
+
+def _share(counts: tuple[float, float]) -> float:
+    with_signal, seen = counts
+    return (with_signal + 1.0) / (seen + 1.0)

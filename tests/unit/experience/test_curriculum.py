@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.experience.curriculum import FLOOR, Signals
+
+
+def counted(**groups: list[bool]) -> Signals:
+    signals = Signals()
+    for family, seen in groups.items():
+        for signal in seen:
+            signals.add(family, signal=signal)
+    return signals
+
+
+def test_before_anything_is_known_every_task_is_taken() -> None:
+    assert Signals().chance("any") == 1.0
+
+
+def test_a_family_whose_groups_teach_nothing_is_drawn_less_than_one_that_teaches() -> None:
+    signals = counted(solved=[False] * 8, learning=[True, False] * 4)
+    assert signals.chance("solved") < signals.chance("learning") == 1.0
+
+
+def test_a_family_that_is_seen_for_the_first_time_is_taken() -> None:
+    assert counted(solved=[False] * 8, learning=[True] * 8).chance("new") == 1.0
+
+
+def test_where_no_family_teaches_none_is_preferred() -> None:
+    signals = counted(one=[False] * 50, other=[False] * 50)
+    assert signals.chance("one") == signals.chance("other") == 1.0
+
+
+def test_what_was_solved_and_is_not_any_more_comes_back() -> None:
+    signals = counted(lost=[False] * 50, learning=[True] * 50)
+    low = signals.chance("lost")
+    for _ in range(10):
+        signals.add("lost", signal=True)
+    assert signals.chance("lost") > 5 * low
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
+def test_chances_stay_between_the_floor_and_one_and_some_family_is_always_taken(seen: list[tuple[str, bool]]) -> None:
+    signals = Signals()
+    for family, signal in seen:
+        signals.add(family, signal=signal)
+    chances = [signals.chance(family) for family in "abc"]
+    assert all(FLOOR <= chance <= 1.0 for chance in chances)
+    assert max(chances) == 1.0
+
+
+def test_counts_go_on_from_where_they_were_kept() -> None:
+    signals = counted(a=[True, False, True], b=[False] * 3)
+    again = Signals(signals.counts)
+    for one in (signals, again):
+        one.add("b", signal=True)
+    assert again.chance("b") == pytest.approx(signals.chance("b"), abs=0.0)
