@@ -20,7 +20,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,17 @@ class Setting:
     was tried: fifteen times the CPU of the plain one for a step on this model."""
 
     lr: float
+    groups: int  # of one step
     rows: int  # of one forward
     experts: str  # transformers' implementation of the mixture
 
 
 SETTINGS = {
-    "plain": Setting(5e-4, 128, "grouped_mm"),
-    "small forwards": Setting(5e-4, 32, "grouped_mm"),
-    "higher rate": Setting(7e-4, 128, "grouped_mm"),
+    "same batch": Setting(5e-4, 8, 64, "grouped_mm"),
+    "double batch": Setting(5e-4, 16, 128, "grouped_mm"),
+    "half batch": Setting(5e-4, 4, 32, "grouped_mm"),
+    "small forwards": Setting(5e-4, 8, 32, "grouped_mm"),
+    "higher rate": Setting(7e-4, 8, 64, "grouped_mm"),
 }
 
 
@@ -81,9 +84,11 @@ def installed(python: Path) -> dict[str, str]:
 
 
 def theirs(python: Path, config: RunConfig, setting: Setting, *, every: int, budget_s: float) -> list[Point]:
-    """A run of TRL; its checkpoints."""
+    """A run of TRL; its checkpoints, as many rollouts apart as `every` of etude's steps have."""
     folder = new_folder("trl").absolute()
     folder.mkdir(parents=True)
+    every = max(1, every * config.experience.groups_per_step // setting.groups)
+    config = replace(config, experience=replace(config.experience, groups_per_step=setting.groups))
     (folder / "config.toml").write_text(to_toml(config))
     argv = [str(python), "-m", "benchmarks.trl_training", "--config", str(folder / "config.toml")]
     argv += ["--start", str(config.start), "--out", str(folder), "--steps", str(config.rl.steps), "--every", str(every)]
@@ -149,7 +154,7 @@ def main() -> None:
     parser.add_argument("--split", choices=["validation", "heldout"], default="heldout")
     parser.add_argument("--tasks", type=int, default=512, help="of each evaluation")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="of TRL")
-    parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")
+    parser.add_argument("--every", type=int, default=5, help="etude's steps between checkpoints")
     parser.add_argument("--budget-s", type=float, default=600.0, help="CPU seconds after which TRL gives up")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for both sides")
     args = parser.parse_args()
