@@ -2,7 +2,8 @@
 
 A command is a fork of this process into a machine's namespaces. When its first process has ended, or at its deadline,
 nothing it started is left: between two commands there is no process in a machine but its sleeping PID 1, so what is
-read then cannot change. The runner sees no argument, input or output: they go past it as descriptors.
+read then cannot change. After each fork the runner pays for every page of memory that it touches again, so what it does
+for a command is as little as will do. It sees no argument, input or output: they go past it as descriptors.
 """
 
 from __future__ import annotations
@@ -12,30 +13,31 @@ import os
 import select
 import signal
 import socket
+import struct
 import time
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from . import confine, tools
 from . import syscalls as sys_
-from .packets import ENDED, ENDED_FACTS, HEAD, RUN, RUN_FACTS
+from .packets import ENDED, ENDED_FACTS, HEAD, RUN_FACTS
 from .roles import Become
 
 _KILLED = 9  # a wait status
 _KILL_AGAIN_S = 0.001
+_FDS_SPACE = socket.CMSG_SPACE(4 * 4)
 
 
-class _Command(NamedTuple):
+class _Command:
     """One that runs. `sweeping`: its first process is gone, with status `status`, and the rest is being killed."""
 
-    number: int  # of its machine
-    pid: int  # of its first process, or of the sweeper
-    init: int  # pidfd of the machine's PID 1
-    init_pid: int
-    end: float  # on the monotonic clock
-    timed_out: bool
-    sweeping: bool
-    status: int
+    __slots__ = ("end", "init", "init_pid", "number", "pid", "status", "sweeping", "timed_out")
+
+    def __init__(self, number: int, init: int, init_pid: int, end: float) -> None:
+        self.number, self.init, self.init_pid = number, init, init_pid  # its machine; its machine's PID 1
+        self.end = end  # on the monotonic clock
+        self.pid, self.status = 0, _KILLED  # of its first process, then of the sweeper; a wait status
+        self.timed_out = self.sweeping = False
 
 
 def serve(control: int, confinement: confine.Confinement) -> None:
@@ -64,47 +66,54 @@ class _Runner:
             self._end_the_late()
 
     def _patience_ms(self) -> float | None:
-        ends = [c.end for c in self._running.values() if not (c.timed_out or c.sweeping)]
-        return max(0.0, min(ends) - time.monotonic()) * 1000 + 1 if ends else None
+        soonest = None
+        for command in self._running.values():
+            if not (command.timed_out or command.sweeping) and (soonest is None or command.end < soonest):
+                soonest = command.end
+        return None if soonest is None else max(0.0, soonest - time.monotonic()) * 1000 + 1
 
     def _end_the_late(self) -> None:
         now = time.monotonic()
-        for fd, command in self._running.items():
+        for command in self._running.values():
             if command.end <= now and not (command.timed_out or command.sweeping):
-                self._running[fd] = command._replace(timed_out=True)
+                command.timed_out = True
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(command.pid, signal.SIGKILL)
 
     def _answer(self) -> bool:
-        packet, fds, _, _ = socket.recv_fds(self._channel, 128, 4)
+        packet, ancillary, _, _ = self._channel.recvmsg(64, _FDS_SPACE)
         if not packet:
             return False
-        kind, number = HEAD.unpack_from(packet)
-        if kind == RUN:
-            deadline_s, slot, init_pid = RUN_FACTS.unpack_from(packet, HEAD.size)
-            init, *streams = fds
-            command = _Command(number, 0, init, init_pid, time.monotonic() + deadline_s, False, False, _KILLED)
-            self._start(command, partial(tools.start, init, streams, slot, deadline_s, self._confinement))
-            for fd in streams:
-                os.close(fd)
+        _, number = HEAD.unpack_from(packet)  # the only kind there is: RUN
+        deadline_s, slot, init_pid = RUN_FACTS.unpack_from(packet, HEAD.size)
+        data = ancillary[0][2]
+        init, *streams = struct.unpack(f"{len(data) // 4}i", data)
+        command = _Command(number, init, init_pid, time.monotonic() + deadline_s)
+        if self._fork(command):
+            role = partial(tools.start, init, streams, slot, deadline_s, self._confinement)
+            self._channel.detach()  # closed with the rest; a socket that is let go of open warns, at length
+            raise Become(role)
+        for fd in streams:
+            os.close(fd)
         return True
 
-    def _start(self, command: _Command, role: partial[NoReturn]) -> None:
-        """Fork a process that is in the machine's PID namespace and has `role`."""
+    def _fork(self, command: _Command) -> bool:
+        """Fork into the machine's PID namespace; true in the child."""
         try:
             sys_.setns(command.init, sys_.CLONE_NEWPID)
             pid = os.fork()
         except OSError:  # its PID 1 is dead, and with it everything
             sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
             self._done(command, lost=True)
-            return
+            return False
         if pid == 0:
-            self._channel.detach()  # closed with the rest; a socket that is let go of open warns, at length
-            raise Become(role)
+            return True
         sys_.setns(self._own_pids, sys_.CLONE_NEWPID)
+        command.pid = pid
         fd = os.pidfd_open(pid)
-        self._running[fd] = command._replace(pid=pid)
+        self._running[fd] = command
         self._poller.register(fd, select.POLLIN)
+        return False
 
     def _ended(self, fd: int) -> None:
         command = self._running.pop(fd)
@@ -114,9 +123,11 @@ class _Runner:
         if command.sweeping:
             self._done(command, lost=status != 0)
             return
-        command = command._replace(sweeping=True, status=status)
+        command.sweeping, command.status = True, status
         if status == _KILLED or _has_children(command.init_pid):  # killed by whom? if by its machine's end, so is this
-            self._start(command, partial(_sweep))
+            if self._fork(command):
+                self._channel.detach()
+                raise Become(_sweep)
         else:
             self._done(command, lost=False)
 
@@ -130,10 +141,13 @@ class _Runner:
 def _has_children(init_pid: int) -> bool:
     """Whether anything is left in a machine: what lost its parent is a child of PID 1."""
     try:
-        with open(f"/proc/{init_pid}/task/{init_pid}/children", "rb", buffering=0) as file:
-            return bool(file.read(1))
+        fd = os.open(f"/proc/{init_pid}/task/{init_pid}/children", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # a kernel without that file, or a dead machine: the sweep finds out
         return True
+    try:
+        return bool(os.read(fd, 1))
+    finally:
+        os.close(fd)
 
 
 def _sweep() -> NoReturn:
