@@ -132,6 +132,9 @@ def _check_range(field: dataclasses.Field[Any], value: Any, place: str) -> None:
         raise ConfigError(f"{place} = {value!r} is out of range", hint=f"it must be {span}")
 
 
+_EXAMPLES: dict[Any, str] = {int: "3", float: "0.5", bool: "true", str: '"text"', Path: '"a/path"'}
+
+
 def _convert(kind: Any, value: Any, place: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -155,7 +158,11 @@ def _convert(kind: Any, value: Any, place: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{place} = {value!r}", f"expected {kind.__name__}", hint=f"it is a {type(value).__name__}")
+        raise ConfigError(
+            f"{place} = {value!r}",
+            f"expected {kind.__name__}",
+            hint=f"write e.g. {place} = {_EXAMPLES.get(kind, '...')}",
+        )
     return value
 
 

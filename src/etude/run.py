@@ -76,7 +76,7 @@ class RunFolder:
             raise RunError(
                 f"{path} has format {identity.get('format')!r}",
                 f"this etude reads {FORMAT}",
-                hint="use its etude version",
+                hint=f"open it with etude {identity.get('etude', 'that wrote it')}",
             )
         return run
 

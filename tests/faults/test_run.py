@@ -35,13 +35,15 @@ class Running:
     def __init__(self, cli: Any, config: Path, *, runs: Path | None = None) -> None:
         self.cli, self.config = cli, config
         self.path = (runs or cli.cwd / "runs") / "r"
+        if runs is not None:
+            (cli.cwd / "runs").symlink_to(runs)
         self.log = cli.cwd / "out.log"
         self.sets: list[str] = []
         self.process: subprocess.Popen[str] | None = None
 
     def begin(self, *sets: str) -> Running:
         self.sets = [part for one in sets for part in ("--set", one)]
-        self.process = self.cli.start("run", self.config, "--name", self.path, *self.sets, log=self.log)
+        self.process = self.cli.start("run", self.config, "--name", self.path.name, *self.sets, log=self.log)
         return self
 
     def resume(self) -> Running:

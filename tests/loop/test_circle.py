@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,6 +162,26 @@ def test_the_audit_finds_nothing_lost_and_nothing_twice(say: Callable[..., str])
     said = say("ledger", "audit")
     assert said.startswith("0 lost, 0 trained twice, 0 slots leaked; 16 of")
     assert "by 2 steps" in said
+
+
+def test_damage_is_named_by_the_audit_and_a_pointer_is_repaired(
+    circle: Path, say: Callable[..., str], tmp_path: Path
+) -> None:
+    shutil.copytree(circle, tmp_path / "copy")
+    copy = str(tmp_path / "copy")
+    trace, pointer = tmp_path / "copy/traces/batch-000002.parquet", tmp_path / "copy/weights/pointers/policy"
+    whole = trace.read_bytes()
+    trace.write_bytes(b"garbage")
+    assert say("ledger", "audit", copy, code=1).startswith("not sound: 1 without a proof")
+    trace.write_bytes(whole)
+    head = pointer.read_bytes()
+    pointer.write_bytes(head[:40])
+    for command in (["weights", "log", copy], ["ledger", "audit", copy], ["serve", copy]):
+        assert "etude weights repair" in say(*command, code=1)
+    assert "v000002" in say("weights", "repair", copy)
+    assert pointer.read_bytes() == head
+    assert "nothing to repair" in say("weights", "repair", copy)
+    assert say("ledger", "audit", copy).startswith("0 lost")
 
 
 def test_a_run_is_compared_with_itself_and_reported_again(circle: Path, say: Callable[..., str]) -> None:

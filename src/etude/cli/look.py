@@ -96,15 +96,21 @@ def ledger_audit(args: argparse.Namespace) -> int:
     run = open_run(args.run)
     path = run / "ledger.sqlite"
     if not path.exists():
-        raise LedgerError(f"{run.path} has no ledger", hint="it has not begun RL: see etude status")
+        raise LedgerError(
+            f"{run.path} has no ledger",
+            "it has not begun RL",
+            hint=f"audit it once it has: etude status {run.path} says where it is",
+        )
     store = DirectoryStore(run / "weights")
     manifests, damaged = readable(store, "policy")
     require_pointer(store)
     from_traces = steps_of(run / "traces", damaged.version.step) if damaged is not None else []
     chain = [*from_traces, *(list(manifest.rollout_ids) for manifest in manifests)]
     found = audit(Ledger.reading(path), run / "traces", chain)
+    unproven = len(found.missing) + len(found.ungraded)
     print(
-        f"{len(found.lost)} lost, {len(found.twice)} trained twice, {len(found.leaked)} slots leaked; "
+        (f"not sound: {unproven} without a proof ({(*found.missing, *found.ungraded)[0]}); " if unproven else "")
+        + f"{len(found.lost)} lost, {len(found.twice)} trained twice, {len(found.leaked)} slots leaked; "
         f"{found.num_consumed} of {found.num_rollouts} rollouts consumed by {found.num_steps} steps"
     )
     found.require_sound()

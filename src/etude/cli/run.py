@@ -17,6 +17,8 @@ from rich.live import Live
 from etude.cli.places import RUNS, newest_run, open_run
 from etude.config import build, leaves, overridden, read, to_toml
 from etude.dashboard import RunView, plain_line, render
+from etude.dashboard.glossary import legend
+from etude.dashboard.terminal import words_in
 from etude.errors import ConfigError, DeadlineExceeded, RunError
 from etude.loop.config import RunConfig, resumed
 from etude.loop.preflight import preflight
@@ -28,6 +30,9 @@ REDRAW_S, PLAIN_EVERY_S = 1.0, 5.0
 
 def run(args: argparse.Namespace) -> int:
     """Run a config, or go on with a run."""
+    if args.name is not None and (not args.name or Path(args.name).name != args.name or args.name.startswith(".")):
+        facts, hint = f"a run is one folder in {RUNS}/", "give a plain name: --name first-try"
+        raise ConfigError(f"--name {args.name!r} is no name of a run", facts, hint=hint)
     given = read(args.config, args.set) if args.config else overridden(args.set)
     if args.resume is None:
         if args.config is None:
@@ -43,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         print(to_toml(config), end="")
         return 0
     if folder is None:
-        path = RUNS / (args.name or _new_name(args.config))
+        path = RUNS / (args.name if args.name is not None else _new_name(args.config))
         folder = RunFolder.create(path, config_toml=to_toml(config), seed=config.seed, given=leaves(given))
     folder.lock()
     print(f"run {folder.path}", flush=True)
@@ -98,9 +103,13 @@ async def _show(folder: RunFolder) -> None:
     """The live view in a terminal; a plain line every few seconds when piped. It reads the run folder only."""
     console, view = Console(), RunView(folder.path)
     if not console.is_terminal:
-        last = ""
+        last, explained = "", set[str]()
         while True:
             view.refresh()
+            new = [word for word in words_in(view) if word not in explained]
+            explained.update(new)
+            if new:
+                print(f"({legend(new)})", flush=True)
             line = plain_line(view)
             if line != last:
                 print(line, flush=True)

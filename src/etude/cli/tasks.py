@@ -16,12 +16,12 @@ def check(args: argparse.Namespace) -> int:
     """Prove tasks: the reference solution scores 1, the untouched state 0. Exit code 1 when one does not."""
     proof = asyncio.run(_check(args))
     print(
-        f"{proof.num_proven} of {proof.num_tasks} {proof.split} tasks of {proof.source} prove themselves "
+        f"{proof.num_proven} of {proof.num_tasks} {proof.split} tasks of {args.source} prove themselves "
         f"({proof.wall_s:.1f} s)"
     )
     for failure in proof.failures:
         print(f"  task {failure.index} ({failure.task_id}): {failure.reason}")
-    proof.require()
+    proof.require(args.source)
     return 0
 
 

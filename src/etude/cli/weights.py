@@ -9,6 +9,7 @@ from rich.table import Table
 
 from etude.cli.places import console, open_run
 from etude.dashboard import RunView
+from etude.dashboard.glossary import legend
 from etude.errors import WeightsError
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
@@ -24,12 +25,13 @@ def log(args: argparse.Namespace) -> int:
             f"{row.version}{'' if row.in_lineage else ' (abandoned)'}",
             row.kind,
             f"{row.object_bytes:,}",
-            f"{row.ratio:.2f}",
-            f"{row.share_of_bound:.3f}",
+            f"{row.ratio:.2f}" if row.changed_share else "unchanged",
+            f"{row.share_of_bound:.3f}" if row.changed_share else "unchanged",
             f"{row.changed_share:.3f}",
             str(len(row.rollout_ids)),
         )
     console().print(table)
+    console().print(f"({legend(['delta', 'bound'])}; ratio: bytes of the whole weights over those of the delta)")
     damage = inspect.broken_at(DirectoryStore(run / "weights"))
     if damage is not None:
         raise damage

@@ -119,7 +119,7 @@ def deltas(view: RunView) -> Panel | None:
     anchors = [bytes_ for event in events if (bytes_ := number(event, "anchor_bytes"))]
     whole = f" {len(anchors)} snapshots of {size(max(anchors))}, for late engines, are not shown." if anchors else ""
     share = weights(view)["share_of_bound"]
-    reached = f" In all {percent(share)} of the bound." if share else ""
+    reached = f" In all {percent(share)} of the bound." if share else " No weight has changed."
     return Panel(
         "Weights on the wire",
         "Bytes of each version's delta, and the information-theoretic bound that no code of its kind can beat."
@@ -172,7 +172,8 @@ def parity(view: RunView) -> Panel | None:
     return Panel(
         "Parity",
         "max |r − 1| of the version-matched probe and of fresh rollouts (one version sampled the whole context), the "
-        "99th percentile over all tokens, and the k3 estimate of the KL from sampler to trainer. Zeros are not shown.",
+        "99th percentile over all tokens, and k3, an estimate of the KL divergence from sampler to trainer. Zeros are "
+        "not shown.",
         line_chart(
             series,
             title="Disagreement of sampler and trainer by step",

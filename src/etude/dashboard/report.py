@@ -16,6 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from etude.dashboard import words
+from etude.dashboard.glossary import meaning
 from etude.dashboard.panels import PANELS, Panel
 from etude.dashboard.read import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
@@ -53,7 +54,7 @@ def page(view: RunView) -> str:
         origin=_origin(view),
         heldout=_headline(summary),
         baselines=[f"{name} agent {rate:.2f}" for name, rate in summary["baselines"].items() if rate is not None],
-        tiles=list(_tiles(summary)),
+        tiles=[(*tile, meaning(f"{tile[0]} {tile[2]}")) for tile in _tiles(summary)],
         sections=[(title, found) for title, made in PANELS if (found := [_marked(p) for f in made if (p := f(view))])],
         families=list(_families(view)),
         invalid=sorted(summary["invalid"].items()),

@@ -103,7 +103,8 @@ def is_delta(event: Event) -> bool:
 
 def weights(view: RunView) -> dict[str, Any]:
     """What travelled. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the bound's ratio, 1 is perfect) are
-    over deltas; pauses are of the engines that had requests in flight when they swapped."""
+    over deltas, and None where no weight changed in any; pauses are of the engines that had requests in flight when
+    they swapped."""
     published = view.of("weights.publish")
     deltas = [event for event in published if is_delta(event)]
     sent, bound = _total(deltas, "object_bytes"), _total(deltas, "bound_bytes")
@@ -112,8 +113,8 @@ def weights(view: RunView) -> dict[str, Any]:
     return {
         "num_publishes": len(published),
         "object_bytes": int(_total(published, "object_bytes")),
-        "ratio": _total(deltas, "snapshot_bytes") / sent if sent else None,
-        "share_of_bound": bound / sent if sent else None,
+        "ratio": _total(deltas, "snapshot_bytes") / sent if sent and bound else None,
+        "share_of_bound": bound / sent if sent and bound else None,
         "pause_ms_p50": quantile(pauses, 0.5),
         "pause_ms_p99": quantile(pauses, 0.99),
         "pause_ms_max": pauses[-1] if pauses else None,

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.dashboard import words
+from etude.dashboard.glossary import GLOSSARY, legend
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.read import PHASES, Event, RunView, number, text
 from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
@@ -25,7 +26,7 @@ def render(view: RunView) -> RenderableType:
     facts.add_column()
     for name, value in _facts(view):
         facts.add_row(name, value)
-    return Group(_title(view), _phases(view), Text(), _bar(view), facts)
+    return Group(_title(view), _phases(view), Text(), _bar(view), facts, Text(legend(words_in(view)), "dim"))
 
 
 def plain_line(view: RunView) -> str:
@@ -42,6 +43,12 @@ def plain_line(view: RunView) -> str:
     return "  ".join(" ".join(one.split()) for one in found)
 
 
+def words_in(view: RunView) -> list[str]:
+    """The words of this moment's view that the glossary explains, in order."""
+    said = " ".join(f"{name} {value.plain}" for name, value in _facts(view))
+    return [word for word in GLOSSARY if word in said]
+
+
 def result_lines(run_dir: Path | str) -> list[str]:
     """What a finished run has to say, in a few lines."""
     view = RunView(run_dir)
@@ -54,8 +61,11 @@ def result_lines(run_dir: Path | str) -> list[str]:
     if sent["share_of_bound"] is not None:
         lines.append(
             f"weights: {sent['num_publishes']} versions, {words.size(sent['object_bytes'])}; deltas "
-            f"{sent['ratio']:.1f}x smaller than the weights, {words.percent(sent['share_of_bound'])} of the bound"
+            f"{sent['ratio']:.1f}x smaller than the weights, {words.percent(sent['share_of_bound'])} of the bound "
+            f"({GLOSSARY['bound']})"
         )
+    elif sent["num_publishes"] > 1:
+        lines.append(f"weights: {sent['num_publishes']} versions, and no weight differs between them: nothing learned")
     lines.append(f"report: {view.path / 'report.html'}")
     lines.append(f"talk to it: etude serve {view.path}")
     return lines
@@ -172,7 +182,9 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
     if not sent or sent[-1] is None:
         return
     parts = [f"{words.size(sent[-1])} a step"]
-    if total["share_of_bound"] is not None:
+    if total["share_of_bound"] is None:
+        parts.append("no weight has changed")
+    else:
         parts.append(f"{words.percent(total['share_of_bound'])} of the bound")
     if total["pause_ms_p99"] is not None:
         parts.append(f"pause p99 {words.significant(total['pause_ms_p99'])} ms")

@@ -59,7 +59,9 @@ def compare_runs(run_a: Path, run_b: Path, *, name: str = "after") -> Comparison
     rows = [read_rows(run / "evals" / f"{name}.parquet") for run in (run_a, run_b)]
     for run, found in zip((run_a, run_b), rows, strict=True):
         if not any(r.valid for r in found):
-            raise StoreError(f"nothing to compare in {run}", f"evals/{name} has no valid rollout", hint="run it again")
+            raise StoreError(
+                f"nothing to compare in {run}", f"evals/{name} has no valid rollout", hint="take another run"
+            )
     return compare(rows[0], rows[1], names=(run_a.name, run_b.name))
 
 

@@ -45,7 +45,9 @@ class Report:
         raise LedgerError(
             "the ledger does not agree with the weights and traces",
             "; ".join(f"{len(names)} {kind} ({', '.join(names[:3])})" for kind, names in found.items()),
-            hint="if the run was interrupted, etude run --resume reconciles it; else report this with the run folder",
+            hint="copy the missing files back: without them those steps cannot be proven"
+            if found.keys() <= {"missing", "ungraded"}
+            else "if the run was interrupted, etude run --resume reconciles it; else report this with the run folder",
         )
 
 

@@ -102,4 +102,4 @@ async def _started(server: _Server, work: asyncio.Task[None]) -> None:
         work.result()
     if not server.up.is_set():
         facts = "it ended" if work.done() else f"within {START_DEADLINE_S:g} s"
-        raise DeadlineExceeded("the gateway did not start", facts, hint="see its log")
+        raise DeadlineExceeded("the gateway did not start", facts, hint="see what was printed above")

@@ -89,7 +89,9 @@ class HttpEngine:
             return unpack(body, kind)
         except ValueError as error:
             raise EngineError(
-                f"{self.url} answered something that is not a {kind.__name__}", str(error), hint="is it an engine?"
+                f"{self.url} answered something that is not a {kind.__name__}",
+                str(error),
+                hint="give the URL of an engine, as its ready file has it",
             ) from None
 
     async def _call(self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float) -> bytes:

@@ -145,7 +145,9 @@ def read_header(path: Path) -> dict[str, Stored]:
         hint = "a checkpoint directory holds config.json and model.safetensors, or its shards with their index"
         raise CheckpointError(f"no weights at {path}", hint=hint) from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read", str(error.strerror), hint="look at its permissions") from None
+        raise CheckpointError(
+            f"{path} cannot be read", str(error.strerror), hint="give the user that runs this the right to read it"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
 

@@ -53,6 +53,10 @@ class TaskFile:
                 )
 
 
+def _range(size: int) -> str:
+    return f"give an index from 0 to {size - 1}" if size else "name another --split: validation, heldout or train"
+
+
 class DirectorySource:
     """A `TaskSource` over the folders of a directory, in the order of their names. Raises `TaskError` for bad ones."""
 
@@ -73,7 +77,7 @@ class DirectorySource:
         tasks = self._tasks[split]
         if not 0 <= index < len(tasks):
             raise TaskError(
-                f"no task {index} in {split}", f"{self.path} has {len(tasks)} of that split", hint="start at 0"
+                f"no task {index} in {split}", f"{self.path} has {len(tasks)} of that split", hint=_range(len(tasks))
             )
         return tasks[index]
 
@@ -108,7 +112,11 @@ class DirectorySource:
             raise TaskError(f"{folder} says it is {said.trust}", f"its answer is {trust}", hint="leave `trust` away")
         module, _, function = said.entry_point.partition(":")
         if trust is Trust.CODE and not (module and function):
-            raise TaskError(f"{folder} has a check.py and no entry_point", hint='set entry_point = "module:function"')
+            raise TaskError(
+                f"{folder / 'task.toml'}: entry_point = {said.entry_point!r}",
+                "answer/check.py is called with a function, and this names none",
+                hint='write entry_point = "module:function", the function that is judged',
+            )
         files = _read_tree(folder / "files", folder)
         split = said.split or split_of(
             "\0".join([said.instruction, *(x for item in sorted(files.items()) for x in item)])

@@ -49,7 +49,8 @@ class TorchLearner:
     """`seams.Learner` on torch. `load` comes first.
 
     `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
-    rollouts were sampled with, since the ratio is of the distribution sampled from.
+    rollouts were sampled with, since the ratio is of the distribution sampled from. `hold_fresh_to_one` False is for
+    engines that do not compute in float32: the ratio on fresh weights is then reported, and not limited.
     """
 
     step: int
@@ -64,9 +65,11 @@ class TorchLearner:
         channel: Channel | None = None,
         num_steps: int | None = None,
         temperature: float = 1.0,
+        hold_fresh_to_one: bool = True,
     ) -> None:
         self.config, self.step, self.version = config, 0, None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
+        self._fresh_limit = config.fresh_ratio_limit if hold_fresh_to_one else float("inf")
         self._assets: Path | None = None
         self._model: Transformer | None = None
         self._optimizer: AdamW | None = None
@@ -139,11 +142,11 @@ class TorchLearner:
         fresh = torch.tensor([self._is_fresh(sample) for sample in samples])
         off = (policy.ratio_R - 1).abs() * fresh[rows.sample_R]
         worst = float(off.max())
-        if not worst <= self.config.fresh_ratio_limit:  # nan included
+        if not worst <= self._fresh_limit:  # nan included
             rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id
             raise ParityError(
                 f"the ratio on the learner's own weights is off by {worst:.3g} in rollout {rollout}",
-                f"the limit is {self.config.fresh_ratio_limit:g} at step {self.step}",
+                f"the limit is {self._fresh_limit:g} at step {self.step}",
                 hint="an engine computes other numbers than the learner: compare its probe with the learner's",
             )
         return worst if bool(fresh.any()) else None
@@ -227,7 +230,11 @@ def _read_about(path: Path, weights: LiveWeights) -> tuple[int, Version | None]:
     step, version = about.get("step"), about.get("version")
     whole = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
     if about.get("format") != FORMAT or not isinstance(step, int) or not (version is None or whole):
-        raise CheckpointError(f"{path} is damaged", f"it holds {about}", hint="load another checkpoint")
+        raise CheckpointError(
+            f"{path} is damaged",
+            f"it holds {about}",
+            hint=f"delete {path.parent}: a resumed run goes on from the checkpoint before it",
+        )
     if about.get("weights") != weights:
         raise CheckpointError(
             f"{path} is of a learner with weights = {about.get('weights')!r}",

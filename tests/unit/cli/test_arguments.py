@@ -50,3 +50,14 @@ def test_what_is_not_there_is_named_with_a_hint(argv, says, capsys, tmp_path, mo
     said = capsys.readouterr().err
     assert says in said
     assert "\n  hint: " in said
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "/tmp/x", "", ".", ".."])
+def test_a_name_of_a_run_with_path_parts_is_refused(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text("seed = 1\n")
+    assert main(["run", "c.toml", "--name", name]) == 2
+    said = capsys.readouterr().err
+    assert f"--name {name!r} is no name of a run" in said
+    assert "hint: give a plain name" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]

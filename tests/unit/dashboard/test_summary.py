@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from etude.dashboard import RunView, plain_line, render, result_lines, summarise
+from etude.dashboard.glossary import GLOSSARY
+from etude.dashboard.terminal import words_in
 from etude.dashboard.utilisation import cpu_s, idle, lanes
 
 
@@ -141,3 +144,29 @@ def test_the_last_words_of_a_run_name_its_result_and_what_to_do_next(finished, w
     assert first == "held-out solve rate 0.310 [0.270, 0.350] → 0.940 [0.919, 0.961] on 512 tasks"
     assert any(line.startswith("4:53 in all: corpus 3.0 s, mid-training 1:50") for line in rest)
     assert rest[-1] == f"talk to it: etude serve {finished}"
+
+
+def test_a_run_in_which_nothing_was_learned_says_so_and_not_how_well_nothing_travelled(writer):
+    writer.everything(until="rl", rl_steps=3)
+    for path in (writer.path / "events").glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        still = {"bound_bytes": 0.0, "object_bytes": 6, "changed_share": 0.0}
+        lines = [line | still if line["kind"] == "weights.publish" and not line["anchor"] else line for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    view = RunView(writer.path)
+    assert summarise(writer.path)["weights"]["share_of_bound"] is None
+    said = "\n".join(result_lines(writer.path)) + plain_line(view)
+    assert "no weight differs" in said
+    assert "no weight has changed" in said
+    assert "of the bound" not in said
+    assert "smaller" not in said
+
+
+def test_the_words_of_the_view_are_explained_where_they_are_used_as_the_list_of_words_has_them(writer):
+    writer.everything(until="rl", rl_steps=23)
+    view = RunView(writer.path)
+    assert {"lag", "delta", "bound", "pause"} <= set(words_in(view))
+    rows = (Path(__file__).parents[3] / "docs" / "concepts" / "words.md").read_text()
+    for word, meaning in GLOSSARY.items():
+        assert f"| {word} | {meaning} |" in rows
+    assert GLOSSARY["bound"] in " ".join(shown(view).split())

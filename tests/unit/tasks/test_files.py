@@ -83,7 +83,7 @@ BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (_edit("task.toml", TOML + "trust = 'code-graded'"), "its answer is data-graded"),
     (_edit("answer/check.py", "def check(candidate): pass"), "it has both"),
     (lambda folder: (folder / "answer" / "cases.json").unlink(), "it has neither"),
-    (lambda folder: (folder / "answer" / "cases.json").rename(folder / "answer" / "check.py"), "no entry_point"),
+    (lambda folder: (folder / "answer" / "cases.json").rename(folder / "answer" / "check.py"), "entry_point = ''"),
     (_edit("files/own.py", b"\xff\xfe"), "cannot read .*own.py"),
     (_edit("files/own.py", b"x" * (1 << 20 | 1)), "larger than"),
     (_link, "is a link"),
@@ -145,3 +145,12 @@ def test_the_split_rule_is_about_one_tenth_each() -> None:
     found = [split_of(str(i)) for i in range(5_000)]
     assert 0.08 < found.count(Split.HELDOUT) / 5_000 < 0.12
     assert 0.08 < found.count(Split.VALIDATION) / 5_000 < 0.12
+
+
+def test_an_entry_point_that_names_no_function_is_refused_where_it_is_written(tmp_path: Path) -> None:
+    folder = _task(tmp_path, toml=TOML + 'entry_point = "nocolon"\n')
+    (folder / "answer" / "cases.json").rename(folder / "answer" / "check.py")
+    with pytest.raises(TaskError) as caught:
+        DirectorySource(tmp_path)
+    assert caught.value.what == f"{folder / 'task.toml'}: entry_point = 'nocolon'"
+    assert "module:function" in caught.value.hint

@@ -1,0 +1,34 @@
+"""What the words of a run's views mean, in one line each; `docs/concepts/words.md` has the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+GLOSSARY = {
+    "solve rate": "mean reward of a step's rollouts: 1.0 when each solved its task",
+    "validation": "solve rate on tasks that are never trained on, while the run goes on: settings are chosen by it",
+    "held-out": "tasks, or documents, that nothing is trained on or chosen by: the result is told on them",
+    "copies": "share of held-out texts in which the model finds the words that it has to copy from its context",
+    "lag": "the learner's step when a rollout is trained minus the step of its oldest token",
+    "idle": "share of the RL phase in which a process did not compute",
+    "delta": "what an engine that holds the version before fetches of a new one",
+    "bound": "the fewest bytes that any code of single changes needs for a delta; 100 % of it cannot be beaten",
+    "pause": "how long an engine with requests in flight stands still to take a new version",
+    "probe": "a fixed text that engines and learner compute: r is the ratio of their probabilities, 1 when equal",
+    "k3": "an estimate of the KL divergence from the policy that sampled to the one that is trained; 0 when they agree",
+    "p99": "99 of 100 values are at most this",
+}
+
+
+def legend(names: Iterable[str]) -> str:
+    """One line on the words among `names`.
+
+    >>> legend(["lag", "invalid"])
+    "lag: the learner's step when a rollout is trained minus the step of its oldest token"
+    """
+    return "; ".join(f"{name}: {GLOSSARY[name]}" for name in names if name in GLOSSARY)
+
+
+def meaning(text: str) -> str:
+    """What the words in a label mean, one a line; empty when all are plain."""
+    return "\n".join(f"{word}: {said}" for word, said in GLOSSARY.items() if word in text)
