@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from etude.inference.config import EngineConfig
+from etude.errors import ParityError
+from etude.inference.config import ComputeDtype, EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics import check_row_invariance
@@ -63,26 +64,55 @@ def _routes_held(completion: Completion) -> int:
     return completion.routes_start + len(completion.routes)
 
 
-def test_what_the_engine_sampled_has_ratio_one_in_the_learner(checkpoint: Path) -> None:
+def sampled(checkpoint: Path, dtype: ComputeDtype) -> Batch:
+    """Sixteen rollouts of an engine that computes in `dtype`."""
     torch.set_num_threads(1)
+    model = load_model(checkpoint, dtype=getattr(torch, dtype))
 
     async def story() -> list[Sample]:
-        engine = ReferenceEngine(load_model(checkpoint), version=VERSION, config=EngineConfig(context_tokens=256))
+        engine = ReferenceEngine(model, version=VERSION, config=EngineConfig(context_tokens=256, dtype=dtype))
+        assert ("exact" in engine.capabilities) == (dtype is ComputeDtype.FLOAT32)
         async with engine:
             return list(await asyncio.gather(*(rollout(engine, n) for n in range(16))))
 
     samples = asyncio.run(story())
+    num_sampled = sum(int(s.path.mask.sum()) for s in samples)
+    assert num_sampled > 300
+    return Batch(batch_id="b", step=1, samples=tuple(samples), rollout_ids=(), num_loss_tokens=num_sampled)
+
+
+def test_what_the_engine_sampled_has_ratio_one_in_the_learner(checkpoint: Path) -> None:
+    batch = sampled(checkpoint, ComputeDtype.FLOAT32)
     learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4))
     learner.load(checkpoint)
-    num_sampled = sum(int(s.path.mask.sum()) for s in samples)
-    report = learner.forward_backward(
-        Batch(batch_id="b", step=1, samples=tuple(samples), rollout_ids=(), num_loss_tokens=num_sampled)
-    )
-    assert report.num_sampled == num_sampled > 300
+    report = learner.forward_backward(batch)
+    assert report.num_sampled == batch.num_loss_tokens
     assert report.fresh_ratio_max is not None
     assert report.fresh_ratio_max <= 1e-4
     assert report.flipped_share == 0.0
     assert report.k3 < 1e-8
+
+
+def test_what_a_bf16_engine_sampled_is_near_and_reported_and_replay_brings_it_nearer(checkpoint: Path) -> None:
+    batch = sampled(checkpoint, ComputeDtype.BFLOAT16)
+    k3 = {}
+    for replay in (False, True):
+        learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4, replay_routes=replay), hold_fresh_to_one=False)
+        learner.load(checkpoint)
+        report = learner.forward_backward(batch)
+        assert report.fresh_ratio_max is not None
+        assert report.fresh_ratio_max > 1e-4
+        assert 0.0 < report.flipped_share < 0.1
+        k3[replay] = report.k3
+    assert 0.0 < k3[True] < k3[False] < 0.05
+
+
+def test_a_learner_that_expects_float32_refuses_what_a_bf16_engine_sampled(checkpoint: Path) -> None:
+    batch = sampled(checkpoint, ComputeDtype.BFLOAT16)
+    learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4))
+    learner.load(checkpoint)
+    with pytest.raises(ParityError, match="own weights"):
+        learner.forward_backward(batch)
 
 
 def test_the_learners_probe_is_the_engines(checkpoint: Path) -> None:

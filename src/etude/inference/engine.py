@@ -87,7 +87,7 @@ class ReferenceEngine:
             max_waiting=self.config.max_waiting,
         )
         self._runner = Runner(model, num_slots=self.config.max_sequences, context_tokens=self.config.context_tokens)
-        self.capabilities = (*CAPABILITIES, "exact") if is_exact(model.config) else CAPABILITIES
+        self.capabilities = (*CAPABILITIES, "exact") if is_exact(model) else CAPABILITIES
         self._pins = Pins(lease_s=self.config.pin_lease_s)
         self._paused = False
         self._swaps: deque[tuple[Patch, Future[Swapped]]] = deque()

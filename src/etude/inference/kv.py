@@ -33,16 +33,18 @@ I64 = npt.NDArray[np.int64]
 class KVCache:
     """The memory: allocated once, untouched pages cost nothing."""
 
-    def __init__(self, sizes: ModelConfig, *, num_slots: int, context_tokens: int) -> None:
+    def __init__(
+        self, sizes: ModelConfig, *, num_slots: int, context_tokens: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
         self.heads, self.group = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
         self.head_dim = sizes.head_dim
         shape = (num_slots, self.heads, self.length, sizes.head_dim)
-        self.keys = [_lazy_zeros(shape) for _ in range(sizes.num_layers)]
-        self.values = [_lazy_zeros(shape) for _ in range(sizes.num_layers)]
+        self.keys = [_lazy_zeros(shape, dtype) for _ in range(sizes.num_layers)]
+        self.values = [_lazy_zeros(shape, dtype) for _ in range(sizes.num_layers)]
         self.windows = invariant_windows(self.heads, self.group, sizes.head_dim, self.length)
         rows = max(self.group, MIN_ROWS)
-        self.queries = torch.zeros(num_slots, self.heads, rows, sizes.head_dim)  # scratch of decoding steps
+        self.queries = torch.zeros(num_slots, self.heads, rows, sizes.head_dim, dtype=dtype)  # scratch of decoding
 
     @property
     def num_bytes(self) -> int:
@@ -54,9 +56,9 @@ class KVCache:
         return next((w for w in self.windows if w >= stop), self.length)
 
 
-def _lazy_zeros(shape: tuple[int, ...]) -> torch.Tensor:
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros whose pages the system hands out when they are first written (torch.zeros touches them all)."""
-    return torch.from_numpy(np.zeros(shape, np.float32))
+    return torch.from_numpy(np.zeros((*shape, dtype.itemsize), np.uint8)).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

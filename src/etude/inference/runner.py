@@ -11,7 +11,7 @@ import torch
 from etude.errors import ParityError
 from etude.inference.kv import I64, KVCache, Span, StepCache
 from etude.inference.scheduler import Plan, Sequence
-from etude.models import ModelConfig, Transformer
+from etude.models import Transformer
 from etude.numerics import check_row_invariance
 from etude.numerics.sampling import sample
 from etude.records.wire import U8
@@ -25,7 +25,8 @@ class Runner:
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
         self.model = model.eval()
-        self.kv = KVCache(model.config, num_slots=num_slots, context_tokens=context_tokens)
+        dtype = model.embedding.dtype
+        self.kv = KVCache(model.config, num_slots=num_slots, context_tokens=context_tokens, dtype=dtype)
         sizes = (num_slots, context_tokens)
         self._tokens = np.zeros(sizes, np.int64)
         self._routes = np.zeros((*sizes, model.config.num_layers, model.config.top_k), np.uint8)
@@ -77,12 +78,15 @@ class Runner:
         return scores
 
 
-def is_exact(sizes: ModelConfig) -> bool:
+def is_exact(model: Transformer) -> bool:
     """Whether this machine, with this many threads, gives a row the same bits among any number of rows.
 
     Measured in milliseconds with random products of the model's sizes. Where it is False a request's numbers depend
-    a little (about 1e-6) on what else is in the batch.
+    a little (about 1e-6) on what else is in the batch. A model in bf16 promises nothing of the kind.
     """
+    sizes = model.config
+    if model.embedding.dtype != torch.float32:
+        return False
     width, heads = sizes.hidden_size, sizes.num_heads * sizes.head_dim
     shapes = [
         (heads + 2 * sizes.num_kv_heads * sizes.head_dim, width),

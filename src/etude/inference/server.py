@@ -123,7 +123,7 @@ def _build(
 ) -> tuple[ReferenceEngine, Following | None]:
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
     config = build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
-    model = load_model(args.checkpoint)
+    model = load_model(args.checkpoint, dtype=getattr(torch, config.dtype))
     views = hf_views(model)
     engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
     if chain is None:

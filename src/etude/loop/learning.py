@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from etude.inference.config import ComputeDtype
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.wire import Handler
@@ -50,6 +51,7 @@ class Learning:
             channel=self._channel,
             num_steps=self.config.rl.steps,
             temperature=self.config.rl.temperature,
+            hold_fresh_to_one=self.config.engine.dtype is ComputeDtype.FLOAT32,
         )
         self._learner.load(checkpoint)
         if self.config.experience.max_lag == 0:
