@@ -4,15 +4,20 @@ Two random Qwen3-MoE models of 9.2M parameters (16 experts, top-4; 4 layers of 2
 64 tokens, 128 sampled tokens each, float32, eager; and the laptop example's model, without the comparison. The
 reference engine is measured whole: asyncio face, log-probabilities, routes, spans. transformers runs
 `generate_batch` without log-probabilities, with the fastest of its expert implementations (found by one run each).
-Wall and CPU seconds are of this process; best of `--repeats`, the two engines taking turns.
-`python -m benchmarks.engine [--batches 1,16,64] [--repeats N]`
+Wall and CPU seconds are of this process; best of `--repeats`, the two engines taking turns. With `--vllm DIR`, a
+virtual environment in which vLLM's CPU build is installed, it is measured on the same checkpoints after them: without
+log-probabilities, in float32 and bfloat16, eager and compiled.
+`python -m benchmarks.engine [--batches 1,16,64] [--repeats N] [--vllm DIR]`
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -80,6 +85,21 @@ def theirs(sizes: ModelConfig, folder: Path, experts: str) -> Run:
     return serve
 
 
+def vllms(environment: Path, sizes: ModelConfig, checkpoint: Path, batches: list[int], repeats: int) -> list[Any]:
+    """vLLM on the same checkpoint and prompts, in its own environment, one process for each dtype and mode."""
+    asked, answer = checkpoint.parent / "prompts.json", checkpoint.parent / "vllm.json"
+    asked.write_text(json.dumps({b: [p.tolist() for p in prompts(b, sizes.vocab_size)] for b in batches}))
+    argv = [str(environment.absolute() / "bin" / "python"), str(Path(__file__).with_name("vllm_engine.py"))]
+    argv += ["--model", str(checkpoint), "--prompts", str(asked), "--sampled", str(SAMPLED_TOKENS)]
+    argv += ["--repeats", str(repeats), "--out", str(answer)]
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        for mode in ("eager", "compiled"):
+            subprocess.run([*argv, "--dtype", dtype, "--mode", mode], check=True, stdout=sys.stderr, timeout=600)
+            found.append(json.loads(answer.read_text()))
+    return found
+
+
 def timed(run: Run, number: int) -> tuple[float, float]:
     """Tokens a wall second and a CPU second."""
     wall, cpu = time.perf_counter(), time.process_time()
@@ -88,7 +108,7 @@ def timed(run: Run, number: int) -> tuple[float, float]:
     return tokens / (time.perf_counter() - wall), tokens / (time.process_time() - cpu)
 
 
-def measure(name: str, batches: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure(name: str, batches: list[int], repeats: int, vllm: Path | None) -> list[dict[str, Any]]:
     sizes = MODELS[name]
     model = Transformer(sizes, seed=0)
     runs: dict[str, Run] = {"etude": ours(sizes, model)}
@@ -109,7 +129,22 @@ def measure(name: str, batches: list[int], repeats: int) -> list[dict[str, Any]]
                     seen[engine].append(timed(run, batch))
             best = {engine: (max(w for w, _ in v), max(c for _, c in v)) for engine, v in seen.items()}
             rows.append({"model": name, "batch": batch, **_numbers(best, tried)})
+        if vllm and name != "laptop":
+            _beside(rows, vllms(vllm, sizes, Path(folder) / "model", batches, repeats))
     return rows
+
+
+def _beside(rows: list[dict[str, Any]], vllm: list[dict[str, Any]]) -> None:
+    """vLLM's numbers into the row of each batch size, and ours over the best of the same dtype."""
+    for row in rows:
+        same = [
+            {"vllm": v["vllm"], "dtype": v["dtype"], "mode": v["mode"], **r}
+            for v in vllm
+            for r in v["rows"]
+            if r["batch"] == row["batch"]
+        ]
+        best = max(v["tokens_per_cpu_s"] for v in same if v["dtype"] == "float32")
+        row |= {"vllm": same, "ratio_to_vllm_per_cpu_s": round(row["tokens_per_cpu_s"] / best, 2)}
 
 
 def _numbers(best: dict[str, tuple[float, float]], tried: dict[str, float]) -> dict[str, Any]:
@@ -130,11 +165,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--batches", default="1,16,64")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     batches = [int(b) for b in args.batches.split(",")]
-    rows = [row for name in MODELS for row in measure(name, batches, args.repeats)]
+    rows = [row for name in MODELS for row in measure(name, batches, args.repeats, args.vllm)]
     facts = {"threads": 1, "torch": torch.__version__, "transformers": transformers.__version__, "mode": "eager"}
     report("engine", {**facts, "prompt_tokens": PROMPT_TOKENS, "sampled_tokens": SAMPLED_TOKENS, "rows": rows})
 

@@ -16,7 +16,6 @@ from etude.experience.admission import Straggler, Window
 from etude.experience.audit import audit
 from etude.experience.config import ExperienceConfig
 from etude.experience.credit import SCHEMES, Credit, advantages
-from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.facts import step_facts
 from etude.experience.groups import Finished, Group
 from etude.experience.ledger import Ledger
@@ -26,12 +25,10 @@ from etude.experience.traces import read_trace, write_trace
 __all__ = [
     "SCHEMES",
     "Credit",
-    "Curriculum",
     "ExperienceConfig",
     "Finished",
     "Group",
     "Ledger",
-    "Signals",
     "Straggler",
     "Window",
     "advantages",

@@ -31,7 +31,8 @@ import numpy as np
 
 from etude.errors import EngineError, EtudeError, ParityError
 from etude.evals import EvalResult
-from etude.experience import SCHEMES, Curriculum, Group, Ledger, Signals, Window, make_batch, step_facts, write_trace
+from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
+from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.packing import whole_samples
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
