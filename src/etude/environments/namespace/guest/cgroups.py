@@ -24,6 +24,7 @@ class Hierarchy:
     def __init__(self, path: str, controllers: tuple[str, ...], version: int) -> None:
         self.path, self.controllers, self.version = path, controllers, version
         self.fd = _claim(path)
+        self._entrances: dict[int, int] = {}
 
     def make(self, index: int, memory_bytes: int, processes: int, cpus: float) -> None:
         """Make the group of one slot and set its limits."""
@@ -39,7 +40,15 @@ class Hierarchy:
 
     def enter(self, index: int) -> None:
         """Move this process, which has one thread, into the group of one slot."""
-        self._write(f"{index}/{_ENTRANCE[self.version]}", "0")
+        os.write(self.entrance(index), b"0")
+
+    def entrance(self, index: int) -> int:
+        """The open file of one slot's group that lets in whoever writes to it; kept for this process and its forks."""
+        fd = self._entrances.get(index)
+        if fd is None:
+            name = f"{index}/{_ENTRANCE[self.version]}"
+            fd = self._entrances[index] = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
+        return fd
 
     def _write(self, path: str, text: str) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)

@@ -89,6 +89,9 @@ class _Runner:
         data = ancillary[0][2]
         init, *streams = struct.unpack(f"{len(data) // 4}i", data)
         command = _Command(number, init, init_pid, time.monotonic() + deadline_s)
+        with contextlib.suppress(OSError):  # the command will tell
+            for hierarchy in self._confinement.hierarchies:
+                hierarchy.entrance(slot)
         if self._fork(command):
             role = partial(tools.start, init, streams, slot, deadline_s, self._confinement)
             self._channel.detach()  # closed with the rest; a socket that is let go of open warns, at length
