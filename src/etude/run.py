@@ -102,6 +102,12 @@ class RunFolder:
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock = fd
 
+    def unlock(self) -> None:
+        """Let go of the run before this process ends. Idempotent."""
+        held, self._lock = self._lock, None
+        if held is not None:
+            os.close(held)
+
     def holder(self) -> int | None:
         """The pid of the process that holds the run now, if any."""
         try:

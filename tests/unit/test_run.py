@@ -47,6 +47,9 @@ def test_a_held_run_names_its_holder_and_is_free_when_the_holder_dies(tmp_path):
         holder.kill()
     assert run.holder() is None
     run.lock()
+    assert RunFolder.open(run.path).holder() is not None
+    run.unlock()
+    assert RunFolder.open(run.path).holder() is None
 
 
 def test_phases_that_ended_survive(tmp_path):

@@ -82,6 +82,9 @@ def repair(args: argparse.Namespace) -> int:
     run = open_run(args.run)
     run.lock()
     told = [str(event.get("version")) for event in RunView(run.path).of("weights.publish")]
-    version = inspect.repair(DirectoryStore(run / "weights"), told=told)
+    try:
+        version = inspect.repair(DirectoryStore(run / "weights"), told=told)
+    finally:
+        run.unlock()
     print(f"the pointer names {version} again" if version else "the pointer is whole: nothing to repair")
     return 0
