@@ -51,7 +51,7 @@ class RlConfig:
     steps: int = ranged(45, low=0)
     temperature: float = ranged(1.0, low=0.01, high=4.0)
     checkpoint_every: int = ranged(5, low=1)  # steps; a learner that dies loses at most so many
-    probe_limit: float = ranged(1e-3, low=0.0)  # max |r - 1| of the version-matched probe; over it the run ends
+    probe_limit: float = ranged(1e-4, low=0.0)  # max |r - 1| of the version-matched probe; over it the run ends
 
 
 @dataclass(frozen=True)

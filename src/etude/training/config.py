@@ -27,7 +27,7 @@ class LearnerConfig:
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
     replay_routes: bool = True
     balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward
-    fresh_ratio_limit: float = ranged(0.01, low=0.0)  # max |r - 1| where the sampler's weights are the learner's own
+    fresh_ratio_limit: float = ranged(1e-3, low=0.0)  # max |r - 1| where the sampler's weights are the learner's own
     weights: LiveWeights = LiveWeights.BF16
 
 
