@@ -153,8 +153,7 @@ def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: boo
     ids = [*ids, CHAT.end_id] if ended else ids
     spoken = Spoken(CHAT, stop)
     for at in range(0, len(ids), size):
-        piece = spoken.more(ids[at : at + size])
-        assert "\ufffd" not in piece[-1:]
+        spoken.more(ids[at : at + size])  # half a character said too early would not begin the whole answer's text
     completion = Completion(
         request_id="r",
         token_ids=np.array(ids, np.int32),
