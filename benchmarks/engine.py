@@ -5,7 +5,7 @@ Two random Qwen3-MoE models of 9.2M parameters (16 experts, top-4; 4 layers of 2
 reference engine is measured whole: asyncio face, log-probabilities, routes, spans. transformers runs
 `generate_batch` without log-probabilities, with the fastest of its expert implementations (found by one run each).
 Wall and CPU seconds are of this process; best of `--repeats`, the two engines taking turns. With `--vllm DIR`, a
-virtual environment in which vLLM's CPU build is installed, it is measured on the same checkpoints after them: without
+virtual environment in which vLLM's CPU build is installed, it is measured on the first checkpoint after them: without
 log-probabilities, in float32 and bfloat16, eager and compiled.
 `python -m benchmarks.engine [--batches 1,16,64] [--repeats N] [--vllm DIR]`
 """
@@ -42,6 +42,7 @@ MODELS = {
     "9.2M, 6 layers of 192": ModelConfig(**BIG, hidden_size=192, num_layers=6, expert_size=128),
     "laptop": ModelConfig(),
 }
+BESIDE_VLLM = "9.2M, 4 layers of 256"
 TRIAL_BATCH = 16
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' implementations of the mixture
 
@@ -129,7 +130,7 @@ def measure(name: str, batches: list[int], repeats: int, vllm: Path | None) -> l
                     seen[engine].append(timed(run, batch))
             best = {engine: (max(w for w, _ in v), max(c for _, c in v)) for engine, v in seen.items()}
             rows.append({"model": name, "batch": batch, **_numbers(best, tried)})
-        if vllm and name != "laptop":
+        if vllm and name == BESIDE_VLLM:
             _beside(rows, vllms(vllm, sizes, Path(folder) / "model", batches, repeats))
     return rows
 
