@@ -140,7 +140,7 @@ def main() -> None:
         for seed in args.seeds
         for setting in args.settings
     ]
-    found = [compare(rows, latency_ms) for latency_ms in args.latencies]
+    found = [compare(rows, latency_ms) for latency_ms in sorted({row["latency_ms"] for row in rows})]
     goal = {"0": 1.0, "200": 1.5, "1000": 2.0}
     report("asynchrony", {"rate": args.rate, "window": WINDOW, "goal_ratio": goal, "compared": found, "rows": rows})
 
