@@ -21,7 +21,7 @@ from etude.dashboard.glossary import legend
 from etude.dashboard.terminal import words_in
 from etude.errors import ConfigError, DeadlineExceeded, RunError
 from etude.loop.config import RunConfig, resumed
-from etude.loop.preflight import preflight
+from etude.loop.preflight import must_have_ledger, preflight
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
         folder, config = None, build(RunConfig, given)
     else:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
-        config = resumed(folder, given)
+        config = resumed(folder, given, whole=args.config is not None)
+        must_have_ledger(folder)
     preflight(config, adopted=folder is not None and folder.ended("corpus"))
     if args.dry_run:
         print(to_toml(config), end="")

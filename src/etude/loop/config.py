@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,15 +111,17 @@ def read_config(run: RunFolder) -> RunConfig:
         ) from None
 
 
-def resumed(run: RunFolder, given: Mapping[str, Any]) -> RunConfig:
-    """A run's own config, once what its user gives now is seen to be no other than what it was given. Defaults that
-    changed since do not count. Raises `RunError` that names each setting, `ConfigError`."""
+def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> RunConfig:
+    """A run's own config, once what its user gives now is seen to be no other than what it was given. `whole`: all of
+    it is given again, so what is not there counts, too. Defaults that changed since do not. Raises `RunError` that
+    names each setting, or when the run's config.toml is not what it was made with; `ConfigError`."""
     had = read_config(run)
+    _must_be_unchanged(run)
     now_plain, had_plain = leaves(to_plain(build(RunConfig, given))), leaves(to_plain(had))
     now, then = set(leaves(given)), set(map(str, run.identity().get("given", ())))
     other = [
         f"{name} is {_shown(now_plain, name)}, the run has {_shown(had_plain, name)}"
-        for name in sorted(now | then if given else now)
+        for name in sorted(now | then if whole and given else now)
         if now_plain.get(name) != had_plain.get(name)
     ]
     if other:
@@ -128,6 +131,16 @@ def resumed(run: RunFolder, given: Mapping[str, Any]) -> RunConfig:
             hint=f"go on with its own: etude run --resume {run.path}; or start a new run",
         )
     return had
+
+
+def _must_be_unchanged(run: RunFolder) -> None:
+    digest = run.identity().get("config_digest")
+    if digest not in (None, hashlib.sha256((run / "config.toml").read_bytes()).hexdigest()):
+        raise RunError(
+            f"{run.path}/config.toml was changed since the run was made",
+            "what is there was trained with other settings",
+            hint=f"put it back as it was; or start a new run: etude run {run.path}/config.toml --name NAME",
+        )
 
 
 def _shown(plain: Mapping[str, Any], name: str) -> str:

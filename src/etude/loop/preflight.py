@@ -11,12 +11,13 @@ import json
 from pathlib import Path
 
 from etude.environments import MachineGrader, NamespaceRuntime
-from etude.errors import CheckpointError, ConfigError, TaskError
+from etude.errors import CheckpointError, ConfigError, RunError, TaskError
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights
 from etude.records.task import Split
+from etude.run import RunFolder
 from etude.seams import TaskSource
 from etude.tasks import check
 
@@ -39,6 +40,16 @@ def preflight(config: RunConfig, *, adopted: bool = False) -> None:
                 hint="add tasks; `split` in a task.toml puts one where you want it",
             )
     asyncio.run(_prove(source, config))
+
+
+def must_have_ledger(run: RunFolder) -> None:
+    """A run that published weights goes on with the ledger that accounts for them: `RunError` when it is gone."""
+    if (run / "weights" / "pointers" / "policy").exists() and not (run / "ledger.sqlite").exists():
+        raise RunError(
+            f"{run.path} has published weights and no ledger.sqlite",
+            "which rollouts they were trained on is not known",
+            hint=f"put it back; or begin anew from a checkpoint: --set start={run.path}/checkpoints/mid",
+        )
 
 
 def check_start(checkpoint: Path, *, context_tokens: int) -> None:

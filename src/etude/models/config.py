@@ -140,7 +140,8 @@ class ModelConfig:
 def _check_architecture(raw: Mapping[str, Any]) -> None:
     if raw.get("model_type") != "qwen3_moe":
         names = raw.get("architectures")
-        name = names[0] if isinstance(names, list) and names else raw.get("model_type") or "unnamed"
+        listed = names[0] if isinstance(names, list) and names else None
+        name = listed if listed not in (None, _ARCHITECTURE) else raw.get("model_type") or "unnamed"
         raise CheckpointError(
             f"a checkpoint of architecture {name}",
             f"this build computes {_ARCHITECTURE} (model_type qwen3_moe) only",

@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit of the format itself."""
 
 READABLE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-HINT_DAMAGED = "copy or download the checkpoint again"
+HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete it: --resume goes on from the one before"
 
 Shape = tuple[int, ...]
 

@@ -29,7 +29,8 @@ _MAX_FACTS = 8192
 
 def main(argv: Sequence[str]) -> None:
     """Answer until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, whose end is seen here
+    for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the parent, whose end is seen here
+        signal.signal(ending, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     store, name, limit_bytes, poll_s = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))

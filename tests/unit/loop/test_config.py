@@ -9,6 +9,7 @@ import pytest
 from etude.config import leaves, to_toml
 from etude.errors import ConfigError, RunError
 from etude.loop.config import RunConfig, read_config, resumed
+from etude.loop.preflight import must_have_ledger
 from etude.run import RunFolder
 
 GIVEN = {"seed": 3, "rl": {"steps": 7}}
@@ -79,3 +80,27 @@ def test_a_config_that_is_torn_or_gone_is_named(run: RunFolder) -> None:
     (run / "config.toml").unlink()
     with pytest.raises(RunError, match="is gone"):
         read_config(run)
+
+
+def test_a_config_that_was_changed_in_the_run_folder_is_not_gone_on_with(run: RunFolder) -> None:
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace("steps = 7", "steps = 9"))
+    with pytest.raises(RunError, match="was changed since the run was made"):
+        resumed(run, {})
+
+
+def test_settings_alone_are_compared_without_what_the_config_would_have_said(run: RunFolder) -> None:
+    assert resumed(run, {"seed": 3}, whole=False).rl.steps == 7
+    with pytest.raises(RunError) as caught:
+        resumed(run, {"seed": 4}, whole=False)
+    assert caught.value.facts == "seed is 4, the run has 3"
+
+
+def test_a_run_with_weights_and_no_ledger_is_not_gone_on_with(run: RunFolder) -> None:
+    must_have_ledger(run)
+    (run / "weights" / "pointers").mkdir(parents=True)
+    (run / "weights" / "pointers" / "policy").write_bytes(b"x")
+    with pytest.raises(RunError, match="no ledger"):
+        must_have_ledger(run)
+    (run / "ledger.sqlite").touch()
+    must_have_ledger(run)
