@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from etude.errors import ConfigError, nearest
+from etude.errors import ConfigError, ConfigUnreadable, nearest
 
 T = TypeVar("T")
 
@@ -38,8 +38,11 @@ def read(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raw = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config at {path}", hint="give the path of a config.toml; see examples/laptop") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise ConfigError(f"{path} is not TOML", str(error), hint="mend the line it names") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigUnreadable(f"{path} is not TOML", str(error), hint="mend the line it names") from None
+    except OSError as error:
+        hint = "give the path of a config.toml that may be read; see examples/laptop"
+        raise ConfigUnreadable(f"{path} cannot be read", str(error.strerror), hint=hint) from None
     return overridden(overrides, raw)
 
 
@@ -100,7 +103,7 @@ def build(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:
     for key, value in raw.items():
         place = f"{where}.{key}" if where else key
         if key not in fields:
-            raise ConfigError(f"unknown key {place!r}", hint=nearest(key, fields))
+            raise ConfigError(f"unknown key {place!r}", hint=nearest(key, fields, where))
         values[key] = _convert(hints[key], value, place)
         _check_range(fields[key], values[key], place)
     missing = [
@@ -132,7 +135,19 @@ def _check_range(field: dataclasses.Field[Any], value: Any, place: str) -> None:
         raise ConfigError(f"{place} = {value!r} is out of range", hint=f"it must be {span}")
 
 
-_EXAMPLES: dict[Any, str] = {int: "3", float: "0.5", bool: "true", str: '"text"', Path: '"a/path"'}
+_KINDS: dict[Any, tuple[str, str]] = {
+    int: ("a whole number", "3"),
+    float: ("a number", "0.5"),
+    bool: ("true or false", "true"),
+    str: ("a text", '"text"'),
+    Path: ("a path", '"a/path"'),
+}
+"""Each type in plain words, and an example of it."""
+
+
+def _shown(value: Any) -> str:
+    """A value that was given, as TOML writes it where TOML can."""
+    return f"the section {value!r}" if isinstance(value, Mapping) else _toml_value(value)
 
 
 def _convert(kind: Any, value: Any, place: str) -> Any:
@@ -143,11 +158,13 @@ def _convert(kind: Any, value: Any, place: str) -> Any:
         return _convert(next(a for a in args if a is not type(None)), value, place)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{place} = {value!r}", "expected a section", hint=f"write [{place}] and keys under it")
+            raise ConfigError(
+                place, f"a section is wanted, not {_shown(value)}", hint=f"write [{place}] and keys under it"
+            )
         return build(kind, value, place)
     if origin is tuple:
         if not isinstance(value, list):
-            raise ConfigError(f"{place} = {value!r}", "expected a list", hint=f"write {place} = [...]")
+            raise ConfigError(place, f"a list is wanted, not {_shown(value)}", hint=f"write {place} = [...]")
         return tuple(_convert(args[0], v, f"{place}[{i}]") for i, v in enumerate(value))
     if isinstance(kind, type) and issubclass(kind, enum.StrEnum):
         if value not in list(kind):
@@ -158,11 +175,9 @@ def _convert(kind: Any, value: Any, place: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(
-            f"{place} = {value!r}",
-            f"expected {kind.__name__}",
-            hint=f"write e.g. {place} = {_EXAMPLES.get(kind, '...')}",
-        )
+        words, example = _KINDS[kind]
+        hint = f"write e.g. {place} = {example}"
+        raise ConfigError(place, f"{words} is wanted, not {_shown(value)}", hint=hint)
     return value
 
 

@@ -1,13 +1,24 @@
 """Errors in three parts: what happened, the facts, and a ``hint:`` on what to do next.
 
-Every error that a user can meet is an `EtudeError`; the command line prints it and exits with `exit_code`.
-Anything else that reaches the top is a defect of etude and keeps its traceback.
+Every error that a user can meet is an `EtudeError`; the command line prints it and exits with its class's `exit_code`,
+which is decided here and nowhere else. Anything else that reaches the top is a defect of etude and keeps its traceback.
 """
 
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Iterable
+
+
+class Exit(enum.IntEnum):
+    """What a command's exit code says; the guide has the same table."""
+
+    DONE = 0
+    FAILED = 1  # a failure that has a name
+    BAD_INPUT = 2  # an argument or a config that cannot be what was meant
+    OTHER_RUN = 3  # a run that is in use, or of other settings
+    INTERRUPTED = 130  # the run can be resumed
 
 
 class EtudeError(Exception):
@@ -18,7 +29,7 @@ class EtudeError(Exception):
       hint: fetch the anchor at v40
     """
 
-    exit_code = 1
+    exit_code: Exit = Exit.FAILED
 
     def __init__(self, what: str, facts: str = "", *, hint: str) -> None:
         self.what, self.facts, self.hint = what, facts, hint
@@ -35,24 +46,48 @@ def _rebuild(kind: type[EtudeError], what: str, facts: str, hint: str) -> EtudeE
     return kind(what, facts, hint=hint)
 
 
-class ConfigError(EtudeError):
+class InputError(EtudeError):
+    """What a command was given: it names nothing that is there, or is not of a kind that the command takes."""
+
+    exit_code = Exit.BAD_INPUT
+
+
+class ConfigError(InputError):
     """An unknown key, a wrong type, a value out of range, a missing file that a config names."""
 
-    exit_code = 2
+
+class ConfigUnreadable(ConfigError):
+    """A config whose text is no TOML, or cannot be had at all: nothing is known of its settings."""
 
 
 class RunError(EtudeError):
-    """A run directory that is in use, of another config, or not a run at all."""
+    """A run directory that is damaged, incomplete, or cannot be written."""
 
-    exit_code = 3
+
+class NoRun(RunError, InputError):
+    """A path that was named as a run and is none, or one for a new run where there is something already."""
+
+
+class RunRefused(RunError):
+    """A run that is in use, or of other settings or another etude than would go on with it."""
+
+    exit_code = Exit.OTHER_RUN
 
 
 class CheckpointError(EtudeError):
-    """A checkpoint that is missing, damaged, or of another architecture."""
+    """A checkpoint that is incomplete, damaged, or of another architecture."""
+
+
+class NoCheckpoint(CheckpointError, InputError):
+    """A path that was named as a checkpoint and is none."""
 
 
 class TaskError(EtudeError):
     """A task source without tasks, or a task that does not prove itself."""
+
+
+class NoSource(TaskError, InputError):
+    """A task source whose name is unknown, or at whose path there is none."""
 
 
 class MachineError(EtudeError):
@@ -91,14 +126,17 @@ class DeadlineExceeded(EtudeError):
     """A wait that ended without what it waited for; `what` names it."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The nearest match for an unknown key, as the end of a hint.
+def nearest(word: str, known: Iterable[str], section: str = "") -> str:
+    """The nearest match for an unknown key, as the end of a hint. `section`: where `known` are, to name them whole.
 
     >>> nearest("stpes", ["steps", "lr"])
     "did you mean 'steps'?"
+    >>> nearest("stpes", ["steps", "lr"], "rl")
+    "did you mean 'rl.steps'?"
     >>> nearest("zzz", ["steps", "lr"])
     'known: lr, steps'
     """
     names = sorted(map(str, known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
+    dot = f"{section}." if section else ""
+    return f"did you mean {dot + close[0]!r}?" if close else f"known: {', '.join(dot + name for name in names)}"

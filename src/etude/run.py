@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from etude.errors import RunError
+from etude.errors import NoRun, RunError, RunRefused
 
 FORMAT = 1
 HINT_COPY = "restore the file from a copy, or start a new run"
@@ -42,11 +42,9 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, *, config_toml: str, seed: int, given: Iterable[str] = ()) -> RunFolder:
         """A new run folder. `given`: which settings its user named; the others of `config_toml` were defaults. Raises
-        `RunError` when there is something already."""
+        `NoRun` when there is something already."""
         if path.exists() and any(path.iterdir()):
-            raise RunError(
-                f"{path} exists", "a run is never overwritten", hint="give --resume to go on, or another name"
-            )
+            raise NoRun(f"{path} exists", "a run is never overwritten", hint="give --resume to go on, or another name")
         path.mkdir(parents=True, exist_ok=True)
         write_durably(path / "config.toml", config_toml.encode())
         identity = {
@@ -64,16 +62,16 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An existing run folder. Raises `RunError` when it is none, or of another format."""
+        """An existing run folder. Raises `NoRun` when it is none, `RunRefused` when it is of another format."""
         run = cls(path)
         try:
             identity = run.identity()
         except OSError:
-            raise RunError(f"{path} is not a run", "it has no run.json", hint="see runs/ for what there is") from None
+            raise NoRun(f"{path} is not a run", "it has no run.json", hint="see runs/ for what there is") from None
         except ValueError as error:
             raise RunError(f"{path}/run.json is damaged", str(error), hint=HINT_COPY) from None
         if identity.get("format") != FORMAT:
-            raise RunError(
+            raise RunRefused(
                 f"{path} has format {identity.get('format')!r}",
                 f"this etude reads {FORMAT}",
                 hint=f"open it with etude {identity.get('etude', 'that wrote it')}",
@@ -88,14 +86,14 @@ class RunFolder:
         return result
 
     def lock(self) -> None:
-        """Hold the run until this process ends. Raises `RunError` when another process does."""
+        """Hold the run until this process ends. Raises `RunRefused` when another process does."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
             os.close(fd)
-            raise RunError(
+            raise RunRefused(
                 f"{self.path} is in use", f"process {holder} holds it", hint=f"wait for it, or: etude stop {self.path}"
             ) from None
         os.ftruncate(fd, 0)

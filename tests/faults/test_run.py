@@ -206,10 +206,10 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("rl.stpes=3", "did you mean 'steps'"),
+        ("rl.stpes=3", "did you mean 'rl.steps'"),
         ("rll.steps=3", "did you mean 'rl'"),
-        ('rl.steps="many"', "expected int"),
-        ("rl.steps=true", "expected int"),
+        ('rl.steps="many"', "a whole number is wanted"),
+        ("rl.steps=true", "a whole number is wanted"),
         ("rl.steps=-1", "at least 0"),
         ("experience.group_size=1", "from 2 to 1024"),
         ("experience.credit=grop", "did you mean 'grpo'"),
@@ -217,7 +217,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("harness.context_tokens=4096", "does not fit"),
         ("engine.context_tokens=512", "positions for 128"),
         ("start=/nowhere", "no config.json there"),
-        ("rl=3", "expected a section"),
+        ("rl=3", "a section is wanted"),
         ("nonsense", "--set rl.steps=10"),
     ],
 )
@@ -265,10 +265,10 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
     assert "the file was cut off" in refuse(1, "serve", cut)
     assert "the file was cut off" in refuse(1, "eval", cut, "--config", game.config)
     assert "the file was cut off" in refuse(1, "export", cut, tmp_path / "out")
-    assert "nothing at" in refuse(1, "serve", tmp_path / "nowhere")
-    assert "nothing at" in refuse(1, "export", tmp_path / "nowhere", tmp_path / "out")
+    assert "nothing at" in refuse(2, "serve", tmp_path / "nowhere")
+    assert "nothing at" in refuse(2, "export", tmp_path / "nowhere", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    assert "no checkpoint" in refuse(1, "serve", tmp_path / "empty")
+    assert "no checkpoint" in refuse(2, "serve", tmp_path / "empty")
 
 
 def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(
@@ -279,7 +279,7 @@ def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(
 
     (tmp_path / "empty").mkdir()
     assert "holds no task" in start(tmp_path / "empty")
-    assert "did you mean 'repair'" in start("repiar")
+    assert "did you mean 'repair'" in refuse(2, "run", game.config, "--set", "tasks.source=repiar")
     shutil.copytree(game.tasks, tmp_path / "untrained")
     for folder in (tmp_path / "untrained").glob("train-*"):
         shutil.rmtree(folder)
@@ -306,12 +306,12 @@ def test_a_run_in_use_of_another_config_or_absent_is_not_resumed(
     said = refuse(3, "run", game.config, "--resume", "held", "--set", "rl.steps=5")
     assert "rl.steps is 5, the run has 4" in said
     assert "etude run --resume runs/held" in said
-    assert "never overwritten" in refuse(3, "run", game.config, "--name", "held")
-    assert "is not a run" in refuse(3, "run", game.config, "--resume", "absent")
+    assert "never overwritten" in refuse(2, "run", game.config, "--name", "held")
+    assert "is not a run" in refuse(2, "run", game.config, "--resume", "absent")
     assert "no CONFIG" in refuse(2, "run")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert "no run in" in refuse(3, "status")
+    assert "no run in" in refuse(2, "status")
 
 
 def test_a_port_in_use_is_named(game: Any, refuse: Callable[..., str]) -> None:

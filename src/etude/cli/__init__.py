@@ -1,7 +1,6 @@
 """The command line: parse and hand over. Each command's work is a function of the folder that owns it.
 
-Exit codes: 0 done, 1 a named failure, 2 bad input or config, 3 a run that is in use or of another config,
-130 interrupted (the run can be resumed).
+Exit codes are those of `etude.errors.Exit`; every error's class has one.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from etude import __version__
-from etude.errors import EtudeError
+from etude.errors import EtudeError, Exit
 
-BAD_INPUT, INTERRUPTED = 2, 130
+MAX_PORT = 65_535
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return Exit.INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
-        return 1
+        return Exit.FAILED
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
@@ -46,13 +45,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         print(f"error: {message}\n  hint: {self.prog} --help", file=sys.stderr)
-        raise SystemExit(BAD_INPUT)
+        raise SystemExit(Exit.BAD_INPUT)
 
 
 def positive(text: str) -> int:
     """An argument that counts something."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """An argument that is a TCP port, 0 being any free one."""
+    if not text.isdigit() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 0 (any free one) to {MAX_PORT}")
     return int(text)
 
 
@@ -90,7 +96,9 @@ def _run_commands(commands: Commands[Parser]) -> None:
         "--resume", nargs="?", const="", metavar="RUN", help="go on with a stopped run (default: the newest)"
     )
     run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
-    _run_argument(_add(commands, "status", "run:status", "what a run is doing now"))
+    status = _add(commands, "status", "run:status", "what a run is doing now")
+    _run_argument(status)
+    status.add_argument("--words", action="store_true", help="say what the words of the view mean, too")
     stop = _add(commands, "stop", "run:stop", "stop a run cleanly; it can be resumed")
     _run_argument(stop)
     stop.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS")
@@ -164,7 +172,7 @@ def _model_commands(commands: Commands[Parser]) -> None:
     serve = _add(commands, "serve", "serve:serve", "serve a checkpoint or a run's newest version, OpenAI-compatible")
     serve.add_argument("model", nargs="?", type=Path, metavar="CHECKPOINT|RUN")
     serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--port", type=port, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--max-concurrent", type=positive, default=32)
     export = _add(commands, "export", "serve:export", "write a run's version as a Hugging Face directory")

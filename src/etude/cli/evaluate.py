@@ -8,7 +8,7 @@ import json
 
 from etude.cli.places import existing, open_run
 from etude.config import build, overridden, read, to_plain
-from etude.errors import CheckpointError, ConfigError
+from etude.errors import ConfigError, NoCheckpoint
 from etude.loop.config import RunConfig, read_config
 from etude.records.task import Split
 
@@ -24,7 +24,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
     checkpoint = newest_checkpoint(run) if run else place
     if not (checkpoint / "config.json").is_file():
-        raise CheckpointError(
+        raise NoCheckpoint(
             f"{checkpoint} is no checkpoint", "it has no config.json", hint="give a Hugging Face directory or a run"
         )
     if run is None and args.config is None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.cli.places import console, open_run
-from etude.errors import LedgerError, RunError, nearest
+from etude.errors import InputError, LedgerError, nearest
 from etude.evals import compare_runs
 from etude.experience import Finished, Ledger, audit
 from etude.experience.audit import steps_of
@@ -55,7 +55,7 @@ def rollouts_list(args: argparse.Namespace) -> int:
     """Rollouts of a run, the newest last."""
     run = open_run(args.run)
     if args.state is not None and args.state not in list(State):
-        raise RunError(f"no state {args.state!r}", hint=nearest(args.state, list(State)))
+        raise InputError(f"no state {args.state!r}", hint=nearest(args.state, list(State)))
     ledger = Ledger.reading(run / "ledger.sqlite")
     rows = [row for row in ledger.rows() if args.state in (None, row.state)][-args.limit :]
     table = Table("rollout", "state", "reward", "step", "attempt", "reason")

@@ -6,26 +6,26 @@ from pathlib import Path
 
 from rich.console import Console
 
-from etude.errors import CheckpointError, RunError
+from etude.errors import NoCheckpoint, NoRun
 from etude.run import RunFolder
 
 RUNS = Path("runs")
 
 
 def open_run(path: Path | None) -> RunFolder:
-    """The run that was named, by path or by its name under runs/; the newest when none was. Raises `RunError`."""
+    """The run that was named, by path or by its name under runs/; the newest when none was. Raises `NoRun`."""
     if path is None:
         return newest_run()
     return RunFolder.open(path if path.exists() or not (RUNS / path).exists() else RUNS / path)
 
 
 def existing(path: Path) -> Path:
-    """A checkpoint or a run by path, or by its name under runs/. Raises `CheckpointError` when there is neither."""
+    """A checkpoint or a run by path, or by its name under runs/. Raises `NoCheckpoint` when there is neither."""
     for place in (path, RUNS / path):
         if place.exists():
             return place
     elsewhere = "" if path.is_absolute() else f"nor at {RUNS / path}"
-    raise CheckpointError(f"nothing at {path}", elsewhere, hint="give a checkpoint directory or a run")
+    raise NoCheckpoint(f"nothing at {path}", elsewhere, hint="give a checkpoint directory or a run")
 
 
 def console() -> Console:
@@ -37,5 +37,5 @@ def console() -> Console:
 def newest_run() -> RunFolder:
     found = sorted(RUNS.glob("*/run.json"), key=lambda p: p.stat().st_mtime)
     if not found:
-        raise RunError(f"no run in {RUNS}/", hint="start one: etude run examples/laptop/config.toml")
+        raise NoRun(f"no run in {RUNS}/", hint="start one: etude run examples/laptop/config.toml")
     return RunFolder.open(found[-1].parent)

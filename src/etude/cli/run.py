@@ -11,15 +11,15 @@ import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
 from etude.cli.places import RUNS, newest_run, open_run
 from etude.config import build, leaves, overridden, read, to_toml
-from etude.dashboard import RunView, plain_line, render
+from etude.dashboard import RunView, explained, plain_line, render
 from etude.dashboard.glossary import legend
 from etude.dashboard.terminal import words_in
-from etude.errors import ConfigError, DeadlineExceeded, RunError
+from etude.errors import ConfigError, DeadlineExceeded, Exit, RunError
 from etude.loop.config import RunConfig, resumed
 from etude.loop.preflight import must_have_ledger, preflight
 from etude.run import RunFolder
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
         leave_report(folder)
         print(f"stopped; go on with: etude run --resume {folder.path}", file=sys.stderr)
-        return 130
+        return Exit.INTERRUPTED
     from etude.dashboard import result_lines
 
     print("\n".join(result_lines(folder.path)))
@@ -104,11 +104,11 @@ async def _show(folder: RunFolder) -> None:
     """The live view in a terminal; a plain line every few seconds when piped. It reads the run folder only."""
     console, view = Console(), RunView(folder.path)
     if not console.is_terminal:
-        last, explained = "", set[str]()
+        last, told = "", set[str]()
         while True:
             view.refresh()
-            new = [word for word in words_in(view) if word not in explained]
-            explained.update(new)
+            new = [word for word in words_in(view) if word not in told]
+            told.update(new)
             if new:
                 print(f"({legend(new)})", flush=True)
             line = plain_line(view)
@@ -120,7 +120,7 @@ async def _show(folder: RunFolder) -> None:
         try:
             while True:
                 view.refresh()
-                live.update(render(view), refresh=True)
+                live.update(Group(render(view), explained(view)), refresh=True)
                 await asyncio.sleep(REDRAW_S)
         finally:
             view.refresh()
@@ -128,11 +128,12 @@ async def _show(folder: RunFolder) -> None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """What a run is doing now."""
+    """What a run is doing now; what its words mean when asked for, since it is looked at again and again."""
     folder = open_run(args.run)
     holder = folder.holder()
-    console = Console()
-    console.print(render(RunView(folder.path)))
+    console, view = Console(), RunView(folder.path)
+    console.print(render(view))
+    console.print(explained(view) if args.words else "[dim]what the words mean: etude status --words[/dim]")
     console.print(f"{folder.path}: " + (f"running, process {holder}" if holder else "not running"))
     return 0
 

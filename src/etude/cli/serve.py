@@ -10,16 +10,14 @@ import signal
 from pathlib import Path
 
 from etude.cli.places import existing, newest_run, open_run
-from etude.config import build
-from etude.errors import CheckpointError, RunError
+from etude.errors import InputError
 from etude.gateway import GatewayConfig
 
 
 def serve(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     model = existing(args.model) if args.model else newest_run().path
-    settings = {"host": args.host, "port": args.port, "max_running": args.max_concurrent}
-    gateway = build(GatewayConfig, settings, "serve")
+    gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
     with contextlib.suppress(asyncio.CancelledError):
         asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY")))
     return 0
@@ -44,11 +42,11 @@ def export(args: argparse.Namespace) -> int:
     from etude.loop.exporting import export_checkpoint, export_version
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-        raise CheckpointError(f"{args.out} is not an empty directory", hint="export into a new one")
+        raise InputError(f"{args.out} is not an empty directory", hint="export into a new one")
     path, at, step = args.source.rpartition("@")
     if at:
         if not step.isdigit():
-            raise RunError(
+            raise InputError(
                 f"no step {step!r}", "a version is named by its step", hint="write RUN@30; see etude weights log"
             )
         print(export_version(open_run(Path(path)), int(step), args.out, dtype=args.dtype))

@@ -21,7 +21,7 @@ def check(args: argparse.Namespace) -> int:
     )
     for failure in proof.failures:
         print(f"  task {failure.index} ({failure.task_id}): {failure.reason}")
-    proof.require(args.source)
+    proof.require(args.source, listed=True)
     return 0
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from etude.errors import RunError
+from etude.errors import NoRun
 
 Event = Mapping[str, Any]
 T = TypeVar("T")
@@ -61,13 +61,13 @@ class PhaseSpan:
 class RunView:
     """The events of a run folder by kind, in order of time.
 
-    Keep one view and `refresh` it: only new lines are read. Raises `RunError` where there is no such folder.
+    Keep one view and `refresh` it: only new lines are read. Raises `NoRun` where there is no such folder.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise RunError(f"no run at {self.path}", hint="see runs/ for what there is")
+            raise NoRun(f"no run at {self.path}", hint="see runs/ for what there is")
         self._events: dict[str, list[Event]] = {}
         self._offsets: dict[Path, int] = {}
         self.refresh()

@@ -20,7 +20,7 @@ _HELDOUT = ("num_tasks", "solved", "rate", "low", "high", "best_of_k", "turns_me
 
 
 def summarise(run_dir: Path | str) -> dict[str, Any]:
-    """summary.json of a run folder, also of one that is under way. Raises `RunError` where there is none."""
+    """summary.json of a run folder, also of one that is under way. Raises `NoRun` where there is none."""
     return summarise_view(RunView(run_dir))
 
 

@@ -28,8 +28,8 @@ async def serving(app: Starlette, *, config: GatewayConfig) -> AsyncIterator[str
     Raises `ConfigError` for a port in use, and for an address beyond loopback when the app needs no key.
     """
     if not app.state.needs_key and not is_loopback(config.host):
-        hint = "make the app with a key, or keep host = 127.0.0.1"
-        raise ConfigError(f"host = {config.host!r} is open to the network", "there is no key", hint=hint)
+        hint = "give a key (--key, or ETUDE_API_KEY), or keep --host 127.0.0.1"
+        raise ConfigError(f"host {config.host!r} is open to the network", "there is no key", hint=hint)
     sock = _bind(config.host, config.port)
     server = _Server(
         uvicorn.Config(
@@ -79,7 +79,7 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host = {host!r} is no address", str(error), hint="use e.g. 127.0.0.1") from None
+        raise ConfigError(f"host {host!r} is no address", str(error.strerror), hint="give e.g. --host 127.0.0.1") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -87,8 +87,8 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        hint = "choose another port; port = 0 takes any free one"
-        raise ConfigError(f"cannot listen on {host}:{port}", str(error), hint=hint) from None
+        hint = "choose another --port (0 takes any free one), or a --host of this machine"
+        raise ConfigError(f"cannot listen on {host}:{port}", str(error.strerror), hint=hint) from None
     return sock
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from etude import __version__
 from etude.config import build, leaves, load, ranged, to_plain
 from etude.environments.config import MachineLimits
-from etude.errors import ConfigError, RunError
+from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig
@@ -94,17 +94,18 @@ class RunConfig:
 
 
 def read_config(run: RunFolder) -> RunConfig:
-    """The effective config that a run was made with. Raises `RunError` when this etude cannot read it."""
+    """The effective config that a run was made with. Raises `RunError` when it is gone or damaged,
+    `RunRefused` when this etude cannot read it."""
     path = run / "config.toml"
     if not path.is_file():
         raise RunError(f"{path} is gone", "a run keeps its settings there", hint=HINT_COPY)
     try:
         return load(path, RunConfig)
+    except ConfigUnreadable as error:
+        raise RunError(f"{path} is damaged", error.facts, hint=HINT_COPY) from None
     except ConfigError as error:
-        if "is not TOML" in error.what:
-            raise RunError(f"{path} is damaged", error.facts, hint=HINT_COPY) from None
         wrote = run.identity().get("etude", "unknown")
-        raise RunError(
+        raise RunRefused(
             f"{path} was written by etude {wrote}",
             f"this is etude {__version__}, which finds: {error.what}",
             hint=f"resume with etude {wrote}, or start anew: --set start=(one of {run / 'checkpoints'})",
@@ -113,7 +114,7 @@ def read_config(run: RunFolder) -> RunConfig:
 
 def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> RunConfig:
     """A run's own config, once what its user gives now is seen to be no other than what it was given. `whole`: all of
-    it is given again, so what is not there counts, too. Defaults that changed since do not. Raises `RunError` that
+    it is given again, so what is not there counts, too. Defaults that changed since do not. Raises `RunRefused` that
     names each setting, or when the run's config.toml is not what it was made with; `ConfigError`."""
     had = read_config(run)
     _must_be_unchanged(run)
@@ -125,7 +126,7 @@ def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> 
         if now_plain.get(name) != had_plain.get(name)
     ]
     if other:
-        raise RunError(
+        raise RunRefused(
             f"{run.path} was made with other settings",
             "; ".join(other[:5]) + (f"; and {len(other) - 5} more" if len(other) > 5 else ""),
             hint=f"go on with its own: etude run --resume {run.path}; or start a new run",
@@ -136,7 +137,7 @@ def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> 
 def _must_be_unchanged(run: RunFolder) -> None:
     digest = run.identity().get("config_digest")
     if digest not in (None, hashlib.sha256((run / "config.toml").read_bytes()).hexdigest()):
-        raise RunError(
+        raise RunRefused(
             f"{run.path}/config.toml was changed since the run was made",
             "what is there was trained with other settings",
             hint=f"put it back as it was; or start a new run: etude run {run.path}/config.toml --name NAME",

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, NoCheckpoint
 from etude.gateway import GatewayConfig, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
@@ -33,7 +33,7 @@ async def serve_checkpoint(
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields the base URL for an OpenAI client."""
     if not (checkpoint / "config.json").is_file():
-        raise CheckpointError(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
+        raise NoCheckpoint(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
     model_config, chat = _read_model(checkpoint), ChatFormat.load(checkpoint)
     with tempfile.TemporaryDirectory(prefix="etude-serve-") as scratch:
         folder = Path(scratch)

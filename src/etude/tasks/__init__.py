@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from etude.errors import TaskError, nearest
+from etude.errors import NoSource, nearest
 from etude.seams import TaskSource
 from etude.tasks.config import CorpusConfig, TasksConfig
 from etude.tasks.corpus import assert_no_heldout, code_documents, library_documents
@@ -42,7 +42,8 @@ __all__ = [
 
 
 def open_source(name_or_path: str, seed: int, *, files: int = 3, functions_per_file: int = 1) -> TaskSource:
-    """The source "repair", "humaneval:PATH" (JSON lines), or a directory of task folders. Raises `TaskError`.
+    """The source "repair", "humaneval:PATH" (JSON lines), or a directory of task folders. Raises `NoSource`, and
+    `TaskError` for one that is damaged or empty.
 
     `seed`, `files` and `functions_per_file` are for the generated source; the others are what they are.
     """
@@ -53,7 +54,7 @@ def open_source(name_or_path: str, seed: int, *, files: int = 3, functions_per_f
         return HumanEvalSource(path)
     if Path(name_or_path).is_dir():
         return DirectorySource(name_or_path)
-    raise TaskError(
+    raise NoSource(
         f"no task source {name_or_path!r}",
         "neither a known name nor a directory",
         hint=nearest(name, ["repair", "humaneval:PATH", "a directory of task folders"]),

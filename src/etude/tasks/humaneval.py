@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from etude.errors import TaskError
+from etude.errors import NoSource, TaskError
 from etude.records.task import Answer, Split, Task, Trust
 from etude.tasks.splits import split_of
 from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
@@ -109,7 +109,8 @@ def _read(path: Path) -> bytes:
         with opener(path, "rb") as file:
             data: bytes = file.read(MAX_BYTES + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise TaskError(f"cannot read {path}", str(error), hint="give a HumanEval-style .jsonl or .jsonl.gz") from None
+        kind = NoSource if isinstance(error, FileNotFoundError) else TaskError
+        raise kind(f"cannot read {path}", str(error), hint="give a HumanEval-style .jsonl or .jsonl.gz") from None
     if len(data) > MAX_BYTES:
         raise TaskError(f"{path} unpacks to more than {MAX_BYTES} bytes", hint="cut it into several files")
     return data

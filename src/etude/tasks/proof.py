@@ -42,13 +42,14 @@ class Proof:
     def num_proven(self) -> int:
         return self.num_tasks - len(self.failures)
 
-    def require(self, place: str = "") -> None:
-        """Raises `TaskError`, naming the first failure, unless every task proved itself. `place`: what was read."""
+    def require(self, place: str = "", *, listed: bool = False) -> None:
+        """Raises `TaskError` unless every task proved itself, naming the first failure if they were not `listed`
+        before. `place`: what was read."""
         if self.failures:
             first, place = self.failures[0], place or self.source
             raise TaskError(
                 f"{len(self.failures)} of {self.num_tasks} {self.split} tasks of {place} do not prove themselves",
-                f"task {first.index} ({first.task_id}): {first.reason}",
+                "" if listed else f"task {first.index} ({first.task_id}): {first.reason}",
                 hint=f"look at it with `etude tasks show {place} --split {self.split} --index {first.index}`",
             )
 

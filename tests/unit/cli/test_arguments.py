@@ -19,6 +19,8 @@ from etude.cli import main
         ["eval", "x", "--tries", "0"],
         ["tasks", "check", "repair", "--num", "-1"],
         ["serve", "--port", "x"],
+        ["serve", "--port", "99999"],
+        ["serve", "--port", "-1"],
     ],
 )
 def test_a_wrong_argument_is_refused_with_a_hint(argv, capsys):
@@ -36,7 +38,6 @@ def test_a_wrong_argument_is_refused_with_a_hint(argv, capsys):
         (["serve", "nosuch"], "nothing at nosuch: nor at runs/nosuch"),
         (["export", "nosuch", "out"], "nothing at nosuch"),
         (["eval", "nosuch"], "nothing at nosuch"),
-        (["serve", ".", "--port", "99999"], "serve.port = 99999 is out of range"),
         (["run"], "no CONFIG was given"),
         (["status"], "no run in runs/"),
         (["status", "nosuch"], "nosuch is not a run"),

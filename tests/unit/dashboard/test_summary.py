@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from etude.dashboard import RunView, plain_line, render, result_lines, summarise
+from etude.dashboard import RunView, explained, plain_line, render, result_lines, summarise
 from etude.dashboard.glossary import GLOSSARY
 from etude.dashboard.terminal import words_in
 from etude.dashboard.utilisation import cpu_s, idle, lanes
@@ -108,9 +108,9 @@ def test_a_restarted_process_counts_on_from_zero(writer):
     assert lanes(view)["learner"].cpu_s(2.5, 3.0) == pytest.approx(0.25)
 
 
-def shown(view) -> str:
+def shown(view, as_what=render) -> str:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(render(view))
+    console.print(as_what(view))
     return console.export_text()
 
 
@@ -169,4 +169,5 @@ def test_the_words_of_the_view_are_explained_where_they_are_used_as_the_list_of_
     rows = (Path(__file__).parents[3] / "docs" / "concepts" / "words.md").read_text()
     for word, meaning in GLOSSARY.items():
         assert f"| {word} | {meaning} |" in rows
-    assert GLOSSARY["bound"] in " ".join(shown(view).split())
+    assert GLOSSARY["bound"] in " ".join(shown(view, explained).split())
+    assert GLOSSARY["bound"] not in " ".join(shown(view).split())

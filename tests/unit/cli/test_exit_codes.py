@@ -1,0 +1,121 @@
+"""What a command's exit code says: the guide's table, one case of each kind at least."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import etude.cli.run
+import etude.cli.tasks
+from etude.cli import main
+from etude.config import to_toml
+from etude.errors import Exit
+from etude.loop.config import RunConfig
+from etude.records.task import Split
+from etude.run import RunFolder
+from etude.tasks.proof import Failure, Proof
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "getting-started.md"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
+    """runs/a, which nothing has happened to, in the current directory."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(tmp_path / "runs" / "a", config_toml=to_toml(RunConfig()), seed=0)
+    yield folder
+    folder.unlock()
+
+
+def test_the_guide_lists_every_exit_code() -> None:
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", GUIDE.read_text(), re.MULTILINE)}
+    assert listed == set(Exit)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        ("status a", Exit.DONE),
+        ("stop a", Exit.FAILED),  # it does not run
+        ("ledger audit a", Exit.FAILED),  # there is none
+        ("status nosuch", Exit.BAD_INPUT),
+        ("run --resume nosuch", Exit.BAD_INPUT),
+        ("run nosuch.toml", Exit.BAD_INPUT),
+        ("run runs/a/config.toml --set rl.stepz=1", Exit.BAD_INPUT),
+        ("run --resume a --set rl.steps=many", Exit.BAD_INPUT),
+        ("rollouts list a --state nosuch", Exit.BAD_INPUT),
+        ("serve nosuch", Exit.BAD_INPUT),
+        ("serve runs", Exit.BAD_INPUT),  # no checkpoint
+        ("eval runs", Exit.BAD_INPUT),
+        ("export a runs", Exit.BAD_INPUT),  # not empty
+        ("export a@last out", Exit.BAD_INPUT),
+        ("tasks check nosuch", Exit.BAD_INPUT),
+        ("tasks check humaneval:nosuch.jsonl", Exit.BAD_INPUT),
+        ("run --resume a --set seed=5", Exit.OTHER_RUN),
+    ],
+)
+def test_an_exit_code_says_what_kind_of_end_it_was(
+    run: RunFolder, argv: str, code: Exit, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv.split()) == code, capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_gone_on_with_has_an_exit_code_by_its_reason(run: RunFolder) -> None:
+    config = run / "config.toml"
+    text = config.read_text()
+    config.write_text(text + "\n# edited\n")
+    assert main(["run", "--resume", "a"]) == Exit.OTHER_RUN
+    config.write_text(text.replace("[rl]", "[rll]"))
+    assert main(["run", "--resume", "a"]) == Exit.OTHER_RUN  # another etude wrote it
+    config.write_text("seed = [")
+    assert main(["run", "--resume", "a"]) == Exit.FAILED
+    config.unlink()
+    assert main(["run", "--resume", "a"]) == Exit.FAILED
+    identity = run / "run.json"
+    identity.write_text(identity.read_text().replace('"format": 1', '"format": 99'))
+    assert main(["status", "a"]) == Exit.OTHER_RUN
+    identity.write_text("{")
+    assert main(["status", "a"]) == Exit.FAILED
+
+
+def test_an_interrupted_command_says_so(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(etude.cli.run, "status", interrupted)
+    assert main(["status", "a"]) == Exit.INTERRUPTED
+
+
+def test_the_words_of_a_view_are_explained_when_asked_for(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "events").mkdir()
+    (run / "events" / "conductor.jsonl").write_text(
+        '{"t": 1, "process": "conductor", "kind": "phase", "phase": "rl", "state": "start"}\n'
+        '{"t": 2, "process": "conductor", "kind": "rl.step", "step": 1, "reward_mean": 0.5, "lag": {"0": 4}}\n'
+    )
+    assert main(["status", "a"]) == Exit.DONE
+    said = capsys.readouterr().out
+    assert "solve rate" in said
+    assert "mean reward of a step's rollouts" not in said
+    assert "etude status --words" in said
+    assert main(["status", "a", "--words"]) == Exit.DONE
+    assert capsys.readouterr().out.count("mean reward of a step's rollouts") == 1
+
+
+def test_why_a_task_does_not_prove_itself_is_said_once(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "reference solution scores 0: AttributeError: module 'm' has no attribute 'g'"
+
+    async def proof(_: object) -> Proof:
+        return Proof(
+            source="own", split=Split.TRAIN, num_tasks=1, failures=(Failure(0, "own-train-0", why),), wall_s=0.1
+        )
+
+    monkeypatch.setattr(etude.cli.tasks, "_check", proof)
+    assert main(["tasks", "check", "own"]) == Exit.FAILED
+    said = "".join(capsys.readouterr())
+    assert said.count(why) == 1
+    assert "error: 1 of 1 train tasks of own do not prove themselves\n  hint: look at it with" in said
