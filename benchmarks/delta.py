@@ -17,7 +17,9 @@ import numpy as np
 import zstandard
 
 from benchmarks.report import report
-from etude.weights import Tensor, bound_bytes, decode, encode
+from etude.weights import Tensor
+from etude.weights.bound import bound_bytes
+from etude.weights.codec import decode, encode
 from etude.weights.tensors import same_bits
 
 STEP_SIZES = (1e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from etude.errors import WeightsError
-from etude.weights import Spec, Tensor, bound_bytes, decode, encode
-from etude.weights.codec import from_order, to_order
+from etude.weights import Spec, Tensor
+from etude.weights.bound import bound_bytes
+from etude.weights.codec import decode, encode, from_order, to_order
 from etude.weights.manifest import read_manifest, read_pointer
 from etude.weights.streams import Reader, Writer
 from etude.weights.tensors import DTYPES, same_bits

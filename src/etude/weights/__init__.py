@@ -15,9 +15,8 @@ True
 ([2], [16259])
 """
 
-from etude.weights.bound import bound_bytes
 from etude.weights.channel import Channel
-from etude.weights.codec import decode, encode
+from etude.weights.deltas import apply, bound, encode
 from etude.weights.follower import Follower, Update
 from etude.weights.follower_process import FollowerProcess
 from etude.weights.history import chain, lineage
@@ -32,10 +31,10 @@ __all__ = [
     "Spec",
     "Tensor",
     "Update",
-    "bound_bytes",
+    "apply",
+    "bound",
     "chain",
     "content_digest",
-    "decode",
     "encode",
     "lineage",
     "tensor_digest",

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from etude.errors import WeightsError
-from etude.weights import Spec, Tensor, bound_bytes, codec, decode, encode
+from etude.weights import Spec, Tensor, codec
+from etude.weights.bound import bound_bytes
+from etude.weights.codec import decode, encode
 from etude.weights.tensors import same_bits
 
 

@@ -1,0 +1,226 @@
+"""The delta file: one delta that needs nothing but its base. Head, table, note, objects, and a digest of it all.
+
+`docs/formats/delta_file.md` has every field. Here is the container alone: what it names and proves; the objects in it
+are the codec's. A channel needs none of this (its manifest says the same): the file is for who moves deltas on his own.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from etude.errors import WeightsError
+from etude.weights.tensors import DTYPES, MAX_DIMENSIONS, Spec
+
+MAGIC = b"etdf"
+FORMAT = 1
+MAX_ENTRIES = 1 << 22
+MAX_TABLE_BYTES = 1 << 30
+MAX_NOTE_BYTES = 1 << 28
+MAX_NAME_BYTES = 512
+DIGEST_BYTES = 32
+
+_HEAD = struct.Struct("<4sHHIIII")
+_OBJECT = struct.Struct("<QI")
+
+
+class Kind(enum.IntEnum):
+    """What becomes of a tensor."""
+
+    SAME = 0
+    CHANGED = 1  # other codes, the same dtype and shape: a delta
+    NEW = 2
+    REMOVED = 3
+    REPLACED = 4  # another dtype or shape: goes in whole
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the base, of the target, or of both. Specs and digests (64 hex) are None on the side without."""
+
+    name: str
+    old: Spec | None
+    old_digest: str | None
+    new: Spec | None
+    new_digest: str | None
+
+    @property
+    def kind(self) -> Kind:
+        if self.old is None:
+            return Kind.NEW
+        if self.new is None:
+            return Kind.REMOVED
+        if self.old != self.new:
+            return Kind.REPLACED
+        return Kind.SAME if self.old_digest == self.new_digest else Kind.CHANGED
+
+    @property
+    def coded(self) -> bool:
+        """Whether an object covers it."""
+        return self.kind in (Kind.CHANGED, Kind.NEW, Kind.REPLACED)
+
+
+@dataclass(frozen=True)
+class DeltaFile:
+    """A delta file, parsed and proven against its own digest; its objects not decoded yet."""
+
+    entries: tuple[Entry, ...]  # by name
+    note: bytes  # nobody's here: a tool's own
+    objects: tuple[tuple[int, memoryview], ...]  # each covers so many of the coded entries, in order
+
+    @property
+    def target_bytes(self) -> int:
+        """What the target's tensors need."""
+        return sum(entry.new.num_bytes for entry in self.entries if entry.new)
+
+
+def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes:
+    """Everything before the first object. Raises `WeightsError` where a reader would refuse it."""
+    table = b"".join(map(_write_entry, entries))
+    for what, size, limit in (
+        ("tensors", len(entries), MAX_ENTRIES),
+        ("bytes of table", len(table), MAX_TABLE_BYTES),
+        ("bytes of note", len(note), MAX_NOTE_BYTES),
+    ):
+        if size > limit:
+            raise WeightsError(
+                f"a delta file of {size} {what}", f"the limit is {limit}", hint="split the tensors over several files"
+            )
+    return _HEAD.pack(MAGIC, FORMAT, 0, len(entries), num_objects, len(table), len(note)) + table + note
+
+
+def write_object_head(num_bytes: int, num_tensors: int) -> bytes:
+    """What stands before an object."""
+    return _OBJECT.pack(num_bytes, num_tensors)
+
+
+def read(data: bytes | memoryview) -> DeltaFile:
+    """Parse and prove. Copies nothing of the objects. Raises `WeightsError` for bytes that no writer wrote."""
+    view = memoryview(data).cast("B")
+    if len(view) < _HEAD.size + DIGEST_BYTES:
+        raise damaged(f"{len(view)} bytes are fewer than any has", cut=True)
+    magic, form, flags, num_entries, num_objects, table_bytes, note_bytes = _HEAD.unpack(view[: _HEAD.size])
+    if magic != MAGIC:
+        raise WeightsError(
+            "this is no delta file", f"it starts with {bytes(magic)!r}, not {MAGIC!r}", hint="name what `encode` wrote"
+        )
+    if form != FORMAT or flags:
+        raise WeightsError(
+            f"a delta file of format {form}.{flags}", f"readable is {FORMAT}.0", hint="update etude where it is read"
+        )
+    body, said = view[:-DIGEST_BYTES], view[-DIGEST_BYTES:]
+    found = hashlib.sha256(body)
+    if found.digest() != said:
+        raise damaged(f"its bytes have SHA-256 {found.hexdigest()[:12]}, its end says {said[:6].hex()}", cut=True)
+    if num_entries > MAX_ENTRIES or table_bytes > MAX_TABLE_BYTES or note_bytes > MAX_NOTE_BYTES:
+        raise damaged(f"{num_entries} tensors in {table_bytes} bytes and a note of {note_bytes} are over the limits")
+    reader = _Reader(body, _HEAD.size)
+    table = _Reader(reader.take(table_bytes), 0)
+    entries = tuple(_read_entry(table) for _ in range(num_entries))
+    table.end()
+    names = [entry.name.encode() for entry in entries]
+    if any(a >= b for a, b in pairwise(names)):
+        raise damaged("its names are not sorted")
+    note = bytes(reader.take(note_bytes))
+    objects = []
+    for _ in range(num_objects):
+        num_bytes, num_tensors = _OBJECT.unpack(reader.take(_OBJECT.size))
+        objects.append((num_tensors, reader.take(num_bytes)))
+    reader.end()
+    if sum(count for count, _ in objects) != sum(entry.coded for entry in entries):
+        raise damaged("its objects do not cover its tensors")
+    return DeltaFile(entries, note, tuple(objects))
+
+
+def damaged(facts: str, *, cut: bool = False) -> WeightsError:
+    """The error of bytes that `encode` did not write."""
+    hint = "copy the file again: it was cut off or altered" if cut else "encode it again: its writer was no etude"
+    return WeightsError("the delta file is damaged", facts, hint=hint)
+
+
+def _write_entry(entry: Entry) -> bytes:
+    name = entry.name.encode()
+    if not 0 < len(name) <= MAX_NAME_BYTES:
+        raise WeightsError(
+            f"a tensor's name has {len(name)} bytes: {entry.name[:40]!r}",
+            f"1 to {MAX_NAME_BYTES} are allowed",
+            hint="rename it",
+        )
+    sides = [entry.new or entry.old, entry.old if entry.kind is Kind.REPLACED else None]
+    digests = [entry.old_digest, entry.new_digest if entry.kind is not Kind.SAME else None]
+    return b"".join(
+        (
+            struct.pack("<HB", len(name), entry.kind),
+            name,
+            *(_write_spec(spec) for spec in sides if spec),
+            *(bytes.fromhex(digest) for digest in digests if digest),
+        )
+    )
+
+
+def _write_spec(spec: Spec) -> bytes:
+    head = struct.pack("<BB", len(spec.dtype), len(spec.shape))
+    return head + spec.dtype.encode() + struct.pack(f"<{len(spec.shape)}Q", *spec.shape)
+
+
+def _read_entry(reader: _Reader) -> Entry:
+    name_bytes, number = struct.unpack("<HB", reader.take(3))
+    if not 0 < name_bytes <= MAX_NAME_BYTES:
+        raise damaged(f"a name has {name_bytes} bytes")
+    name = _text(reader.take(name_bytes))
+    if number not in set(Kind):
+        raise damaged(f"{name!r} is of kind {number}")
+    kind = Kind(number)
+    spec = _read_spec(reader)
+    old = _read_spec(reader) if kind is Kind.REPLACED else spec
+    first = reader.take(DIGEST_BYTES).hex()
+    second = reader.take(DIGEST_BYTES).hex() if kind in (Kind.CHANGED, Kind.REPLACED) else first
+    entry = Entry(
+        name,
+        None if kind is Kind.NEW else old,
+        None if kind is Kind.NEW else first,
+        None if kind is Kind.REMOVED else spec,
+        None if kind is Kind.REMOVED else second,
+    )
+    if entry.kind is not kind:
+        raise damaged(f"{name!r} is said to be {kind.name.lower()} and is {entry.kind.name.lower()}")
+    return entry
+
+
+def _read_spec(reader: _Reader) -> Spec:
+    dtype_bytes, dimensions = struct.unpack("<BB", reader.take(2))
+    dtype = _text(reader.take(dtype_bytes))
+    if dtype not in DTYPES or dimensions > MAX_DIMENSIONS:
+        raise damaged(f"a tensor is {dtype!r} of {dimensions} dimensions")
+    try:
+        return Spec(dtype, struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions)))
+    except ValueError as error:
+        raise damaged(str(error)) from None
+
+
+def _text(data: memoryview) -> str:
+    try:
+        return str(data, "utf-8")
+    except UnicodeDecodeError as error:
+        raise damaged(f"a name is no UTF-8: {error.reason}") from None
+
+
+class _Reader:
+    """Takes bytes from the front, never past the end."""
+
+    def __init__(self, data: memoryview, at: int) -> None:
+        self._data, self._at = data, at
+
+    def take(self, count: int) -> memoryview:
+        if count > len(self._data) - self._at:
+            raise damaged(f"{count} bytes are missing at byte {self._at}")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def end(self) -> None:
+        if self._at != len(self._data):
+            raise damaged(f"{len(self._data) - self._at} bytes are left over")
