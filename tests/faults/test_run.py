@@ -184,6 +184,10 @@ def test_a_run_that_is_interrupted_and_then_killed_leaves_no_process_and_goes_on
     assert running.resume().end() == 0, running.said
     running.assert_sound()
     assert "Traceback" not in running.said
+    [last_s] = [e["wall_s"] for e in running.events("phase") if e["phase"] == "rl" and e["state"] == "end"]
+    whole_s = json.loads((running.path / "summary.json").read_text())["wall_s"]["rl"]
+    assert whole_s > last_s, "the sessions before count, too"
+    assert [p["wall_s"] for p in RunFolder.open(running.path).phases() if p["phase"] == "rl"] == [round(whole_s, 3)]
 
 
 @pytest.fixture

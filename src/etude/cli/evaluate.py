@@ -14,9 +14,9 @@ from etude.records.task import Split
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Solve rate of a checkpoint or of a run's newest one; JSON on stdout."""
+    """Solve rate of a checkpoint or of a run's newest one; JSON on stdout, which says what was evaluated."""
     from etude.loop.preflight import check_start
-    from etude.loop.standalone import evaluate_checkpoint
+    from etude.loop.standalone import evaluate_checkpoint, version_of
 
     place = existing(args.checkpoint)
     run = open_run(place) if (place / "run.json").is_file() else None
@@ -43,5 +43,7 @@ def evaluate(args: argparse.Namespace) -> int:
             checkpoint, config, split=Split(args.split), num_tasks=args.tasks, tries=args.tries, out=None
         )
     )
-    print(json.dumps(result.facts(), indent=2))
+    version = version_of(checkpoint)
+    of = {"checkpoint": str(checkpoint), "version": str(version) if version else None}
+    print(json.dumps(of | result.facts(), indent=2))
     return 0

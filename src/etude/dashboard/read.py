@@ -6,6 +6,7 @@ is missing is None, and no look at a run ever fails for what the run wrote. Know
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 from collections.abc import Mapping
@@ -50,10 +51,10 @@ def counts(facts: Mapping[str, Any], key: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A phase that has begun. A resumed phase counts from its last start."""
+    """A phase that has begun. One that was broken off and gone on with has several parts, one a session."""
 
     name: str
-    start: float  # unix seconds
+    start: float  # unix seconds, of its last part
     end: float | None  # None: under way, or killed
     wall_s: float | None  # of all its parts, once it has ended
 
@@ -125,15 +126,28 @@ class RunView:
             if isinstance(one, Mapping)
         }
         spans: dict[str, PhaseSpan] = {}
+        broken_off: dict[str, float] = {}  # seconds of the parts before
         for event in self.of("phase"):
             name, t = text(event, "phase"), float(event["t"])
             if text(event, "state") == "start":
-                spans.pop(name, None)
+                before = spans.pop(name, None)
+                if before is not None and before.end is None:
+                    part_s = self._broken_off_at(before.start) - before.start
+                    broken_off[name] = broken_off.get(name, 0.0) + part_s
                 spans[name] = PhaseSpan(name, t, None, ended.get(name))
             elif name in spans:
-                wall_s = number(event, "wall_s") or ended.get(name) or t - spans[name].start
-                spans[name] = PhaseSpan(name, spans[name].start, t, wall_s)
+                part = number(event, "wall_s")
+                part_s = t - spans[name].start if part is None else part
+                spans[name] = PhaseSpan(name, spans[name].start, t, broken_off.get(name, 0.0) + part_s)
         return list(spans.values())
+
+    def _broken_off_at(self, start: float) -> float:
+        """The last sign of life of the session that was under way at `start`; `start` where no session came after."""
+        after = min((t for event in self.of("session") if (t := _time(event)) > start), default=None)
+        if after is None:
+            return start
+        before = ((events, bisect.bisect_left(events, after, key=_time)) for events in self._events.values())
+        return max(_time(events[i - 1]) for events, i in before if i)
 
     def phase(self, name: str) -> PhaseSpan | None:
         """A phase that has begun, by name."""
@@ -156,6 +170,10 @@ class RunView:
     def identity(self) -> dict[str, Any]:
         """run.json; empty when it cannot be read."""
         return read_json(self.path / "run.json", dict)
+
+
+def _time(event: Event) -> float:
+    return float(event["t"])
 
 
 def _event(line: bytes) -> Event | None:

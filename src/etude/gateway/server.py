@@ -79,7 +79,8 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"host {host!r} is no address", str(error.strerror), hint="give e.g. --host 127.0.0.1") from None
+        hint = "give e.g. --host 127.0.0.1"
+        raise ConfigError(f"host {host!r} is no address", str(error.strerror), hint=hint) from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.dashboard import summarise, write_report
+from etude.dashboard import RunView, summarise, write_report
 from etude.errors import EtudeError
 from etude.harness import ChatFormat
 from etude.loop import usage
@@ -36,6 +36,7 @@ Phase = Callable[[], Awaitable[Mapping[str, Any]]]
 async def run_phases(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     """Everything that has not ended yet. Cancel to stop cleanly; the run can be resumed."""
     supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s)
+    telemetry.event("session")
     watching = asyncio.create_task(usage.watch(supervisor.pids, telemetry), name="usage")
     try:
         preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
@@ -63,7 +64,8 @@ async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -
     facts = await work()
     wall_s = time.perf_counter() - began
     telemetry.event("phase", phase=name, state="end", wall_s=round(wall_s, 3))
-    run.end_phase(name, wall_s=wall_s, facts=facts)
+    span = await asyncio.to_thread(lambda: RunView(run.path).phase(name))
+    run.end_phase(name, wall_s=span.wall_s if span is not None and span.wall_s else wall_s, facts=facts)
 
 
 async def _adopt_start(run: RunFolder, config: RunConfig) -> Mapping[str, Any]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import shutil
 import tempfile
 from pathlib import Path
 
 from etude.config import to_toml
+from etude.errors import CheckpointError
 from etude.evals import EvalResult
 from etude.harness import ChatFormat
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import crew
 from etude.loop.evaluating import evaluate
 from etude.loop.processes import Supervisor
+from etude.records import Version
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
@@ -33,23 +37,39 @@ def take_checkpoint(checkpoint: Path, run: RunFolder) -> None:
     ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
 
 
+def version_of(checkpoint: Path) -> Version | None:
+    """The version whose weights a learner left in a checkpoint; None for one that no learner wrote: a run would begin
+    with it, at step 0. Raises `CheckpointError`."""
+    path = checkpoint / "learner.json"
+    if not path.is_file():
+        return None
+    try:
+        step, incarnation, digest = json.loads(path.read_bytes())["version"]
+        return Version(int(step), str(incarnation), str(digest))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "evaluate another checkpoint of the run"
+        raise CheckpointError(f"{path} is damaged", f"it names no version ({error!r})", hint=hint) from None
+
+
 async def evaluate_checkpoint(
     checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None
 ) -> EvalResult:
-    """Solve rate of a checkpoint by the rollout code of a run. `out`: where the rollouts are kept."""
+    """Solve rate of a checkpoint by the rollout code of a run, under the step of its version. `out`: where the rollouts
+    are kept."""
+    version = version_of(checkpoint)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as scratch:
         run = RunFolder.create(Path(scratch) / "run", config_toml=to_toml(config), seed=config.seed)
         await asyncio.to_thread(take_checkpoint, checkpoint, run)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
         async with crew(run, config, telemetry, Supervisor(telemetry)) as members:
             await members.start_sampling()
-            return await evaluate(
+            result = await evaluate(
                 members,
                 open_tasks(config),
                 ChatFormat.load(run / "tokenizer"),
                 name=checkpoint.name,
                 split=split,
-                step=0,
+                step=0,  # as the engines count, which hold these weights from their start
                 num_tasks=num_tasks,
                 tries=tries,
                 seed=config.seed,
@@ -58,3 +78,4 @@ async def evaluate_checkpoint(
                 out=out or run / "evals",
                 telemetry=telemetry,
             )
+    return dataclasses.replace(result, step=version.step if version else 0)

@@ -65,6 +65,32 @@ def test_the_time_left_follows_the_pace_since_the_last_start(writer):
     assert (at.done, at.total, at.left_s, at.share) == (3, 5, 8.0, 0.6)
 
 
+def resumed(writer):
+    """RL in three sessions: 4 s until it was killed, 2 s until it was stopped, 3 s to its end; hours between them."""
+    rests = {"killed": 100.0, "stopped": 20_000.0, "ended": 90_000.0}
+    writer.event(rests["killed"], "conductor", "session")
+    for t, state in ((101.0, "start"), (102.0, "end")):
+        writer.event(
+            t, "conductor", "phase", phase="corpus", state=state, **({"wall_s": 1.0} if state == "end" else {})
+        )
+    for began, lasted in zip(rests.values(), (4.0, 2.0, 3.0), strict=True):
+        if began != rests["killed"]:
+            writer.event(began, "conductor", "session")
+        writer.event(began + 5, "engine-0", "engine.load", tokens=1)  # before the phase: its engines come up
+        writer.event(began + 10, "conductor", "phase", phase="rl", state="start")
+        writer.event(began + 11, "conductor", "rl.step", step=1)
+        writer.event(began + 10 + lasted, "engine-0", "engine.load", tokens=1)
+    writer.event(90_013.0, "conductor", "phase", phase="rl", state="end", wall_s=3.0)
+
+
+def test_the_wall_time_of_a_phase_is_that_of_all_its_sessions_and_not_of_the_hours_between(writer):
+    resumed(writer)
+    span = RunView(writer.path).phase("rl")
+    assert (span.start, span.end, span.wall_s) == (90_010.0, 90_013.0, 9.0)
+    assert summarise(writer.path)["wall_s"] == {"total": 10.0, "corpus": 1.0, "rl": 9.0}
+    assert "10 s in all: corpus 1.0 s, rl 9.0 s" in result_lines(writer.path)
+
+
 def test_a_phase_without_steps_has_no_progress(writer):
     writer.event(0.0, "conductor", "phase", phase="eval-before", state="start")
     view = RunView(writer.path)
