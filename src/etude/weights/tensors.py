@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Codes = npt.NDArray[np.unsignedinteger[Any]]
-"""1-D uint8, uint16 or uint32: the bits of each element."""
+"""1-D uint8, uint16, uint32 or uint64: the bits of each element."""
 
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 40
@@ -24,16 +24,30 @@ MAX_ELEMENTS = 1 << 40
 
 @dataclass(frozen=True)
 class DType:
-    """How a code's bits are laid out. `exponent_shift` None: an unsigned integer, else sign, exponent, mantissa."""
+    """How a code's bits are laid out. `exponent_shift` None: an unsigned integer, else sign, exponent, mantissa.
+
+    What a delta counts is an *item*: a code, or each of its `parts`, the lowest bits first.
+    """
 
     name: str
-    bits: int
+    bits: int  # of a code
     exponent_shift: int | None = None  # width of the mantissa: the exponent is above it, below the sign
+    parts: int = 1
 
     @property
     def codes(self) -> np.dtype[Any]:
         """The numpy dtype of the codes."""
         return np.dtype(f"u{self.bits // 8}")
+
+    @property
+    def width(self) -> int:
+        """Bits of an item."""
+        return self.bits // self.parts
+
+    @property
+    def items(self) -> np.dtype[Any]:
+        """The numpy dtype that holds one item."""
+        return np.dtype(f"u{max(8, self.width) // 8}")
 
 
 DTYPES = {
@@ -44,12 +58,39 @@ DTYPES = {
         DType("f32", 32, 23),
         DType("f8_e4m3", 8, 3),
         DType("f8_e5m2", 8, 2),
+        DType("f8_e8m0", 8),  # an exponent and nothing else: a scale, as an integer
+        DType("f4_e2m1x2", 8, 1, parts=2),  # two numbers of 4 bits a code, the first in the lower nibble
         DType("u8", 8),
         DType("u16", 16),
         DType("u32", 32),
+        DType("i8", 8),
+        DType("i16", 16),
+        DType("i32", 32),
+        DType("bool", 8),
+        DType("u64", 64, parts=2),
+        DType("i64", 64, parts=2),
+        DType("f64", 64, parts=2),
     )
 }
 """Every dtype a tensor may have, by name."""
+
+
+def to_items(codes: Codes, kind: DType) -> Codes:
+    """The items of codes, in order; a view where no bit has to move.
+
+    >>> to_items(np.array([0x21, 0x43], np.uint8), DTYPES["f4_e2m1x2"]).tolist()
+    [1, 2, 3, 4]
+    """
+    if kind.width >= 8:
+        return codes if kind.parts == 1 else codes.astype("<u8", copy=False).view("<u4").astype(np.uint32, copy=False)
+    return np.stack([codes & np.uint8(15), codes >> np.uint8(4)], 1).reshape(-1)
+
+
+def from_items(items: Codes, kind: DType) -> Codes:
+    """Inverse of `to_items`."""
+    if kind.width >= 8:
+        return items if kind.parts == 1 else items.astype("<u4", copy=False).view("<u8").astype(np.uint64, copy=False)
+    return items[0::2] | items[1::2] << np.uint8(4)
 
 
 @dataclass(frozen=True)
