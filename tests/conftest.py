@@ -11,7 +11,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +66,22 @@ class Cli:
         finally:
             process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """An S3-speaking server on loopback, and an environment that points to it. Its URL."""
+    command = [sys.executable, str(Path(__file__).with_name("s3_server.py"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("AWS_ENDPOINT_URL", url)
+            environment.setenv("AWS_ACCESS_KEY_ID", "an-id")
+            environment.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
+            environment.setenv("AWS_REGION", "us-east-1")
+            yield url
+        server.communicate()
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,10 @@ Weights travel through one of these and never through a fabric. Each passes `tes
 b'hello'
 """
 
+from etude.stores.bucket import BucketStore
 from etude.stores.directory import DirectoryStore
 from etude.stores.keys import check_key
 from etude.stores.memory import MemoryStore
+from etude.stores.opening import open_store
 
-__all__ = ["DirectoryStore", "MemoryStore", "check_key"]
+__all__ = ["BucketStore", "DirectoryStore", "MemoryStore", "check_key", "open_store"]

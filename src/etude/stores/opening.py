@@ -1,0 +1,39 @@
+"""One string for every kind of store, as it stands in a config or on a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from etude.errors import StoreError
+from etude.seams import BlobStore
+from etude.stores.bucket import BucketStore
+from etude.stores.directory import DirectoryStore
+from etude.stores.memory import MemoryStore
+
+
+def open_store(url: str | Path) -> BlobStore:
+    """The store at a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://``, ``az://``; ``memory://`` is a new one.
+
+    Buckets need ``pip install 'etude[buckets]'``; who may use one is said by the environment, never by the URL. Nothing
+    is asked of a bucket yet. Raises `StoreError`.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     open_store(folder).put("a", b"hello")
+    ...     open_store(f"file://{folder}").get("a")
+    b'hello'
+    """
+    place = str(url)
+    if isinstance(url, Path) or "://" not in place:
+        return DirectoryStore(place)
+    if place == "memory://":
+        return MemoryStore()
+    if not place.startswith("file://"):
+        return BucketStore(place)
+    parts = urlsplit(place)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
+        raise StoreError(
+            "a file:// URL names an absolute path and no host", hint="write file:///path, or the path alone"
+        )
+    return DirectoryStore(unquote(parts.path))

@@ -1,0 +1,38 @@
+"""An S3-speaking server for tests: moto, on loopback, with a bucket `etude`. Prints its URL; ends with its input.
+
+It serves one request at a time: moto compares an ETag and then writes, with nothing that keeps another write out.
+It checks no signature and no digest, and forgets everything when it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import boto3
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+
+class Quiet(WSGIRequestHandler):
+    """Writes no access log."""
+
+    def log(self, type: str, message: str, *args: object) -> None:
+        pass
+
+
+def main() -> None:
+    app = DomainDispatcherApplication(create_backend_app)
+    server = make_server("127.0.0.1", 0, app, request_handler=Quiet)
+    url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    access = {"aws_access_key_id": "an-id", "aws_secret_access_key": "a-secret", "region_name": "us-east-1"}
+    boto3.client("s3", endpoint_url=url, **access).create_bucket(Bucket="etude")
+    print(url, flush=True)
+    sys.stdin.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
