@@ -138,7 +138,7 @@ def test_the_report_is_one_page_that_loads_nothing(circle: Path) -> None:
 
 def test_status_says_that_the_run_does_not_run(say: Callable[..., str]) -> None:
     assert "runs/tiny: not running" in say("status")
-    assert "not running" in say("stop", "tiny", code=3)
+    assert "not running" in say("stop", "tiny", code=1)
 
 
 def test_rollouts_are_listed_and_shown(say: Callable[..., str]) -> None:
@@ -148,6 +148,26 @@ def test_rollouts_are_listed_and_shown(say: Callable[..., str]) -> None:
     shown = say("rollouts", "show", "g000003.0")
     assert "admitted" in shown
     assert "running -> graded" in shown
+    first = say("rollouts", "show", "g000000.0")
+    assert "batched -> " in first
+    assert "[user]" in first, "its record is pruned, its trace is not"
+
+
+def test_rollouts_of_evaluations_are_listed_and_shown(say: Callable[..., str]) -> None:
+    assert "heldout000003.0" in say("rollouts", "list", "--eval", "after")
+    shown = say("rollouts", "show", "heldout000003.0")
+    assert "evaluation before, " in shown
+    assert "evaluation after, " in shown
+    assert shown.count("[user]") >= 2
+    assert "list them" in say("rollouts", "show", "heldout000099.0", code=2)
+    assert "did you mean 'after'" in say("rollouts", "list", "--eval", "aftre", code=2)
+
+
+def test_an_evaluation_names_what_it_evaluated(circle: Path, say: Callable[..., str]) -> None:
+    said = json.loads(say("eval", "tiny", "--tasks", "2"))
+    assert said["step"] == 2
+    assert said["version"].startswith("v000002-")
+    assert said["checkpoint"].endswith("checkpoints/final")
 
 
 def test_the_weights_are_listed_compared_and_verified(say: Callable[..., str]) -> None:

@@ -1,22 +1,16 @@
-"""``etude compare | report | rollouts | ledger``: they read a run folder, of a run that is under way, too."""
+"""``etude compare | report | ledger``: they read a run folder, of a run that is under way, too."""
 
 from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
 from rich.table import Table
 
 from etude.cli.places import console, open_run
-from etude.errors import InputError, LedgerError, nearest
+from etude.errors import LedgerError
 from etude.evals import compare_runs
-from etude.experience import Finished, Ledger, audit
+from etude.experience import Ledger, audit
 from etude.experience.audit import steps_of
-from etude.experience.ledger import FINISHED
-from etude.experience.transitions import State
-from etude.harness import ChatFormat
-from etude.records import Graded
-from etude.records.wire import unpack
 from etude.stores import DirectoryStore
 from etude.weights.history import readable
 from etude.weights.inspect import require_pointer
@@ -48,46 +42,6 @@ def report(args: argparse.Namespace) -> int:
     from etude.loop.phases import leave_report
 
     print(leave_report(open_run(args.run)))
-    return 0
-
-
-def rollouts_list(args: argparse.Namespace) -> int:
-    """Rollouts of a run, the newest last."""
-    run = open_run(args.run)
-    if args.state is not None and args.state not in list(State):
-        raise InputError(f"no state {args.state!r}", hint=nearest(args.state, list(State)))
-    ledger = Ledger.reading(run / "ledger.sqlite")
-    rows = [row for row in ledger.rows() if args.state in (None, row.state)][-args.limit :]
-    table = Table("rollout", "state", "reward", "step", "attempt", "reason")
-    for row in rows:
-        reward = "" if row.reward is None else f"{row.reward:g}"
-        table.add_row(row.rollout_id, row.state, reward, str(row.step or ""), str(row.attempt), row.reason)
-    console().print(table)
-    return 0
-
-
-def rollouts_show(args: argparse.Namespace) -> int:
-    """One rollout: what the model saw and said, how it was judged, what the ledger did with it."""
-    run = open_run(args.run)
-    ledger = Ledger.reading(run / "ledger.sqlite")
-    history = ledger.history(args.rollout_id)
-    ledger.row(args.rollout_id)
-    data = ledger.get(args.rollout_id, FINISHED)
-    console = Console(highlight=False, markup=False)
-    for move in history:
-        console.print(f"{move['t']:.2f} {move['origin'] or '-'} -> {move['state']} {move['reason']}")
-    if data is None:
-        console.print("(its record was pruned after training; its trace is in traces/)")
-        return 0
-    finished = unpack(data, Finished)
-    if isinstance(finished.outcome, Graded):
-        console.print(f"\nreward {finished.outcome.reward:g}: {finished.outcome.reason} ({finished.outcome.trust})")
-    else:
-        console.print(f"\ninvalid at {finished.outcome.boundary}: {finished.outcome.reason}")
-    if finished.rollout is not None:
-        chat = ChatFormat.load(run / "tokenizer")
-        for leaf in finished.rollout.trace.leaves():
-            console.print(chat.readable(finished.rollout.trace.path(leaf).token_ids))
     return 0
 
 

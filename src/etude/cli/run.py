@@ -21,7 +21,7 @@ from etude.dashboard.glossary import legend
 from etude.dashboard.terminal import words_in
 from etude.errors import ConfigError, DeadlineExceeded, Exit, RunError
 from etude.loop.config import RunConfig, resumed
-from etude.loop.preflight import must_have_ledger, preflight
+from etude.loop.preflight import check_ledger, preflight
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
         config = resumed(folder, given, whole=args.config is not None)
-        must_have_ledger(folder)
+        check_ledger(folder)
     preflight(config, adopted=folder is not None and folder.ended("corpus"))
     if args.dry_run:
         print(to_toml(config), end="")

@@ -18,6 +18,7 @@ from etude.errors import EtudeError, LedgerError, StoreError
 
 FORMAT = 1
 BUSY_TIMEOUT_S = 10.0
+_HINT_COPY = "restore the run folder from a copy"
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -161,6 +162,12 @@ class Database:
         except OSError as error:
             raise _in_words(self.path, error) from error
 
+    def prove(self) -> None:
+        """Walk the whole file once. Raises `LedgerError` where a page, a row or a constraint is damaged."""
+        found = [said for (said,) in self.rows("PRAGMA quick_check(1)")]
+        if found != ["ok"]:
+            raise LedgerError(f"{self.path} is not a sound ledger", "; ".join(map(str, found)), hint=_HINT_COPY)
+
     def close(self) -> None:
         """Idempotent. An open transaction is undone."""
         self._connection.close()
@@ -171,7 +178,7 @@ def _in_words(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
     if isinstance(error, OSError):
         return StoreError(f"{path} refused", text, hint="look at the disk")
     if not isinstance(error, sqlite3.OperationalError):
-        return LedgerError(f"{path} is not a sound ledger", text, hint="restore the run folder from a copy")
+        return LedgerError(f"{path} is not a sound ledger", text, hint=_HINT_COPY)
     if "full" in text or "I/O" in text:
         return StoreError(f"{path} cannot be written", text, hint="free disk space, then etude run --resume")
     if "locked" in text:

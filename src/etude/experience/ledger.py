@@ -85,6 +85,10 @@ class Ledger:
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
+    def prove(self) -> None:
+        """Look at every page once, a second for some hundred MB. Raises `LedgerError` where the file is damaged."""
+        self._db.prove()
+
     def close(self) -> None:
         self._db.close()
 

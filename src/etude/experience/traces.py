@@ -24,6 +24,7 @@ from etude.experience.packing import paths
 from etude.records.rollout import Boundary, Graded, Invalid, Path
 from etude.records.sample import Batch, Sample
 from etude.records.task import Trust
+from etude.records.wire import I32
 
 FORMAT = 1
 _KEY = b"etude.batch"
@@ -55,6 +56,7 @@ SCHEMA = pa.schema(
     ]
 )
 """The columns; `docs/formats/traces.md` says what each holds."""
+_JUDGED = [*SCHEMA.names[: SCHEMA.names.index("in_batch")]]
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,20 @@ def read_trace(path: FilePath) -> Recorded:
     except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
     return Recorded(batch=batch, rollouts=tuple(judged.values()))
+
+
+def read_rollout(path: FilePath, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
+    """A rollout's outcome and the tokens of each of its paths, [T] int32; None when the file has none of that name. A
+    damaged file is a `LedgerError`."""
+    table, _ = _read(path, columns=[*_JUDGED, "token_ids"])
+    rows = [row for row in table.to_pylist() if row["rollout_id"] == rollout_id]
+    if not rows:
+        return None
+    try:
+        tokens = [np.array(row["token_ids"], np.int32) for row in rows if row["token_ids"] is not None]
+        return _judged(rows[0]).outcome, tokens
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
 
 
 def read_index(path: FilePath) -> Index:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from etude.environments import MachineGrader, NamespaceRuntime
 from etude.errors import CheckpointError, ConfigError, RunError, TaskError
+from etude.experience import Ledger
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks
 from etude.models.config import ModelConfig
@@ -42,14 +43,22 @@ def preflight(config: RunConfig, *, adopted: bool = False) -> None:
     asyncio.run(_prove(source, config))
 
 
-def must_have_ledger(run: RunFolder) -> None:
-    """A run that published weights goes on with the ledger that accounts for them: `RunError` when it is gone."""
-    if (run / "weights" / "pointers" / "policy").exists() and not (run / "ledger.sqlite").exists():
+def check_ledger(run: RunFolder) -> None:
+    """A run that published weights goes on with the ledger that accounts for them: `RunError` when it is gone,
+    `LedgerError` when it is damaged."""
+    if not (run / "weights" / "pointers" / "policy").exists():
+        return  # nothing to account for: a ledger that is cut off was never used
+    if not (run / "ledger.sqlite").exists():
         raise RunError(
             f"{run.path} has published weights and no ledger.sqlite",
             "which rollouts they were trained on is not known",
             hint=f"put it back; or begin anew from a checkpoint: --set start={run.path}/checkpoints/mid",
         )
+    ledger = Ledger.reading(run / "ledger.sqlite")
+    try:
+        ledger.prove()
+    finally:
+        ledger.close()
 
 
 def check_start(checkpoint: Path, *, context_tokens: int) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from etude.errors import LedgerError, StoreError
 from etude.experience import Finished, Group, Straggler, make_batch, read_trace, write_trace
-from etude.experience.traces import SCHEMA, read_index
+from etude.experience.traces import SCHEMA, read_index, read_rollout
 from etude.records.wire import pack
 
 
@@ -51,6 +51,18 @@ def test_every_consumed_rollout_and_its_outcome_is_kept(tmp_path, kit):
     assert (index.step, index.batch_id, index.rollout_ids) == (5, "b000005", frozenset(outcomes))
     assert index.trained == {"g000000.0", "g000000.1"}
     assert index.graded == {"g000000.0", "g000000.1", "g000001.0", "g000001.1"}
+
+
+def test_one_rollout_is_read_with_its_outcome_and_the_tokens_of_its_paths(tmp_path, kit):
+    batch, path = recorded(tmp_path, kit, max_lag=1)
+    outcome, [tokens] = read_rollout(path, "g000000.0")
+    assert outcome == kit.graded(1.0)
+    assert tokens.tolist() == batch.samples[0].path.token_ids.tolist()
+    outcome, paths = read_rollout(path, "g000001.1")  # of a group without a signal
+    assert outcome == kit.graded(1.0)
+    assert len(paths) == 1
+    assert read_rollout(path, "g000002.1") == (None, [])
+    assert read_rollout(path, "g000009.0") is None
 
 
 def test_the_file_has_the_documented_columns(tmp_path, kit):
@@ -92,6 +104,7 @@ def test_damaged_bytes_give_an_error_with_a_hint_or_a_batch(tmp_path, kit, data)
     path.write_bytes(content)
     with contextlib.suppress(LedgerError):  # anything else is a defect
         assert read_trace(path).batch.step == read_index(path).step
+        assert read_rollout(path, "g000000.0") is None or len(read_rollout(path, "g000000.0")) == 2
 
 
 def test_a_full_disk_leaves_the_old_trace_whole(tmp_path, kit):

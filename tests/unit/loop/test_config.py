@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from etude.cli import main
 from etude.config import leaves, to_toml
-from etude.errors import ConfigError, RunError
+from etude.errors import ConfigError, Exit, LedgerError, RunError
+from etude.experience import Ledger
 from etude.loop.config import RunConfig, read_config, resumed
-from etude.loop.preflight import must_have_ledger
+from etude.loop.preflight import check_ledger
 from etude.run import RunFolder
 
 GIVEN = {"seed": 3, "rl": {"steps": 7}}
@@ -97,10 +99,35 @@ def test_settings_alone_are_compared_without_what_the_config_would_have_said(run
 
 
 def test_a_run_with_weights_and_no_ledger_is_not_gone_on_with(run: RunFolder) -> None:
-    must_have_ledger(run)
+    check_ledger(run)
     (run / "weights" / "pointers").mkdir(parents=True)
     (run / "weights" / "pointers" / "policy").write_bytes(b"x")
     with pytest.raises(RunError, match="no ledger"):
-        must_have_ledger(run)
+        check_ledger(run)
     (run / "ledger.sqlite").touch()
-    must_have_ledger(run)
+    with pytest.raises(LedgerError, match="no such table"):
+        check_ledger(run)
+    (run / "ledger.sqlite").unlink()
+    Ledger(run / "ledger.sqlite", capacity=8).close()
+    check_ledger(run)
+
+
+@pytest.mark.parametrize("where", ["head", "middle", "end"])
+def test_a_damaged_ledger_is_found_before_anything_is_started(run: RunFolder, where: str) -> None:
+    (run / "weights" / "pointers").mkdir(parents=True)
+    (run / "weights" / "pointers" / "policy").write_bytes(b"x")
+    ledger = Ledger(run / "ledger.sqlite", capacity=8)
+    for i in range(400):
+        ledger.remember(f"key {i}", "x" * 400)
+    ledger.close()
+    check_ledger(run)
+    data = bytearray((run / "ledger.sqlite").read_bytes())
+    start = {"head": 0, "middle": len(data) // 2 // 4096 * 4096}.get(where, len(data) - 4096)
+    damaged = data[:start] if where == "end" else data[:start] + b"\xa5" * 4096 + data[start + 4096 :]
+    (run / "ledger.sqlite").write_bytes(damaged)
+    with pytest.raises(LedgerError, match="is not a sound ledger") as caught:
+        check_ledger(run)
+    assert "copy" in caught.value.hint
+    assert main(["run", "--resume", str(run.path)]) == Exit.FAILED
+    assert not (run / "logs").exists()
+    assert not (run / "events").exists()

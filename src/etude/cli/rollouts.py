@@ -1,0 +1,124 @@
+"""``etude rollouts list | show``: rollouts of training and of evaluations, from wherever the run keeps them.
+
+The ledger keeps what a rollout left until a checkpoint lies behind its step; then its trace does, for good, and the
+evaluations' files keep theirs. What was never trained on stays in the ledger.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from etude.cli.places import console, open_run
+from etude.errors import EtudeError, InputError, nearest
+from etude.evals import EvalRow, read_rows
+from etude.experience import Finished, Ledger
+from etude.experience.ledger import FINISHED
+from etude.experience.rows import Row
+from etude.experience.traces import read_rollout, trace_path
+from etude.experience.transitions import State
+from etude.harness import ChatFormat
+from etude.records import Graded, Outcome
+from etude.records.wire import I32, unpack
+from etude.run import RunFolder
+
+
+def listed(args: argparse.Namespace) -> int:
+    """Rollouts of a run's training, the newest last; or the first of one evaluation."""
+    run = open_run(args.run)
+    if args.state is not None and args.state not in list(State):
+        raise InputError(f"no state {args.state!r}", hint=nearest(args.state, list(State)))
+    if args.eval is not None:
+        console().print(_evaluated(read_rows(_evaluation(run, args.eval)), args.limit))
+        return 0
+    ledger = Ledger.reading(run / "ledger.sqlite")
+    table = Table("rollout", "state", "reward", "step", "attempt", "reason")
+    for row in [row for row in ledger.rows() if args.state in (None, row.state)][-args.limit :]:
+        reward = "" if row.reward is None else f"{row.reward:g}"
+        table.add_row(row.rollout_id, row.state, reward, str(row.step or ""), str(row.attempt), row.reason)
+    console().print(table)
+    return 0
+
+
+def _evaluation(run: RunFolder, name: str) -> Path:
+    known = sorted(path.stem for path in (run / "evals").glob("*.parquet"))
+    if name not in known:
+        raise InputError(f"{run.path} has no evaluation {name!r}", hint=nearest(name, known))
+    return run / "evals" / f"{name}.parquet"
+
+
+def _evaluated(rows: list[EvalRow], limit: int) -> Table:
+    table = Table("rollout", "family", "outcome", "reward", "turns", "reason")
+    for row in sorted(rows, key=lambda row: row.rollout_id)[:limit]:
+        table.add_row(row.rollout_id, row.family, row.outcome, f"{row.reward:g}", str(row.turns), row.reason)
+    return table
+
+
+def show(args: argparse.Namespace) -> int:
+    """One rollout: what the model saw and said, how it was judged, what the ledger did with it; one of an evaluation
+    as each evaluation of that task had it."""
+    run, screen = open_run(args.run), Console(highlight=False, markup=False)
+    found = [_show_trained(run, args.rollout_id, screen), *_show_evaluated(run, args.rollout_id, screen)]
+    if not any(found):
+        raise InputError(
+            f"{run.path} has no rollout {args.rollout_id!r}",
+            hint="list them: etude rollouts list, or etude rollouts list --eval before",
+        )
+    return 0
+
+
+def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
+    """Print a rollout of training; False when the ledger has none of that name."""
+    if not (run / "ledger.sqlite").exists():
+        return False
+    ledger = Ledger.reading(run / "ledger.sqlite")
+    history = ledger.history(rollout_id)
+    for move in history:
+        screen.print(f"{move['t']:.2f} {move['origin'] or '-'} -> {move['state']} {move['reason']}")
+    if not history:
+        return False
+    kept = _kept(run, ledger, ledger.row(rollout_id))
+    if kept is None:
+        screen.print("(it has left nothing: it was not played to an end)")
+        return True
+    outcome, paths = kept
+    if isinstance(outcome, Graded):
+        screen.print(f"\nreward {outcome.reward:g}: {outcome.reason} ({outcome.trust})")
+    elif outcome is not None:
+        screen.print(f"\ninvalid at {outcome.boundary}: {outcome.reason}")
+    chat = ChatFormat.load(run / "tokenizer")
+    for token_ids in paths:
+        screen.print(chat.readable(token_ids), soft_wrap=True)
+    return True
+
+
+def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, list[I32]] | None:
+    """Outcome and tokens of each path: from the ledger until its record is pruned, then from its step's trace."""
+    data = ledger.get(row.rollout_id, FINISHED)
+    if data is not None:
+        finished = unpack(data, Finished)
+        trace = finished.rollout.trace if finished.rollout is not None else None
+        return finished.outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()] if trace is not None else []
+    if row.step is None:
+        return None
+    return read_rollout(trace_path(run / "traces", row.step), row.rollout_id)
+
+
+def _show_evaluated(run: RunFolder, rollout_id: str, screen: Console) -> Iterator[bool]:
+    """Print a rollout as each evaluation had it; a file that cannot be read is told and passed over."""
+    for path in sorted((run / "evals").glob("*.parquet"), key=lambda path: path.stat().st_mtime):
+        try:
+            rows = [row for row in read_rows(path) if row.rollout_id == rollout_id]
+        except EtudeError as error:
+            screen.print(f"({error.what}: {error.facts})")
+            continue
+        for row in rows:
+            judged = f"reward {row.reward:g}" if row.valid else f"invalid at {row.outcome}"
+            screen.print(
+                f"\nevaluation {path.stem}, {row.family}: {judged}: {row.reason}\n{row.transcript}", soft_wrap=True
+            )
+            yield True

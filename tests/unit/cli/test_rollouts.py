@@ -1,0 +1,61 @@
+"""Rollouts of evaluations, as the command line shows them. Those of training: tests/loop/test_circle.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.evals import EvalRow, write_rows
+from etude.run import RunFolder
+
+
+def row(rollout_id: str, reward: float, transcript: str, outcome: str = "graded") -> EvalRow:
+    return EvalRow(
+        task_id=f"task of {rollout_id}", rollout_id=rollout_id, family="arith", outcome=outcome, reward=reward,
+        ending="submitted", reason="because", turns=2, sampled=9, malformed=0, wall_s=1.0, tool_s=0.1,
+        transcript=transcript,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run that was evaluated and has not begun RL."""
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder.create(tmp_path / "runs" / "a", config_toml="", seed=0)
+    write_rows(folder / "evals" / "before.parquet", [row("heldout000001.0", 0.0, "[user] one"), row("b", 1.0, "")])
+    write_rows(folder / "evals" / "after.parquet", [row("heldout000001.0", 0.0, "[user] [bold]two", "machine")])
+    (folder / "evals" / "during-000010.parquet").write_bytes(b"torn")
+    return folder
+
+
+def test_a_rollout_of_an_evaluation_is_shown_as_each_evaluation_had_it(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rollouts", "show", "heldout000001.0"]) == 0
+    said = capsys.readouterr().out
+    assert "evaluation before, arith: reward 0: because\n[user] one\n" in said
+    assert "evaluation after, arith: invalid at machine: because\n[user] [bold]two\n" in said
+    assert "during-000010.parquet is not an evaluation" in said
+
+
+def test_the_rollouts_of_an_evaluation_are_listed(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rollouts", "list", "--eval", "before", "--limit", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "│ b " in said
+    assert "heldout000001.0" not in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("show nosuch", "runs/a has no rollout 'nosuch'\n  hint: list them"),
+        ("list --eval beofre", "did you mean 'before'?"),
+    ],
+)
+def test_what_is_not_there_is_bad_input(
+    run: RunFolder, argv: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rollouts", *argv.split()]) == 2
+    assert says in capsys.readouterr().err
