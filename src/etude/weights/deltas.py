@@ -49,9 +49,9 @@ def parts(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, *, 
     before, after = tensors(old, dtypes), tensors(new, dtypes)
     entries = [_entry(name, before.get(name), after.get(name)) for name in _sorted(before.keys() | after.keys())]
     coded = [entry.name for entry in entries if entry.coded]
-    groups = _groups([after[name] for name in coded])
+    spans = groups([after[name] for name in coded])
     proof = hashlib.sha256()
-    for piece in _pieces(write_head(entries, note, len(groups)), before, after, [coded[a:b] for a, b in groups]):
+    for piece in _pieces(write_head(entries, note, len(spans)), before, after, [coded[a:b] for a, b in spans]):
         proof.update(piece)
         yield piece
     yield proof.digest()
@@ -76,7 +76,7 @@ def apply(
         )
     base = prove_base(file, old)
     if out is None:
-        made = {name: tensor for group in _decoded(file, base) for name, tensor in group.items()}
+        made = {name: tensor for group in decoded(file, base) for name, tensor in group.items()}
         return {
             entry.name: like(made.get(entry.name) or base[entry.name], old.get(entry.name))
             for entry in file.entries
@@ -85,7 +85,7 @@ def apply(
     places = {e.name: _place(e.name, e.new, out) for e in file.entries if e.new}
     _refuse_torn_ties(file, places)
     writes = [_write(entry.name, base[entry.name], None, places) for entry in file.entries if entry.kind is Kind.SAME]
-    for group in _decoded(file, base):
+    for group in decoded(file, base):
         writes += [_write(name, base.get(name), tensor, places) for name, tensor in group.items()]
     for write in writes:
         write.put()
@@ -125,6 +125,19 @@ def prove_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
     return base
 
 
+def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The coded tensors, object by object, each proven. Raises `WeightsError`."""
+    coded = iter([entry for entry in file.entries if entry.coded])
+    for count, data in file.objects:
+        entries = [next(coded) for _ in range(count)]
+        specs = [entry.new for entry in entries if entry.new]
+        made = codec.decode(bytes(data), specs, [base.get(entry.name) for entry in entries])
+        for entry, tensor in zip(entries, made, strict=True):
+            if (found := tensor_digest(tensor)) != entry.new_digest:
+                raise damaged(f"{entry.name!r} became {found[:12]}, not {str(entry.new_digest)[:12]}")
+        yield {entry.name: tensor for entry, tensor in zip(entries, made, strict=True)}
+
+
 @dataclass(frozen=True)
 class _Write:
     """What goes into one buffer: codes at places, or all of them."""
@@ -150,19 +163,6 @@ def _pieces(
         data = codec.encode([after[name] for name in names], [before.get(name) for name in names])
         yield write_object_head(len(data), len(names))
         yield data
-
-
-def _decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The coded tensors, object by object, proven."""
-    coded = iter([entry for entry in file.entries if entry.coded])
-    for count, data in file.objects:
-        entries = [next(coded) for _ in range(count)]
-        specs = [entry.new for entry in entries if entry.new]
-        made = codec.decode(bytes(data), specs, [base.get(entry.name) for entry in entries])
-        for entry, tensor in zip(entries, made, strict=True):
-            if (found := tensor_digest(tensor)) != entry.new_digest:
-                raise damaged(f"{entry.name!r} became {found[:12]}, not {str(entry.new_digest)[:12]}")
-        yield {entry.name: tensor for entry, tensor in zip(entries, made, strict=True)}
 
 
 def _shaped(name: str, value: Any, spec: Spec) -> Tensor:
@@ -235,13 +235,13 @@ def _sorted(names: set[str]) -> list[str]:
     return sorted(names, key=str.encode)
 
 
-def _groups(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+def groups(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """[start, stop) of each object's tensors; none for none."""
-    groups: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     start = size = 0
     for i, tensor in enumerate(tensors):
         if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
-            groups.append((start, i))
+            found.append((start, i))
             start, size = i, 0
         size += tensor.codes.size
-    return [*groups, (start, len(tensors))] if tensors else []
+    return [*found, (start, len(tensors))] if tensors else []
