@@ -155,15 +155,27 @@ def _task_commands(commands: Commands[Parser]) -> None:
 
 
 def _weights_commands(commands: Commands[Parser]) -> None:
-    weights = commands.add_parser("weights", help="the chain of published weights").add_subparsers(
+    weights = commands.add_parser("weights", help="weights as they travel: deltas, files, chains").add_subparsers(
         required=True, metavar="COMMAND"
     )
     _run_argument(_add(weights, "log", "weights:log", "every version: bytes, ratio, share of the bound"))
-    diff = _add(weights, "diff", "weights:diff", "what changed between two versions, by tensor")
-    diff.add_argument("a", metavar="A", help="a version or step")
+    diff = _add(weights, "diff", "weights:diff", "what changed between two checkpoints, or two versions, by tensor")
+    diff.add_argument("a", metavar="A", help="a checkpoint directory, a .safetensors file, or a run's version or step")
     diff.add_argument("b", metavar="B")
-    diff.add_argument("run", nargs="?", type=Path, metavar="RUN")
-    _run_argument(_add(weights, "verify", "weights:verify", "check every object and digest of the chain"))
+    diff.add_argument("run", nargs="?", type=Path, metavar="RUN", help="whose versions (default: the newest in runs/)")
+    diff.add_argument("--plot", type=Path, metavar="OUT.html", help="draw it on a page of its own (checkpoints)")
+    diff.add_argument("--all", action="store_true", help="every tensor, not the heaviest alone (checkpoints)")
+    encode = _add(weights, "encode", "weights_files:encode", "write the delta file that makes checkpoint B out of A")
+    encode.add_argument("a", type=Path, metavar="A")
+    encode.add_argument("b", type=Path, metavar="B")
+    encode.add_argument("-o", "--out", type=Path, required=True, metavar="FILE")
+    apply = _add(weights, "apply", "weights_files:apply", "write the checkpoint that a delta file makes out of A")
+    apply.add_argument("a", type=Path, metavar="A")
+    apply.add_argument("delta", type=Path, metavar="FILE")
+    apply.add_argument("-o", "--out", type=Path, required=True, metavar="DIRECTORY")
+    verify = _add(weights, "verify", "weights:verify", "check every digest of a run's chain, or of a delta file")
+    verify.add_argument("run", nargs="?", type=Path, metavar="RUN|FILE", help="(default: the newest in runs/)")
+    verify.add_argument("--base", type=Path, metavar="A", help="the checkpoint that a delta FILE is for")
     _run_argument(
         _add(weights, "repair", "weights:repair", "set a lost or damaged pointer to the newest published version")
     )

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from etude.cli import weights_files
 from etude.cli.places import console, open_run
 from etude.dashboard import RunView
 from etude.dashboard.glossary import legend
-from etude.errors import WeightsError
+from etude.errors import InputError, WeightsError
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.weights import inspect
@@ -39,7 +40,11 @@ def log(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """What changed between two versions, by tensor."""
+    """What changed between two checkpoints, or between two versions of a run, by tensor."""
+    if weights_files.are_checkpoints(args.a, args.b):
+        return weights_files.diff(args)
+    if args.plot:
+        raise InputError("--plot draws checkpoints", f"{args.a} is none", hint="etude export RUN@STEP writes one")
     run = open_run(args.run)
     table = Table("tensor", "dtype", "elements", "changed", "longest step (ULP)")
     for row in inspect.diff(DirectoryStore(run / "weights"), args.a, args.b):
@@ -51,7 +56,18 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Check every object and digest by rebuilding every version by every way. Exit code 1 for a damaged one."""
+    """Check every object and digest by rebuilding every version by every way. Exit code 1 for a damaged one.
+
+    With `--base`: a delta file, by applying it to that checkpoint without writing anything.
+    """
+    if args.base is not None:
+        if args.run is None:
+            raise InputError("--base is given, and no delta file", hint="etude weights verify FILE --base CHECKPOINT")
+        return weights_files.verify(args.run, args.base)
+    if args.run is not None and args.run.is_file():
+        raise InputError(
+            f"{args.run} is a file", hint=f"say what it applies to: etude weights verify {args.run} --base CHECKPOINT"
+        )
     run = open_run(args.run)
     check = inspect.verify(DirectoryStore(run / "weights"))
     for problem in check.problems:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, NoCheckpoint
 from etude.weights.disk import refused, sync_folder, write_synced
 from etude.weights.safetensors_file import Place, map_file, parse_header, read_header, write_header
 from etude.weights.tensors import Tensor
@@ -53,7 +53,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a directory, or in one .safetensors file. Raises `CheckpointError`."""
     if not is_checkpoint(path):
         hint = "give a directory with *.safetensors, or one such file"
-        raise CheckpointError(f"no checkpoint at {path}", hint=hint)
+        raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
     if path.is_file():
         names, index = [WEIGHTS], None
     else:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.errors import CheckpointError, EtudeError, WeightsError
+from etude.errors import CheckpointError, EtudeError, InputError, WeightsError
 from etude.weights import deltas
 from etude.weights.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointWriter, copy_others, read_checkpoint
 from etude.weights.delta_file import DeltaFile, damaged, read
@@ -58,7 +58,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
     Raises `WeightsError` for another base or a damaged file, `CheckpointError`, `StoreError`.
     """
     if out.exists():
-        raise CheckpointError(f"{out} exists", hint="name a directory that is not there yet")
+        raise InputError(f"{out} exists", hint="name a directory that is not there yet")
     base = read_checkpoint(a)
     with opened(delta) as file:
         headers, index = _read_note(file, base)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.errors import CheckpointError, WeightsError
+from etude.errors import InputError, WeightsError
 from etude.weights import Tensor, encode
 from etude.weights.checkpoint import INDEX, WEIGHTS, CheckpointWriter, index_of, layout
 from etude.weights.checkpoint_delta import apply_delta, encode_delta, verify_delta
@@ -91,7 +91,7 @@ def test_another_base_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
 def test_a_target_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     a, b = checkpoint(tmp_path / "a", tensors(0)), checkpoint(tmp_path / "b", tensors(1))
     encode_delta(a, b, tmp_path / "d")
-    with pytest.raises(CheckpointError, match="exists"):
+    with pytest.raises(InputError, match="exists"):
         apply_delta(a, tmp_path / "d", b)
     assert contents(b) == contents(checkpoint(tmp_path / "again", tensors(1)))
 

@@ -1,0 +1,102 @@
+"""`etude weights` on checkpoint directories and delta files, as a user without any run calls it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from etude.cli import main
+from etude.weights import Tensor
+from etude.weights.checkpoint import CheckpointWriter, index_of, layout
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Two checkpoint directories, a step apart; the working directory is theirs."""
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    old = {f"layers.{i}.w": torch.randn(40, 50, generator=generator).mul(0.02).bfloat16() for i in range(12)}
+    new = {name: (w.float() + 1e-5 * torch.randn(w.shape, generator=generator)).bfloat16() for name, w in old.items()}
+    old["ids"] = new["ids"] = torch.arange(5)
+    for folder, tensors in (("a", old), ("b", new)):
+        Path(folder).mkdir()
+        save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
+        (Path(folder) / "config.json").write_text("{}")
+    return Path("a"), Path("b")
+
+
+def test_encode_verify_and_apply_lead_to_the_same_bytes(pair, capsys) -> None:
+    assert main(["weights", "encode", "a", "b", "-o", "d"]) == 0
+    assert "times less than 48 kB" in capsys.readouterr().out
+    assert main(["weights", "verify", "d", "--base", "a"]) == 0
+    assert "13 tensors" in capsys.readouterr().out
+    assert main(["weights", "apply", "a", "d", "-o", "c"]) == 0
+    assert "12 of them changed" in capsys.readouterr().out
+    assert Path("c/model.safetensors").read_bytes() == Path("b/model.safetensors").read_bytes()
+    assert Path("c/config.json").read_text() == "{}"
+    assert torch.equal(load_file("c/model.safetensors")["layers.3.w"], load_file("b/model.safetensors")["layers.3.w"])
+
+
+def test_a_diff_says_what_each_tensor_costs_beside_its_bound(pair, capsys) -> None:
+    assert main(["weights", "diff", "a", "b"]) == 0
+    said = capsys.readouterr().out
+    assert "ratio ÷ bound" in said
+    assert all(f"layers.{i}.w" in said for i in range(12))
+    row = next(line for line in said.splitlines() if "layers.3.w" in line)
+    density, bits, ratio, share = (float(cell) for cell in row.split("│")[4:8])
+    assert 0.0 < density < 0.3
+    assert ratio == pytest.approx(16 / bits, rel=0.02)
+    assert 0.3 < share <= 1.0
+    assert "unchanged" in next(line for line in said.splitlines() if "ids" in line)
+
+
+def test_a_diff_shows_the_heaviest_and_all_when_asked(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, low in (("a", 0), ("b", 1)):
+        tensors = {f"w{i}": Tensor("u8", (9,), np.full(9, i + low, np.uint8)) for i in range(50)}
+        headers = layout(tensors, 100)
+        with CheckpointWriter(tmp_path / folder, headers, index_of(headers)) as writer:
+            for name, tensor in tensors.items():
+                writer.put(name, tensor)
+    main(["weights", "diff", "a", "b"])
+    assert "40 heaviest of 50 tensors" in capsys.readouterr().out
+    main(["weights", "diff", "a", "b", "--all"])
+    said = capsys.readouterr().out
+    assert all(f"w{i} " in said for i in range(50))
+
+
+def test_a_plot_is_one_page_that_fetches_nothing(pair, capsys) -> None:
+    assert main(["weights", "diff", "a", "b", "--plot", "out.html"]) == 0
+    page = Path("out.html").read_text()
+    assert page.count("<svg") == 3
+    assert "Bits per weight" in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["diff", "a", "none"], 2, "no checkpoint at none"),
+        (["encode", "a", "none", "-o", "d"], 2, "no checkpoint at none"),
+        (["apply", "a", "none", "-o", "c"], 1, "none cannot be read"),
+        (["apply", "a", "d", "-o", "b"], 2, "b exists"),
+        (["apply", "b", "d", "-o", "c"], 1, "this delta is for another base"),
+        (["verify", "d", "--base", "b"], 1, "this delta is for another base"),
+        (["verify", "d"], 2, "d is a file"),
+        (["verify", "--base", "a"], 2, "no delta file"),
+        (["encode", "a", "b", "-o", "no/where"], 1, "no/where cannot be written"),
+        (["diff", "a", "b", "--plot", "no/where"], 1, "no/where cannot be written"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_three_parts(pair, capsys, argv, code, says) -> None:
+    main(["weights", "encode", "a", "b", "-o", "d"])
+    capsys.readouterr()
+    assert main(["weights", *argv]) == code
+    said = capsys.readouterr().err
+    assert says in said
+    assert "\n  hint: " in said
