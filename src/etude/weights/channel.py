@@ -2,62 +2,60 @@
 
 Objects first, then the manifest that names them, then the pointer by compare-and-swap: that move is the commit. Killed
 anywhere before it, readers see the old version; after it, the new one. Every publish carries a delta from the version
-published last. An anchor goes beside it when the deltas since the last anchor weigh more than an anchor does, so that
-a late engine never fetches more than about two snapshots, and engines that follow never fetch one. Deltas are taken
-from the last *published* bytes: a writer that restarts reads them back first. Knows nothing of optimisers.
+published last; an anchor goes beside it when one is due (`anchors`). Deltas are taken from the last *published* bytes:
+a writer that restarts reads them back first. Knows nothing of optimisers.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 
-from etude.errors import EtudeError, StoreError, WeightsError
+from etude.errors import EtudeError, WeightsError
 from etude.records.completion import Version
 from etude.records.sample import Published
 from etude.seams import BlobStore
-from etude.weights import codec, history
+from etude.weights import history, plans
+from etude.weights.anchors import Debt, debt_at
 from etude.weights.bound import bound_bytes
+from etude.weights.commit import Outcome, commit, read, says_nothing, swept_since
 from etude.weights.manifest import (
     FORMAT,
     Damaged,
     Facts,
     Manifest,
+    Pointer,
     Ref,
-    StoredObject,
+    TensorEntry,
     Way,
     read_manifest,
     read_pointer,
     table,
     table_digest,
     write_manifest,
-    write_pointer,
 )
+from etude.weights.objects import put_objects
+from etude.weights.signing import Signer, write_signed
 from etude.weights.tensors import Tensor
 
-OBJECT_ELEMENTS = 1 << 26
-"""Tensors are gathered into objects of about so many elements, the unit of fetching again."""
-
-ANCHOR_EVERY = 25
-"""At most so many deltas lie between two anchors, however small they are."""
+_MAX_SWEEPS = 3
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Head:
     """What was published last. `pointer`: the bytes the next compare-and-swap expects."""
 
     pointer: bytes | None = None
     ref: Ref | None = None
     tensors: Mapping[str, Tensor] | None = None
-    num_deltas: int = 0  # since the last anchor
-    delta_bytes: int = 0  # of those deltas
-    anchor_bytes: int = 0  # of the last anchor
+    debt: Debt = field(default_factory=Debt)
+    serial: int = 0
+    generation: int = 0
 
 
 class Channel:
@@ -73,12 +71,21 @@ class Channel:
     ('v000000-0a1b2c3d-c4309ece18b9', True)
     """
 
-    def __init__(self, store: BlobStore, name: str = "policy", incarnation: str | None = None) -> None:
+    def __init__(
+        self,
+        store: BlobStore,
+        name: str = "policy",
+        incarnation: str | None = None,
+        *,
+        signer: Signer | None = None,
+        anchors: bool = True,
+    ) -> None:
         if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", name):
             raise WeightsError(f"channel name {name!r} is not allowed", hint="use a-z, 0-9, _ and -")
         if incarnation is not None and not re.fullmatch("[0-9a-f]{8}", incarnation):
             raise WeightsError(f"incarnation {incarnation!r} is not allowed", hint="8 hex characters, or None")
-        self._store, self._name = store, name
+        self._store, self._name, self._signer, self._anchors = store, name, signer, anchors
+        self._key = history.pointer_key(name)
         self.incarnation = incarnation or secrets.token_hex(4)
         self._head: _Head | None = None  # None: the store was not read yet
         self.mended = ""
@@ -92,21 +99,86 @@ class Channel:
         parent: Version | None,
         rollout_ids: Sequence[str],
         after: Callable[[str], None] | None = None,
+        owned: bool = False,
     ) -> Published:
-        """Publish a version; readers can have it when this returns. The tensors are copied.
+        """Publish a version; readers can have it when this returns. The tensors are copied, unless they are `owned`:
+        then nobody may write to them any more.
 
         `parent`: the version these weights were trained from, None for a root. `after` is called with "objects",
         "manifest" and "pointer" when each is durable. Raises `WeightsError` when another writer moved the pointer,
         `StoreError` when the store refuses; then nothing is published and the call may be repeated.
         """
-        head = self._head = self._head or self._open()
         done = after or (lambda name: None)
         entries = table(tensors)
-        kept = {entry.name: tensors[entry.name].copy() for entry in entries}
+        kept = {entry.name: tensors[entry.name] if owned else tensors[entry.name].copy() for entry in entries}
         version = Version(step, self.incarnation, table_digest(entries))
-        ways, facts = self._write(head, kept)
+        for _ in range(_MAX_SWEEPS):
+            head = self._head = self._at(self._head or self._open())
+            manifest = self._manifest(head, kept, entries, version, parent, rollout_ids, done)
+            ref, data = write_manifest(manifest)
+            read_manifest(data)  # what no reader would take is not published
+            self._store.put(ref.key, data)
+            done("manifest")
+            if (pointer := self._commit(head, ref, manifest)) is not None:
+                debt = head.debt.grown(manifest)
+                if manifest.anchor is not None:
+                    debt = Debt(manifest.anchor.num_bytes)
+                self._head = _Head(pointer, ref, kept, debt, manifest.serial, head.generation)
+                done("pointer")
+                return _published(manifest)
+        raise WeightsError(
+            f"{version} is not published: garbage was collected {_MAX_SWEEPS} times while it was put",
+            hint="collect less often than a publish takes",
+        )
+
+    def _open(self) -> _Head:
+        """The head as the store has it, its tensors proven; without tensors where it cannot be rebuilt any more."""
+        data = read(self._store, self._key)
+        if data is None:
+            if history.committed(self._store, self._name):
+                self.mended = "the pointer was gone, though there are versions: the one published next is an anchor"
+                return self._beyond(_Head())
+            return _Head()
+        try:
+            pointer = read_pointer(data)
+        except Damaged as error:
+            self.mended = f"the pointer was damaged ({error.facts}): the version published next replaces it"
+            return self._beyond(_Head(data))
+        try:
+            at = history.load(self._store, pointer.head)
+            tensors = plans.rebuild(self._store, at)
+            debt = debt_at(self._store, at)
+        except EtudeError as error:  # damaged beyond use: the next publish is an anchor, and heals the channel
+            self.mended = f"{error.what}: the version published next is an anchor"
+            return self._beyond(_Head(data, pointer.head, generation=pointer.generation))
+        return _Head(data, pointer.head, tensors, debt, at.serial, pointer.generation)
+
+    def _beyond(self, head: _Head) -> _Head:
+        """A head whose successor no reader takes for a step back, whatever it has seen of this channel."""
+        known = [manifest for _, manifest in history.stored(self._store, self._name)]
+        generation = max([head.generation, *(manifest.generation for manifest in known)]) + 1
+        return replace(head, generation=generation, serial=max((m.serial for m in known), default=0))
+
+    def _at(self, head: _Head) -> _Head:
+        """The same head, after garbage collection that came since it was read or moved."""
+        now = read(self._store, self._key)
+        return replace(head, pointer=now) if swept_since(head.pointer, now) else head
+
+    def _manifest(
+        self,
+        head: _Head,
+        kept: Mapping[str, Tensor],
+        entries: tuple[TensorEntry, ...],
+        version: Version,
+        parent: Version | None,
+        rollout_ids: Sequence[str],
+        done: Callable[[str], None],
+    ) -> Manifest:
+        """The version's manifest, its objects put."""
+        nonce = secrets.token_hex(16)
+        ways, facts = self._write(head, kept, entries, nonce)
         done("objects")
-        manifest = Manifest(
+        return Manifest(
             format=FORMAT,
             channel=self._name,
             version=version,
@@ -115,70 +187,52 @@ class Channel:
             tensors=entries,
             rollout_ids=tuple(rollout_ids),
             facts=facts,
-            nonce=secrets.token_hex(16),
+            nonce=nonce,
+            serial=head.serial + 1,
+            generation=head.generation,
         )
-        ref, data = write_manifest(manifest)
-        read_manifest(data)  # what no reader would take is not published
-        self._store.put(ref.key, data)
-        done("manifest")
-        pointer = write_pointer(ref, manifest.nonce)
-        self._commit(head.pointer, pointer, version)
-        self._head = _advanced(head, manifest, ref, pointer, kept)
-        done("pointer")
-        return _published(manifest)
 
-    def _open(self) -> _Head:
-        """The head as the store has it, its tensors proven; without tensors where it cannot be rebuilt any more."""
-        data = self._pointer_bytes()
-        if data is None:
-            if history.committed(self._store, self._name):
-                self.mended = "the pointer was gone, though there are versions: the one published next is an anchor"
-            return _Head()
-        try:
-            head = _Head(pointer=data, ref=(ref := read_pointer(data).head))
-        except Damaged as error:
-            self.mended = f"the pointer was damaged ({error.facts}): the version published next replaces it"
-            return _Head(pointer=data)
-        try:
-            at = history.load(self._store, ref)
-            tensors = history.rebuild(self._store, at)
-            while at.anchor is None and at.delta and at.base:
-                head.num_deltas, head.delta_bytes = head.num_deltas + 1, head.delta_bytes + at.delta.num_bytes
-                at = history.load(self._store, at.base)
-        except EtudeError as error:  # damaged beyond use: the next publish is an anchor, and heals the channel
-            self.mended = f"{error.what}: the version published next is an anchor"
-            return _Head(pointer=data, ref=ref)
-        head.tensors, head.anchor_bytes = tensors, at.anchor.num_bytes if at.anchor else 0
-        return head
-
-    def _write(self, head: _Head, tensors: Mapping[str, Tensor]) -> tuple[tuple[Way, ...], Facts]:
+    def _write(
+        self, head: _Head, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
+    ) -> tuple[tuple[Way, ...], Facts]:
         """Encode and put the objects of every way to the tensors."""
         new = list(tensors.values())
         old = [head.tensors.get(name) for name in tensors] if head.tensors is not None else [None] * len(new)
         ways: list[Way] = []
-        encode_s = 0.0
+        encode_s, is_due = 0.0, True
         if head.tensors is not None:
-            objects, encode_s = self._put(new, old)
+            objects, encode_s = put_objects(self._store, self._name, nonce, new, lambda a, b: old[a:b])
             ways.append(Way(head.ref, objects))
-        delta_bytes = head.delta_bytes + sum(way.num_bytes for way in ways)
-        if not ways or delta_bytes > head.anchor_bytes or head.num_deltas + 1 >= ANCHOR_EVERY:
-            objects, more_s = self._put(new, [None] * len(new))
+            debt = head.debt.after(
+                ways[0].num_bytes, len(msgspec.json.encode(entries)), sum(tensor.num_bytes for tensor in new)
+            )
+            is_due = self._anchors and debt.is_due
+        if is_due:
+            objects, more_s = put_objects(self._store, self._name, nonce, new, lambda a, b: [None] * (b - a))
             ways.append(Way(None, objects))
             encode_s += more_s
         return tuple(ways), Facts(bound_bytes(new, old), _changed_share(new, old), encode_s)
 
-    def _put(self, new: Sequence[Tensor], old: Sequence[Tensor | None]) -> tuple[tuple[StoredObject, ...], float]:
-        """Encode in groups of whole tensors and put each under its SHA-256; and the seconds that encoding took."""
-        objects: list[StoredObject] = []
-        encode_s = 0.0
-        for start, stop in _groups(new):
-            started = time.perf_counter()
-            data = codec.encode(new[start:stop], old[start:stop])
-            digest = hashlib.sha256(data).hexdigest()
-            encode_s += time.perf_counter() - started
-            objects.append(StoredObject(f"objects/{digest[:2]}/{digest}", len(data), digest, stop - start))
-            self._store.put(objects[-1].key, data)
-        return tuple(objects), encode_s
+    def _commit(self, head: _Head, ref: Ref, manifest: Manifest) -> bytes | None:
+        """Move the pointer; its bytes, or None where garbage collection came between and all is to be put again."""
+        sweep = 0
+        if head.pointer is not None and not says_nothing(head.pointer):
+            sweep = read_pointer(head.pointer).sweep
+        pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=head.generation, sweep=sweep)
+        data = write_signed(self._key, pointer, self._signer)
+        match commit(self._store, self._key, head.pointer, data):
+            case Outcome.SWEPT:
+                return None
+            case Outcome.LOST:
+                raise WeightsError(
+                    f"{manifest.version} is not published: another writer moved channel {self._name!r}",
+                    _where(self._store, self._key),
+                    hint="one learner publishes to a channel: stop the other, then restart this one from its"
+                    " checkpoint; the same holds after a rollback",
+                )
+            case Outcome.HEALED:
+                self.mended = "the pointer was damaged while this writer held it: this version replaces it"
+        return data
 
     def _ref(self, version: Version, head: _Head) -> Ref:
         """The reference to a version that was published, or at least written, in this channel. A damaged manifest is
@@ -198,54 +252,14 @@ class Channel:
             hint="start a new run from the checkpoint that was trained last: --set start=RUN/checkpoints/step-...",
         )
 
-    def _commit(self, expected: bytes | None, pointer: bytes, version: Version) -> None:
-        """Move the pointer. An answer that got lost is looked up: the pointer's nonce says whose it is. A pointer that
-        was lost or torn since is nobody's word against ours: it is replaced."""
-        key = history.pointer_key(self._name)
-        lost: StoreError | None = None
-        try:
-            if self._store.compare_and_swap(key, expected, pointer):
-                return
-        except StoreError as error:
-            lost = error
-        now = self._pointer_bytes()
-        if now == pointer:
-            return
-        if lost is not None and now == expected:
-            raise lost
-        if expected is not None and _is_damaged(now) and self._store.compare_and_swap(key, now, pointer):
-            self.mended = "the pointer was damaged while this writer held it: this version replaces it"
-            return
-        raise WeightsError(
-            f"{version} is not published: another writer moved channel {self._name!r}",
-            hint="one learner publishes to a channel: stop the other, then restart this one from its checkpoint",
-        )
 
-    def _pointer_bytes(self) -> bytes | None:
-        try:
-            return self._store.get(history.pointer_key(self._name))
-        except KeyError:
-            return None
-
-
-def _is_damaged(pointer: bytes | None) -> bool:
-    """Whether it says nothing: gone, or of a form that no writer of any etude wrote."""
-    if pointer is None:
-        return True
+def _where(store: BlobStore, key: str) -> str:
+    """What a pointer names, for an error."""
     try:
-        read_pointer(pointer)
-    except Damaged:
-        return True
-    except WeightsError:  # of another format: somebody's
-        return False
-    return False
-
-
-def _advanced(head: _Head, manifest: Manifest, ref: Ref, pointer: bytes, tensors: Mapping[str, Tensor]) -> _Head:
-    if manifest.anchor is not None:
-        return _Head(pointer, ref, tensors, anchor_bytes=manifest.anchor.num_bytes)
-    delta_bytes = head.delta_bytes + (manifest.delta.num_bytes if manifest.delta else 0)
-    return _Head(pointer, ref, tensors, head.num_deltas + 1, delta_bytes, head.anchor_bytes)
+        data = read(store, key)
+        return f"it names {read_pointer(data).head.version}" if data is not None else "it is gone"
+    except EtudeError as error:
+        return error.what
 
 
 def _published(manifest: Manifest) -> Published:
@@ -260,18 +274,6 @@ def _published(manifest: Manifest) -> Published:
         encode_s=manifest.facts.encode_s,
         anchor_bytes=anchor_bytes,
     )
-
-
-def _groups(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """[start, stop) of each object's tensors."""
-    groups: list[tuple[int, int]] = []
-    start = size = 0
-    for i, tensor in enumerate(tensors):
-        if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
-            groups.append((start, i))
-            start, size = i, 0
-        size += tensor.codes.size
-    return [*groups, (start, len(tensors))]
 
 
 def _changed_share(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:

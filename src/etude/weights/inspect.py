@@ -13,9 +13,10 @@ import numpy as np
 from etude.errors import EtudeError, WeightsError, nearest
 from etude.records.completion import Version
 from etude.seams import BlobStore
-from etude.weights import history
-from etude.weights.codec import steps_between
-from etude.weights.manifest import Damaged, Kind, Manifest, Ref, read_pointer, write_pointer
+from etude.weights import history, plans
+from etude.weights.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, Ref, read_pointer, write_pointer
+from etude.weights.objects import objects_prefix
+from etude.weights.steps import steps_between
 from etude.weights.tensors import DTYPES, Tensor
 
 
@@ -123,10 +124,12 @@ def repair(store: BlobStore, name: str = "policy", told: Sequence[str] = ()) -> 
     known.sort(key=lambda one: (order.get(str(one[0].version), -1), one[0].key not in bases, one[0].version.step))
     for ref, manifest in reversed(known):
         try:
-            history.rebuild(store, manifest)
+            plans.rebuild(store, manifest)
         except WeightsError:
             continue
-        if store.compare_and_swap(key, torn, write_pointer(ref, manifest.nonce)):
+        generation = 1 + max(one.generation for _, one in known)
+        pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=generation)
+        if store.compare_and_swap(key, torn, write_pointer(pointer)):
             return ref.version
         raise WeightsError(f"the pointer of {name!r} moved meanwhile", hint="a writer is at work: it needs no repair")
     raise WeightsError(
@@ -161,7 +164,7 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
 
 def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:
     """How each tensor differs between two versions, by name. Raises `WeightsError`."""
-    old, new = (history.rebuild(store, find(store, version, name)) for version in (a, b))
+    old, new = (plans.rebuild(store, find(store, version, name)) for version in (a, b))
     return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
 
 
@@ -178,14 +181,13 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
             objects.update((item.key, item.num_bytes) for item in way.objects)
             try:
                 if way.base and way.base != held:
-                    tensors, held = history.rebuild(store, history.load(store, way.base)), way.base
-                start = way.base.version if way.base else None
-                made, _ = history.run(store, history.Plan(start, ((manifest, way),)), tensors)
+                    tensors, held = plans.rebuild(store, history.load(store, way.base)), way.base
+                made = plans.prove(manifest, plans.take(store, manifest, way, tensors))
             except EtudeError as error:
                 problems.append(f"{manifest.version}: {error.what}" + (f" ({error.facts})" if error.facts else ""))
         if made is not None:
             tensors, held = made, ref
-    stored = {*store.list(f"manifests/{name}/"), *store.list("objects/")}
+    stored = {*store.list(f"manifests/{name}/"), *store.list(objects_prefix(name))}
     return Check(
         num_versions=len(manifests),
         num_objects=len(objects),

@@ -22,9 +22,13 @@ from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
 FORMAT = 1
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_POINTER_BYTES = 4096
+MAX_LATER_BYTES = 32 << 20
+MAX_COUNT = 1 << 53
+"""Generations, serials and sweeps stay exact in every JSON reader."""
+
 MAX_NAME_BYTES = 512
 
-T = TypeVar("T", bound="Manifest | Pointer")
+T = TypeVar("T", bound="Manifest | Pointer | Later")
 _HEX8, _HEX64 = re.compile("[0-9a-f]{8}"), re.compile("[0-9a-f]{64}")
 
 
@@ -104,6 +108,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     rollout_ids: tuple[str, ...]  # every rollout the step consumed; trained means: listed in the current lineage
     facts: Facts
     nonce: str  # 32 hex characters, drawn for this manifest
+    serial: int = 0  # the base's and one; 0: written before there were serials
+    generation: int = 0  # of the pointer that the writer moved
+
+    @property
+    def stem(self) -> str:
+        """What is stored for this manifest alone has this in its key."""
+        return f"{self.version}-{self.nonce[:8]}"
 
     @property
     def kind(self) -> Kind:
@@ -131,11 +142,30 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pointer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a channel stands. Moving it is the commit."""
+    """Where a channel or a branch stands. Moving it is the commit.
+
+    Readers go by (generation, serial of the head): it never falls. A writer raises the serial; only whoever moves a
+    pointer back on purpose, or anew after it was lost, raises the generation.
+    """
 
     format: int
     head: Ref
     nonce: str  # the head manifest's, so that a writer whose answer got lost can see whether it won
+    generation: int = 0
+    sweep: int = 0  # raised by garbage collection before it deletes, so that no publish that began earlier commits
+    signature: str = ""  # Ed25519 over `signed_text`, 128 hex characters; empty: not signed
+
+
+class Later(msgspec.Struct, frozen=True, kw_only=True):
+    """Further ways to a version, found after it was published: deltas over several versions, perhaps an anchor.
+
+    Nothing refers to it and nothing needs to: what a way gives is proven by the digests of the target's manifest.
+    """
+
+    format: int
+    channel: str
+    version: Version
+    ways: tuple[Way, ...]
 
 
 def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
@@ -154,7 +184,7 @@ def table_digest(entries: Sequence[TensorEntry]) -> str:
 def write_manifest(manifest: Manifest) -> tuple[Ref, bytes]:
     """The manifest's bytes and the reference to them."""
     data = msgspec.json.encode(manifest)
-    key = f"manifests/{manifest.channel}/{manifest.version}-{manifest.nonce[:8]}.json"
+    key = f"manifests/{manifest.channel}/{manifest.stem}.json"
     return Ref(manifest.version, key, hashlib.sha256(data).hexdigest()), data
 
 
@@ -168,8 +198,15 @@ def read_manifest(data: bytes) -> Manifest:
     return manifest
 
 
-def write_pointer(head: Ref, nonce: str) -> bytes:
-    return msgspec.json.encode(Pointer(format=FORMAT, head=head, nonce=nonce))
+def write_pointer(pointer: Pointer) -> bytes:
+    return msgspec.json.encode(pointer)
+
+
+def signed_text(key: str, pointer: Pointer) -> bytes:
+    """What a pointer's signature is over: where it lies and everything it says."""
+    head = pointer.head
+    lines = ("etude pointer 1", key, head.version, head.key, head.sha256, pointer.nonce)
+    return "\n".join(map(str, (*lines, pointer.generation, pointer.sweep))).encode()
 
 
 def read_pointer(data: bytes) -> Pointer:
@@ -177,9 +214,26 @@ def read_pointer(data: bytes) -> Pointer:
     pointer = _read(data, Pointer, MAX_POINTER_BYTES)
     try:
         _check_ref(pointer.head)
+        _require(0 <= pointer.generation <= MAX_COUNT and 0 <= pointer.sweep <= MAX_COUNT, "generation")
     except ValueError as error:
         raise _damaged("pointer", str(error)) from None
     return pointer
+
+
+def later_key(manifest: Manifest) -> str:
+    """Where a version's further ways are, if there are any."""
+    return f"later/{manifest.channel}/{manifest.stem}.json"
+
+
+def read_later(data: bytes, manifest: Manifest) -> Later:
+    """Further ways to a manifest's version, from outside bytes. Raises `WeightsError`."""
+    later = _read(data, Later, MAX_LATER_BYTES)
+    try:
+        _require(later.version == manifest.version, f"it is of {later.version}, not of {manifest.version}")
+        _check_ways(later.ways, len(manifest.tensors))
+    except ValueError as error:
+        raise _damaged("later", str(error)) from None
+    return later
 
 
 def _read(data: bytes, kind: type[T], limit: int) -> T:
@@ -214,11 +268,16 @@ def _check_manifest(manifest: Manifest) -> None:
     _require(table_digest(manifest.tensors) == manifest.version.digest, "the version's digest is not the table's")
     if manifest.parent:
         _check_ref(manifest.parent)
+    _require(0 <= manifest.serial <= MAX_COUNT and 0 <= manifest.generation <= MAX_COUNT, "serial")
     _require(len(manifest.ways) > 0 and sum(way.base is None for way in manifest.ways) <= 1, "ways")
-    for way in manifest.ways:
+    _check_ways(manifest.ways, len(names))
+
+
+def _check_ways(ways: Sequence[Way], num_tensors: int) -> None:
+    for way in ways:
         if way.base:
             _check_ref(way.base)
-        _require(sum(o.num_tensors for o in way.objects) == len(names), "objects do not cover the tensors")
+        _require(sum(o.num_tensors for o in way.objects) == num_tensors, "objects do not cover the tensors")
         for item in way.objects:
             _require(item.num_bytes >= 0 and item.num_tensors >= 0, f"object {item.key[:80]!r}")
             _require(bool(_HEX64.fullmatch(item.sha256)), f"object {item.key[:80]!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import MemoryStore
-from etude.weights import Channel, Follower, Tensor, chain, channel, lineage
+from etude.weights import Channel, Follower, Tensor, chain, lineage, objects
+from etude.weights.anchors import table_bytes
 from etude.weights.manifest import Kind
 from etude.weights.tensors import same_bits
 
@@ -135,17 +137,34 @@ def test_an_engine_that_missed_many_versions_takes_the_nearest_anchor(policy: Po
     assert update.fetched_bytes <= 2.2 * anchor.anchor.num_bytes
 
 
-def test_small_deltas_get_an_anchor_after_so_many(policy: Policy) -> None:
+def test_deltas_of_nothing_get_an_anchor_once_reading_them_costs_as_much(policy: Policy) -> None:
     store = MemoryStore()
     writer = Channel(store)
-    for step in range(channel.ANCHOR_EVERY * 2 + 1):
-        writer.publish(policy(0), step=step, parent=None, rollout_ids=[])
+    large = policy(0, size=200_000)
+    for step in range(100):
+        writer.publish(large, step=step, parent=None, rollout_ids=[])
     anchors = [i for i, m in enumerate(chain(store, "policy")) if m.kind is Kind.ANCHOR]
-    assert anchors == [0, channel.ANCHOR_EVERY, 2 * channel.ANCHOR_EVERY]
+    assert [b - a for a, b in itertools.pairwise(anchors)] == [anchors[1]] * (len(anchors) - 1)
+    assert 20 < anchors[1] <= 64
+
+
+def test_a_late_reader_pays_for_two_snapshots_at_most_and_anchors_weigh_no_more_than_what_lies_between(
+    policy: Policy,
+) -> None:
+    store = MemoryStore()
+    publish_steps(store, lambda step: policy(step, share=0.05, size=20_000), range(50))
+    manifests = chain(store, "policy")
+    debt = 0
+    for manifest in manifests[1:]:
+        assert manifest.delta is not None
+        debt += manifest.delta.num_bytes + table_bytes(manifest) + manifest.snapshot_bytes // 64
+        assert (manifest.anchor is not None) == (debt > manifests[0].ways[0].num_bytes)
+        debt = 0 if manifest.anchor else debt
+    assert sum(m.anchor is not None for m in manifests) > 3
 
 
 def test_a_version_of_many_objects_is_one_version(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "OBJECT_ELEMENTS", 60)
+    monkeypatch.setattr(objects, "OBJECT_ELEMENTS", 60)
     store = MemoryStore()
     follower = Follower(store)
     publish_steps(store, policy, range(3))

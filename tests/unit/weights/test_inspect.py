@@ -74,9 +74,9 @@ def test_damage_and_orphans_are_named(store: MemoryStore) -> None:
     data = store.get(delta)
     store.delete(delta)
     store.put(delta, data[:-1] + bytes([data[-1] ^ 1]))
-    store.put("objects/00/stray", b"")
+    store.put("objects/policy/00/stray", b"")
     check = verify(store)
-    assert check.orphans == ("objects/00/stray",)
+    assert check.orphans == ("objects/policy/00/stray",)
     assert any("v000001" in problem and "not what was published" in problem for problem in check.problems)
 
 

@@ -1,0 +1,73 @@
+"""What takes tensors one version back: positions and the codes that were there.
+
+Deltas are decodable from the old side only, so whoever may have to step back keeps what a step overwrote. A tensor of
+which so much changed that a list would be longer, or that had another shape, is kept whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.weights.tensors import Codes, Tensor
+
+Changes = Mapping[str, tuple[npt.NDArray[np.int64], Codes]]
+"""Name -> sorted flat positions, and codes."""
+
+
+@dataclass(frozen=True)
+class Undo:
+    """From the tensors after a step to those before it."""
+
+    changed: Mapping[str, tuple[npt.NDArray[Any], Codes]]  # positions, and the codes that were there
+    replaced: Mapping[str, Tensor]  # kept whole
+    removed: tuple[str, ...]  # names that the step brought
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept for it."""
+        lists = sum(where.nbytes + codes.nbytes for where, codes in self.changed.values())
+        return lists + sum(tensor.num_bytes for tensor in self.replaced.values())
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors before the step. Those that it did not touch are the same objects."""
+        before = {name: tensor for name, tensor in tensors.items() if name not in self.removed}
+        for name, (where, codes) in self.changed.items():
+            written = before[name].codes.copy()
+            written[where] = codes
+            before[name] = Tensor(before[name].dtype, before[name].shape, written)
+        return before | dict(self.replaced)
+
+
+def retain(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Changes) -> Undo:
+    """What leads from `new` back to `old`; `changed` as `compare(old, new)` gave it."""
+    lists: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
+    whole = {name: tensor for name, tensor in old.items() if name not in new or new[name].spec != tensor.spec}
+    for name, (where, codes) in changed.items():
+        kept = where.astype(np.uint32) if old[name].codes.size <= 1 << 32 else where
+        if kept.nbytes + codes.nbytes < old[name].num_bytes:
+            lists[name] = kept, old[name].codes[where]
+        else:
+            whole[name] = old[name]
+    return Undo(lists, whole, tuple(sorted(new.keys() - old.keys())))
+
+
+def compare(
+    old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> tuple[dict[str, tuple[npt.NDArray[np.int64], Codes]], dict[str, Tensor]]:
+    """What `Update` calls changed and replaced. Tensors with equal bits are in neither."""
+    changed: dict[str, tuple[npt.NDArray[np.int64], Codes]] = {}
+    replaced = {}
+    for name, tensor in new.items():
+        before = old.get(name)
+        if before is None or before.spec != tensor.spec:
+            replaced[name] = tensor
+        elif before is not tensor:
+            where: npt.NDArray[Any] = np.flatnonzero(before.codes != tensor.codes)
+            if where.size:
+                changed[name] = where.astype(np.int64, copy=False), tensor.codes[where]
+    return changed, replaced
