@@ -1,4 +1,5 @@
-"""Every seam of etude: the Protocols that an implementation can stand behind. No torch, no implementation.
+"""Every seam of etude: the Protocols that an implementation can stand behind. No torch; of implementation only `told`,
+which makes one of `Streaming` of what may be one.
 
 Each has at most six methods, a fake in `etude.testing`, and a contract suite in `tests/contracts` that an
 implementation joins in one line. Deadlines are in seconds; each method that waits says what for in its error.
@@ -6,7 +7,8 @@ implementation joins in one line. Deadlines are in seconds; each method that wai
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -116,6 +118,21 @@ class Streaming(Protocol):
         """The ids that were sampled since the last part, part after part; at the end the `Completion`, whose tokens
         they are. Raises what `complete` or `generate` raises; closed early, the request is cancelled."""
         ...
+
+
+async def told(
+    source: object, whole: Callable[[CompletionRequest], Awaitable[Completion]], request: CompletionRequest
+) -> AsyncGenerator[list[int] | Completion]:
+    """What a policy or an engine tells of a completion, as `Streaming` does; at once from one that cannot stream, by
+    `whole`, its method that answers in one piece."""
+    if isinstance(source, Streaming):
+        async with aclosing(source.stream(request)) as parts:
+            async for part in parts:
+                yield part
+    else:
+        completion = await whole(request)
+        yield completion.token_ids.tolist()
+        yield completion
 
 
 @runtime_checkable

@@ -7,13 +7,15 @@ falls behind the best family's. None falls under `FLOOR`: what was learned stays
 noticed. Counts fade with `MEMORY`, because what is hard changes as the policy does.
 
 The source's own mix is what evaluations use; only training tasks are chosen. Pure but for its counts, which move with
-the batches in order of admission, so synchronous RL repeats. Knows nothing of task sources, of the ledger, of rewards.
+the batches in order of admission, so synchronous RL repeats. Knows nothing of task sources and of the ledger.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+
+from etude.experience.groups import Group
 
 FLOOR = 0.1  # of the best family's probability
 MEMORY = 0.9  # of a family's counts, at each new group of it: about ten groups are remembered
@@ -52,6 +54,13 @@ class Signals:
         """One more group of a family ended: did its members differ?"""
         with_signal, seen = self._counts.get(family, (0.0, 0.0))
         self._counts[family] = (MEMORY * with_signal + signal, MEMORY * seen + 1.0)
+
+    def count(self, groups: Iterable[Group], known: Callable[[str], bool]) -> None:
+        """Count the groups of a step, but for those without a valid member, and those whose id is `known`: counted
+        when a lineage trained them that was lost since."""
+        for group in groups:
+            if group.valid and not known(group.group_id):
+                self.add(group.valid[0][0].task.family, signal=len(set(group.rewards)) > 1)
 
     def chance(self, family: str) -> float:
         """The probability [0.1, 1] with which a drawn task of this family is taken: its share over the best one's.

@@ -196,6 +196,11 @@ class Ledger:
         states = [state for (state,) in self._db.rows("SELECT state FROM rollouts WHERE group_id = ?", group_id)]
         return bool(states) and all(State(state) in SETTLED for state in states)
 
+    def was_batched(self, group_id: str) -> bool:
+        """Whether any batch ever took the group, one of a lost lineage included."""
+        sql = "SELECT 1 FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id = ? AND transitions.state = ?"
+        return bool(self._db.rows(f"{sql} LIMIT 1", group_id, State.BATCHED))
+
     def group(self, group_id: str) -> Group:
         """The group with what is stored of it. A record that cannot be read is a `LedgerError`."""
         ids = sorted(self._ids("group_id = ?", group_id))

@@ -37,7 +37,7 @@ from etude.gateway.streams import ChatStream, TextStream, broken
 from etude.gateway.tree import Node, TokenTree, chain
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason
 from etude.records.wire import I32
-from etude.seams import Policy, Streaming
+from etude.seams import Policy, told
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Asked)
@@ -207,7 +207,7 @@ class Gateway:
             created=asking.created,
             usage=asked.include_usage,
         )
-        async with self._turn(), aclosing(self._parts(asking.request)) as parts:
+        async with self._turn(), aclosing(told(self._policy, self._policy.complete, asking.request)) as parts:
             while True:
                 try:
                     part = await asyncio.wait_for(anext(parts), max(0.0, end - time.monotonic()))
@@ -220,16 +220,6 @@ class Gateway:
                     yield event
         for event in stream.end(answer):
             yield event
-
-    async def _parts(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        if isinstance(self._policy, Streaming):
-            async with aclosing(self._policy.stream(request)) as parts:
-                async for part in parts:
-                    yield part
-        else:
-            completion = await self._policy.complete(request)
-            yield completion.token_ids.tolist()
-            yield completion
 
     def _ask_chat(self, asked: ChatRequest) -> Asking:
         """The conversation's tokens, those it knows as they were sampled."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+
 from starlette.responses import JSONResponse
 
 from etude.errors import ContextFull, EngineError, EtudeError
@@ -28,6 +31,14 @@ class Refused(Exception):
 def invalid(message: str, param: str | None = None) -> Refused:
     """400: the request is wrong in itself."""
     return Refused(400, message, code="invalid_request", param=param)
+
+
+def not_offered(field: str, value: object, neutral: Sequence[object]) -> Refused:
+    """400: a field that would change the answer and is not honoured, in the three parts of our errors."""
+    what = f"{field} = {json.dumps(value)[:100]} is not offered by this model"
+    harmless = " or ".join(json.dumps(one) for one in neutral if one is not None) or "null"
+    facts = f"the answer would be another than was asked for; only {harmless} leaves it as it is"
+    return invalid(f"{what}: {facts}\n  hint: leave {field} out", field)
 
 
 def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> Refused:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from etude.gateway.refusal import invalid
+from etude.gateway.refusal import invalid, not_offered
 
 Message = dict[str, Any]
 
@@ -174,7 +174,7 @@ def _decoded(data: bytes, decoder: msgspec.json.Decoder[B], neutral: dict[str, t
         raise invalid(f"the body is not JSON: {error}") from None
     for name, values in neutral.items():
         if getattr(body, name) not in values:
-            raise invalid(f"{name} = {getattr(body, name)!r} is not offered by this model", name)
+            raise not_offered(name, getattr(body, name), values)
     _check_ranges(body)
     return body
 

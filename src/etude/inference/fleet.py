@@ -21,7 +21,7 @@ import msgspec
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference.errors import EngineBusy, EngineGone, MalformedRequest, Unauthorised
 from etude.records.completion import Completion, CompletionRequest
-from etude.seams import Engine, Streaming
+from etude.seams import Engine, told
 
 REST_S = 2.0  # how long an engine that was gone is left alone
 RETRY_S = 0.05  # between two tries when nobody could serve
@@ -216,18 +216,13 @@ class Fleet:
 
 
 async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Completion]:
-    """What one engine tells; all at once where it cannot stream."""
+    """What one engine tells, counted as running there meanwhile."""
     asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
     member.num_running += 1
     try:
-        if isinstance(member.engine, Streaming):
-            async with contextlib.aclosing(member.engine.stream(asked)) as parts:
-                async for part in parts:
-                    yield part
-        else:
-            completion = await member.engine.generate(asked)
-            yield completion.token_ids.tolist()
-            yield completion
+        async with contextlib.aclosing(told(member.engine, member.engine.generate, asked)) as parts:
+            async for part in parts:
+                yield part
     finally:
         member.num_running -= 1
 

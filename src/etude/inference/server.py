@@ -40,6 +40,7 @@ from etude.telemetry import Telemetry
 from etude.weights import FollowerProcess
 
 HUNG_EXIT_CODE = 70
+FOLLOWER_S, FOLLOWER_BYTES_PER_S = 30.0, 20e6  # a busy core from a slow disk does several times as much
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +64,15 @@ def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[Follow
     """Started before the model is loaded, so that it is up by then."""
     if args.store is None:
         return contextlib.nullcontext()
-    return FollowerProcess(DirectoryStore(args.store), poll_s=args.poll_s)
+    deadline_s = follower_deadline_s(args.checkpoint)
+    return FollowerProcess(DirectoryStore(args.store), poll_s=args.poll_s, deadline_s=deadline_s)
+
+
+def follower_deadline_s(checkpoint: Path) -> float:
+    """How long the follower may take for one answer; a hung one is killed and replaced then. It grows with the weights,
+    all of which an answer may have to fetch, decode and hash."""
+    num_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    return FOLLOWER_S + num_bytes / FOLLOWER_BYTES_PER_S
 
 
 def _serve(

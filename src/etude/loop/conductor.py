@@ -218,10 +218,9 @@ class Conductor:
             yield batch, groups, time.perf_counter() - began
 
     def _take_batch(self, batch: Batch, groups: list[Group]) -> None:
+        if self.config.experience.curriculum is Curriculum.SIGNAL:
+            self.signals.count(groups, self.ledger.was_batched)
         self.ledger.batch(batch)
-        for group in groups:
-            if self.config.experience.curriculum is Curriculum.SIGNAL and group.valid:
-                self.signals.add(group.valid[0][0].task.family, signal=len(set(group.rewards)) > 1)
         self.ledger.remember("signals", self.signals.counts)
 
     async def _next_groups(self) -> list[str]:

@@ -198,7 +198,12 @@ class Supervisor:
         assert child.process is not None, "just started"
         up = asyncio.create_task(_within(role.on_up(child), role.ready_s, f"{child.name} to be ready"))
         gone = asyncio.create_task(child.process.wait())
-        await asyncio.wait({up, gone}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({up, gone}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            up.cancel()  # else it would end with its child, and nobody hear of it
+            gone.cancel()
+            raise
         lost = up.done() and isinstance(up.exception(), Lost)
         if lost or not up.done():  # its socket may close a moment before it can be waited for
             up.cancel()

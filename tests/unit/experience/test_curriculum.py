@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.experience import make_batch
 from etude.experience.curriculum import FLOOR, Signals
 
 
@@ -49,6 +50,23 @@ def test_chances_stay_between_the_floor_and_one_and_some_family_is_always_taken(
     chances = [signals.chance(family) for family in "abc"]
     assert all(FLOOR <= chance <= 1.0 for chance in chances)
     assert max(chances) == 1.0
+
+
+def test_a_group_that_is_trained_again_after_its_lineage_was_lost_is_counted_once(ledger, kit, finish_group) -> None:
+    finish_group("g000000", [1.0, 0.0])
+    finish_group("g000001", [None, None])
+    signals, ids = Signals(), ("g000000", "g000001")
+
+    def train(step: int) -> None:
+        groups = [ledger.group(group_id) for group_id in ids]
+        signals.count(groups, ledger.was_batched)
+        ledger.batch(make_batch(groups, batch_id=f"b{step}", step=step, max_lag=1))
+
+    train(1)
+    assert signals.counts == {"fix": (1.0, 1.0)}
+    ledger.reconcile([])
+    train(1)
+    assert signals.counts == {"fix": (1.0, 1.0)}
 
 
 def test_counts_go_on_from_where_they_were_kept() -> None:

@@ -230,7 +230,8 @@ class Live:
             self.left.set()
 
 
-def test_a_stream_sends_each_token_before_the_next_is_sampled() -> None:
+@pytest.mark.parametrize("end", [[END], EngineError("engine-0 is gone", hint="ask again")], ids=["whole", "broken"])
+def test_a_stream_sends_each_token_before_the_next_is_sampled_and_tells_how_it_ends(end: list[int] | Exception) -> None:
     async def work() -> None:
         live = Live()
         async with door(policy=live) as (client, _, _url):
@@ -242,7 +243,11 @@ def test_a_stream_sends_each_token_before_the_next_is_sampled() -> None:
             for piece in ("b", "c"):
                 live.sampled.put_nowait(CHAT.encode(piece).tolist())
                 assert (await anext(chunks)).choices[0].delta.content == piece
-            live.sampled.put_nowait([END])
+            live.sampled.put_nowait(end)
+            if isinstance(end, Exception):
+                with pytest.raises(openai.APIError, match="engine-0 is gone"):
+                    await anext(chunks)
+                return
             last = await anext(chunks)
             assert last.choices[0].finish_reason == "stop"
             assert last.system_fingerprint is not None
@@ -261,22 +266,6 @@ def test_a_client_that_leaves_a_stream_ends_the_sampling() -> None:
             assert not live.left.is_set()
             await stream.close()
             await live.left.wait()
-
-    run(work)
-
-
-def test_an_engine_that_breaks_in_the_middle_of_a_stream_is_an_error_to_the_client() -> None:
-    async def work() -> None:
-        live = Live()
-        async with door(policy=live) as (client, _, _url):
-            live.sampled.put_nowait(CHAT.encode("a").tolist())
-            stream = await client.chat.completions.create(model="laptop", messages=USER, stream=True)
-            chunks = aiter(stream)
-            assert (await anext(chunks)).choices[0].delta.content == ""
-            assert (await anext(chunks)).choices[0].delta.content == "a"
-            live.sampled.put_nowait(EngineError("engine-0 is gone", hint="ask again"))
-            with pytest.raises(openai.APIError, match="engine-0 is gone"):
-                await anext(chunks)
 
     run(work)
 

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.gateway import ChatRequest, Refused, TokenTree, read_request
 from etude.gateway.answers import make_answer
-from etude.gateway.requests import TextRequest, read_text_request
+from etude.gateway.requests import NEUTRAL, NEUTRAL_OF_TEXT, TextRequest, read_text_request
 from etude.gateway.streams import Spoken
 from etude.gateway.tree import chain
 from etude.harness import standard_tools
@@ -95,6 +98,39 @@ def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str)
     with pytest.raises(Refused) as refused:
         read(**changes)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("reader", "field", "value", "says"),
+    [
+        (read_request, "n", 2, "only 1 leaves it as it is"),
+        (read_request, "logprobs", True, "logprobs = true is not offered by this model: "),
+        (read_request, "tool_choice", "required", 'only "auto" or "none" leaves'),
+        (read_text_request, "logprobs", 5, "only null leaves it"),
+        (read_text_request, "logprobs", 0, "logprobs = 0 is not offered"),
+        (read_text_request, "best_of", 3, "\n  hint: leave best_of out"),
+        (read_text_request, "logit_bias", {str(i): 1 for i in range(99)}, "is not offered"),
+    ],
+)
+def test_a_field_that_is_not_offered_is_refused_in_three_parts(
+    reader: Callable[[bytes], Any], field: str, value: object, says: str
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x"}
+    for harmless in (None, *(NEUTRAL_OF_TEXT if reader is read_text_request else NEUTRAL)[field]):
+        reader(json.dumps(body | {field: harmless}).encode())
+    with pytest.raises(Refused) as refused:
+        reader(json.dumps(body | {field: value}).encode())
+    message = refused.value.message
+    assert refused.value.param == field
+    assert says in message
+    assert message.startswith(f"{field} = ")
+    assert f"\n  hint: leave {field} out" in message
+    assert len(message) < 300
+
+
+def test_the_guide_lists_every_field_that_is_not_offered() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "guides" / "getting-started.md").read_text()
+    assert [name for name in NEUTRAL | NEUTRAL_OF_TEXT if f"`{name}`" not in guide] == []
 
 
 def test_arguments_that_are_no_json_object_are_refused() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from etude.errors import EngineError
 from etude.inference import EngineGone, HttpEngine
-from etude.inference.server import read_token
+from etude.inference.server import follower_deadline_s, read_token
 from etude.models import Transformer, hf_views
 from etude.models.checkpoint import save_model
 from etude.records import Version
@@ -47,6 +47,16 @@ def process(argv: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]
     ) as started:
         yield started
         started.kill()
+
+
+def test_a_follower_that_hangs_is_noticed_in_half_a_minute_and_later_where_there_is_more_to_decode(
+    tmp_path: Path,
+) -> None:
+    save_model(Transformer(TINY, seed=1), tmp_path / "tiny", dtype="bf16")
+    assert 30.0 <= follower_deadline_s(tmp_path / "tiny") < 31.0
+    with (tmp_path / "tiny" / "model.safetensors").open("r+b") as weights:
+        weights.truncate(2_000_000_000)
+    assert follower_deadline_s(tmp_path / "tiny") == 130.0
 
 
 def ready(process: subprocess.Popen[bytes]) -> dict[str, str]:
