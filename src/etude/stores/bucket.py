@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from etude.errors import StoreError
-from etude.stores.keys import check_key, check_range
+from etude.stores.keys import check_key, check_range, is_key
 from etude.stores.places import parse_place
 from etude.stores.transport import Limits, Transport
 from etude.stores.troubles import Beyond, Missing, Short, Taken
@@ -119,10 +119,7 @@ class BucketStore:
         import obstore
 
         folder = prefix.rpartition("/")[0]
-        try:
-            if folder:
-                check_key(folder)
-        except StoreError:
+        if folder and not is_key(folder):
             return []
         what = f"keys under {prefix!r} cannot be listed in {self.place}"
         client = self._transport.once
@@ -147,12 +144,14 @@ class BucketStore:
             if (held.data if held else None) != expected or (held and held.size > len(held.data)):
                 return False
             with suppress(Taken, Missing):
-                self._write(what, key, data, held.state if held else "create", repeat=False)
+                state: PutMode = held.state if held else "create"
+                self._write(what, key, data, state, may=(Taken, Missing) if held else (Taken,), repeat=False)
                 return True
         raise AssertionError("attempts end by an error")
 
     def _create(self, what: str, key: str, data: bytes) -> None:
-        self._write(what, key, data, "create", repeat=True)
+        """Raises `Taken`."""
+        self._write(what, key, data, "create", may=(Taken,), repeat=True)
 
     def _create_large(self, what: str, key: str, data: bytes) -> None:
         import obstore
@@ -169,17 +168,19 @@ class BucketStore:
                 ),
                 width=at_once,
             )
-            run(what, lambda: obstore.copy(client, staged, key, overwrite=False))
+            run(what, lambda: obstore.copy(client, staged, key, overwrite=False), may=(Taken,))
         finally:
             with suppress(StoreError):  # a later sweep finds it
                 self._delete(staged)
 
-    def _write(self, what: str, key: str, data: bytes, mode: PutMode, *, repeat: bool) -> None:
-        """Raises `Taken` and `Missing`: it is not in the state that `mode` says."""
+    def _write(
+        self, what: str, key: str, data: bytes, mode: PutMode, *, may: tuple[type[Exception], ...], repeat: bool
+    ) -> None:
+        """Raises what it `may`: the object is not in the state that `mode` says."""
         import obstore
 
         client = self._transport.once
-        self._transport.run(what, lambda: obstore.put(client, key, data, mode=mode), repeat=repeat)
+        self._transport.run(what, lambda: obstore.put(client, key, data, mode=mode), may=may, repeat=repeat)
 
     def _part(self, key: str, start: int, stop: int) -> _Part:
         """One request's bytes; none when the object ends before `start`. Raises `Missing`."""
@@ -196,9 +197,9 @@ class BucketStore:
             return _Part(data, meta["size"], _state(meta))
 
         try:
-            return self._transport.run(self._unread(key), ask)
+            return self._transport.run(self._unread(key), ask, may=(Missing, Beyond))
         except Beyond:
-            meta = self._transport.run(self._unread(key), lambda: obstore.head(client, key))
+            meta = self._transport.run(self._unread(key), lambda: obstore.head(client, key), may=(Missing,))
             return _Part(b"", meta["size"], _state(meta))
 
     def _pointer(self, key: str) -> _Part | None:

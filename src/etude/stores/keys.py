@@ -21,15 +21,19 @@ def check_key(key: str) -> str:
     etude.errors.StoreError: key '../secret' is not allowed
       hint: use letters, digits and _=+@.- between slashes; no part may start with a dot
     """
-    parts = key.split("/")
-    if len(key) > MAX_KEY_CHARACTERS or not all(
-        len(part) <= MAX_PART_CHARACTERS and _PART.fullmatch(part) for part in parts
-    ):
+    if not is_key(key):
         raise StoreError(
             f"key {key[:80]!r} is not allowed",
             hint="use letters, digits and _=+@.- between slashes; no part may start with a dot",
         )
     return key
+
+
+def is_key(key: str) -> bool:
+    """Whether `check_key` takes it."""
+    return len(key) <= MAX_KEY_CHARACTERS and all(
+        len(part) <= MAX_PART_CHARACTERS and _PART.fullmatch(part) for part in key.split("/")
+    )
 
 
 def check_range(start: int, stop: int | None) -> None:

@@ -27,13 +27,19 @@ def open_store(url: str | Path) -> BlobStore:
     place = str(url)
     if isinstance(url, Path) or "://" not in place:
         return DirectoryStore(place)
-    if place == "memory://":
+    scheme = place.partition("://")[0]
+    if scheme == "memory":
+        if place != "memory://":
+            raise StoreError("a memory:// URL names nothing", hint="write memory://")
         return MemoryStore()
-    if not place.startswith("file://"):
-        return BucketStore(place)
-    parts = urlsplit(place)
+    return DirectoryStore(_folder(place)) if scheme == "file" else BucketStore(place)
+
+
+def _folder(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = urlsplit("file://unreadable")
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or parts.query or parts.fragment:
-        raise StoreError(
-            "a file:// URL names an absolute path and no host", hint="write file:///path, or the path alone"
-        )
-    return DirectoryStore(unquote(parts.path))
+        raise StoreError("a file:// URL names an absolute path and no host", hint="write file:///path, or the path")
+    return unquote(parts.path)

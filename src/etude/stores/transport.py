@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CONNECT_S = 10.0
+MIN_PART_BYTES = 5 << 20  # what S3 takes
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _runtime_pid: int | None = None  # the process in which obstore started its threads: it does not survive a fork
 
@@ -44,6 +45,12 @@ class Limits:
     max_requests: int = 16
     part_bytes: int = 16 << 20
 
+    def __post_init__(self) -> None:
+        if min(self.deadline_s, self.attempt_s) <= 0 or self.max_requests < 1 or self.part_bytes < MIN_PART_BYTES:
+            raise ValueError(
+                f"deadlines must be over 0, requests 1 or more, parts {MIN_PART_BYTES} bytes or more: {self}"
+            )
+
 
 class Transport:
     """Runs calls of obstore's functions on this process's clients for a place. Safe between threads."""
@@ -55,17 +62,28 @@ class Transport:
         self._free = limits.max_requests
         self._changed = threading.Condition()
 
-    def run(self, what: str, call: Callable[[], T], *, repeat: bool = True, width: int = 1) -> T:
+    def run(
+        self,
+        what: str,
+        call: Callable[[], T],
+        *,
+        may: tuple[type[Exception], ...] = (),
+        repeat: bool = True,
+        width: int = 1,
+    ) -> T:
         """What `call` returns; `width` requests of it are in flight at once. `repeat`: it may be sent again although it
-        may have worked. Raises `Missing`, `Taken`, `Beyond`, and `StoreError`, which begins with `what`."""
+        may have worked. Raises those of `Missing`, `Taken`, `Beyond` that it `may`, and `StoreError`, which begins with
+        `what`."""
         deadline = time.monotonic() + self.limits.deadline_s
         for attempts in itertools.count(1):
             with self._in_flight(what, width, deadline):
                 answer = self._attempt(call)
             if isinstance(answer, _Done):
                 return answer.value
-            if not isinstance(answer, troubles.Trouble):
+            if isinstance(answer, may):
                 raise answer
+            if not isinstance(answer, troubles.Trouble):
+                answer = troubles.misplaced(answer)
             if not (answer.passing and (repeat or answer.undone)):
                 raise answer.error(what, "" if answer.undone or repeat else "whether it was done is not known")
             if not self.pause(attempts, deadline):
@@ -82,9 +100,7 @@ class Transport:
         time.sleep(pause)
         return True
 
-    def _attempt(
-        self, call: Callable[[], T]
-    ) -> _Done[T] | troubles.Missing | troubles.Taken | troubles.Beyond | troubles.Trouble:
+    def _attempt(self, call: Callable[[], T]) -> _Done[T] | troubles.Answer:
         from obstore.exceptions import BaseError
 
         if os.getpid() != _runtime_pid:

@@ -1,7 +1,7 @@
 """What an object store's client says went wrong, read into what a caller can do about it.
 
 The client's own text holds the request's URL, the server's answer, signatures and key ids: none of it goes into an
-error of ours. Only the status, the server's error code and a few known phrases are read out of it. What obstore gives
+error of ours. Only the status, the server's error code and a few known words are read out of it. What obstore gives
 no class of its own is told apart by status and code.
 """
 
@@ -42,18 +42,13 @@ class Trouble:
         return StoreError(what, f"{self.facts}{'; ' if also else ''}{also}", hint=self.hint)
 
 
+Answer = Missing | Taken | Beyond | Trouble  # of a request that brought nothing
+
 _ENVIRONMENT = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
-
-
-def environment_hint(scheme: str) -> str:
-    """What gives access."""
-    return f"give {_ENVIRONMENT[scheme]} (or the machine's role) read and write access to the bucket"
-
-
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _THROTTLED = {"SlowDown", "ServerBusy", "TooManyRequests"}
 _CODE_HINTS = {
@@ -65,20 +60,28 @@ _CODE_HINTS = {
 }
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
-_PHRASES = {  # in the client's text -> in ours; the first that is found
-    "timed out": "no answer in time",
-    "Connection refused": "connection refused",
+_METADATA = re.compile(
+    r"Error performing (?:token request|(?:GET|PUT) http://[^/\s]+/(?:latest/(?:api/token|meta-data)|computeMetadata))"
+)
+_WORDS = {  # in the client's description of an error without a status -> ours; the first that is found
+    "TimedOut": "no answer in time",
+    "ConnectionRefused": "connection refused",
+    "IncompleteBody": "the answer was cut short",
+    "IncompleteMessage": "the connection was cut",
+    "ConnectionReset": "the connection was cut",
+    "BrokenPipe": "the connection was cut",
+    "UnexpectedRange": "another range came than was asked for",
     "dns error": "the host's name is unknown",
     "certificate": "the server's certificate is not trusted",
-    "Connection reset": "the connection was cut",
-    "connection closed": "the connection was cut",
-    "IncompleteMessage": "the connection was cut",
-    "decoding response body": "the answer was cut short",
-    "tcp connect error": "no connection",
 }
 
 
-def read(error: Exception, scheme: str) -> Missing | Taken | Beyond | Trouble:
+def environment_hint(scheme: str) -> str:
+    """What gives access."""
+    return f"give {_ENVIRONMENT[scheme]} (or the machine's role) read and write access to the bucket"
+
+
+def read(error: Exception, scheme: str) -> Answer:
     """What the client's exception means."""
     text = str(error)
     status = int(found[1]) if (found := _STATUS.search(text)) else None
@@ -94,14 +97,22 @@ def read(error: Exception, scheme: str) -> Missing | Taken | Beyond | Trouble:
         return Beyond()
     if isinstance(error, Short):
         return Trouble(str(error), "something on the way changes answers: a proxy?", passing=True, undone=False)
-    facts = " ".join(filter(None, (f"HTTP {status}" if status else _phrase(text), code)))
-    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403) or _no_credentials(text):
+    if _METADATA.search(text):  # which is asked when the environment holds no credentials
+        return Trouble("no credentials", environment_hint(scheme), passing=False, undone=True)
+    facts = " ".join(filter(None, (f"HTTP {status}" if status else _word(text), code)))
+    if kind in ("PermissionDeniedError", "UnauthenticatedError") or status in (401, 403):
         return Trouble(facts, _CODE_HINTS.get(code, environment_hint(scheme)), passing=False, undone=True)
     if status == 429 or code in _THROTTLED:
         return Trouble(facts, "the store asks for fewer requests: poll less often", passing=True, undone=True)
     if status is not None and status < 500 and status != 408:
         return Trouble(facts, _CODE_HINTS.get(code, "the store refuses this request"), passing=False, undone=True)
     return Trouble(facts, _reach(scheme), passing=True, undone=False)
+
+
+def misplaced(answer: Missing | Taken | Beyond) -> Trouble:
+    """An answer that the question has no place for."""
+    said = {Missing: "not found", Taken: "a condition does not hold", Beyond: "no such range"}[type(answer)]
+    return Trouble(f"the store says {said!r}", "see whether the bucket is there", passing=False, undone=True)
 
 
 def _reach(scheme: str) -> str:
@@ -112,10 +123,5 @@ def _reach(scheme: str) -> str:
     }[scheme]
 
 
-def _no_credentials(text: str) -> bool:
-    """Without any in the environment the client asks the machine's metadata service, and that is not there."""
-    return "metadata" in text.lower() or "credential" in text.lower()
-
-
-def _phrase(text: str) -> str:
-    return next((ours for theirs, ours in _PHRASES.items() if theirs.lower() in text.lower()), "no usable answer")
+def _word(text: str) -> str:
+    return next((ours for theirs, ours in _WORDS.items() if theirs in text), "no usable answer")

@@ -61,17 +61,54 @@ print(store.get("pointers/p"))
 """
 
 
-def test_a_full_disk_is_a_store_error_and_every_object_is_whole(tmp_path: Path) -> None:
+A_SWAP_ON_A_FULL_DISK = """
+import sys
+from etude.errors import StoreError
+from etude.stores import DirectoryStore
+store = DirectoryStore(sys.argv[1])
+store.compare_and_swap("pointers/p", None, b"one")
+for size in (10_000, 1):  # until not a byte is free
+    for number in range(100):
+        try:
+            store.put(f"objects/{size}.{number}", b"x" * size)
+        except StoreError:
+            break
+for data in (b"x" * 10_000, b"two"):
+    try:
+        store.compare_and_swap("pointers/p", b"one", data)
+    except StoreError as error:
+        print(error)
+    print(store.get("pointers/p"))
+store.delete("objects/10000.0")
+print(store.compare_and_swap("pointers/p", b"one", b"two"))
+print(store.get("pointers/p"))
+"""
+
+
+def on_a_small_disk(script: str, folder: Path) -> str:
+    """What the script prints; `folder` is a disk of 256 KiB to it."""
     mounted = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
-    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, str(tmp_path)]
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, str(folder)]
     if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("no mount namespaces here")
     ran = subprocess.run(
-        [*command, sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [*command, sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=60
     )
     assert ran.returncode == 0, ran.stderr
-    assert "hint: the disk is full" in ran.stdout
-    assert ran.stdout.splitlines()[-2:] == ["True True", "b'one'"]
+    return ran.stdout
+
+
+def test_a_full_disk_is_a_store_error_and_every_object_is_whole(tmp_path: Path) -> None:
+    told = on_a_small_disk(ON_A_FULL_DISK, tmp_path)
+    assert "hint: the disk is full" in told
+    assert told.splitlines()[-2:] == ["True True", "b'one'"]
+
+
+def test_a_pointer_survives_a_swap_on_a_full_disk_and_moves_once_there_is_room(tmp_path: Path) -> None:
+    lines = on_a_small_disk(A_SWAP_ON_A_FULL_DISK, tmp_path).splitlines()
+    refused = ["pointer 'pointers/p' cannot be moved: No space left on device", lines[1], "b'one'"]
+    assert "hint: the disk is full" in lines[1]
+    assert lines == [*refused, *refused, "True", "b'two'"]
 
 
 def test_a_directory_that_cannot_be_made_is_a_store_error(tmp_path: Path) -> None:
