@@ -6,6 +6,7 @@ import argparse
 import asyncio
 
 from etude.environments import MachineGrader, NamespaceRuntime
+from etude.errors import InputError
 from etude.records.task import Split
 from etude.tasks import Proof, open_source
 from etude.tasks import check as prove
@@ -37,6 +38,11 @@ async def _check(args: argparse.Namespace) -> Proof:
 def show(args: argparse.Namespace) -> int:
     """Print a task; its hidden side only when asked for."""
     source = open_source(args.source, args.seed)
+    size = source.size(Split(args.split))
+    if args.index < 0 or (size is not None and args.index >= size):
+        has = "tasks without end" if size is None else f"{size} task{'' if size == 1 else 's'}"
+        hint = f"give an --index from 0 to {size - 1}" if size else "give an --index from 0 on, or another --split"
+        raise InputError(f"no task {args.index} in {args.split}", f"{args.source} has {has} of that split", hint=hint)
     task = source.task(Split(args.split), args.index)
     print(show_task(task))
     if args.answer:

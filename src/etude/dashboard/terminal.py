@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.dashboard import words
-from etude.dashboard.glossary import GLOSSARY
+from etude.dashboard.glossary import GLOSSARY, legend
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.read import PHASES, Event, RunView, number, text
 from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
@@ -30,13 +30,8 @@ def render(view: RunView) -> RenderableType:
 
 
 def explained(view: RunView) -> RenderableType:
-    """What this moment's words mean, a line each: to be shown beside the first view, not with each."""
-    meanings = Table.grid(padding=(0, 2))
-    meanings.add_column(style="dim", no_wrap=True, min_width=10)
-    meanings.add_column(style="dim")
-    for word in words_in(view):
-        meanings.add_row(word, GLOSSARY[word])
-    return meanings
+    """What this moment's words mean: to be shown below one view, not again with each."""
+    return Text(legend(words_in(view)), "dim")
 
 
 def plain_line(view: RunView) -> str:

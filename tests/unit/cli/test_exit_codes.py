@@ -54,6 +54,8 @@ def test_the_guide_lists_every_exit_code() -> None:
         ("export a@last out", Exit.BAD_INPUT),
         ("tasks check nosuch", Exit.BAD_INPUT),
         ("tasks check humaneval:nosuch.jsonl", Exit.BAD_INPUT),
+        ("tasks show repair --index -1", Exit.BAD_INPUT),
+        ("tasks show repair --index 3", Exit.DONE),
         ("run --resume a --set seed=5", Exit.OTHER_RUN),
     ],
 )
