@@ -112,7 +112,7 @@ def bits_of(name: str, value: Any) -> tuple[Array, str]:
         )
     if not kind.isnative:
         array = array.astype(kind.newbyteorder("="))
-    return array.view(f"u{kind.itemsize}"), _NAMES.get(kind.name, "")
+    return array.view(f"u{kind.itemsize}"), name_of(kind.name)
 
 
 def like(tensor: Tensor, array: Any = None) -> Array:
@@ -123,10 +123,19 @@ def like(tensor: Tensor, array: Any = None) -> Array:
     """
     shaped: Array = tensor.codes.reshape(tensor.shape)
     if isinstance(array, np.ndarray) and array.dtype.isnative and array.itemsize == shaped.itemsize:
-        own = _NAMES.get(array.dtype.name, "")
+        own = name_of(array.dtype.name)
         if own == tensor.dtype or (own and own[0] == "u"):
             return shaped.view(array.dtype)
     return shaped.view(NUMPY.get(tensor.dtype, tensor.codes.dtype))
+
+
+def name_of(dtype: str) -> str:
+    """Our name of a dtype as numpy or torch call it; "" where there is none.
+
+    >>> name_of("torch.bfloat16"), name_of("uint8"), name_of("complex64")
+    ('bf16', 'u8', '')
+    """
+    return _NAMES.get(dtype.removeprefix("torch."), "")
 
 
 def is_torch(value: object) -> bool:
@@ -151,4 +160,4 @@ def _torch_bits(name: str, value: Any) -> tuple[Array, str]:
             hint="view it as what has",
         )
     array = value.detach().view(signed[value.element_size()]).numpy()
-    return array.view(f"u{array.itemsize}"), _NAMES.get(str(value.dtype).removeprefix("torch."), "")
+    return array.view(f"u{array.itemsize}"), name_of(str(value.dtype))
