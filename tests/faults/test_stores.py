@@ -56,7 +56,7 @@ def opened(proxy: Proxy, tmp_path: Path) -> Open:
     """Opens a store of this test's own, behind the proxy."""
 
     def opened(**limits: float) -> BucketStore:
-        quick = {"attempt_s": 1.0, "part_bytes": 5 << 20}
+        quick = {"silence_s": 1.0, "part_bytes": 5 << 20}
         return BucketStore(f"s3://etude/{tmp_path.parent.name}/{tmp_path.name}", **(quick | limits))  # type: ignore
 
     return opened
@@ -100,6 +100,13 @@ def test_a_part_of_a_large_object_that_fails_is_sent_again(proxy: Proxy, opened:
     assert store.list("") == ["large"]
 
 
+def test_a_body_that_goes_up_slowly_is_no_silence_and_one_that_hangs_ends(proxy: Proxy, opened: Open) -> None:
+    store = opened(silence_s=0.2, attempt_s=2.0, deadline_s=1.0)
+    proxy.play("hang", on="PUT")
+    with pytest.raises(StoreError, match="no answer in time; 1 attempt in 1 s"):
+        store.put("a", LARGE[: 1 << 20])
+
+
 def test_a_large_object_whose_last_answer_got_lost_is_found_to_be_there(proxy: Proxy, opened: Open) -> None:
     store = opened()
     proxy.play("swallow", on="POST", path="large?uploadId")
@@ -112,7 +119,7 @@ def test_a_server_that_never_recovers_is_an_error_that_says_how_often_and_how_lo
     proxy: Proxy, opened: Open, trick: str
 ) -> None:
     opened().put("a", b"content")
-    store = opened(deadline_s=0.5, attempt_s=0.2)
+    store = opened(deadline_s=0.5, silence_s=0.2)
     proxy.play(*[trick] * 100, on="GET")
     with pytest.raises(StoreError, match="'a' cannot be read from s3://etude/") as caught:
         store.get("a")
@@ -224,7 +231,7 @@ def test_a_bucket_that_is_not_there_is_an_error_and_not_a_missing_object(s3: str
 
 
 def test_no_more_requests_are_in_flight_than_allowed(proxy: Proxy, opened: Open) -> None:
-    store = opened(max_requests=3, attempt_s=30.0)
+    store = opened(max_requests=3, silence_s=30.0)
     proxy.play(*["meet"] * 12, on="PUT")
     with ThreadPoolExecutor(12) as threads:
         list(threads.map(lambda i: store.put(f"a/{i}", b"x"), range(12)))
@@ -235,7 +242,7 @@ def test_no_more_requests_are_in_flight_than_allowed(proxy: Proxy, opened: Open)
 
 
 def test_waiting_for_others_requests_ends_at_the_deadline(proxy: Proxy, opened: Open) -> None:
-    store = opened(max_requests=1, attempt_s=30.0, deadline_s=0.2)
+    store = opened(max_requests=1, silence_s=30.0, deadline_s=0.2)
     proxy.play("hang", on="PUT")
     with ThreadPoolExecutor(1) as threads:
         threads.submit(store.put, "a", b"x")
@@ -248,7 +255,7 @@ def test_waiting_for_others_requests_ends_at_the_deadline(proxy: Proxy, opened: 
 UPLOADS = """
 import sys
 from etude.stores import BucketStore
-BucketStore(sys.argv[1], part_bytes=5 << 20, attempt_s=30.0).put("large", bytes(11 << 20))
+BucketStore(sys.argv[1], part_bytes=5 << 20).put("large", bytes(11 << 20))
 """
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PARTS_AT_ONCE = 4
 MAX_OBJECT_BYTES = 5 << 30  # what S3 copies in one request
+_QUICK_BYTES = 256 << 10
 _STAGED = ".tmp"
 _STRAY_AFTER = timedelta(days=1)
 
@@ -50,8 +51,9 @@ class BucketStore:
     """A `BlobStore` under a URL such as ``s3://bucket/prefix``. Safe between threads; pickles without its connections
     and without credentials, which each process reads from its own environment.
 
-    `deadline_s`: no further attempt of a request begins later; `attempt_s`: one request's, body included;
-    `max_requests`: in flight at once; `part_bytes`: what is larger travels in parts, 5 MiB at least.
+    `deadline_s`: no further attempt of a request begins later; `silence_s`: the longest wait for the next bytes of an
+    answer; `attempt_s`: one request, its body included; `max_requests`: in flight at once; `part_bytes`: what is larger
+    travels in parts, 5 MiB or more.
     Raises `StoreError`: a URL of another form, obstore not installed.
     """
 
@@ -59,13 +61,14 @@ class BucketStore:
         self,
         url: str,
         *,
-        deadline_s: float = 60.0,
-        attempt_s: float = 30.0,
+        deadline_s: float = 20.0,
+        silence_s: float = 10.0,
+        attempt_s: float = 120.0,
         max_requests: int = 16,
-        part_bytes: int = 16 << 20,
+        part_bytes: int = 8 << 20,
     ) -> None:
         self.place = parse_place(url)
-        self._limits = Limits(deadline_s, attempt_s, max_requests, part_bytes)
+        self._limits = Limits(deadline_s, silence_s, attempt_s, max_requests, part_bytes)
         self._transport = Transport(self.place, self._limits)
         self._at_once = min(PARTS_AT_ONCE, max_requests)
 
@@ -122,7 +125,7 @@ class BucketStore:
         if folder and not is_key(folder):
             return []
         what = f"keys under {prefix!r} cannot be listed in {self.place}"
-        client = self._transport.once
+        client = self._transport.quick
         found = self._transport.run(
             what, lambda: [meta["path"] for page in obstore.list(client, folder or None) for meta in page]
         )
@@ -179,14 +182,14 @@ class BucketStore:
         """Raises what it `may`: the object is not in the state that `mode` says."""
         import obstore
 
-        client = self._transport.once
+        client = self._transport.quick if len(data) <= _QUICK_BYTES else self._transport.slow
         self._transport.run(what, lambda: obstore.put(client, key, data, mode=mode), may=may, repeat=repeat)
 
     def _part(self, key: str, start: int, stop: int) -> _Part:
         """One request's bytes; none when the object ends before `start`. Raises `Missing`."""
         import obstore
 
-        client = self._transport.once
+        client = self._transport.quick
         options: GetOptions = {"range": (start, stop)}
 
         def ask() -> _Part:
@@ -227,7 +230,7 @@ class BucketStore:
     def _delete(self, key: str) -> None:
         import obstore
 
-        client = self._transport.once
+        client = self._transport.quick
         with suppress(Missing):
             self._transport.run(
                 f"object {key!r} cannot be deleted in {self.place}", lambda: obstore.delete(client, key)
@@ -237,7 +240,7 @@ class BucketStore:
         """Remove what killed writers left in `.tmp/`, once it is old enough to be nobody's."""
         import obstore
 
-        client = self._transport.once
+        client = self._transport.quick
         old = datetime.now(UTC) - _STRAY_AFTER
         with suppress(StoreError):  # whoever may not list may still write
             pages = self._transport.run("strays cannot be listed", lambda: list(obstore.list(client, _STAGED)))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Client = S3Store | GCSStore | AzureStore
 
 T = TypeVar("T")
-CONNECT_S = 10.0
+CONNECT_S = 5.0
 MIN_PART_BYTES = 5 << 20  # what S3 takes
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _runtime_pid: int | None = None  # the process in which obstore started its threads: it does not survive a fork
@@ -37,19 +37,18 @@ _runtime_pid: int | None = None  # the process in which obstore started its thre
 
 @dataclass(frozen=True)
 class Limits:
-    """How long and how much. `deadline_s`: after that no further attempt begins; `attempt_s`: one request's, body
-    included; `max_requests`: in flight at once; `part_bytes`: the most that one request carries."""
+    """How long and how much; a link of `part_bytes` / `attempt_s`, 70 kB/s, is the slowest that serves."""
 
-    deadline_s: float = 60.0
-    attempt_s: float = 30.0
-    max_requests: int = 16
-    part_bytes: int = 16 << 20
+    deadline_s: float = 20.0  # after that no further attempt of a request begins
+    silence_s: float = 10.0  # the longest wait for the next bytes of an answer
+    attempt_s: float = 120.0  # one request, its body included
+    max_requests: int = 16  # in flight at once
+    part_bytes: int = 8 << 20  # the most that one request carries
 
     def __post_init__(self) -> None:
-        if min(self.deadline_s, self.attempt_s) <= 0 or self.max_requests < 1 or self.part_bytes < MIN_PART_BYTES:
-            raise ValueError(
-                f"deadlines must be over 0, requests 1 or more, parts {MIN_PART_BYTES} bytes or more: {self}"
-            )
+        shortest = min(self.deadline_s, self.silence_s, self.attempt_s)
+        if shortest <= 0 or self.max_requests < 1 or self.part_bytes < MIN_PART_BYTES:
+            raise ValueError(f"times must be over 0, requests 1 or more, parts {MIN_PART_BYTES} bytes or more: {self}")
 
 
 class Transport:
@@ -57,8 +56,9 @@ class Transport:
 
     def __init__(self, place: Place, limits: Limits) -> None:
         self.place, self.limits = place, limits
-        self.once = _client(place, timeout_s=limits.attempt_s, max_retries=0)
-        self.in_parts = _client(place, timeout_s=limits.deadline_s, max_retries=8)
+        self.quick = _client(place, limits, silence_s=limits.silence_s)
+        self.slow = _client(place, limits)  # for bodies that go up: the client takes that for silence
+        self.in_parts = _client(place, limits, max_retries=8)
         self._free = limits.max_requests
         self._changed = threading.Condition()
 
@@ -139,7 +139,7 @@ class _Done(Generic[T]):
     value: T
 
 
-def _client(place: Place, *, timeout_s: float, max_retries: int) -> Client:
+def _client(place: Place, limits: Limits, *, silence_s: float | None = None, max_retries: int = 0) -> Client:
     """A client with what the environment says. Raises `StoreError`: obstore is not installed, or takes it not."""
     global _runtime_pid
     try:
@@ -153,12 +153,14 @@ def _client(place: Place, *, timeout_s: float, max_retries: int) -> Client:
     if _runtime_pid is None:
         _runtime_pid = os.getpid()
     client: ClientConfig = {
-        "timeout": timedelta(seconds=timeout_s),
-        "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
+        "timeout": timedelta(seconds=limits.attempt_s),
+        "connect_timeout": timedelta(seconds=min(CONNECT_S, limits.silence_s)),
     }
+    if silence_s is not None:
+        client["read_timeout"] = timedelta(seconds=silence_s)
     if place.scheme == "s3" and _endpoint().startswith("http://"):
         client["allow_http"] = True
-    retry: RetryConfig = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=timeout_s)}
+    retry: RetryConfig = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=limits.attempt_s)}
     prefix = place.prefix or None
     try:
         if place.scheme == "s3":

@@ -121,7 +121,9 @@ def test_a_pointer_of_more_than_a_part_is_refused_before_anything_is_asked() -> 
         BucketStore("s3://models", part_bytes=5 << 20).compare_and_swap("p", None, bytes((5 << 20) + 1))
 
 
-@pytest.mark.parametrize("limits", [{"deadline_s": 0}, {"attempt_s": -1}, {"max_requests": 0}, {"part_bytes": 1 << 20}])
+@pytest.mark.parametrize(
+    "limits", [{"deadline_s": 0}, {"silence_s": 0}, {"attempt_s": -1}, {"max_requests": 0}, {"part_bytes": 1 << 20}]
+)
 def test_limits_that_cannot_work_are_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="or more"):
         BucketStore("s3://models", **limits)
