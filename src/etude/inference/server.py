@@ -1,4 +1,4 @@
-"""One engine as a process: ``python -m etude.inference.server --checkpoint DIR [--store DIR] ...``.
+"""One engine as a process: ``python -m etude.inference.server --checkpoint DIR [--store PLACE] ...``.
 
 It loads the checkpoint (architecture, and weights until the store has some), follows the weight chain by itself,
 serves `app` on a socket, and writes ``{"url", "pid", "name"}`` to the ready file once it answers. It dies with its
@@ -35,7 +35,7 @@ from etude.inference.metrics import Load
 from etude.inference.patch import initial_version
 from etude.models import hf_views
 from etude.models.checkpoint import load_model
-from etude.stores import DirectoryStore
+from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights import FollowerProcess
 
@@ -65,7 +65,7 @@ def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[Follow
     if args.store is None:
         return contextlib.nullcontext()
     deadline_s = follower_deadline_s(args.checkpoint)
-    return FollowerProcess(DirectoryStore(args.store), poll_s=args.poll_s, deadline_s=deadline_s)
+    return FollowerProcess(open_store(args.store), poll_s=args.poll_s, deadline_s=deadline_s)
 
 
 def follower_deadline_s(checkpoint: Path) -> float:
@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m etude.inference.server", description="One inference engine.")
     parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
     parser.add_argument("--checkpoint", type=Path, required=True, help="a Hugging Face directory")
-    parser.add_argument("--store", type=Path, help="the directory blob store whose weight chain it follows")
+    parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
     parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it answers")

@@ -23,7 +23,7 @@ from etude.inference.server import follower_deadline_s, read_token
 from etude.models import Transformer, hf_views
 from etude.models.checkpoint import save_model
 from etude.records import Version
-from etude.stores import DirectoryStore
+from etude.stores import DirectoryStore, open_store
 from etude.telemetry import read_events
 from etude.weights import Channel, Tensor
 
@@ -91,6 +91,24 @@ def test_it_serves_from_an_empty_store_says_where_and_notices_a_hang(
     asyncio.run(story())
     kinds = {event["kind"] for event in read_events(tmp_path / "events")}
     assert kinds <= {"engine.load"}
+
+
+def test_it_follows_a_chain_in_a_bucket(argv: list[str], s3: str) -> None:
+    place = "s3://etude/followed/by-an-engine"
+    argv[argv.index("--store") + 1] = place
+    version = publish(Channel(open_store(place)), 1, None)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            said = ready(process)
+
+            async def story() -> None:
+                async with HttpEngine(said["url"]) as engine:
+                    assert await engine.adopt(1, deadline_s=60.0) == version
+
+            asyncio.run(story())
+        finally:
+            process.kill()
 
 
 def followers(process: subprocess.Popen[bytes]) -> list[int]:
