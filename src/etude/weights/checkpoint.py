@@ -116,7 +116,8 @@ def copy_others(source: Path, target: Path) -> list[str]:
     """Copy what is no weights (config, tokeniser, templates) from one directory to another; their names."""
     copied = []
     for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix not in (".safetensors", ".tmp") and file.name != INDEX:
+        weights = file.suffix in (".safetensors", ".tmp") or file.name == INDEX
+        if file.is_file() and not weights and not file.name.startswith("."):
             shutil.copyfile(file, target / file.name)
             copied.append(file.name)
     return copied
