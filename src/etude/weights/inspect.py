@@ -10,14 +10,16 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from etude.errors import EtudeError, WeightsError, nearest
+from etude.errors import WeightsError, nearest
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights import history, plans
-from etude.weights.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, Ref, read_pointer, write_pointer
-from etude.weights.objects import objects_prefix
+from etude.weights.fsck import HINT_POINTER, Check, Finding, verify
+from etude.weights.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, read_pointer, write_pointer
 from etude.weights.steps import steps_between
 from etude.weights.tensors import DTYPES, Tensor
+
+__all__ = ["Check", "Finding", "broken_at", "diff", "find", "log", "repair", "require_pointer", "verify"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,11 @@ class LogRow:
 
     version: Version
     parent: Version | None
-    kind: Kind
+    kind: Kind  # of `object_bytes`: an anchor only where there is no delta
     in_lineage: bool  # False: trained, but the current weights do not come from it
     object_bytes: int  # what an engine of the version before fetches
-    anchor_bytes: int  # the snapshot beside it; 0: none
+    anchor_bytes: int  # the snapshot, alone or beside the delta; 0: none
+    later_bytes: tuple[int, ...]  # deltas over several versions that lead here
     manifest_bytes: int
     snapshot_bytes: int
     bound_bytes: float
@@ -58,27 +61,13 @@ class DiffRow:
     max_step: int | None  # the longest change in ULP; None where one side has no such tensor
 
 
-@dataclass(frozen=True)
-class Check:
-    """What `verify` found. `problems` are sentences; none means that every version can be rebuilt exactly."""
-
-    num_versions: int
-    num_objects: int
-    object_bytes: int
-    problems: tuple[str, ...]
-    orphans: tuple[str, ...]  # keys that no version refers to: what killed publishes left; harmless
-
-
-_HINT_POINTER = "`etude weights repair RUN` sets it to the newest version that was surely published"
-
-
 def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
     """Every version of the chain, in order of publishing; those that no whole manifest leads to are missing
     (`broken_at` says so). Raises `WeightsError` without a usable pointer."""
     trained = {manifest.version for manifest in history.readable(store, name)[0]}
     require_pointer(store, name)
     chain, _ = history.readable(store, name, trained=False)
-    return [_log_row(manifest, manifest.version in trained) for manifest in chain]
+    return [_log_row(store, manifest, manifest.version in trained) for manifest in chain]
 
 
 def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
@@ -96,7 +85,7 @@ def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
 def require_pointer(store: BlobStore, name: str = "policy") -> None:
     """Raises `WeightsError` where versions were published and no pointer names the newest."""
     if history.head(store, name) is None and history.committed(store, name):
-        raise WeightsError(f"the pointer of {name!r} is gone", "though versions were published", hint=_HINT_POINTER)
+        raise WeightsError(f"the pointer of {name!r} is gone", "though versions were published", hint=HINT_POINTER)
 
 
 def repair(store: BlobStore, name: str = "policy", told: Sequence[str] = ()) -> Version | None:
@@ -168,73 +157,17 @@ def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow
     return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
 
 
-def verify(store: BlobStore, name: str = "policy") -> Check:
-    """Read every manifest and object of a channel and rebuild every version by every way. Raises `StoreError`."""
-    problems: list[str] = []
-    manifests, keys = _reachable(store, name, problems)
-    objects: dict[str, int] = {}
-    held: Ref | None = None
-    tensors: dict[str, Tensor] = {}
-    for ref, manifest in manifests:
-        made = None
-        for way in manifest.ways:
-            objects.update((item.key, item.num_bytes) for item in way.objects)
-            try:
-                if way.base and way.base != held:
-                    tensors, held = plans.rebuild(store, history.load(store, way.base)), way.base
-                made = plans.prove(manifest, plans.take(store, manifest, way, tensors))
-            except EtudeError as error:
-                problems.append(f"{manifest.version}: {error.what}" + (f" ({error.facts})" if error.facts else ""))
-        if made is not None:
-            tensors, held = made, ref
-    stored = {*store.list(f"manifests/{name}/"), *store.list(objects_prefix(name))}
-    return Check(
-        num_versions=len(manifests),
-        num_objects=len(objects),
-        object_bytes=sum(objects.values()),
-        problems=tuple(problems),
-        orphans=tuple(sorted(stored - keys - objects.keys())),
-    )
-
-
-def _reachable(store: BlobStore, name: str, problems: list[str]) -> tuple[list[tuple[Ref, Manifest]], set[str]]:
-    """Manifests that base and parent references lead to from the head, bases before what builds on them; every key.
-
-    What cannot be read becomes a problem.
-    """
-    try:
-        pointer = history.head(store, name)
-    except WeightsError as error:
-        problems.append(f"pointer: {error.what} ({error.facts})")
-        return [], set()
-    found: list[tuple[Ref, Manifest]] = []
-    if pointer is None and history.committed(store, name):
-        problems.append(f"pointer: it is gone, though there are manifests; {_HINT_POINTER}")
-    waiting = [pointer.head] if pointer else []
-    seen: set[str] = set()
-    while waiting:
-        ref = waiting.pop()
-        if ref.key in seen:
-            continue
-        seen.add(ref.key)
-        try:
-            manifest = history.load(store, ref)
-        except EtudeError as error:
-            problems.append(f"{ref.version}: {error.what}" + (f" ({error.facts})" if error.facts else ""))
-            continue
-        found.append((ref, manifest))
-        waiting += [r for r in (manifest.parent, manifest.base) if r]
-    return found[::-1], seen
-
-
-def _log_row(manifest: Manifest, in_lineage: bool) -> LogRow:
+def _log_row(store: BlobStore, manifest: Manifest, in_lineage: bool) -> LogRow:
+    later = plans.later_ways(store, manifest)
+    anchor = plans.snapshot(store, manifest)
     return LogRow(
         version=manifest.version,
         parent=manifest.parent.version if manifest.parent else None,
-        kind=manifest.kind,
+        kind=Kind.DELTA if manifest.ways[0].base else Kind.ANCHOR,
         in_lineage=in_lineage,
         object_bytes=manifest.ways[0].num_bytes,
-        anchor_bytes=manifest.anchor.num_bytes if manifest.anchor else 0,
+        anchor_bytes=anchor.num_bytes if anchor else 0,
+        later_bytes=tuple(way.num_bytes for way in later if way.base),
         manifest_bytes=len(msgspec.json.encode(manifest)),
         snapshot_bytes=manifest.snapshot_bytes,
         bound_bytes=manifest.facts.bound_bytes,

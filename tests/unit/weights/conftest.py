@@ -28,6 +28,6 @@ def policy_at(step: int, *, share: float = 0.2, size: int = 4000) -> Weights:
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def policy() -> Callable[..., Weights]:
     return policy_at
