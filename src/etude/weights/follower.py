@@ -18,7 +18,7 @@ from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights import history, plans
-from etude.weights.manifest import Manifest, Pointer
+from etude.weights.manifest import Manifest, Pointer, table
 from etude.weights.tensors import Tensor
 from etude.weights.undo import Changes, Undo, compare, retain
 
@@ -147,6 +147,17 @@ class Follower:
         update = _update(held.before.version, held.tensors, tensors, started)
         self._held = _Held(held.before, tensors)
         return update
+
+    def start_from(self, version: Version, tensors: Mapping[str, Tensor]) -> bool:
+        """Hold a version that was kept elsewhere, for instance on a disk, so that only what came since is fetched.
+
+        False, and nothing is held: the store does not know it, or these are not its tensors. Raises `StoreError`.
+        """
+        manifest = history.find(self._store, self._name, version)
+        if manifest is None or manifest.tensors != table(tensors):
+            return False
+        self._held = _Held(manifest, dict(tensors))
+        return True
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the held version in other memory: tensors of the same names and bits, for instance a shared image."""

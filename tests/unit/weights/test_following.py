@@ -1,0 +1,131 @@
+"""A directory follows a channel, over restarts, and never holds what was not proven."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etude.errors import WeightsError
+from etude.stores import MemoryStore
+from etude.weights import Channel, Follower, Tensor, Update
+from etude.weights.checkpoint import read_checkpoint
+from etude.weights.folder import STATE, CheckpointFolder
+from etude.weights.following import FolderFollower, list_bytes
+from etude.weights.history import pointer_key
+from etude.weights.tensors import same_bits
+
+Tensors = dict[str, Tensor]
+
+
+def tensors(step: int) -> Tensors:
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0x3C00, 0x3E00, 20_000).astype(np.uint16)
+    for s in range(step):
+        codes = codes + (np.random.default_rng(s).random(codes.size) < 0.01).astype(np.uint16)
+    return {"w": Tensor("bf16", (100, 200), codes), "odd": Tensor("u8", (3,), np.arange(3, dtype=np.uint8))}
+
+
+def publish(channel: Channel, step: int) -> None:
+    channel.publish(tensors(step), step=step, parent=None, rollout_ids=[])
+
+
+def assert_holds(path: Path, step: int) -> None:
+    found = read_checkpoint(path).tensors
+    assert all(same_bits(found[name], one) for name, one in tensors(step).items())
+
+
+def test_a_directory_comes_to_each_head_and_writes_only_what_changed(tmp_path: Path) -> None:
+    store = MemoryStore()
+    channel = Channel(store)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder)
+        assert follower.advance() is None
+        for step in range(4):
+            publish(channel, step)
+            adopted = follower.advance()
+            assert adopted is not None
+            assert adopted.version == folder.version
+            assert_holds(tmp_path, step)
+            folder.verify()
+            if step:
+                assert adopted.written_bytes < 1000
+                assert adopted.list_bytes == 5 * adopted.written_bytes
+            assert follower.advance() is None
+
+
+def test_a_restart_goes_on_from_what_the_directory_holds(tmp_path: Path) -> None:
+    store = MemoryStore()
+    channel = Channel(store)
+    publish(channel, 0)
+    with CheckpointFolder(tmp_path) as folder:
+        first = FolderFollower(store, folder)
+        assert not first.resumed
+        anchor = first.advance()
+    publish(channel, 1)
+    publish(channel, 2)
+    with CheckpointFolder(tmp_path) as folder:
+        again = FolderFollower(store, folder)
+        assert again.resumed
+        adopted = again.advance()
+    assert anchor is not None
+    assert adopted is not None
+    assert adopted.fetched_bytes < 0.1 * anchor.fetched_bytes
+    assert_holds(tmp_path, 2)
+
+
+@pytest.mark.parametrize("spoil", ["weights", "state", "other channel"])
+def test_what_is_not_proven_is_not_gone_on_from(tmp_path: Path, spoil: str) -> None:
+    store = MemoryStore()
+    channel = Channel(store)
+    publish(channel, 0)
+    with CheckpointFolder(tmp_path) as folder:
+        FolderFollower(store, folder).advance()
+    if spoil == "weights":
+        file = tmp_path / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    elif spoil == "state":
+        (tmp_path / STATE).unlink()
+    else:
+        store, channel = MemoryStore(), None
+        publish(Channel(store), 5)
+    if channel:
+        publish(channel, 5)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder)
+        assert not follower.resumed
+        follower.advance()
+        folder.verify()
+    assert_holds(tmp_path, 5)
+
+
+def test_a_damaged_store_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
+    store = MemoryStore()
+    channel = Channel(store)
+    publish(channel, 0)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder)
+        follower.advance()
+        publish(channel, 1)
+        for key in store.list("objects/"):
+            store.delete(key)
+        with pytest.raises(WeightsError):
+            follower.advance()
+        folder.verify()
+    assert_holds(tmp_path, 0)
+
+
+def test_decoded_lists_are_told_in_bytes() -> None:
+    store = MemoryStore()
+    channel, follower = Channel(store), Follower(store)
+    publish(channel, 0)
+    follower.advance()
+    publish(channel, 1)
+    update = follower.advance()
+    assert isinstance(update, Update)
+    changed = int((tensors(0)["w"].codes != tensors(1)["w"].codes).sum())
+    assert list_bytes(update) == 10 * changed
+    assert store.get(pointer_key("policy"))
