@@ -12,7 +12,7 @@ from etude.models.naming import hf_views
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.weights import Tensor, inspect
-from etude.weights.history import rebuild
+from etude.weights.plans import rebuild
 
 
 def export_checkpoint(source: Path, out: Path, *, dtype: str) -> Path:
