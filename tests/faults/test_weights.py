@@ -459,6 +459,51 @@ def test_a_commit_that_did_not_happen_is_the_stores_error_and_may_be_repeated() 
     assert Follower(store).pointer() == second
 
 
+class Silent(MemoryStore):
+    """Says nothing after a compare-and-swap, for a while: not even what the pointer is."""
+
+    def __init__(self, *, works: bool) -> None:
+        super().__init__()
+        self.works, self.broken, self.silent = works, False, False
+
+    def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
+        if not self.broken:
+            return super().compare_and_swap(key, expected, data)
+        self.silent = True
+        if self.works:
+            super().compare_and_swap(key, expected, data)
+        raise StoreError("the answer did not come", hint="look again")
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        if self.silent:
+            raise StoreError("nobody answers", hint="look again")
+        return super().get(key, start, stop)
+
+
+@pytest.mark.parametrize("overtaken", [False, True])
+@pytest.mark.parametrize("works", [False, True])
+def test_a_commit_of_which_nothing_is_known_is_looked_up_by_the_next_publish(works: bool, overtaken: bool) -> None:
+    store = Silent(works=works)
+    writer = Channel(store)
+    first = writer.publish(policy_at(0), step=0, parent=None, rollout_ids=[]).version
+    store.broken = True
+    with pytest.raises(StoreError, match="not known"):
+        writer.publish(policy_at(1), step=1, parent=first, rollout_ids=[])
+    store.broken = store.silent = False
+    if overtaken:
+        Channel(store).publish(policy_at(7), step=7, parent=None, rollout_ids=[])
+        with pytest.raises(WeightsError, match="another writer moved"):
+            writer.publish(policy_at(2), step=2, parent=first, rollout_ids=[])
+        return
+    second = writer.publish(policy_at(2), step=2, parent=first, rollout_ids=[])
+    assert not second.anchor
+    follower = Follower(store)
+    follower.advance()
+    assert follower.version == second.version
+    assert holds(follower, 2)
+    assert [m.version.step for m in chain(store, "policy")] == ([0, 1, 2] if works else [0, 2])
+
+
 FULL_DISK = """
 import resource, sys
 sys.path.insert(0, sys.argv[2])

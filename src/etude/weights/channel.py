@@ -23,7 +23,7 @@ from etude.seams import BlobStore
 from etude.weights import history, plans
 from etude.weights.anchors import Debt, debt_at
 from etude.weights.bound import bound_bytes
-from etude.weights.commit import Outcome, commit, read, says_nothing, swept_since
+from etude.weights.commit import Outcome, Unsure, commit, read, says_nothing, swept_since
 from etude.weights.manifest import (
     FORMAT,
     Damaged,
@@ -88,6 +88,7 @@ class Channel:
         self._key = history.pointer_key(name)
         self.incarnation = incarnation or secrets.token_hex(4)
         self._head: _Head | None = None  # None: the store was not read yet
+        self._doubt: _Head | None = None  # a commit of which it is not known whether it happened
         self.mended = ""
         """What this writer found damaged and healed by publishing, in words; empty in a sound store."""
 
@@ -106,24 +107,25 @@ class Channel:
 
         `parent`: the version these weights were trained from, None for a root. `after` is called with "objects",
         "manifest" and "pointer" when each is durable. Raises `WeightsError` when another writer moved the pointer,
-        `StoreError` when the store refuses; then nothing is published and the call may be repeated.
+        `StoreError` when the store refuses; then nothing is published and the call may be repeated. Where the store
+        fell silent at the commit (`commit.Unsure`), the next call finds out.
         """
         done = after or (lambda name: None)
         entries = table(tensors)
         kept = {entry.name: tensors[entry.name] if owned else tensors[entry.name].copy() for entry in entries}
         version = Version(step, self.incarnation, table_digest(entries))
         for _ in range(_MAX_SWEEPS):
-            head = self._head = self._at(self._head or self._open())
+            head = self._head = self._present()
             manifest = self._manifest(head, kept, entries, version, parent, rollout_ids, done)
             ref, data = write_manifest(manifest)
             read_manifest(data)  # what no reader would take is not published
             self._store.put(ref.key, data)
             done("manifest")
-            if (pointer := self._commit(head, ref, manifest)) is not None:
-                debt = head.debt.grown(manifest)
-                if manifest.anchor is not None:
-                    debt = Debt(manifest.anchor.num_bytes)
-                self._head = _Head(pointer, ref, kept, debt, manifest.serial, head.generation)
+            pointer = self._pointer(head, ref, manifest)
+            debt = Debt(manifest.anchor.num_bytes) if manifest.anchor else head.debt.grown(manifest)
+            ahead = _Head(pointer, ref, kept, debt, manifest.serial, head.generation)
+            if self._commit(head, ahead):
+                self._head = ahead
                 done("pointer")
                 return _published(manifest)
         raise WeightsError(
@@ -159,8 +161,13 @@ class Channel:
         generation = max([head.generation, *(manifest.generation for manifest in known)]) + 1
         return replace(head, generation=generation, serial=max((m.serial for m in known), default=0))
 
-    def _at(self, head: _Head) -> _Head:
-        """The same head, after garbage collection that came since it was read or moved."""
+    def _present(self) -> _Head:
+        """The head that the next version applies to: what was published last, as the store has it by now."""
+        if self._doubt is not None:
+            if read(self._store, self._key) == self._doubt.pointer:
+                self._head = self._doubt  # the answer was lost, its work was done
+            self._doubt = None
+        head = self._head or self._open()
         now = read(self._store, self._key)
         return replace(head, pointer=now) if swept_since(head.pointer, now) else head
 
@@ -213,26 +220,32 @@ class Channel:
             encode_s += more_s
         return tuple(ways), Facts(bound_bytes(new, old), _changed_share(new, old), encode_s)
 
-    def _commit(self, head: _Head, ref: Ref, manifest: Manifest) -> bytes | None:
-        """Move the pointer; its bytes, or None where garbage collection came between and all is to be put again."""
+    def _pointer(self, head: _Head, ref: Ref, manifest: Manifest) -> bytes:
         sweep = 0
         if head.pointer is not None and not says_nothing(head.pointer):
             sweep = read_pointer(head.pointer).sweep
         pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=head.generation, sweep=sweep)
-        data = write_signed(self._key, pointer, self._signer)
-        match commit(self._store, self._key, head.pointer, data):
-            case Outcome.SWEPT:
-                return None
-            case Outcome.LOST:
-                raise WeightsError(
-                    f"{manifest.version} is not published: another writer moved channel {self._name!r}",
-                    _where(self._store, self._key),
-                    hint="one learner publishes to a channel: stop the other, then restart this one from its"
-                    " checkpoint; the same holds after a rollback",
-                )
-            case Outcome.HEALED:
-                self.mended = "the pointer was damaged while this writer held it: this version replaces it"
-        return data
+        return write_signed(self._key, pointer, self._signer)
+
+    def _commit(self, head: _Head, ahead: _Head) -> bool:
+        """Move the pointer; False where garbage collection came between, and all is to be put again."""
+        assert ahead.ref is not None
+        assert ahead.pointer is not None
+        try:
+            outcome = commit(self._store, self._key, head.pointer, ahead.pointer)
+        except Unsure:
+            self._doubt = ahead
+            raise
+        if outcome is Outcome.LOST:
+            raise WeightsError(
+                f"{ahead.ref.version} is not published: another writer moved channel {self._name!r}",
+                _where(self._store, self._key),
+                hint="one learner publishes to a channel: stop the other, then restart this one from its checkpoint;"
+                " the same holds after a rollback",
+            )
+        if outcome is Outcome.HEALED:
+            self.mended = "the pointer was damaged while this writer held it: this version replaces it"
+        return outcome is not Outcome.SWEPT
 
     def _ref(self, version: Version, head: _Head) -> Ref:
         """The reference to a version that was published, or at least written, in this channel. A damaged manifest is

@@ -14,6 +14,10 @@ from etude.seams import BlobStore
 from etude.weights.manifest import MAX_POINTER_BYTES, Damaged, Pointer, read_pointer
 
 
+class Unsure(StoreError):
+    """Whether the pointer moved is not known: the store gave no answer, then could not be asked."""
+
+
 class Outcome(enum.Enum):
     """How a compare-and-swap ended."""
 
@@ -32,7 +36,12 @@ def commit(store: BlobStore, key: str, expected: bytes | None, pointer: bytes) -
             return Outcome.WON
     except StoreError as error:
         lost = error
-    now = read(store, key)
+    try:
+        now = read(store, key)
+    except StoreError as error:
+        raise Unsure(
+            f"whether {key} moved is not known", f"{lost or 'the answer was no'}; then {error.what}", hint=error.hint
+        ) from error
     if now == pointer:
         return Outcome.WON
     if lost is not None and now == expected:
