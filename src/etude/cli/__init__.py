@@ -6,6 +6,7 @@ Exit codes are those of `etude.errors.Exit`; every error's class has one.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -60,6 +61,14 @@ def port(text: str) -> int:
     if not text.isdigit() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 0 (any free one) to {MAX_PORT}")
     return int(text)
+
+
+def duration(text: str) -> float:
+    """An argument that is a time, in seconds: "90s", "10m", "24h", "7d"."""
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write 90s, 10m, 24h or 7d")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,7 +167,9 @@ def _weights_commands(commands: Commands[Parser]) -> None:
     weights = commands.add_parser("weights", help="weights as they travel: deltas, files, chains").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    _run_argument(_add(weights, "log", "weights:log", "every version: bytes, ratio, share of the bound"))
+    log = _add(weights, "log", "weights:log", "every version: bytes, ratio, share of the bound")
+    log.add_argument("run", nargs="?", metavar="RUN|STORE", help="(default: the newest in runs/)")
+    _channel_argument(log)
     diff = _add(weights, "diff", "weights:diff", "what changed between two checkpoints, or two versions, by tensor")
     diff.add_argument("a", metavar="A", help="a checkpoint directory, a .safetensors file, or a run's version or step")
     diff.add_argument("b", metavar="B")
@@ -179,6 +190,28 @@ def _weights_commands(commands: Commands[Parser]) -> None:
     _run_argument(
         _add(weights, "repair", "weights:repair", "set a lost or damaged pointer to the newest published version")
     )
+    _store_commands(weights)
+
+
+def _store_commands(weights: Commands[Parser]) -> None:
+    publish = _add(weights, "publish", "weights_store:publish", "publish a checkpoint as a channel's next version")
+    publish.add_argument("checkpoint", type=Path, metavar="DIR", help="a checkpoint directory, or a .safetensors file")
+    publish.add_argument("--step", type=int, metavar="N", help="(default: the head's and one)")
+    follow = _add(weights, "follow", "weights_store:follow", "keep a checkpoint directory at a channel's head")
+    gc = _add(weights, "gc", "weights_store:gc", "delete what no version needs any more; the first call only looks")
+    gc.add_argument("--keep", type=duration, default="7d", metavar="TIME", help="every head within it can be rebuilt")
+    fsck = _add(weights, "fsck", "weights_store:check", "read all of a channel, and rebuild every version by every way")
+    for parser in (publish, follow, gc, fsck):
+        parser.add_argument("store", metavar="STORE", help="a directory, s3://bucket/prefix, gs:// or az://")
+        _channel_argument(parser)
+    follow.add_argument("--apply", type=Path, required=True, metavar="DIR", help="made if it is not there")
+    follow.add_argument("--branch", default="", metavar="NAME", help="follow a branch: a canary, a rollback")
+    follow.add_argument("--poll", type=duration, default="1s", metavar="TIME", help="how often the pointer is read")
+    follow.add_argument("--once", action="store_true", help="come to the head and end")
+
+
+def _channel_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--name", default="policy", metavar="CHANNEL", help="(default: policy)")
 
 
 def _model_commands(commands: Commands[Parser]) -> None:

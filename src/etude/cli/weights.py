@@ -1,4 +1,4 @@
-"""``etude weights log | diff | verify | repair``."""
+"""``etude weights log | diff | verify | repair``. What needs no run is in `weights_files` and `weights_store`."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from etude.cli import weights_files
+from etude.cli import weights_files, weights_store
 from etude.cli.places import console, open_run
 from etude.dashboard import RunView
 from etude.dashboard.glossary import legend
 from etude.errors import InputError, WeightsError
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
-from etude.weights import inspect
+from etude.weights import fsck, inspect
 
 
 def log(args: argparse.Namespace) -> int:
     """Every version, the newest last: bytes, ratio, share of the bound, what it was trained on."""
-    run = open_run(args.run)
+    store = weights_store.named_store(args.run)
     table = Table("version", "kind", "bytes", "ratio", "share of bound", "changed", "rollouts")
-    for row in inspect.log(DirectoryStore(run / "weights")):
+    for row in inspect.log(store, args.name):
         table.add_row(
             f"{row.version}{'' if row.in_lineage else ' (abandoned)'}",
             row.kind,
@@ -33,7 +33,7 @@ def log(args: argparse.Namespace) -> int:
         )
     console().print(table)
     console().print(f"({legend(['delta', 'bound'])}; ratio: bytes of the whole weights over those of the delta)")
-    damage = inspect.broken_at(DirectoryStore(run / "weights"))
+    damage = inspect.broken_at(store, args.name)
     if damage is not None:
         raise damage
     return 0
@@ -69,13 +69,8 @@ def verify(args: argparse.Namespace) -> int:
             f"{args.run} is a file", hint=f"say what it applies to: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
-    check = inspect.verify(DirectoryStore(run / "weights"))
-    for problem in check.problems:
-        print(problem)
-    print(
-        f"{check.num_versions} versions, {check.num_objects} objects, {check.object_bytes:,} bytes: "
-        f"{len(check.problems)} problems, {len(check.orphans)} orphans"
-    )
+    check = fsck.verify(DirectoryStore(run / "weights"))
+    weights_store.tell(check)
     if check.problems:
         raise WeightsError(
             f"{len(check.problems)} problems in {run / 'weights'}",

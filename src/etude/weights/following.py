@@ -48,16 +48,19 @@ class FolderFollower:
         self._follower = Follower(store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key)
         self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
         """Whether what the folder held is a version of the channel, to go on from."""
+        self._pending: Update | None = None  # proven, and not yet taken by the disk
 
     def advance(self) -> Adopted | None:
         """Come to the head; None when it is held, or there is none. Raises what `Follower.advance` raises, and
-        `StoreError` for a disk that refuses; then the folder is what it was, or opening it anew leads to the head."""
-        update = self._follower.advance()
+        `StoreError` for a disk that refuses; then the folder is what it was, or opening it anew leads to the head, and
+        so does the next call."""
+        update = self._pending = self._follower.advance() or self._pending
         if update is None:
             return None
         started = time.perf_counter()
         written = self._folder.adopt(update.version, self._follower.tensors)
         self._follower.hold(self._folder.tensors)
+        self._pending = None
         return Adopted(
             version=update.version,
             fetched_bytes=update.fetched_bytes,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from etude.errors import WeightsError
+from etude.errors import StoreError, WeightsError
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, Update
 from etude.weights.checkpoint import read_checkpoint
@@ -116,6 +117,29 @@ def test_a_damaged_store_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
             follower.advance()
         folder.verify()
     assert_holds(tmp_path, 0)
+
+
+def test_what_a_full_disk_refused_is_adopted_when_there_is_room_again(tmp_path: Path) -> None:
+    store = MemoryStore()
+    channel = Channel(store)
+    publish(channel, 0)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder)
+        follower.advance()
+        publish(channel, 1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+        try:
+            with pytest.raises(StoreError, match="cannot be written"):
+                follower.advance()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        folder.verify()
+        adopted = follower.advance()
+        assert adopted is not None
+        assert adopted.version.step == 1
+        assert follower.advance() is None
+    assert_holds(tmp_path, 1)
 
 
 def test_decoded_lists_are_told_in_bytes() -> None:

@@ -1,0 +1,117 @@
+"""``etude weights publish | follow | gc | fsck``: channels in any store, without a run."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from pathlib import Path
+
+from etude.cli.places import open_run
+from etude.dashboard.words import size
+from etude.errors import EtudeError, InputError, WeightsError
+from etude.seams import BlobStore
+from etude.stores import DirectoryStore, open_store
+from etude.weights import Channel, Follower, fsck, garbage
+from etude.weights.checkpoint import read_checkpoint
+from etude.weights.folder import CheckpointFolder
+from etude.weights.following import Adopted, FolderFollower
+
+
+def publish(args: argparse.Namespace) -> int:
+    """Publish a checkpoint as the channel's next version: a delta against its head, where there is one."""
+    tensors = read_checkpoint(args.checkpoint).tensors
+    store = open_store(args.store)
+    head = Follower(store, args.name).pointer()
+    step = args.step if args.step is not None else head.step + 1 if head else 0
+    told = Channel(store, args.name).publish(tensors, step=step, parent=head, rollout_ids=[], owned=True)
+    ratio = f", {told.snapshot_bytes / max(1, told.object_bytes):.1f} times less than the weights"
+    print(
+        f"{told.version}: {size(told.object_bytes)}{'' if head is None else ratio}"
+        + (f"; beside it an anchor of {size(told.anchor_bytes)}" if head and told.anchor else "")
+    )
+    return 0
+
+
+def follow(args: argparse.Namespace) -> int:
+    """Keep a checkpoint directory at the head; a line for each version. Ends by Ctrl-C; with `--once` at the head."""
+    store = existing_store(args.store)
+    with CheckpointFolder(args.apply) as folder:
+        follower = FolderFollower(store, folder, args.name, branch=args.branch)
+        if follower.resumed:
+            print(f"{folder.version}: held by {args.apply}, proven", flush=True)
+        trouble, pause = "", threading.Event()
+        while True:
+            try:
+                adopted = follower.advance()
+                trouble = ""
+                if adopted is not None:
+                    print(_line(adopted), flush=True)
+            except EtudeError as error:
+                if args.once:
+                    raise
+                if str(error) != trouble:
+                    trouble = str(error)
+                    print(f"waiting: {error}", flush=True)
+            if args.once:
+                if folder.version is None:
+                    raise WeightsError(
+                        f"channel {args.name!r} of {args.store} has no version", hint="etude weights publish makes one"
+                    )
+                return 0
+            pause.wait(args.poll)
+
+
+def gc(args: argparse.Namespace) -> int:
+    """Delete what no version needs that was a head within `--keep`. The first call only looks."""
+    done = garbage.collect(existing_store(args.store), args.name, keep_s=args.keep, now=time.time())
+    print(
+        f"{done.num_deleted} keys deleted; {done.num_kept} versions can be rebuilt, of {done.num_old} older ones only"
+        f" the manifest is left; {done.num_adrift} keys belong to nothing yet"
+    )
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Read all of a channel and rebuild every version by every way. Exit code 1 for a version that is lost."""
+    found = fsck.verify(existing_store(args.store), args.name)
+    tell(found)
+    if found.found:
+        first = found.found[0]
+        raise WeightsError(f"{len(found.found)} problems in {args.store}", str(first), hint=first.hint)
+    return 0
+
+
+def tell(found: fsck.Check) -> None:
+    """What a check found, a line each, and how much it read."""
+    for finding in found.found:
+        print(finding)
+    for finding in found.notices:
+        print(f"notice: {finding}")
+    print(
+        f"{found.num_versions} versions, {found.num_objects} objects, {found.object_bytes:,} bytes: "
+        f"{len(found.found)} problems, {len(found.notices)} notices, {len(found.orphans)} orphans"
+        + (f"; of {found.num_collected} versions garbage collection took the objects" if found.num_collected else "")
+    )
+
+
+def named_store(text: str | None) -> BlobStore:
+    """The store that a RUN|STORE argument means: a URL, a store's directory, or a run's weights."""
+    if text is not None and ("://" in text or (Path(text) / "pointers").is_dir()):
+        return open_store(text)
+    return DirectoryStore(open_run(None if text is None else Path(text)) / "weights")
+
+
+def existing_store(place: str) -> BlobStore:
+    """A store that is there already: a mistyped path is not made into an empty one. Raises `InputError`."""
+    if "://" not in place and not Path(place).is_dir():
+        raise InputError(f"no store at {place}", hint="give a directory, s3://bucket/prefix, gs:// or az://")
+    return open_store(place)
+
+
+def _line(adopted: Adopted) -> str:
+    return (
+        f"{adopted.version}: fetched {size(adopted.fetched_bytes)} in {adopted.fetch_s:.2f} s, wrote"
+        f" {size(adopted.written_bytes)} in {adopted.write_s:.2f} s, lists of {size(adopted.list_bytes)}"
+        + (f"; healed: {'; '.join(adopted.healed)}" if adopted.healed else "")
+    )

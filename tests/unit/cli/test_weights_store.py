@@ -1,0 +1,141 @@
+"""`etude weights` on a store, as somebody with his own trainer and engine calls it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from etude.cli import duration, main
+from etude.weights.checkpoint import read_checkpoint
+from etude.weights.folder import CheckpointFolder
+from etude.weights.tensors import same_bits
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Four checkpoint directories, a step apart each; the working directory is theirs."""
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layers.{i}.w": torch.randn(100, 200, generator=generator).mul(0.02).bfloat16() for i in range(3)}
+    for step in range(4):
+        Path(f"c{step}").mkdir()
+        save_file(tensors, f"c{step}/model.safetensors", {"format": "pt"})
+        tensors = {
+            name: (w.float() + 1e-5 * torch.randn(w.shape, generator=generator)).bfloat16()
+            for name, w in tensors.items()
+        }
+    return [f"c{step}" for step in range(4)]
+
+
+def holds(folder: str, checkpoint: str) -> bool:
+    a, b = read_checkpoint(Path(folder)).tensors, read_checkpoint(Path(checkpoint)).tensors
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+def test_checkpoints_travel_through_a_store_into_a_directory(steps, capsys) -> None:
+    assert main(["weights", "publish", "c0", "store"]) == 0
+    assert capsys.readouterr().out.startswith("v000000-")
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c0")
+    for step in (1, 2, 3):
+        assert main(["weights", "publish", f"c{step}", "store"]) == 0
+        assert "times less than the weights" in capsys.readouterr().out
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("held by live, proven")
+    assert said[1].startswith("v000003-")
+    assert "lists of" in said[1]
+    assert holds("live", "c3")
+    assert main(["weights", "log", "store"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"v00000{step}-" in said for step in range(4))
+    assert main(["weights", "fsck", "store"]) == 0
+    assert "4 versions" in capsys.readouterr().out
+
+
+def test_a_channel_of_another_name_and_a_step_of_ones_own(steps, capsys) -> None:
+    assert main(["weights", "publish", "c0", "store", "--name", "fp8", "--step", "40"]) == 0
+    assert capsys.readouterr().out.startswith("v000040-")
+    assert main(["weights", "follow", "store", "--apply", "live", "--once", "--name", "fp8"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "other", "--once"]) == 1
+    assert "channel 'policy' of store has no version" in capsys.readouterr().err
+
+
+def test_garbage_collection_keeps_what_the_head_needs(steps, capsys) -> None:
+    for step in steps:
+        main(["weights", "publish", step, "store"])
+    for _ in range(2):
+        assert main(["weights", "gc", "store", "--keep", "0s"]) == 0
+    assert "keys deleted" in capsys.readouterr().out
+    assert main(["weights", "fsck", "store"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c3")
+
+
+def test_a_lost_object_is_found_with_a_hint(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    for file in Path("store/objects").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    assert main(["weights", "fsck", "store"]) == 1
+    said = capsys.readouterr()
+    assert "1 problems" in said.out
+    assert "\n  hint: " in said.err
+
+
+FOLLOW = "import sys; from etude.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_a_follower_that_is_killed_goes_on_from_a_proven_version(steps) -> None:
+    main(["weights", "publish", "c0", "store"])
+    argv = [sys.executable, "-c", FOLLOW, "weights", "follow", "store", "--apply", "live", "--poll", "0.01s"]
+    for step in (1, 2, 3):
+        child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        child.stdout.readline()
+        main(["weights", "publish", f"c{step}", "store"])
+        if step == 2:
+            child.stdout.readline()
+        os.kill(child.pid, signal.SIGKILL)
+        child.stdout.close()
+        assert child.wait(timeout=60) == -signal.SIGKILL
+        with CheckpointFolder(Path("live")) as folder:
+            folder.verify()
+            assert folder.version is not None
+            assert folder.version.step in (step - 1, step)
+        assert holds("live", f"c{folder.version.step}")
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c3")
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["follow", "stroe", "--apply", "live", "--once"], 2, "no store at stroe"),
+        (["fsck", "stroe"], 2, "no store at stroe"),
+        (["gc", "stroe"], 2, "no store at stroe"),
+        (["log", "stroe"], 2, "stroe is not a run"),
+        (["publish", "none", "store"], 2, "no checkpoint at none"),
+        (["publish", "c0", "store", "--name", "A/b"], 1, "channel name 'A/b' is not allowed"),
+    ],
+)
+def test_what_is_not_there_is_named_and_not_made(steps, capsys, argv, code, says) -> None:
+    assert main(["weights", *argv]) == code
+    said = capsys.readouterr().err
+    assert says in said
+    assert "\n  hint: " in said
+    assert not Path("stroe").exists()
+
+
+def test_times_are_written_with_their_unit(capsys) -> None:
+    assert [duration(text) for text in ("90s", "1.5m", "24h", "7d")] == [90.0, 90.0, 86_400.0, 604_800.0]
+    with pytest.raises(SystemExit):
+        main(["weights", "gc", "store", "--keep", "7"])
+    assert "is no time: write 90s" in capsys.readouterr().err
