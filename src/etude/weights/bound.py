@@ -9,8 +9,10 @@ k(e) changed, by ULP steps of magnitude m (codes in monotone order):
     signs       k(e)
     model       1/2 log2(n(e) + 1) where 0 < k(e) < n(e), and 1/2 log2(k(e) + 1) for each distinct magnitude but one
 
-Bits, divided by 8. Elements of all tensors of a dtype are counted together, dtypes apart. Unchanged tensors are
-elements like others. A tensor without an old of its dtype and shape counts its own bytes: there is nothing to bound.
+Bits, divided by 8. What is counted are items: elements, the two numbers of a packed 4-bit code, the two words of a
+64-bit element (whose exponent, as that of all integers, is 0 here). Items of all tensors of a dtype are counted
+together, dtypes apart. Unchanged tensors are tensors like others. A tensor without an old of its dtype and shape counts
+its own bytes: there is nothing to bound.
 A coder with more context (history) can be below it; one with this context cannot, but for the model's cost.
 """
 
@@ -22,8 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from etude.weights.codec import exponents, steps_between
-from etude.weights.tensors import DTYPES, Codes, DType, Tensor
+from etude.weights.steps import exponents, steps_between
+from etude.weights.tensors import DTYPES, Codes, DType, Tensor, to_items
 
 EXACT_BITS = 8
 """Magnitudes of so many bits are symbols of their own."""
@@ -49,13 +51,14 @@ def bound_bytes(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:
         if before is None or before.spec != after.spec:
             bits += 8 * after.num_bytes
         else:
-            by_dtype.setdefault(after.dtype, []).append((before.codes, after.codes))
+            kind = DTYPES[after.dtype]
+            by_dtype.setdefault(after.dtype, []).append((to_items(before.codes, kind), to_items(after.codes, kind)))
     return (bits + sum(_dtype_bits(DTYPES[name], pairs) for name, pairs in by_dtype.items())) / 8
 
 
 def _dtype_bits(kind: DType, pairs: list[tuple[Codes, Codes]]) -> float:
-    num_exponents = 1 if kind.exponent_shift is None else 1 << (kind.bits - 1 - kind.exponent_shift)
-    num_symbols = (1 << EXACT_BITS) + (kind.bits + 1 << LEADING_BITS)
+    num_exponents = 1 if kind.exponent_shift is None else 1 << (kind.width - 1 - kind.exponent_shift)
+    num_symbols = (1 << EXACT_BITS) + (kind.width + 1 << LEADING_BITS)
     elements = np.zeros(num_exponents, np.int64)
     joint = [np.empty(0, np.int64)]
     raw_bits = 0

@@ -1,11 +1,10 @@
 """The delta codec: new codes from old ones, exact for every bit pattern.
 
-Codes are put into their monotone order first (sign and magnitude become one scale), so a change is a small number of
-ULP steps and a zero crossing is no jump. Elements are grouped by the *old* code's exponent, which both sides hold:
-the chance of a change doubles with every octave down, and knowing that is worth 36-43 % of the bytes (measured). In a
-class go: which elements changed and by how many steps; and one raw bit for each sign.
-Tensors of one dtype are pooled, so that a hundred small ones cost no hundred headers. A tensor without an old of its
-own dtype and shape goes in whole, as byte planes: an anchor is a delta against nothing.
+A change is coded as what it is: a small number of steps on the codes' own scale (`steps.py`). Elements are grouped by
+the *old* code's exponent, which both sides hold: the chance of a change doubles with every octave down, and knowing
+that is worth 36-43 % of the bytes (measured). Tensors are cut into tiles of about 32 KiB of delta (`layout.py`), each
+coded by itself (`tiles.py`, and the same in native code): tiles go over all cores, and a reader may fetch only those
+that it needs. A tensor without an old of its own dtype and shape goes in whole (`wholes.py`).
 
 An object says nothing of names: it belongs to an ordered list of specs that its manifest holds, and so do the digests
 that prove the result. `docs/formats/delta.md` has every field.
@@ -13,28 +12,40 @@ that prove the result. `docs/formats/delta.md` has every field.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from etude.weights.streams import Numbers, Reader, Writer, damaged
-from etude.weights.tensors import DTYPES, Codes, DType, Spec, Tensor, same_bits
+from etude.weights import layout, wholes
+from etude.weights.choices import Mode, choose
+from etude.weights.layout import SAME, WHOLE, Header, Kernels, Tile
+from etude.weights.streams import damaged
+from etude.weights.tensors import DTYPES, Codes, DType, Spec, Tensor, from_items, same_bits, to_items
+from etude.weights.tiles import RAW, NumpyKernels, gather, scattered
 
-MAGIC = b"etd\x01"
-"""First four bytes; the last of them is the format."""
+BATCH_ITEMS = 1 << 24
+"""Items that go to the kernels at a time: enough tiles for all cores, and a bound for the lists that come back."""
 
-SAME, DELTA, WHOLE = 0, 1, 2  # forms of a tensor
-TILE_ELEMENTS = 1 << 22
-"""Elements coded together: bounds both sides' working memory to about 45 bytes an element of one tile."""
+_PLANES = 2
+"""Mode of a tile that is no list of changes but its new items; the other is `tiles.CODED`."""
 
-_RARE_SHARE = 1 << 10  # exponents that hold less than this part of a tile join their neighbour's class
-
-Index = npt.NDArray[np.intp]
+_NUMPY = NumpyKernels()
 
 
-def encode(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> bytes:
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What becomes of a tensor's elements: `codes` go to `positions`, which rise; all others stay."""
+
+    positions: npt.NDArray[np.int64]
+    codes: Codes
+
+
+def encode(
+    new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode = "best", *, kernels: Kernels = _NUMPY
+) -> bytes:
     """The bytes that turn `old` into `new`, element by element of the two lists; None: there is no old one.
 
     >>> old = Tensor("bf16", (4,), np.array([0x3F80, 0x3F80, 0x0000, 0x7FC1], np.uint16))
@@ -42,168 +53,153 @@ def encode(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> bytes:
     >>> same_bits(decode(encode([new], [old]), [new.spec], [old])[0], new)
     True
     """
-    forms = [_form(n, o) for n, o in zip(new, old, strict=True)]
-    writer = Writer()
-    writer.data += MAGIC
-    writer.varint(len(forms))
-    writer.numbers(np.array(forms, np.uint32))
+    after, before = _sides(new, old)
+    plan = choose(after, before, [tensor.spec for tensor in new], kernels, mode)
+    payloads = [b""] * plan.num_tiles
+    olds, news = _or_empty(before), _or_empty(after)
     for kind in DTYPES.values():
-        chosen = [i for i, form in enumerate(forms) if form == DELTA and new[i].dtype == kind.name]
-        after, before = _pool([new[i] for i in chosen], kind), _pool([o for i in chosen if (o := old[i])], kind)
-        for start in range(0, after.size, TILE_ELEMENTS):
-            _write_tile(writer, kind, before[start : start + TILE_ELEMENTS], after[start : start + TILE_ELEMENTS])
-    for kind in DTYPES.values():
-        whole = _pool([t for t, form in zip(new, forms, strict=True) if form == WHOLE and t.dtype == kind.name], kind)
-        for start in range(0, whole.size, TILE_ELEMENTS):
-            writer.planes(whole[start : start + TILE_ELEMENTS])
-    return bytes(writer.data)
+        for batch in _batches(plan.tiles(kind)):
+            coded = kernels.encode(kind, [tile for _, tile in batch], olds, news)
+            for (number, tile), payload in zip(batch, coded, strict=True):
+                payloads[number] = _shorter(payload, tile, kind, news)
+    for i, form in enumerate(plan.forms):
+        if form == WHOLE:
+            for number, start, stop in plan.wholes(i):
+                payloads[number] = wholes.write(new[i].codes[start:stop])
+    return layout.write(plan, payloads)
 
 
-def decode(data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> list[Tensor]:
+def decode(
+    data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = _NUMPY
+) -> list[Tensor]:
     """The new tensors, one for each spec. Unchanged ones are the old objects themselves.
 
     Raises `WeightsError` for bytes no `encode` made for these specs and this old. Bytes that are well formed but
     were altered give other codes: the caller compares digests.
     """
-    reader = Reader(data)
-    if bytes(reader.take(len(MAGIC))) != MAGIC:
-        raise damaged("it does not start as a delta of format 1 does")
-    if reader.varint(len(specs)) != len(specs):
-        raise damaged(f"it is not for these {len(specs)} tensors")
-    forms = reader.numbers(len(specs)).tolist()
-    for form, spec, held in zip(forms, specs, old, strict=True):
-        if form > WHOLE or (form != WHOLE and (held is None or held.spec != spec)):
-            raise damaged("a tensor refers to an old one that is not held")
-    codes: list[Codes | None] = [None] * len(specs)
-    for form in (DELTA, WHOLE):
-        for kind in DTYPES.values():
-            chosen = [i for i, f in enumerate(forms) if f == form and specs[i].dtype == kind.name]
-            before = _pool([o for i in chosen if (o := old[i])], kind) if form == DELTA else None
-            pooled = _read_pool(reader, kind, sum(specs[i].size for i in chosen), before)
-            ends = np.cumsum([specs[i].size for i in chosen])[:-1]
-            for i, part in zip(chosen, np.split(pooled, ends) if chosen else (), strict=True):
-                codes[i] = part.copy()  # of its own, so that a tensor that stays does not keep the pool
-    reader.end()
+    header, held = _open(data, specs, old)
+    made = [items.copy() for items in held]
+    for kind, batch, payloads in _changing(header, data):
+        kernels.apply(kind, batch, held, made, payloads)
+    tensors = []
+    for i, (spec, form) in enumerate(zip(specs, header.layout.forms, strict=True)):
+        known = old[i]
+        if form == SAME and known is not None:
+            tensors.append(known)
+        else:
+            codes = _whole(header, data, i) if form == WHOLE else from_items(made[i], DTYPES[spec.dtype])
+            tensors.append(Tensor(spec.dtype, spec.shape, codes))
+    return tensors
+
+
+def changes(
+    data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = _NUMPY
+) -> list[Changes | Tensor]:
+    """For each spec what changes in the old tensor (nothing, where nothing does), or the whole new one.
+
+    What `decode` does without making the tensors: memory in proportion to the changes. Raises `WeightsError`.
+    """
+    header, held = _open(data, specs, old)
+    found: list[list[tuple[npt.NDArray[np.int64], Codes]]] = [[] for _ in specs]
+    for kind, batch, payloads in _changing(header, data):
+        for tile, (places, items) in zip(batch, kernels.changes(kind, batch, held, payloads), strict=True):
+            for tensor, positions, part in scattered(tile, places, items):
+                found[tensor].append((positions, part))
     return [
-        held if part is None and held is not None else Tensor(spec.dtype, spec.shape, part)  # type: ignore[arg-type]
-        for spec, held, part in zip(specs, old, codes, strict=True)
+        Tensor(spec.dtype, spec.shape, _whole(header, data, i))
+        if header.layout.forms[i] == WHOLE
+        else _elements(found[i], held[i], DTYPES[spec.dtype])
+        for i, spec in enumerate(specs)
     ]
 
 
-def to_order(codes: Codes, kind: DType) -> Codes:
-    """Codes on a monotone scale of the same width: -inf lowest, then -0 right below +0, +inf highest; NaNs outside.
-
-    >>> to_order(np.array([0x8001, 0x8000, 0x0000, 0x0001], np.uint16), DTYPES["bf16"]).tolist()
-    [32766, 32767, 32768, 32769]
-    """
-    if kind.exponent_shift is None:
-        return codes
-    top = codes.dtype.type(1 << (kind.bits - 1))
-    negative = (codes.view(f"i{codes.itemsize}") >> (kind.bits - 1)).view(codes.dtype)
-    return codes ^ (negative | top)
-
-
-def from_order(ordered: Codes, kind: DType) -> Codes:
-    """Inverse of `to_order`."""
-    if kind.exponent_shift is None:
-        return ordered
-    top = ordered.dtype.type(1 << (kind.bits - 1))
-    positive = (ordered.view(f"i{ordered.itemsize}") >> (kind.bits - 1)).view(ordered.dtype)
-    return ordered ^ (~positive | top)
+def _sides(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> tuple[list[Codes | None], list[Codes | None]]:
+    """The items of both: no new ones where nothing changed, no old ones where there is nothing to compare with."""
+    after: list[Codes | None] = []
+    before: list[Codes | None] = []
+    for n, o in zip(new, old, strict=True):
+        known = o is not None and o.spec == n.spec
+        same = known and o is not None and same_bits(n, o)
+        after.append(None if same else to_items(n.codes, DTYPES[n.dtype]) if known else n.codes)
+        before.append(to_items(o.codes, DTYPES[o.dtype]) if known and o is not None and not same else None)
+    return after, before
 
 
-def exponents(codes: Codes, kind: DType) -> npt.NDArray[np.uint8]:
-    """The exponent bits of each code; 0 for an unsigned integer."""
-    if kind.exponent_shift is None:
-        return np.zeros(codes.size, np.uint8)
-    mask = codes.dtype.type((1 << (kind.bits - 1 - kind.exponent_shift)) - 1)
-    return (codes >> codes.dtype.type(kind.exponent_shift) & mask).astype(np.uint8)
+def _or_empty(arrays: Iterable[Codes | None]) -> list[Codes]:
+    return [np.empty(0, np.uint8) if array is None else array for array in arrays]
 
 
-def steps_between(old: Codes, new: Codes, kind: DType) -> tuple[npt.NDArray[np.bool_], Numbers]:
-    """Which steps go down, and each one's size in ULP, the shorter way around the scale. [N] bool, [N] uint32."""
-    steps = (to_order(new, kind) - to_order(old, kind)).view(f"i{old.itemsize}")
-    return steps < 0, np.abs(steps).view(old.dtype).astype(np.uint32)
+def _batches(tiles: Iterable[tuple[int, Tile]]) -> Iterator[list[tuple[int, Tile]]]:
+    batch: list[tuple[int, Tile]] = []
+    size = 0
+    for number, tile in tiles:
+        batch.append((number, tile))
+        size += tile.size
+        if size >= BATCH_ITEMS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
-def _form(new: Tensor, old: Tensor | None) -> int:
-    if old is None or old.spec != new.spec:
-        return WHOLE
-    return SAME if same_bits(new, old) else DELTA
+def _shorter(coded: bytes, tile: Tile, kind: DType, new: Sequence[Codes]) -> bytes:
+    """A tile's coded form, or byte planes of its new items where that form is long and they are shorter."""
+    if len(coded) * 4 < tile.size * kind.items.itemsize * 3:
+        return coded
+    return min(coded, bytes((_PLANES,)) + wholes.write(gather(tile, new)), key=len)
 
 
-def _pool(tensors: Sequence[Tensor], kind: DType) -> Codes:
-    return np.concatenate([np.empty(0, kind.codes), *(t.codes for t in tensors)])
+def _for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
+    """A tile's bytes as kernels take them: coded, or raw where they are planes."""
+    if payload[0] != _PLANES:
+        return payload
+    items = np.empty(tile.size, kind.items)
+    wholes.read(payload[1:], items)
+    return memoryview(bytes((RAW,)) + items.astype(kind.items.newbyteorder("<"), copy=False).tobytes())
 
 
-def _write_tile(writer: Writer, kind: DType, old: Codes, new: Codes) -> None:
-    exponent = exponents(old, kind)
-    counts = np.bincount(exponent, minlength=256)
-    low, high = _class_range(counts)
-    order, bounds = _classes(exponent, counts, low, high)
-    changed = (old != new)[order]
-    writer.data += bytes((low, high))
-    for start, stop in bounds:
-        writer.positions(changed[start:stop])
-    places = np.flatnonzero(changed)
-    where = order[places]
-    down, size = steps_between(old[where], new[where], kind)
-    writer.bits(down)
-    for first, last in np.searchsorted(places, bounds):
-        if first < last:
-            writer.numbers(size[first:last] - np.uint32(1))
+def _open(data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
+    """The header, checked against what is there; and the old items of tensors that the delta changes."""
+    header = layout.read_header(data, specs)
+    if len(data) != int(header.offsets[-1]):
+        raise damaged(f"it has {len(data)} bytes, its header says {header.offsets[-1]}")
+    held: list[Codes | None] = []
+    for form, spec, known in zip(header.layout.forms, specs, old, strict=True):
+        if form != WHOLE and (known is None or known.spec != spec):
+            raise damaged("a tensor refers to an old one that is not held")
+        needed = known is not None and form not in (SAME, WHOLE)
+        held.append(to_items(known.codes, DTYPES[spec.dtype]) if needed and known is not None else None)
+    return header, _or_empty(held)
 
 
-def _read_pool(reader: Reader, kind: DType, count: int, before: Codes | None) -> Codes:
-    tiles: list[Any] = [np.empty(0, kind.codes)]
-    for start in range(0, count, TILE_ELEMENTS):
-        size = min(TILE_ELEMENTS, count - start)
-        old = None if before is None else before[start : start + size]
-        tiles.append(reader.planes(size, kind.codes) if old is None else _read_tile(reader, kind, old))
-    return np.concatenate(tiles)
+def _changing(header: Header, data: bytes) -> Iterator[tuple[DType, list[Tile], list[memoryview]]]:
+    """The tiles in which something changes, and their bytes, for the kernels."""
+    view, offsets = memoryview(data), header.offsets
+    for kind in DTYPES.values():
+        changing = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1])
+        for batch in _batches(changing):
+            payloads = [_for_kernels(view[offsets[n] : offsets[n + 1]], tile, kind) for n, tile in batch]
+            yield kind, [tile for _, tile in batch], payloads
 
 
-def _read_tile(reader: Reader, kind: DType, old: Codes) -> Codes:
-    low, high = reader.byte(), reader.byte()
-    if low > high:
-        raise damaged(f"a tile has exponents from {low} to {high}")
-    exponent = exponents(old, kind)
-    order, bounds = _classes(exponent, np.bincount(exponent, minlength=256), low, high)
-    where, counts = [], []
-    for start, stop in bounds:
-        of_class = order[start:stop][np.flatnonzero(reader.positions(stop - start))]
-        where.append(of_class)
-        counts.append(of_class.size)
-    changed = np.concatenate(where)
-    down = reader.bits(changed.size)
-    size = np.concatenate([np.empty(0, np.uint32), *(reader.numbers(count) for count in counts if count)])
-    if size.size and int(size.max()) >= 1 << (kind.bits - 1):
-        raise damaged("a step is longer than the scale")
-    step = size.astype(kind.codes) + kind.codes.type(1)
-    ordered = to_order(old[changed], kind)
-    new = old.copy()
-    new[changed] = from_order(np.where(down, ordered - step, ordered + step), kind)
-    return new
+def _elements(found: Sequence[tuple[npt.NDArray[np.int64], Codes]], old: Codes, kind: DType) -> Changes:
+    """Changes of items, from tile to tile, as changes of elements in order."""
+    positions = np.concatenate([np.empty(0, np.int64), *(where for where, _ in found)])
+    items = np.concatenate([np.empty(0, kind.items), *(part for _, part in found)])
+    if positions.size and not (np.diff(positions) > 0).all():
+        order = np.argsort(positions)
+        positions, items = positions[order], items[order]
+    if kind.parts == 1:
+        return Changes(positions, items)
+    elements = np.unique(positions // kind.parts)
+    both = old.reshape(-1, kind.parts)[elements]
+    both[np.searchsorted(elements, positions // kind.parts), positions % kind.parts] = items
+    return Changes(elements, from_items(both.reshape(-1), kind))
 
 
-def _class_range(counts: Index) -> tuple[int, int]:
-    """The lowest and the highest exponent that have a class of their own; what lies outside joins them.
-
-    `counts`: [256] elements by exponent.
-    """
-    below = np.cumsum(counts)
-    spare = int(below[-1]) // _RARE_SHARE
-    low = int(np.searchsorted(below, spare, side="right"))
-    high = int(np.searchsorted(below, below[-1] - spare, side="left"))
-    return low, max(low, high)
-
-
-def _classes(
-    exponent: npt.NDArray[np.uint8], counts: Index, low: int, high: int
-) -> tuple[Index, list[tuple[int, int]]]:
-    """Elements in order of their class, then of their place; and where each class that has any starts and stops."""
-    ends = [*np.cumsum(counts)[low:high].tolist(), exponent.size]
-    bounds = [(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True) if a < b]
-    if len(bounds) == 1:
-        return np.arange(exponent.size), bounds
-    return np.argsort(np.clip(exponent, low, high), kind="stable"), bounds
+def _whole(header: Header, data: bytes, tensor: int) -> npt.NDArray[Any]:
+    spec = header.layout.specs[tensor]
+    codes = np.empty(spec.size, DTYPES[spec.dtype].codes)
+    for number, start, stop in header.layout.wholes(tensor):
+        wholes.read(memoryview(data)[header.offsets[number] : header.offsets[number + 1]], codes[start:stop])
+    return codes

@@ -1,13 +1,13 @@
-"""The small codes a delta is made of: blocks, numbers and sets of positions, each in the shortest of a few forms.
+"""The bytes that fields are made of: varints, blocks, and numbers as unary and low bits.
 
-A geometric gap is within 3 % of its entropy in a Rice code without any table; a dense set is a bitmap that zstd's
-Huffman stage takes to its entropy; a wide magnitude is a byte that the same stage takes. The writer tries and the
-reader is told which. `docs/formats/delta.md` has every field. Readers take any bytes: they raise `WeightsError`, and
-need memory in proportion to the number of items the caller expects. Knows nothing of tensors.
+A geometric number is within 3 % of its entropy in a Rice code without any table; bytes of unlike chances go through
+zstd's Huffman stage. `docs/formats/delta.md` has every field. Readers take any bytes: they raise `WeightsError`, and
+need memory in proportion to the number of items that the caller expects. Knows nothing of tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,14 @@ import zstandard
 
 from etude.errors import WeightsError
 
-Numbers = npt.NDArray[np.uint32]
-Bools = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.uint32]
+Longs = npt.NDArray[np.int64]
 
-ZERO, RICE, WIDE, PEELED = 0, 1, 2, 3  # forms of numbers
-NONE, ALL, BITMAP, SET, UNSET = 0, 1, 2, 3, 4  # forms of a set of positions
-_ESCAPE = 255
-_MAX_LOW_BITS = 24
-_PEEL_SHARE = 0.3  # a Huffman code gives a symbol at least one bit: one this common is better taken out first
-_MAX_PEELS = 64
+LONGEST_RUN = 24
+"""Zeros of a unary number, at most; so many mean that the quotient is among the escapes."""
+
 _HUFFMAN = zstandard.ZstdCompressionParameters(  # matches in such bytes are accidents: the entropy stage is wanted
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, window_log=18, write_content_size=True
 )
@@ -36,115 +34,72 @@ def damaged(what: str) -> WeightsError:
     return WeightsError("delta is damaged", what, hint="fetch it again; the follower heals from the nearest anchor")
 
 
-class Writer:
-    """Appends to one growing buffer. Not safe between threads."""
+def varint(value: int) -> bytes:
+    """LEB128: seven bits a byte, lowest first.
 
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self._zstd = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
+    >>> varint(300).hex()
+    'ac02'
+    """
+    out = bytearray()
+    while value >= 0x80:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
 
-    def varint(self, value: int) -> None:
-        """LEB128: seven bits a byte, lowest first."""
-        while value >= 0x80:
-            self.data.append(value & 0x7F | 0x80)
-            value >>= 7
-        self.data.append(value)
 
-    def block(self, raw: Bytes) -> None:
-        """Bytes of a length the reader knows: a zstd frame where that is shorter, else as they are."""
-        frame = self._zstd.compress(raw.data) if raw.size > 16 else b""
-        if frame and len(frame) < raw.size:
-            self.varint(len(frame))
-            self.data += frame
-        else:
-            self.varint(0)
-            self.data += raw.data
+def compress(raw: bytes | memoryview) -> bytes:
+    """A zstd frame that states its content's size."""
+    return zstandard.ZstdCompressor(compression_params=_HUFFMAN).compress(raw)
 
-    def bits(self, flags: Bools) -> None:
-        """Flags, eight a byte, the first in the lowest bit; as they are."""
-        self.data += np.packbits(flags, bitorder="little").data
 
-    def numbers(self, values: Numbers, peels: int = _MAX_PEELS) -> None:
-        """Numbers of a count the reader knows. At most `peels` times are the zeros taken out as a set of positions."""
-        num_zeros = values.size - int(np.count_nonzero(values))
-        if num_zeros == values.size:
-            self.data.append(ZERO)
-        elif peels and num_zeros > _PEEL_SHARE * values.size:
-            some = values > 0
-            self.data.append(PEELED)
-            self.positions(some)
-            self.numbers(values[some] - np.uint32(1), peels - 1)
-        else:
-            rice_low, rice_bits = _best_rice(values)
-            wide_low, wide_bits = _best_wide(values)
-            if rice_bits <= min(wide_bits, 32 * values.size + 64):
-                self._rice(values, rice_low)
-            else:
-                self._wide(values, wide_low)
+def decompress(frame: memoryview, *, limit: int) -> bytes:
+    """A frame's content. Raises `WeightsError` before opening a frame whose content is longer than `limit`."""
+    try:
+        size = zstandard.get_frame_parameters(frame).content_size
+        if not 0 <= size <= limit:
+            raise damaged(f"a frame's content is over its limit of {limit} bytes")
+        raw = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise damaged(f"a block is no zstd frame: {error}") from None
+    if len(raw) != size:
+        raise damaged("a frame's content is shorter than it says")
+    return raw
 
-    def positions(self, flags: Bools) -> None:
-        """Which of a number of items, known to the reader, are in the set."""
-        count = int(np.count_nonzero(flags))
-        if count == 0 or count == flags.size:
-            self.data.append(ALL if count else NONE)
-            return
-        rare = flags if 2 * count <= flags.size else ~flags
-        gaps = _gaps(np.flatnonzero(rare)).astype(np.uint32)
-        bitmap, listed = Writer(), Writer()
-        bitmap.data.append(BITMAP)
-        bitmap.block(np.packbits(flags, bitorder="little"))
-        listed.data.append(SET if rare is flags else UNSET)
-        listed.varint(gaps.size)
-        listed.numbers(gaps, peels=0)
-        self.data += min(bitmap.data, listed.data, key=len)
 
-    def _rice(self, values: Numbers, low_bits: int) -> None:
-        ends = np.cumsum((values >> np.uint32(low_bits)).astype(np.int64) + 1) - 1
-        unary = np.zeros(int(ends[-1]) + 1, np.bool_)
-        unary[ends] = True
-        self.data += bytes((RICE, low_bits))
-        self.varint((unary.size + 7) // 8)
-        self.bits(unary)
-        self._low(values, low_bits)
-
-    def _wide(self, values: Numbers, low_bits: int) -> None:
-        high = values >> np.uint32(low_bits)
-        self.data += bytes((WIDE, low_bits))
-        self.block(np.minimum(high, _ESCAPE).astype(np.uint8))
-        self.planes(high[high >= _ESCAPE])
-        self._low(values, low_bits)
-
-    def _low(self, values: Numbers, low_bits: int) -> None:
-        for bit in range(low_bits):
-            self.bits((values >> np.uint32(bit) & np.uint32(1)).astype(np.bool_))
-
-    def planes(self, values: npt.NDArray[Any]) -> None:
-        """Unsigned integers of any width, one block for each byte of the width, the lowest first."""
-        octets = np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).view(np.uint8)
-        for plane in range(values.dtype.itemsize):
-            self.block(np.ascontiguousarray(octets[plane :: values.dtype.itemsize]))
+def block(raw: Bytes) -> bytes:
+    """Bytes of a length the reader knows: a zstd frame where that is shorter, else as they are."""
+    frame = compress(raw.data) if raw.size > 16 else b""
+    return varint(len(frame)) + frame if frame and len(frame) < raw.size else varint(0) + raw.tobytes()
 
 
 class Reader:
-    """Takes from a buffer what a `Writer` appended, in the same order. Raises `WeightsError` for anything else."""
+    """Takes fields from the front of a buffer, never past its end. Raises `WeightsError`."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes | memoryview) -> None:
         self._data, self._at = memoryview(data), 0
-        self._zstd = zstandard.ZstdDecompressor()
+
+    @property
+    def left(self) -> int:
+        """Bytes that were not taken yet."""
+        return len(self._data) - self._at
 
     def end(self) -> None:
         """Raises where bytes are left over."""
-        if self._at != len(self._data):
-            raise damaged(f"{len(self._data) - self._at} bytes too many")
+        if self.left:
+            raise damaged(f"{self.left} bytes too many")
 
     def take(self, count: int) -> memoryview:
-        if count > len(self._data) - self._at:
-            raise damaged(f"it ends {count - len(self._data) + self._at} bytes early")
+        if count > self.left:
+            raise damaged(f"it ends {count - self.left} bytes early")
         self._at += count
         return self._data[self._at - count : self._at]
 
-    def byte(self) -> int:
-        return self.take(1)[0]
+    def byte(self, limit: int = 255) -> int:
+        value = self.take(1)[0]
+        if value > limit:
+            raise damaged(f"a field is {value}, over its limit of {limit}")
+        return value
 
     def varint(self, limit: int) -> int:
         value = shift = 0
@@ -161,118 +116,75 @@ class Reader:
         length = self.varint(size)
         if length == 0:
             return np.frombuffer(self.take(size), np.uint8)
-        frame = self.take(length)
-        try:
-            if zstandard.get_frame_parameters(frame).content_size != size:
-                raise damaged("a block's content has another size than expected")
-            raw = self._zstd.decompress(frame, max_output_size=size, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise damaged(f"a block is no zstd frame: {error}") from None
+        raw = decompress(self.take(length), limit=size)
         if len(raw) != size:
-            raise damaged("a block's content is shorter than it says")
+            raise damaged("a block's content has another size than expected")
         return np.frombuffer(raw, np.uint8)
 
-    def bits(self, count: int) -> Bools:
+    def bits(self, count: int) -> Flags:
+        """[count] flags: the first is the lowest bit of the first byte."""
         packed = np.frombuffer(self.take((count + 7) // 8), np.uint8)
         return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
-    def numbers(self, count: int, peels: int = _MAX_PEELS) -> Numbers:
-        form = self.byte()
-        if form == ZERO:
-            return np.zeros(count, np.uint32)
-        if form == RICE:
-            return self._rice(count)
-        if form == WIDE:
-            return self._wide(count)
-        if form == PEELED and peels:
-            values = np.zeros(count, np.uint32)
-            some = np.flatnonzero(self.positions(count))
-            values[some] = self.numbers(some.size, peels - 1) + np.uint32(1)
-            return values
-        raise damaged(f"numbers of form {form}")
+    def low_bits(self, groups: Sequence[tuple[int, int]]) -> Numbers:
+        """The low bits of all numbers, where each group has so many numbers of so many bits."""
+        counts, widths = np.array(groups, np.int64).T
+        packed = self.take((int((counts * widths).sum()) + 7) // 8)
+        width = np.repeat(widths, counts)
+        at = np.cumsum(width) - width
+        padded = np.zeros(len(packed) + 8, np.uint8)
+        padded[: len(packed)] = packed
+        words = np.ndarray((padded.size - 7,), "<u8", padded, 0, (1,))  # one that starts at each byte
+        low: Numbers = (words[at >> 3] >> (at & 7).astype(np.uint64)).astype(np.uint32)
+        return low & ((1 << width) - 1).astype(np.uint32)
 
-    def positions(self, size: int) -> Bools:
-        form = self.byte()
-        if form in (NONE, ALL):
-            return np.full(size, form == ALL)
-        if form == BITMAP:
-            packed = self.block((size + 7) // 8)
-            return np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
-        if form not in (SET, UNSET):
-            raise damaged(f"positions of form {form}")
-        gaps = self.numbers(self.varint(size), peels=0)
-        listed = np.cumsum(gaps.astype(np.int64) + 1) - 1
-        if listed.size and listed[-1] >= size:
-            raise damaged("a position lies past the end")
-        flags = np.full(size, form == UNSET)
-        flags[listed] = form == SET
-        return flags
-
-    def _rice(self, count: int) -> Numbers:
-        low_bits = self._low_bits()
-        ends = np.flatnonzero(self.bits(8 * self.varint(4 * count + 9)))
-        if ends.size != count:
-            raise damaged(f"{ends.size} numbers where {count} are expected")
-        return self._with_low(_gaps(ends), low_bits)
-
-    def _wide(self, count: int) -> Numbers:
-        low_bits = self._low_bits()
-        high = self.block(count).astype(np.int64)
-        escaped = np.flatnonzero(high == _ESCAPE)
-        high[escaped] = self.planes(escaped.size, np.dtype(np.uint32))
-        return self._with_low(high, low_bits)
-
-    def _low_bits(self) -> int:
-        low_bits = self.byte()
-        if low_bits > _MAX_LOW_BITS:
-            raise damaged(f"{low_bits} low bits")
-        return low_bits
-
-    def _with_low(self, high: npt.NDArray[np.int64], low_bits: int) -> Numbers:
-        if high.size and int(high.max()) << low_bits >> 32:
-            raise damaged("a number has more than 32 bits")
-        values = high.astype(np.uint32) << np.uint32(low_bits)
-        for bit in range(low_bits):
-            values |= self.bits(high.size).view(np.uint8).astype(np.uint32) << np.uint32(bit)
-        return values
-
-    def planes(self, count: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Inverse of `Writer.planes`: `count` unsigned integers of dtype `kind`, native byte order."""
-        octets = np.empty((count, kind.itemsize), np.uint8)
-        for plane in range(kind.itemsize):
-            octets[:, plane] = self.block(count)
-        return octets.view(kind.newbyteorder("<")).reshape(count).astype(kind, copy=False)
+    def words(self, count: int) -> Longs:
+        """[count] integers of 32 bits."""
+        return np.frombuffer(self.take(4 * count), "<u4").astype(np.int64)
 
 
-def _gaps(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Unset items before each position since the one before."""
-    return np.diff(positions, prepend=-1) - 1
+def bits(flags: npt.NDArray[Any]) -> bytes:
+    """Flags (bool, or 0 and 1), eight a byte, the first in the lowest bit."""
+    return np.packbits(flags, bitorder="little").tobytes()
 
 
-def _best_rice(values: Numbers) -> tuple[int, int]:
-    """The Rice parameter with the shortest code, and that code's length in bits."""
-    typical = float(values.mean()) * 0.69  # the mean times ln 2: the median of a geometric number
-    guess = min(_MAX_LOW_BITS, int(np.log2(typical))) if typical >= 1 else 0
-    lengths = {
-        k: (k + 1) * values.size + int((values >> np.uint32(k)).sum(dtype=np.int64))
-        for k in range(max(0, guess - 2), min(_MAX_LOW_BITS, guess + 2) + 1)
-    }
-    best = min(lengths, key=lambda k: lengths[k])
-    return best, lengths[best]
+def words(values: Numbers) -> bytes:
+    """Integers of 32 bits."""
+    return values.astype("<u4").tobytes()
 
 
-def _best_wide(values: Numbers) -> tuple[int, float]:
-    """How many low bits to leave raw below a byte, and about how many bits that takes."""
-    reach = 7 * float(values.mean()) / _ESCAPE  # 7 means hold 99.9 % of a geometric number
-    guesses = {0, min(_MAX_LOW_BITS, int(np.ceil(np.log2(reach))))} if reach > 1 else {0}
-    lengths = {k: _wide_bits(values >> np.uint32(k)) + k * values.size for k in guesses}
-    best = min(lengths, key=lambda k: lengths[k])
-    return best, lengths[best]
+def gaps(places: Longs) -> Longs:
+    """What lies before each place, since the one before it.
+
+    >>> gaps(np.array([0, 3, 4])).tolist()
+    [0, 2, 0]
+    """
+    lengths = places.copy()
+    lengths[1:] -= places[:-1] + 1
+    return lengths
 
 
-def _wide_bits(values: Numbers) -> float:
-    """The entropy of the bytes, about what their table takes, and the escapes."""
-    counts = np.bincount(np.minimum(values, _ESCAPE), minlength=_ESCAPE + 1)
-    used = counts[counts > 0]
-    entropy = float(-(used * np.log2(used / values.size)).sum())
-    return max(entropy, values.size) + 4.0 * used.size + 100 + 32.0 * int(counts[_ESCAPE])
+def unary(quotients: Numbers) -> Flags:
+    """[sum of quotients + count] for each quotient so many zeros, at most `LONGEST_RUN`, and a one."""
+    ends = np.cumsum(np.minimum(quotients, LONGEST_RUN) + np.uint32(1), dtype=np.int64)
+    flags = np.zeros(int(ends[-1]) if ends.size else 0, np.bool_)
+    flags[ends - 1] = True
+    return flags
+
+
+def runs(flags: Flags, count: int) -> Longs:
+    """Inverse of `unary`, escapes left in."""
+    ends = np.flatnonzero(flags)
+    if ends.size != count or flags.size != (ends[-1] + 1 if count else 0):
+        raise damaged(f"{ends.size} numbers where {count} are expected")
+    lengths = gaps(ends)
+    if count and int(lengths.max()) > LONGEST_RUN:
+        raise damaged("a quotient is longer than any is written")
+    return lengths
+
+
+def low_bits(values: Numbers, count: int) -> Bytes:
+    """[N * count] 0 or 1: the low `count` bits of each value, value after value, the lowest first."""
+    width = 8 if count <= 8 else 16 if count <= 16 else 32
+    octets = values.astype(f"<u{width // 8}").view(np.uint8)
+    return np.unpackbits(octets, bitorder="little").reshape(-1, width)[:, :count].reshape(-1)

@@ -1,11 +1,12 @@
 """A store written once must stay readable: the formats of deltas, manifests and pointers do not drift.
 
-Writers may choose other bytes (another zstd, a better choice of forms), readers must take these. When a format gets a
+Writers may choose other bytes (another zstd, a better choice of tiles), readers must take these. When a format gets a
 new number, its files join these in a folder of their own: `python tests/golden/delta/test_golden_delta.py` writes one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -15,11 +16,12 @@ import pytest
 
 from etude.stores import DirectoryStore, MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
+from etude.weights.choices import Mode
+from etude.weights.codec import decode, encode
 from etude.weights.inspect import verify
-from etude.weights.streams import Reader, Writer
-from etude.weights.tensors import same_bits
+from etude.weights.tensors import DTYPES, same_bits
 
-FORMAT_1 = Path(__file__).parent / "format-1"
+FORMAT_2 = Path(__file__).parent / "format-2"
 SIZE = 2400
 
 
@@ -50,13 +52,13 @@ def weights_at(step: int) -> dict[str, Tensor]:
 
 def golden_store() -> MemoryStore:
     store = MemoryStore()
-    for path in sorted(FORMAT_1.rglob("*")):
-        if path.is_file():
-            store.put(path.relative_to(FORMAT_1).as_posix(), path.read_bytes())
+    for path in sorted(FORMAT_2.rglob("*")):
+        if path.is_file() and path.name != ".lock" and path.suffix != ".etd":
+            store.put(path.relative_to(FORMAT_2).as_posix(), path.read_bytes())
     return store
 
 
-def test_a_store_of_format_1_is_read_to_the_same_bits() -> None:
+def test_a_store_of_format_2_is_read_to_the_same_bits() -> None:
     store = golden_store()
     assert verify(store).problems == ()
     for manifest in chain(store, "policy"):
@@ -68,7 +70,7 @@ def test_a_store_of_format_1_is_read_to_the_same_bits() -> None:
     assert all(same_bits(follower.tensors[name], tensor) for name, tensor in weights_at(2).items())
 
 
-def test_every_version_of_a_store_of_format_1_is_what_it_was() -> None:
+def test_every_version_of_a_store_of_format_2_is_what_it_was() -> None:
     names = [(str(m.version), m.kind.value, m.rollout_ids) for m in chain(golden_store(), "policy")]
     assert names == [
         ("v000000-60160160-f6dc041834a8", "anchor", ()),
@@ -77,19 +79,36 @@ def test_every_version_of_a_store_of_format_1_is_what_it_was() -> None:
     ]
 
 
+def every_dtype() -> tuple[list[Tensor], list[Tensor]]:
+    """Old and new tensors of every dtype; some share a tile, one changes in every way, one not at all."""
+    old, new = [], []
+    for i, kind in enumerate(DTYPES.values()):
+        codes = (scrambled(70 + i) >> np.uint32(max(0, 32 - kind.bits))).astype(kind.codes)
+        moved = codes + (scrambled(100 + i) % 5 == 0).astype(kind.codes)
+        moved[::50] ^= kind.codes.type((1 << kind.bits) - 1)
+        for side, part in ((old, codes), (new, moved)):
+            side += [Tensor(kind.name, (60, 40), part), Tensor(kind.name, (7,), part[:7].copy())]
+    old.append(Tensor("bf16", (2400,), scrambled(200).astype(np.uint16)))
+    new.append(Tensor("bf16", (2400,), scrambled(201).astype(np.uint16)))
+    return [*old, old[0]], [*new, old[0]]
+
+
+def test_an_object_of_every_dtype_is_read_to_the_same_bits() -> None:
+    old, new = every_dtype()
+    data = (FORMAT_2 / "every-dtype.etd").read_bytes()
+    assert all(map(same_bits, decode(data, [t.spec for t in new], old), new))
+
+
 @pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([0, 0, 0], "00"),  # zeros
-        ([1, 2, 3], "01 01 01 15 05"),  # Rice: one low bit; one byte of quotients 1, 01, 01; low bits 1, 0, 1
-        ([0, 0, 9], "03 02 00 04 01 02 01 04 00 00"),  # zeros out first: a bitmap; then 8: quotient 001, two low bits
-    ],
+    ("mode", "expected"),
+    [("best", "0266edf564a378f3"), ("fast", "c1f17faee168b0dd")],
 )
-def test_the_small_codes_are_these_bytes(values: list[int], expected: str) -> None:
-    writer = Writer()
-    writer.numbers(np.array(values, np.uint32))
-    assert writer.data.hex(" ") == expected
-    assert Reader(bytes(writer.data)).numbers(len(values)).tolist() == values
+def test_the_writer_makes_these_bytes_of_an_object(mode: Mode, expected: str) -> None:
+    """Not of one with planes: those are zstd's."""
+    old, new = weights_at(0), weights_at(1)
+    names = [name for name in sorted(old) if name in new]
+    data = encode([new[name] for name in names], [old[name] for name in names], mode)
+    assert hashlib.sha256(data).hexdigest()[:16] == expected
 
 
 def write(folder: Path) -> None:
@@ -99,7 +118,9 @@ def write(folder: Path) -> None:
         rollout_ids = [f"g{step:06d}.{i}" for i in range(2)] if step else []
         parent = writer.publish(weights_at(step), step=step, parent=parent, rollout_ids=rollout_ids).version
         sys.stdout.write(f"{parent}\n")
+    old, new = every_dtype()
+    (folder / "every-dtype.etd").write_bytes(encode(new, old))
 
 
 if __name__ == "__main__":
-    write(FORMAT_1)
+    write(FORMAT_2)
