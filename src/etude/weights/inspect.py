@@ -17,7 +17,7 @@ from etude.weights import history, plans
 from etude.weights.fsck import HINT_POINTER, Check, Finding, verify
 from etude.weights.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, read_pointer, write_pointer
 from etude.weights.steps import steps_between
-from etude.weights.tensors import DTYPES, Tensor
+from etude.weights.tensors import DTYPES, Tensor, to_items
 
 __all__ = ["Check", "Finding", "broken_at", "diff", "find", "log", "repair", "require_pointer", "verify"]
 
@@ -183,5 +183,6 @@ def _diff_row(name: str, old: Tensor | None, new: Tensor | None) -> DiffRow:
     if old is None or new is None or old.spec != new.spec:
         return DiffRow(name, shown.dtype, size, size, None)
     where = np.flatnonzero(old.codes != new.codes)
-    steps = steps_between(old.codes[where], new.codes[where], DTYPES[new.dtype])[1]
+    kind = DTYPES[new.dtype]
+    steps = steps_between(to_items(old.codes[where], kind), to_items(new.codes[where], kind), kind)[1]
     return DiffRow(name, new.dtype, size, int(where.size), int(steps.max(initial=0)))
