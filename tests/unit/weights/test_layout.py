@@ -38,13 +38,11 @@ def test_the_header_of_a_small_delta_is_these_bytes() -> None:
     old = [Tensor("u8", (2, 4), np.zeros(8, np.uint8)), Tensor("u8", (3,), np.zeros(3, np.uint8))]
     new = [Tensor("u8", (2, 4), np.arange(8, dtype=np.uint8) // 4), old[1]]
     data = encode(new, old)
-    tile = bytes.fromhex("01 04 00 00 04 00 00 00 10 0f".replace(" ", ""))
-    assert data[header_bytes(data) :] == tile[:1] + data[header_bytes(data) + 1 :]
-    assert data[:8].hex(" ") == f"65 74 64 02 {len(data) - len(data[header_bytes(data) :]):02x} 00 00 00"
-    # two tensors; forms delta and same; high 0, one class, tiles of 2 x 4
-    assert data[8:14].hex(" ") == "02 01 00 01 02 04"
-    assert data[14] == len(data) - header_bytes(data)
-    assert data[15 : header_bytes(data)] == hashlib.sha256(data[header_bytes(data) :]).digest()
+    head, tile = data[: header_bytes(data)], data[header_bytes(data) :]
+    assert head[:8].hex(" ") == "65 74 64 02 2f 00 00 00"
+    assert head[8:15].hex(" ") == "02 01 00 01 02 04 09"  # two tensors: delta, same; high, classes, rows, columns; size
+    assert head[15:] == hashlib.sha256(tile).digest()
+    assert tile.hex(" ") == "01 04 00 00 08 00 00 00 f0"
 
 
 @pytest.mark.parametrize(
