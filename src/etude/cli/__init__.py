@@ -180,6 +180,8 @@ def _weights_commands(commands: Commands[Parser]) -> None:
     encode.add_argument("a", type=Path, metavar="A")
     encode.add_argument("b", type=Path, metavar="B")
     encode.add_argument("-o", "--out", type=Path, required=True, metavar="FILE")
+    for parser in (diff, encode):
+        parser.add_argument("--mode", choices=["best", "fast"], default="best", help="fewest bytes, or least time")
     apply = _add(weights, "apply", "weights_files:apply", "write the checkpoint that a delta file makes out of A")
     apply.add_argument("a", type=Path, metavar="A")
     apply.add_argument("delta", type=Path, metavar="FILE")

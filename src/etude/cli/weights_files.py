@@ -31,7 +31,7 @@ def are_checkpoints(a: str, b: str) -> bool:
 def diff(args: argparse.Namespace) -> int:
     """What each tensor's delta costs, the heaviest first, and all of them together."""
     old, new = read_checkpoint(Path(args.a)), read_checkpoint(Path(args.b))
-    rows, total = measure(old.tensors, new.tensors)
+    rows, total = measure(old.tensors, new.tensors, args.mode)
     shown = sorted(rows, key=lambda row: -row.delta_bytes)[: None if args.all else ROWS]
     table = Table("tensor", "dtype", "elements", "density", "bits per weight", "ratio", "ratio ÷ bound")
     for row in (*shown, total):
@@ -55,7 +55,7 @@ def diff(args: argparse.Namespace) -> int:
 
 def encode(args: argparse.Namespace) -> int:
     """Write the delta file between two checkpoints."""
-    num_bytes = encode_delta(args.a, args.b, args.out)
+    num_bytes = encode_delta(args.a, args.b, args.out, args.mode)
     snapshot = sum(tensor.num_bytes for tensor in read_checkpoint(args.b).tensors.values())
     print(f"{args.out}: {size(num_bytes)}, {snapshot / num_bytes:.1f} times less than {size(snapshot)}")
     return 0

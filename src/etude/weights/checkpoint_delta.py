@@ -18,6 +18,7 @@ from pathlib import Path
 from etude.errors import CheckpointError, EtudeError, InputError, WeightsError
 from etude.weights import deltas
 from etude.weights.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointWriter, copy_others, read_checkpoint
+from etude.weights.choices import Mode
 from etude.weights.delta_file import DeltaFile, damaged, read
 from etude.weights.disk import refused, sync_folder
 from etude.weights.safetensors_file import Place, parse_header
@@ -33,14 +34,14 @@ class Applied:
     copied: tuple[str, ...]  # files that are no weights
 
 
-def encode_delta(a: Path, b: Path, out: Path) -> int:
+def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
     """Write the delta file that makes checkpoint `b` out of `a`; its bytes. Raises `CheckpointError`, `StoreError`."""
     old, new = read_checkpoint(a), read_checkpoint(b)
     beside = out.with_name(out.name + ".tmp")
     with refused(f"{out} cannot be written"):
         try:
             with beside.open("wb") as file:
-                for part in deltas.parts(old.tensors, new.tensors, note=_write_note(old, new)):
+                for part in deltas.parts(old.tensors, new.tensors, mode=mode, note=_write_note(old, new)):
                     file.write(part)
                 file.flush()
                 os.fsync(file.fileno())

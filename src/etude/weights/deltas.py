@@ -7,8 +7,10 @@ compares the base's digests first, proves every tensor it made, and only then wr
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from etude.errors import WeightsError, nearest
 from etude.weights import codec
 from etude.weights.arrays import Array, Arrays, bits_of, like, tensor_of
 from etude.weights.bound import bound_bytes
+from etude.weights.choices import Mode
 from etude.weights.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
 from etude.weights.tensors import Codes, Spec, Tensor, tensor_digest
 
@@ -26,11 +29,11 @@ OBJECT_ELEMENTS = 1 << 26
 LIMIT_BYTES = 64 << 30
 
 
-def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) -> bytes:
+def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best") -> bytes:
     """The bytes from which `apply` makes `new` out of `old`, bit for bit.
 
     `dtypes` names what the arrays' own dtypes do not say, for both sides. Tensors may come, go, and change their dtype
-    or shape. Raises `WeightsError`.
+    or shape. `mode`: "best" is for networks, "fast" where time counts more than bytes. Raises `WeightsError`.
 
     >>> old = {"w": np.array([0x3F80, 0x3F81], np.uint16)}
     >>> new = {"w": np.array([0x3F80, 0x3F82], np.uint16)}
@@ -38,10 +41,12 @@ def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) ->
     >>> apply(old, delta)["w"].tolist()
     [16256, 16258]
     """
-    return b"".join(parts(old, new, dtypes))
+    return b"".join(parts(old, new, dtypes, mode))
 
 
-def parts(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, *, note: bytes = b"") -> Iterator[bytes]:
+def parts(
+    old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best", *, note: bytes = b""
+) -> Iterator[bytes]:
     """The same bytes piece by piece, for a file: beside what is mapped, one object's tensors are in memory at a time.
 
     `note` is kept in the file for whoever reads it there. Every array is read twice.
@@ -51,7 +56,7 @@ def parts(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, *, 
     coded = [entry.name for entry in entries if entry.coded]
     spans = groups([after[name] for name in coded])
     proof = hashlib.sha256()
-    for piece in _pieces(write_head(entries, note, len(spans)), before, after, [coded[a:b] for a, b in spans]):
+    for piece in _pieces(write_head(entries, note, len(spans)), before, after, [coded[a:b] for a, b in spans], mode):
         proof.update(piece)
         yield piece
     yield proof.digest()
@@ -83,10 +88,9 @@ def apply(
             if entry.new
         }
     places = {e.name: _place(e.name, e.new, out) for e in file.entries if e.new}
-    _refuse_torn_ties(file, places)
-    writes = [_write(entry.name, base[entry.name], None, places) for entry in file.entries if entry.kind is Kind.SAME]
-    for group in decoded(file, base):
-        writes += [_write(name, base.get(name), tensor, places) for name, tensor in group.items()]
+    _refuse_overlaps(file, base, places)
+    writes = [_Write(places[e.name], base[e.name].codes) for e in file.entries if e.kind is Kind.SAME]
+    writes += [_Write(places[name], *made) for name, made in _proven_changes(file, base)]
     for write in writes:
         write.put()
     return {name: out[name] if isinstance(out[name], np.ndarray) else place for name, place in places.items()}
@@ -127,27 +131,27 @@ def prove_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
 
 def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """The coded tensors, object by object, each proven. Raises `WeightsError`."""
-    coded = iter([entry for entry in file.entries if entry.coded])
-    for count, data in file.objects:
-        entries = [next(coded) for _ in range(count)]
+    for entries, data in _objects(file):
         specs = [entry.new for entry in entries if entry.new]
-        made = codec.decode(bytes(data), specs, [base.get(entry.name) for entry in entries])
+        made = codec.decode(data, specs, [base.get(entry.name) for entry in entries])
         for entry, tensor in zip(entries, made, strict=True):
-            if (found := tensor_digest(tensor)) != entry.new_digest:
-                raise damaged(f"{entry.name!r} became {found[:12]}, not {str(entry.new_digest)[:12]}")
+            _prove(entry, tensor)
         yield {entry.name: tensor for entry, tensor in zip(entries, made, strict=True)}
 
 
 @dataclass(frozen=True)
 class _Write:
-    """What goes into one buffer: codes at places, or all of them."""
+    """What goes into one buffer: a tensor's codes, unless they are its own memory, and then changes."""
 
     target: Codes
-    places: Any  # int64 indices, or ... for all
-    codes: Codes
+    whole: Codes
+    changes: codec.Changes | None = None
 
     def put(self) -> None:
-        self.target[self.places] = self.codes
+        if self.target.ctypes.data != self.whole.ctypes.data:
+            self.target[:] = self.whole
+        if self.changes is not None:
+            self.target[self.changes.positions] = self.changes.codes
 
 
 def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
@@ -156,13 +160,43 @@ def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
 
 
 def _pieces(
-    head: bytes, before: Mapping[str, Tensor], after: Mapping[str, Tensor], groups: Sequence[Sequence[str]]
+    head: bytes, before: Mapping[str, Tensor], after: Mapping[str, Tensor], groups: Sequence[Sequence[str]], mode: Mode
 ) -> Iterator[bytes]:
     yield head
     for names in groups:
-        data = codec.encode([after[name] for name in names], [before.get(name) for name in names])
+        data = codec.encode([after[name] for name in names], [before.get(name) for name in names], mode)
         yield write_object_head(len(data), len(names))
         yield data
+
+
+def _proven_changes(
+    file: DeltaFile, base: Mapping[str, Tensor]
+) -> Iterator[tuple[str, tuple[Codes, codec.Changes | None]]]:
+    """Of each coded tensor its codes and what changes in them; for the proof one tensor at a time is made whole."""
+    for entries, data in _objects(file):
+        held = [base.get(entry.name) for entry in entries]
+        found = codec.changes(data, [entry.new for entry in entries if entry.new], held)
+        for entry, old, made in zip(entries, held, found, strict=True):
+            if isinstance(made, Tensor):
+                _prove(entry, made)
+                yield entry.name, (made.codes, None)
+            elif old is not None:
+                codes = old.codes.copy()
+                codes[made.positions] = made.codes
+                _prove(entry, Tensor(old.dtype, old.shape, codes))
+                yield entry.name, (old.codes, made)
+
+
+def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], bytes]]:
+    """Each object with the entries that it covers."""
+    coded = iter([entry for entry in file.entries if entry.coded])
+    for count, data in file.objects:
+        yield [next(coded) for _ in range(count)], bytes(data)
+
+
+def _prove(entry: Entry, tensor: Tensor) -> None:
+    if (found := tensor_digest(tensor)) != entry.new_digest:
+        raise damaged(f"{entry.name!r} became {found[:12]}, not {str(entry.new_digest)[:12]}")
 
 
 def _shaped(name: str, value: Any, spec: Spec) -> Tensor:
@@ -195,31 +229,45 @@ def _place(name: str, spec: Spec | None, out: Mapping[str, Any]) -> Codes:
     return bits.reshape(-1)
 
 
-def _refuse_torn_ties(file: DeltaFile, places: Mapping[str, Codes]) -> None:
-    """One buffer under two names takes one tensor's bits. Raises `WeightsError`."""
-    held: dict[int, Entry] = {}
-    for entry in file.entries:
-        if entry.new is None or not entry.new.size:
-            continue
-        first = held.setdefault(places[entry.name].ctypes.data, entry)
-        if first.new_digest != entry.new_digest:
+def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mapping[str, Codes]) -> None:
+    """Buffers are apart, or the same for tensors with the same bits; and what is read under one name is not written
+    under another. Raises `WeightsError`."""
+    digests = {entry.name: entry.new_digest for entry in file.entries}
+    spans = sorted((*_span(codes), name) for name, codes in places.items() if codes.size)
+    for (start, stop, first), (after, end, second) in pairwise(spans):
+        same = (start, stop, digests[first]) == (after, end, digests[second])
+        if after < stop and not same:
             raise WeightsError(
-                f"out[{first.name!r}] and out[{entry.name!r}] are the same memory",
-                f"their tensors differ: {str(first.new_digest)[:12]} and {str(entry.new_digest)[:12]}",
+                f"out[{first!r}] and out[{second!r}] are the same memory",
+                f"their tensors differ: {str(digests[first])[:12]} and {str(digests[second])[:12]}",
                 hint="the checkpoint does not tie them: give each a buffer of its own",
+            )
+    starts = [start for start, _, _ in spans]
+    for name in base.keys() & places.keys():
+        start, stop = _span(base[name].codes)
+        own = _span(places[name]) == (start, stop)
+        near = _overlapping(spans, starts, start, stop)
+        torn = next((other for a, b, other in near if not own or (a, b) != (start, stop)), None)
+        if torn is not None:
+            raise WeightsError(
+                f"out[{torn!r}] is memory of the base's {name!r}",
+                "which is read after it would be written",
+                hint="give `old` itself as out, or buffers of their own",
             )
 
 
-def _write(name: str, old: Tensor | None, new: Tensor | None, places: Mapping[str, Codes]) -> _Write:
-    """What has to be written; the changes alone where the buffer is the base's own memory."""
-    place = places[name]
-    tensor = new or old
-    assert tensor is not None
-    if old is not None and old.spec == tensor.spec and place.ctypes.data == old.codes.ctypes.data:
-        where = np.flatnonzero(old.codes != tensor.codes) if new else np.empty(0, np.intp)
-        if where.nbytes + where.size * place.itemsize < tensor.num_bytes:
-            return _Write(place, where, tensor.codes[where])
-    return _Write(place, ..., tensor.codes)
+def _overlapping(
+    spans: Sequence[tuple[int, int, str]], starts: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[int, int, str]]:
+    """Those of sorted spans, apart or the same, that share a byte with [start, stop)."""
+    at = bisect_left(starts, stop)
+    while start < stop and at and spans[at - 1][1] > start:
+        at -= 1
+        yield spans[at]
+
+
+def _span(codes: Codes) -> tuple[int, int]:
+    return codes.ctypes.data, codes.ctypes.data + codes.nbytes
 
 
 def _wrong_base(facts: str, more: str = "") -> WeightsError:

@@ -9,6 +9,7 @@ import numpy as np
 
 from etude.weights import codec
 from etude.weights.bound import bound_bytes
+from etude.weights.choices import Mode
 from etude.weights.deltas import groups
 from etude.weights.tensors import Codes, Tensor
 
@@ -51,10 +52,10 @@ class Cost:
         return self.bound_bytes / max(1, self.delta_bytes)
 
 
-def measure(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> tuple[list[Cost], Cost]:
+def measure(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mode: Mode = "best") -> tuple[list[Cost], Cost]:
     """The cost of each tensor of `new`, by name, and of all in objects as a file or a channel has them."""
     names = sorted(new)
-    rows = [_cost(name, [new[name]], [old.get(name)]) for name in names]
+    rows = [_cost(name, [new[name]], [old.get(name)], mode) for name in names]
     after, before = [new[name] for name in names], [old.get(name) for name in names]
     total = Cost(
         "all",
@@ -62,13 +63,13 @@ def measure(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> tuple[list[
         sum(row.num_elements for row in rows),
         sum(row.num_changed for row in rows),
         sum(row.snapshot_bytes for row in rows),
-        sum(len(codec.encode(after[a:b], before[a:b])) for a, b in groups(after)),
+        sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in groups(after)),
         bound_bytes(after, before),
     )
     return rows, total
 
 
-def _cost(name: str, new: Sequence[Tensor], old: Sequence[Tensor | None]) -> Cost:
+def _cost(name: str, new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode) -> Cost:
     (after,), (before,) = new, old
     weights = _weights(after)
     same_spec = before is not None and before.spec == after.spec
@@ -79,7 +80,7 @@ def _cost(name: str, new: Sequence[Tensor], old: Sequence[Tensor | None]) -> Cos
         weights.size,
         changed,
         after.num_bytes,
-        len(codec.encode(new, old)) if changed else 0,
+        len(codec.encode(new, old, mode)) if changed else 0,
         bound_bytes(new, old),
     )
 

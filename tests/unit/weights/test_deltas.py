@@ -50,6 +50,11 @@ def test_tensors_that_change_come_go_and_are_cast_arrive_bit_for_bit() -> None:
     assert_equal(apply(base(), encode(base(), target(), BF16)), target())
 
 
+@pytest.mark.parametrize("mode", ["best", "fast"])
+def test_both_modes_lead_to_the_same_bits(mode) -> None:
+    assert_equal(apply(base(), encode(base(), target(), BF16, mode)), target())
+
+
 def test_the_way_back_is_a_delta_like_any_other() -> None:
     assert_equal(apply(target(), encode(target(), base(), BF16)), base())
 
@@ -196,6 +201,22 @@ def test_one_buffer_under_two_names_is_written_once_or_refused() -> None:
     assert shared.tolist() == list(range(20))
     apply(old, delta, out=old)
     assert shared.tolist() == step.tolist()
+
+
+def test_buffers_that_overlap_what_is_still_to_be_read_are_refused() -> None:
+    memory = np.arange(40, dtype=np.uint16)
+    old = {"w": memory[:20], "tied": memory[20:]}
+    delta = encode(old, {name: value + np.uint16(1) for name, value in old.items()}, BF16)
+    for out in (
+        {"w": memory[20:], "tied": memory[:20]},
+        {"w": memory[10:30], "tied": np.zeros(20, np.uint16)},
+        {"w": memory[:20], "tied": memory[5:25]},
+    ):
+        with pytest.raises(WeightsError, match="memory"):
+            apply(old, delta, out=out)
+        assert memory.tolist() == list(range(40))
+    apply(old, delta, out={"w": memory[:20], "tied": np.zeros(20, np.uint16)})
+    assert memory.tolist() == [*range(1, 21), *range(20, 40)]
 
 
 @pytest.mark.parametrize(
