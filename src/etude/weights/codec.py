@@ -13,18 +13,20 @@ that prove the result. `docs/formats/delta.md` has every field.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from etude.weights import layout, wholes
+from etude.weights.changes import Changes, Found, of_items
 from etude.weights.choices import Mode, choose
 from etude.weights.layout import SAME, WHOLE, Header, Kernels, Tile
 from etude.weights.streams import damaged
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, Tensor, from_items, same_bits, to_items
 from etude.weights.tiles import RAW, NumpyKernels, gather, scattered
+
+__all__ = ["Changes", "changes", "decode", "encode", "for_kernels"]
 
 BATCH_ITEMS = 1 << 24
 """Items that go to the kernels at a time: enough tiles for all cores, and a bound for the lists that come back."""
@@ -33,14 +35,6 @@ _PLANES = 2
 """Mode of a tile that is no list of changes but its new items; the other is `tiles.CODED`."""
 
 _NUMPY = NumpyKernels()
-
-
-@dataclass(frozen=True, eq=False)
-class Changes:
-    """What becomes of a tensor's elements: `codes` go to `positions`, which rise; all others stay."""
-
-    positions: npt.NDArray[np.int64]
-    codes: Codes
 
 
 def encode(
@@ -100,7 +94,7 @@ def changes(
     What `decode` does without making the tensors: memory in proportion to the changes. Raises `WeightsError`.
     """
     header, held = _open(data, specs, old)
-    found: list[list[tuple[npt.NDArray[np.int64], Codes]]] = [[] for _ in specs]
+    found: list[list[Found]] = [[] for _ in specs]
     for kind, batch, payloads in _changing(header, data):
         for tile, (places, items) in zip(batch, kernels.changes(kind, batch, held, payloads), strict=True):
             for tensor, positions, part in scattered(tile, places, items):
@@ -108,7 +102,7 @@ def changes(
     return [
         Tensor(spec.dtype, spec.shape, _whole(header, data, i))
         if header.layout.forms[i] == WHOLE
-        else _elements(found[i], held[i], DTYPES[spec.dtype])
+        else of_items(found[i], held[i], DTYPES[spec.dtype])
         for i, spec in enumerate(specs)
     ]
 
@@ -149,7 +143,7 @@ def _shorter(coded: bytes, tile: Tile, kind: DType, new: Sequence[Codes]) -> byt
     return min(coded, bytes((_PLANES,)) + wholes.write(gather(tile, new)), key=len)
 
 
-def _for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
+def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
     """A tile's bytes as kernels take them: coded, or raw where they are planes."""
     if payload[0] != _PLANES:
         return payload
@@ -178,23 +172,8 @@ def _changing(header: Header, data: bytes) -> Iterator[tuple[DType, list[Tile], 
     for kind in DTYPES.values():
         changing = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1])
         for batch in _batches(changing):
-            payloads = [_for_kernels(view[offsets[n] : offsets[n + 1]], tile, kind) for n, tile in batch]
+            payloads = [for_kernels(view[offsets[n] : offsets[n + 1]], tile, kind) for n, tile in batch]
             yield kind, [tile for _, tile in batch], payloads
-
-
-def _elements(found: Sequence[tuple[npt.NDArray[np.int64], Codes]], old: Codes, kind: DType) -> Changes:
-    """Changes of items, from tile to tile, as changes of elements in order."""
-    positions = np.concatenate([np.empty(0, np.int64), *(where for where, _ in found)])
-    items = np.concatenate([np.empty(0, kind.items), *(part for _, part in found)])
-    if positions.size and not (np.diff(positions) > 0).all():
-        order = np.argsort(positions)
-        positions, items = positions[order], items[order]
-    if kind.parts == 1:
-        return Changes(positions, items)
-    elements = np.unique(positions // kind.parts)
-    both = old.reshape(-1, kind.parts)[elements]
-    both[np.searchsorted(elements, positions // kind.parts), positions % kind.parts] = items
-    return Changes(elements, from_items(both.reshape(-1), kind))
 
 
 def _whole(header: Header, data: bytes, tensor: int) -> npt.NDArray[Any]:

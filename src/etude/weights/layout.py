@@ -164,6 +164,19 @@ class Layout:
             pieces.append(Piece(joined, 0, 1, size, size))
         return Tile(grid.high, grid.classes, tuple(pieces))
 
+    def tiles_over(self, tensor: int, rows: range, cols: range) -> Iterator[tuple[int, Tile]]:
+        """The delta tiles that hold a rectangle of a tensor's table; of a joined tensor the one that it shares."""
+        host = next((host for host, joined in self._joined.items() if tensor in joined), None)
+        if host is not None:
+            yield self._ranges[host].start, self.tile(host, self._ranges[host].start)
+            return
+        grid, first = self.grids[tensor], self._ranges[tensor].start
+        across = -(-table_of(self.specs[tensor])[1] // grid.tile_cols)
+        for down in range(rows.start // grid.tile_rows, -(-rows.stop // grid.tile_rows) if rows else 0):
+            for right in range(cols.start // grid.tile_cols, -(-cols.stop // grid.tile_cols) if cols else 0):
+                number = first + down * across + right
+                yield number, self.tile(tensor, number)
+
     def wholes(self, tensor: int) -> Iterator[tuple[int, int, int]]:
         """For each tile of a tensor of form WHOLE its number, its first element and the one after its last."""
         size = self.specs[tensor].size
