@@ -8,17 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 
+from etude.models import ModelConfig, Transformer, hf_views
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower
+from etude.weights.arrays import tensor_of
 from etude.weights.checkpoint import read_checkpoint
 from etude.weights.engine_maps import fused_pieces, transformers_pieces
-from etude.weights.runtime_map import Map
+from etude.weights.runtime_map import Map, named
 from etude.weights.targets import Target
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+SIZES = ModelConfig(
+    vocab_size=97,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    expert_size=24,
+    num_experts=4,
+    top_k=2,
+    rope_theta=50_000.0,
+    context_tokens=64,
+)
 TOKENS = torch.randint(0, 97, (1, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -124,3 +139,17 @@ def test_the_fused_layout_of_other_engines_holds_the_same_weights(tmp_path: Path
     assert torch.equal(live["model.layers.1.self_attn.qkv_proj.weight"], qkv)
     stacked = state["model.layers.1.mlp.experts.gate_up_proj"]
     assert torch.equal(live["model.layers.1.mlp.experts.w13_weight"], stacked)
+
+
+def test_our_own_model_is_a_target_like_any_other() -> None:
+    serving, trained = (Transformer(SIZES, seed=seed) for seed in (1, 2))
+    new = {name: tensor_of(name, view) for name, view in hf_views(trained).items()}
+    target = Target(Map(named(hf_views(serving))))
+    store = MemoryStore()
+    follower = Follower(store)
+    Channel(store).publish(new, step=0, parent=None, rollout_ids=[])
+    target.prepare(follower.advance(), follower.tensors, undoable=False).apply()
+    assert target.differing(new) == []
+    with torch.no_grad():
+        ours, theirs = (one.eval()(TOKENS[0])[0] for one in (serving, trained))
+    assert torch.equal(ours, theirs)
