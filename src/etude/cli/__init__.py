@@ -71,6 +71,13 @@ def duration(text: str) -> float:
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
 
 
+def public_key(text: str) -> bytes:
+    """An argument that is an Ed25519 public key."""
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise argparse.ArgumentTypeError("a public key is 64 hex characters: etude weights key says them")
+    return bytes.fromhex(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="etude", description="Turn an open MoE model into your product's specialist.")
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
@@ -203,13 +210,24 @@ def _store_commands(weights: Commands[Parser]) -> None:
     gc = _add(weights, "gc", "weights_store:gc", "delete what no version needs any more; the first call only looks")
     gc.add_argument("--keep", type=duration, default="7d", metavar="TIME", help="every head within it can be rebuilt")
     fsck = _add(weights, "fsck", "weights_store:check", "read all of a channel, and rebuild every version by every way")
-    for parser in (publish, follow, gc, fsck):
+    point = _add(weights, "point", "weights_store:point", "let a branch, or the channel, name a version: a rollback")
+    for parser in (publish, follow, gc, fsck, point):
         parser.add_argument("store", metavar="STORE", help="a directory, s3://bucket/prefix, gs:// or az://")
         _channel_argument(parser)
     follow.add_argument("--apply", type=Path, required=True, metavar="DIR", help="made if it is not there")
-    follow.add_argument("--branch", default="", metavar="NAME", help="follow a branch: a canary, a rollback")
+    point.add_argument("version", metavar="VERSION", help="v000003, 3, or more of its name")
+    for parser in (follow, point):
+        parser.add_argument("--branch", default="", metavar="NAME", help="a canary, say (default: the channel itself)")
+    for parser in (publish, gc, point):
+        parser.add_argument(
+            "--key", type=Path, metavar="FILE", help="the private key that signs the channel's pointers"
+        )
+    follow.add_argument("--public-key", type=public_key, metavar="HEX", help="believe only what its owner signed")
     follow.add_argument("--poll", type=duration, default="1s", metavar="TIME", help="how often the pointer is read")
     follow.add_argument("--once", action="store_true", help="come to the head and end")
+
+    key = _add(weights, "key", "weights_store:key", "draw a private key for signing, and say its public one")
+    key.add_argument("file", type=Path, metavar="FILE")
 
 
 def _channel_argument(parser: argparse.ArgumentParser) -> None:

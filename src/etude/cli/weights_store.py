@@ -1,8 +1,9 @@
-"""``etude weights publish | follow | gc | fsck``: channels in any store, without a run."""
+"""``etude weights publish | follow | point | gc | fsck | key``: channels in any store, without a run."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from etude.dashboard.words import size
 from etude.errors import EtudeError, InputError, WeightsError
 from etude.seams import BlobStore
 from etude.stores import DirectoryStore, open_store
-from etude.weights import Channel, Follower, fsck, garbage
+from etude.weights import Channel, Follower, branches, fsck, garbage, inspect, signing
 from etude.weights.checkpoint import read_checkpoint
 from etude.weights.folder import CheckpointFolder
 from etude.weights.following import Adopted, FolderFollower
@@ -24,7 +25,9 @@ def publish(args: argparse.Namespace) -> int:
     store = open_store(args.store)
     head = Follower(store, args.name).pointer()
     step = args.step if args.step is not None else head.step + 1 if head else 0
-    told = Channel(store, args.name).publish(tensors, step=step, parent=head, rollout_ids=[], owned=True)
+    told = Channel(store, args.name, signer=_signer(args.key)).publish(
+        tensors, step=step, parent=head, rollout_ids=[], owned=True
+    )
     ratio = f", {told.snapshot_bytes / max(1, told.object_bytes):.1f} times less than the weights"
     print(
         f"{told.version}: {size(told.object_bytes)}{'' if head is None else ratio}"
@@ -37,7 +40,7 @@ def follow(args: argparse.Namespace) -> int:
     """Keep a checkpoint directory at the head; a line for each version. Ends by Ctrl-C; with `--once` at the head."""
     store = existing_store(args.store)
     with CheckpointFolder(args.apply) as folder:
-        follower = FolderFollower(store, folder, args.name, branch=args.branch)
+        follower = FolderFollower(store, folder, args.name, branch=args.branch, public_key=args.public_key)
         if follower.resumed:
             print(f"{folder.version}: held by {args.apply}, proven", flush=True)
         trouble, pause = "", threading.Event()
@@ -64,11 +67,38 @@ def follow(args: argparse.Namespace) -> int:
 
 def gc(args: argparse.Namespace) -> int:
     """Delete what no version needs that was a head within `--keep`. The first call only looks."""
-    done = garbage.collect(existing_store(args.store), args.name, keep_s=args.keep, now=time.time())
+    store, signer = existing_store(args.store), _signer(args.key)
+    done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
     print(
         f"{done.num_deleted} keys deleted; {done.num_kept} versions can be rebuilt, of {done.num_old} older ones only"
         f" the manifest is left; {done.num_adrift} keys belong to nothing yet"
     )
+    return 0
+
+
+def point(args: argparse.Namespace) -> int:
+    """Let a branch, or the channel itself, name a version that is stored: a canary, a rollback."""
+    store = existing_store(args.store)
+    version = inspect.find(store, args.version, args.name).version
+    branches.point(store, args.name, version, branch=args.branch, signer=_signer(args.key))
+    print(
+        f"{args.name}{'/' + args.branch if args.branch else ''} names {version}; its followers go there by themselves"
+    )
+    return 0
+
+
+def key(args: argparse.Namespace) -> int:
+    """Draw a private key into a file that only its owner reads, and say the public one."""
+    try:
+        file = os.open(args.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise InputError(f"{args.file} exists", hint="a key is not overwritten: name another file") from None
+    except OSError as error:
+        raise InputError(f"{args.file} cannot be written", str(error.strerror), hint="name another file") from None
+    private = signing.new_key()
+    with os.fdopen(file, "w") as out:
+        out.write(private.hex() + "\n")
+    print(f"public key: {signing.Signer(private).public_key.hex()}")
     return 0
 
 
@@ -107,6 +137,20 @@ def existing_store(place: str) -> BlobStore:
     if "://" not in place and not Path(place).is_dir():
         raise InputError(f"no store at {place}", hint="give a directory, s3://bucket/prefix, gs:// or az://")
     return open_store(place)
+
+
+def _signer(path: Path | None) -> signing.Signer | None:
+    """Who signs with the private key in a file. Raises `InputError`, which quotes nothing of it."""
+    if path is None:
+        return None
+    try:
+        return signing.Signer(bytes.fromhex(path.read_text("ascii").strip()))
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read", str(error.strerror), hint="etude weights key FILE makes one"
+        ) from None
+    except ValueError:
+        raise InputError(f"{path} holds no key", hint="etude weights key FILE makes one") from None
 
 
 def _line(adopted: Adopted) -> str:

@@ -90,6 +90,32 @@ def test_a_lost_object_is_found_with_a_hint(steps, capsys) -> None:
     assert "\n  hint: " in said.err
 
 
+def test_a_rollback_and_a_canary_are_pointers_that_followers_go_to(steps, capsys) -> None:
+    for step in steps:
+        main(["weights", "publish", step, "store"])
+    assert main(["weights", "point", "store", "1", "--branch", "canary"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once", "--branch", "canary"]) == 0
+    assert holds("live", "c1")
+    assert main(["weights", "point", "store", "2"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c2")
+
+
+def test_a_follower_with_a_public_key_believes_its_owner_alone(steps, capsys) -> None:
+    assert main(["weights", "key", "private"]) == 0
+    public = capsys.readouterr().out.split()[-1]
+    assert Path("private").stat().st_mode & 0o777 == 0o600
+    follow = ["weights", "follow", "store", "--apply", "live", "--once", "--public-key"]
+    main(["weights", "publish", "c0", "store", "--key", "private"])
+    assert main([*follow, public]) == 0
+    assert holds("live", "c0")
+    assert main([*follow, "0" * 64]) == 1
+    assert main(["weights", "publish", "c1", "other"]) == 0
+    follow[2] = "other"
+    assert main([*follow, public]) == 1
+    assert holds("live", "c0")
+
+
 FOLLOW = "import sys; from etude.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -124,6 +150,10 @@ def test_a_follower_that_is_killed_goes_on_from_a_proven_version(steps) -> None:
         (["log", "stroe"], 2, "stroe is not a run"),
         (["publish", "none", "store"], 2, "no checkpoint at none"),
         (["publish", "c0", "store", "--name", "A/b"], 1, "channel name 'A/b' is not allowed"),
+        (["publish", "c0", "store", "--key", "none"], 2, "none cannot be read"),
+        (["publish", "c0", "store", "--key", "c0/model.safetensors"], 2, "holds no key"),
+        (["key", "c0/model.safetensors"], 2, "exists"),
+        (["key", "no/where"], 2, "no/where cannot be written"),
     ],
 )
 def test_what_is_not_there_is_named_and_not_made(steps, capsys, argv, code, says) -> None:
