@@ -1,6 +1,6 @@
 """An S3-speaking server for tests: moto, on loopback, with a bucket `etude`. Prints its URL; ends with its input.
 
-It serves one request at a time: moto compares an ETag and then writes, with nothing that keeps another write out.
+It works on one request at a time: moto compares an ETag and then writes, with nothing that keeps another write out.
 It checks no signature and no digest, and forgets everything when it ends.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterable
+from typing import Any
 
 import boto3
 from moto.server import DomainDispatcherApplication, create_backend_app
@@ -23,8 +25,13 @@ class Quiet(WSGIRequestHandler):
 
 
 def main() -> None:
-    app = DomainDispatcherApplication(create_backend_app)
-    server = make_server("127.0.0.1", 0, app, request_handler=Quiet)
+    app, alone = DomainDispatcherApplication(create_backend_app), threading.Lock()
+
+    def serve(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        with alone:
+            return app(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, serve, threaded=True, request_handler=Quiet)
     url = f"http://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     access = {"aws_access_key_id": "an-id", "aws_secret_access_key": "a-secret", "region_name": "us-east-1"}

@@ -89,8 +89,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: Proxy
 
     def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.close_connection = True
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client is gone
+            return
         with self.server.serving():  # over before the client can know the answer, and ask the next
             answer = self._answer(self.server.trick(self.command, self.path), body)
         if answer is not None:

@@ -114,6 +114,24 @@ def test_a_large_object_whose_last_answer_got_lost_is_found_to_be_there(proxy: P
     assert store.get("large") == LARGE
 
 
+def test_of_many_writers_of_a_large_object_one_wins_and_the_others_know(proxy: Proxy, opened: Open) -> None:
+    store = opened(silence_s=30.0)
+    proxy.play("meet", "meet", "meet", on="POST", path=".tmp/")  # each has seen that nothing is there
+
+    def write(i: int) -> bool:
+        try:
+            store.put("large", LARGE + b"%d" % i)
+        except StoreError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(3) as threads:
+        won = list(threads.map(write, range(3)))
+    assert sum(won) == 1
+    assert store.get("large") == LARGE + b"%d" % won.index(True)
+    assert staged(store) == []
+
+
 @pytest.mark.parametrize("trick", [*PASSING, "cut", "shorten"])
 def test_a_server_that_never_recovers_is_an_error_that_says_how_often_and_how_long(
     proxy: Proxy, opened: Open, trick: str
