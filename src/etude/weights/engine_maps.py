@@ -7,10 +7,12 @@ stacking (quantising, prepacking for a kernel) it must declare itself, by `Deriv
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from etude.errors import WeightsError
-from etude.weights.runtime_map import Pieces, fused, joined, named, piece
+from etude.weights.runtime_map import Piece, Pieces, fused, joined, named, piece
+from etude.weights.tensors import Spec
 
 
 def transformers_pieces(live: Mapping[str, Any]) -> Pieces:
@@ -28,6 +30,39 @@ def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int) -> 
     `query_rows`, `key_rows`: rows of q_proj, and of k_proj as of v_proj, on this rank. Raises `WeightsError`.
     """
     return joined(*(_fused(name, value, query_rows, key_rows) for name, value in live.items()))
+
+
+def sharded(pieces: Pieces, specs: Mapping[str, Spec], *, rank: int, size: int) -> Pieces:
+    """The pieces of one of `size` tensor-parallel ranks: each holds its part along the one axis in which its memory
+    and the checkpoint's tensor differ.
+
+    Parts follow one another by rank; the last may be padded (vocabularies are); where there are fewer parts than ranks
+    (heads of keys and values), neighbours hold the same. `specs`: the checkpoint's tensors. Raises `WeightsError`.
+    """
+    return {
+        name: [_shard(name, one, specs[name], rank, size) if name in specs else one for one in found]
+        for name, found in pieces.items()
+    }
+
+
+def _shard(name: str, one: Piece, spec: Spec, rank: int, size: int) -> Piece:
+    live = one.window.shape
+    axes = [i for i, (a, b) in enumerate(zip(live, spec.shape, strict=False)) if a != b]
+    if len(live) != len(spec.shape) or len(axes) > 1 or one.box is not None:
+        raise WeightsError(
+            f"{name!r} is {list(live)} on rank {rank}, and {list(spec.shape)} in the checkpoint",
+            "ranks hold parts along one axis",
+            hint="map it by hand, with a box",
+        )
+    if not axes:
+        return one
+    (axis,) = axes
+    part, whole = live[axis], spec.shape[axis]
+    replicas = max(1, part * size // whole) if whole % part == 0 else 1
+    start = min(rank // replicas * part, whole)
+    stop = min(start + part, whole)
+    box = tuple((start, stop) if i == axis else (0, n) for i, n in enumerate(spec.shape))
+    return replace(one, window=one.window.narrowed(axis, stop - start), box=box)
 
 
 def _fused(name: str, value: Any, query_rows: int, key_rows: int) -> Pieces:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,11 @@ class Window:
             if n > 1
         )
 
+    def narrowed(self, axis: int, length: int) -> Window:
+        """The first `length` along an axis."""
+        shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
+        return replace(self, shape=shape, flat=self.flat[: _span(shape, self.strides)])
+
     def places(self, positions: Places) -> Places:
         """Where the elements of these numbers (in C order of `shape`) are in `flat`."""
         if self.contiguous:
@@ -93,7 +98,6 @@ class Window:
                 flat[where] = codes
 
             return write
-        torch = _torch()
         values = _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
         index = None if places is None else _sent(places, flat.device)
 
