@@ -23,6 +23,9 @@ from etude.weights.tensors import Codes, Tensor
 
 Probe = Callable[[], bool]
 
+DENSE = 16
+"""From one change in so many bytes on, copying a whole piece takes less of the pause than scattering (measured)."""
+
 
 class Target:
     """An engine's live weights, by its map. Nobody else writes them between `prepare` and the end of a swap.
@@ -63,7 +66,7 @@ class Target:
                     continue
                 written[key] = name, places, codes
                 if places is None or len(places):
-                    swap.writes.append(_write(piece, places, codes, undoable))
+                    swap.writes.append(_write(piece, places, codes, tensors[name], undoable))
         touched = {*update.changed, *update.replaced}
         for one in self._map.derived:
             if one.sources & touched:
@@ -192,11 +195,12 @@ def _part(piece: Piece, name: str, update: Update, tensor: Tensor) -> tuple[Plac
     return piece.take(tensor.spec, *update.changed[name])
 
 
-def _write(piece: Piece, places: Places | None, codes: Codes, undoable: bool) -> _Write:
+def _write(piece: Piece, places: Places | None, codes: Codes, tensor: Tensor, undoable: bool) -> _Write:
     window = piece.window
     old = window.read(places) if undoable else None
+    dense = places is not None and len(places) * DENSE > window.num_bytes
     return _Write(
-        put=window.writer(places, codes),
+        put=window.writer(None, piece.whole(tensor.spec, tensor.codes)) if dense else window.writer(places, codes),
         put_back=window.writer(places, old) if old is not None else _nothing,
         num_bytes=codes.nbytes + (places.nbytes if places is not None else 0),
         old=old,

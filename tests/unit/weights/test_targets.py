@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from etude.errors import WeightsError
 from etude.records.completion import Version
-from etude.weights import Tensor, live
+from etude.weights import Tensor, live, targets
 from etude.weights.follower import Update
 from etude.weights.live import window
 from etude.weights.runtime_map import Derived, Map, Piece, Pieces, fused, joined, named, piece
@@ -56,6 +56,12 @@ def swap_there_and_back(pieces: Pieces, old: Tensors, new: Tensors, **kwargs: ob
     swap = target.prepare(update(old, new), new)
     swap.apply(probe=lambda: target.differing(new) == [])
     return swap
+
+
+@pytest.fixture(autouse=True, params=[0, 1 << 40], ids=["scattered", "copied whole"])
+def dense(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to write what changed."""
+    monkeypatch.setattr(targets, "DENSE", request.param)
 
 
 @pytest.fixture(params=["numpy", "torch", "device"])
