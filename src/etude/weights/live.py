@@ -37,7 +37,8 @@ class Window:
     strides: Shape  # in elements
     itemsize: int
     dtype: str  # its name here, "" where the memory does not say
-    flat: Any  # 1-D, unsigned integers of numpy or signed ones of torch
+    view: Any  # of that shape: unsigned integers of numpy, or signed ones of torch
+    flat: Any  # the same memory from its first element to its last, 1-D
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -63,8 +64,9 @@ class Window:
 
     def narrowed(self, axis: int, length: int) -> Window:
         """The first `length` along an axis."""
-        shape = (*self.shape[:axis], length, *self.shape[axis + 1 :])
-        return replace(self, shape=shape, flat=self.flat[: _span(shape, self.strides)])
+        view = self.view[(*(slice(None),) * axis, slice(length))]
+        shape = tuple(view.shape)
+        return replace(self, shape=shape, view=view, flat=self.flat[: _span(shape, self.strides)])
 
     def places(self, positions: Places) -> Places:
         """Where the elements of these numbers (in C order of `shape`) are in `flat`."""
@@ -77,37 +79,35 @@ class Window:
 
     def read(self, places: Places | None = None) -> Codes:
         """The codes at places, or all in C order of `shape`; a copy in host memory."""
-        if places is None:
-            places = self.places(np.arange(self.size, dtype=np.int64))
-            if self.contiguous:
-                return _host(self.flat).copy()
         if isinstance(self.flat, np.ndarray):
-            taken: Codes = self.flat[places]
+            taken: Codes = self.view.flatten() if places is None else self.flat[places]
             return taken
+        if places is None:
+            return _host(self.view.contiguous().view(-1)).copy()
         return _host(self.flat[_sent(places, self.flat.device)])
 
-    def writer(self, places: Places | None, codes: Codes) -> Callable[[], None]:
-        """A call that writes codes at places (None: all, in C order); everything else is done here, before it."""
-        if places is None and not self.contiguous:
-            places = self.places(np.arange(self.size, dtype=np.int64))
+    def writer(self, places: Places, codes: Codes) -> Callable[[], None]:
+        """A call that writes codes at places. On a device both are there already when it is made."""
         flat = self.flat
         if isinstance(flat, np.ndarray):
-            where: Any = slice(None) if places is None else places
 
             def write() -> None:
-                flat[where] = codes
+                flat[places] = codes
 
             return write
-        values = _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
-        index = None if places is None else _sent(places, flat.device)
+        index, values = _sent(places, flat.device), _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
 
         def send() -> None:
-            if index is None:
-                flat.copy_(values)
-            else:
-                flat.index_copy_(0, index, values)
+            flat.index_copy_(0, index, values)
 
         return send
+
+    def fill(self, codes: Codes) -> None:
+        """Write all: codes of this shape, in any strides. Needs no memory on a host."""
+        if isinstance(self.view, np.ndarray):
+            np.copyto(self.view, codes)
+        else:
+            self.view.copy_(_sent(codes.view(_SIGNED[self.itemsize]), self.view.device))
 
 
 def window(name: str, value: Any) -> Window:
@@ -118,7 +118,7 @@ def window(name: str, value: Any) -> Window:
     strides = tuple(stride // bits.itemsize for stride in bits.strides)
     _check(name, bits.shape, strides, bits.flags.writeable and getattr(getattr(value, "dtype", None), "isnative", True))
     flat = np.lib.stride_tricks.as_strided(bits, (_span(bits.shape, strides),), (bits.itemsize,))
-    return Window("cpu", bits.ctypes.data, bits.shape, strides, bits.itemsize, dtype, flat)
+    return Window("cpu", bits.ctypes.data, bits.shape, strides, bits.itemsize, dtype, bits, flat)
 
 
 def in_host_memory(value: Any) -> bool:
@@ -146,7 +146,7 @@ def _device_window(name: str, value: Any) -> Window:
     shape, strides = tuple(bits.shape), tuple(bits.stride())
     _check(name, shape, strides, True)
     flat = bits.as_strided((_span(shape, strides),), (1,))
-    return Window(str(value.device), bits.data_ptr(), shape, strides, itemsize, name_of(str(value.dtype)), flat)
+    return Window(str(value.device), bits.data_ptr(), shape, strides, itemsize, name_of(str(value.dtype)), bits, flat)
 
 
 def _check(name: str, shape: Shape, strides: Shape, writable: bool) -> None:

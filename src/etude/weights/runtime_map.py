@@ -77,11 +77,6 @@ class Piece:
                 hint="the map is of another model, or the engine holds a format that is not published: follow that one",
             )
 
-    def codes(self, dtype: str, codes: Codes) -> Codes:
-        """Published codes as the memory holds them."""
-        convert = _EXACT.get((dtype, self.window.dtype))
-        return convert(codes) if convert else codes
-
     def take(self, spec: Spec, positions: Places, codes: Codes) -> tuple[Places, Codes]:
         """Of a tensor's changes, those inside the box: places in the window's `flat`, and codes as the memory has them.
 
@@ -92,19 +87,33 @@ class Piece:
             codes = codes[keep]
         if self.reorder is not None:
             positions = self.reorder(positions)
-        return self.window.places(positions), self.codes(spec.dtype, codes)
+        return self.window.places(positions), self._converted(spec.dtype, codes)
 
-    def whole(self, spec: Spec, codes: Codes) -> Codes:
-        """Of a whole tensor's codes, what the window holds, in C order of its shape."""
-        shaped = codes.reshape(spec.shape)
+    def part(self, spec: Spec, codes: Codes) -> Codes:
+        """Of a whole tensor's codes, what the window holds, in its shape: a view, but for memory of its own order."""
+        shaped: Codes = codes.reshape(spec.shape)
         if self.box is not None:
             shaped = shaped[tuple(slice(a, b) for a, b in self.box)]
-        flat = np.ascontiguousarray(shaped).reshape(-1)
-        if self.reorder is not None:
-            moved = np.empty_like(flat)
-            moved[self.reorder(np.arange(flat.size, dtype=np.int64))] = flat
-            flat = moved
-        return self.codes(spec.dtype, flat)
+        if self.reorder is None:
+            return shaped
+        flat = shaped.reshape(-1)
+        moved = np.empty_like(flat)
+        moved[self.reorder(np.arange(flat.size, dtype=np.int64))] = flat
+        return moved.reshape(self.window.shape)
+
+    def fill(self, spec: Spec, codes: Codes) -> None:
+        """Write all that the window holds of a tensor. Needs memory for this piece at most."""
+        self.window.fill(self._converted(spec.dtype, self.part(spec, codes)))
+
+    def holds(self, spec: Spec, codes: Codes) -> bool:
+        """Whether the memory is, bit for bit, what it should be for a tensor."""
+        expected = self._converted(spec.dtype, self.part(spec, codes))
+        return np.array_equal(self.window.read(), expected.reshape(-1))
+
+    def _converted(self, dtype: str, codes: Codes) -> Codes:
+        """Published codes as the memory holds them."""
+        convert = _EXACT.get((dtype, self.window.dtype))
+        return convert(codes) if convert else codes
 
 
 @dataclass(frozen=True)

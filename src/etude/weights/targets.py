@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from etude.weights.runtime_map import Derived, Map, Piece
 from etude.weights.tensors import Codes, Tensor
 
 Probe = Callable[[], bool]
+_Said = tuple[str, tuple[Places, Codes] | None, Piece]  # what a name wants written: changes, or None for all
 
 DENSE = 16
 """From one change in so many bytes on, copying a whole piece takes less of the pause than scattering (measured)."""
@@ -55,18 +56,19 @@ class Target:
                     hint="it is of another architecture: load it anew",
                 )
         swap = Swap(update.version)
-        written: dict[object, tuple[str, Any, Codes]] = {}
+        written: dict[object, _Said] = {}
         for name in sorted({*update.changed, *update.replaced}):
             self._check_ties(name, update, tensors)
             for piece in self._places_of(name, tensors):
-                places, codes = _part(piece, name, update, tensors[name])
+                tensor = tensors[name]
+                change = None if name in update.replaced else piece.take(tensor.spec, *update.changed[name])
                 key = piece.window.key
                 if key in written:
-                    _check_equal(written[key], name, places, codes)
+                    _check_equal(written[key], (name, change, piece), tensors)
                     continue
-                written[key] = name, places, codes
-                if places is None or len(places):
-                    swap.writes.append(_write(piece, places, codes, tensors[name], undoable))
+                written[key] = name, change, piece
+                if change is None or len(change[0]):
+                    swap.writes.append(_write(piece, change, tensor, undoable))
         touched = {*update.changed, *update.replaced}
         for one in self._map.derived:
             if one.sources & touched:
@@ -80,7 +82,7 @@ class Target:
             name
             for name, tensor in sorted(tensors.items())
             for piece in self._places_of(name, tensors)
-            if not np.array_equal(piece.window.read(), piece.whole(tensor.spec, tensor.codes))
+            if not piece.holds(tensor.spec, tensor.codes)
         ]
 
     def _places_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[Piece, ...]:
@@ -114,7 +116,8 @@ class Swap:
 
     @property
     def list_bytes(self) -> int:
-        """What is held to be written: places and codes. A follower's memory beyond the model."""
+        """What is held to be written: places and codes. A follower's memory beyond the model; tensors that are written
+        whole are the follower's own, and count nothing."""
         return sum(write.num_bytes for write in self.writes)
 
     @property
@@ -183,26 +186,24 @@ class _Hook:
     def put_back(self) -> None:
         if self.derived.outputs:
             for window, codes in zip(self.derived.outputs, self.old, strict=True):
-                window.writer(None, codes)()
+                window.fill(codes.reshape(window.shape))
         else:
             self.derived.compute()
 
 
-def _part(piece: Piece, name: str, update: Update, tensor: Tensor) -> tuple[Places | None, Codes]:
-    """What goes into one piece: codes at places, or None and all of them."""
-    if name in update.replaced:
-        return None, piece.whole(tensor.spec, tensor.codes)
-    return piece.take(tensor.spec, *update.changed[name])
-
-
-def _write(piece: Piece, places: Places | None, codes: Codes, tensor: Tensor, undoable: bool) -> _Write:
+def _write(piece: Piece, change: tuple[Places, Codes] | None, tensor: Tensor, undoable: bool) -> _Write:
+    """Absolute writes of changes, or of the whole piece where there is no list or scattering it takes longer."""
     window = piece.window
+    fill = partial(piece.fill, tensor.spec, tensor.codes)
+    if change is None:
+        old = window.read() if undoable else None
+        return _Write(fill, _nothing if old is None else partial(window.fill, old.reshape(window.shape)), 0, old)
+    places, codes = change
     old = window.read(places) if undoable else None
-    dense = places is not None and len(places) * DENSE > window.num_bytes
     return _Write(
-        put=window.writer(None, piece.whole(tensor.spec, tensor.codes)) if dense else window.writer(places, codes),
-        put_back=window.writer(places, old) if old is not None else _nothing,
-        num_bytes=codes.nbytes + (places.nbytes if places is not None else 0),
+        put=fill if len(places) * DENSE > window.num_bytes else window.writer(places, codes),
+        put_back=_nothing if old is None else window.writer(places, old),
+        num_bytes=places.nbytes + codes.nbytes,
         old=old,
     )
 
@@ -211,12 +212,16 @@ def _nothing() -> None:
     """What is written back where nothing was kept."""
 
 
-def _check_equal(first: tuple[str, Any, Codes], name: str, places: Places | None, codes: Codes) -> None:
+def _check_equal(first: _Said, second: _Said, tensors: Mapping[str, Tensor]) -> None:
     """Raises `WeightsError` where a storage would be told two things."""
-    other, there, held = first
-    same_places = (places is None) == (there is None) and (places is None or np.array_equal(places, there))
-    if not (same_places and np.array_equal(codes, held)):
-        raise _untied(other, name, "their bits differ")
+    (name, change, _), (other, again, _) = first, second
+    if change is not None and again is not None:
+        same = all(map(np.array_equal, change, again))
+    else:
+        a, b = (one.part(tensors[key].spec, tensors[key].codes) for key, _, one in (first, second))
+        same = np.array_equal(a, b)
+    if not same:
+        raise _untied(name, other, "their bits differ")
 
 
 def _untied(name: str, other: str, why: str) -> WeightsError:
