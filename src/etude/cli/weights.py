@@ -40,14 +40,13 @@ def log(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """What changed between two checkpoints, or between two versions of a run, by tensor."""
+    """What changed between two checkpoints, or between two versions of a run or a store, by tensor."""
     if weights_files.are_checkpoints(args.a, args.b):
         return weights_files.diff(args)
     if args.plot:
         raise InputError("--plot draws checkpoints", f"{args.a} is none", hint="etude export RUN@STEP writes one")
-    run = open_run(args.run)
     table = Table("tensor", "dtype", "elements", "changed", "longest step (ULP)")
-    for row in inspect.diff(DirectoryStore(run / "weights"), args.a, args.b):
+    for row in inspect.diff(weights_store.named_store(args.run), args.a, args.b, args.name):
         share = row.num_changed / max(1, row.num_elements)
         longest = "" if row.max_step is None else str(row.max_step)
         table.add_row(row.name, row.dtype, str(row.num_elements), f"{share:.3f}", longest)

@@ -56,6 +56,8 @@ def test_checkpoints_travel_through_a_store_into_a_directory(steps, capsys) -> N
     assert main(["weights", "log", "store"]) == 0
     said = capsys.readouterr().out
     assert all(f"v00000{step}-" in said for step in range(4))
+    assert main(["weights", "diff", "1", "3", "store"]) == 0
+    assert "layers.2.w" in capsys.readouterr().out
     assert main(["weights", "fsck", "store"]) == 0
     assert "4 versions" in capsys.readouterr().out
 
