@@ -39,6 +39,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("follow"), st.integers(0, 2)),
     st.tuples(st.just("undo"), st.integers(0, 2)),
     st.tuples(st.just("look"), st.just(0)),
+    st.tuples(st.just("sleep"), st.integers(2, 12)),
 )
 
 
@@ -115,9 +116,16 @@ class World:
             case "undo", int(number):
                 self.undo(self.followers[number])
             case "look", _:
-                pointer = head(self.store, "policy")
-                if pointer is not None:
-                    self.looked.append((self.now, load(self.store, pointer.head)))
+                self.look()
+            case "sleep", int(times):  # a reader stops between the pointer and its objects
+                self.look()
+                self.publish(times)
+                self.act("collect", KEEP_S * 0.6)
+
+    def look(self) -> None:
+        pointer = head(self.store, "policy")
+        if pointer is not None:
+            self.looked.append((self.now, load(self.store, pointer.head)))
 
     def follow(self, follower: Follower, branch: str) -> None:
         follower.advance()

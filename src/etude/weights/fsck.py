@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from etude.errors import EtudeError, WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
-from etude.weights import garbage, history, plans, sweeps
+from etude.weights import history, plans, sweeps
 from etude.weights.manifest import Manifest, Ref, Way
 from etude.weights.objects import objects_prefix
 from etude.weights.tensors import Tensor
@@ -89,25 +89,26 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
     found: list[Finding] = []
     notices: list[Finding] = []
     known, keys = _reachable(store, name, found)
-    collected = _collected(store, name)
+    taken = sweeps.taken_keys(store, name)
     objects: dict[str, int] = {}
-    lost: set[str] = set()
-    num_collected = 0
+    lost: set[str] = set()  # manifests' keys
+    collected: set[str] = set()
     trail = _Trail()
     for ref, manifest in known:
         later = plans.later_ways(store, manifest)
         objects.update((item.key, item.num_bytes) for way in (*manifest.ways, *later) for item in way.objects)
-        tensors, failed = _prove(store, manifest, (*manifest.ways, *later), lost, trail)
-        if tensors is None and ref.key in collected and all(isinstance(e, plans.Lost | _Needs) for _, e in failed):
-            num_collected += 1
-            lost.add(ref.key)
-        elif tensors is None:
-            lost.add(ref.key)
-            found.append(_lost(manifest, failed, lost))
-        else:
+        tensors, failed = _prove(store, manifest, (*manifest.ways, *later), lost | collected, trail)
+        expected = [one for one in failed if _was_collected(*one, taken, collected)]
+        if tensors is not None:
             trail.go(ref, tensors, manifest.base)
-            notices += [_notice(manifest, way, error, way in later, collected) for way, error in failed]
-    notices = [one for one in notices if one.what]
+            notices += [
+                _notice(manifest, way, error, way in later) for way, error in failed if (way, error) not in expected
+            ]
+        elif len(expected) == len(failed):
+            collected.add(ref.key)
+        else:
+            lost.add(ref.key)
+            found.append(_lost(manifest, [one for one in failed if one not in expected]))
     stored = {key for folder in ("manifests", "later") for key in store.list(f"{folder}/{name}/")}
     stored |= set(store.list(objects_prefix(name)))
     return Check(
@@ -116,7 +117,7 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
         object_bytes=sum(objects.values()),
         found=tuple(found),
         notices=tuple(notices),
-        num_collected=num_collected,
+        num_collected=len(collected),
         orphans=tuple(sorted(stored - keys - objects.keys() - {f"later/{name}/{m.stem}.json" for _, m in known})),
     )
 
@@ -144,7 +145,7 @@ class _Needs(WeightsError):
     """A way whose base is lost itself."""
 
 
-def _lost(manifest: Manifest, failed: list[tuple[Way, EtudeError]], lost: set[str]) -> Finding:
+def _lost(manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> Finding:
     """A version that no way leads to: by the cause that can be cured, if there is one."""
     error = next((e for _, e in failed if not isinstance(e, _Needs)), failed[0][1])
     hint = error.hint
@@ -155,10 +156,8 @@ def _lost(manifest: Manifest, failed: list[tuple[Way, EtudeError]], lost: set[st
     return Finding(manifest.version, error.what, error.facts, hint)
 
 
-def _notice(manifest: Manifest, way: Way, error: EtudeError, is_later: bool, collected: set[str]) -> Finding:
-    """A way that is lost beside one that is not. Without words where its base was collected."""
-    if way.base is not None and way.base.key in collected and isinstance(error, _Needs):
-        return Finding(manifest.version, "", "", "")
+def _notice(manifest: Manifest, way: Way, error: EtudeError, is_later: bool) -> Finding:
+    """A way that is lost beside one that is not."""
     kind = "an added way" if is_later else "its delta" if way.base else "its anchor"
     origin = f" from {way.base.version}" if way.base else ""
     return Finding(
@@ -169,15 +168,11 @@ def _notice(manifest: Manifest, way: Way, error: EtudeError, is_later: bool, col
     )
 
 
-def _collected(store: BlobStore, name: str) -> set[str]:
-    """Manifests that garbage collection may have left without objects."""
-    records = [seen for _, seen in sweeps.read_seen(store, name)]
-    if not records:
-        return set()
-    try:
-        return set(garbage.mark(store, name, records).old)
-    except WeightsError:
-        return set()
+def _was_collected(way: Way, error: EtudeError, taken: set[str], collected: set[str]) -> bool:
+    """Whether a way leads nowhere because garbage collection took its objects, or those of its base."""
+    if isinstance(error, _Needs):
+        return way.base is not None and way.base.key in collected
+    return isinstance(error, plans.Lost) and error.facts in taken
 
 
 def _reachable(store: BlobStore, name: str, found: list[Finding]) -> tuple[list[tuple[Ref, Manifest]], set[str]]:

@@ -84,8 +84,9 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
     for key, seen in records:  # older than the one that was gone by; or from a future that a clock invented
         if (since is not None and seen.time_s < since.time_s) or seen.time_s > now:
             store.delete(key)
-    for key, doomed in sweeps.announced(store, name):
+    for key, doomed in sweeps.announced(store, name):  # of a collection that was killed
         if doomed.time_s <= now - keep_s:
+            sweeps.note_taken(store, name, now, set(doomed.keys) - marks.stored)
             store.delete(key)
     return Collected(deleted, len(marks.kept), len(marks.old), len(marks.adrift))
 
@@ -177,6 +178,7 @@ def _delete(
     doomed = (superseded & marks.superseded) | (adrift & marks.adrift)
     for key in sorted(doomed, key=_order):
         store.delete(key)
+    sweeps.note_taken(store, name, now, doomed)
     store.delete(announcement)
     return len(doomed)
 

@@ -33,7 +33,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Doomed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a collection is about to delete; gone when it is done."""
+    """What a collection is about to delete, or has deleted."""
 
     format: int
     time_s: float
@@ -60,6 +60,19 @@ def announce(store: BlobStore, name: str, time_s: float, keys: Iterable[str]) ->
 def announced(store: BlobStore, name: str) -> list[tuple[str, Doomed]]:
     """Every such record with its key: of collections at work, and of those that were killed."""
     return list(_records(store, name, "doomed", Doomed))
+
+
+def note_taken(store: BlobStore, name: str, time_s: float, keys: Iterable[str]) -> None:
+    """Write down what was deleted, so that nobody takes it for lost."""
+    taken = tuple(sorted(keys))
+    if taken:
+        store.put(_key(name, "taken", time_s), msgspec.json.encode(Doomed(format=FORMAT, time_s=time_s, keys=taken)))
+
+
+def taken_keys(store: BlobStore, name: str) -> set[str]:
+    """What collections have deleted, or were about to."""
+    taken = {key for _, doomed in _records(store, name, "taken", Doomed) for key in doomed.keys}
+    return taken | doomed_keys(store, name)
 
 
 def doomed_keys(store: BlobStore, name: str) -> set[str]:
