@@ -188,9 +188,11 @@ def test_items_are_parts_of_codes(dtype: str, data: st.DataObject) -> None:
 @given(hnp.arrays(np.uint32, st.integers(0, 80), elements=st.integers(0, 23)), st.integers(0, 31))
 def test_numbers_come_back(quotients: np.ndarray, low: int) -> None:  # type: ignore[type-arg]
     assert np.array_equal(runs(unary(quotients), quotients.size), quotients)
-    lows = quotients * np.uint32(0x9E3779B9) & np.uint32((1 << low) - 1)
-    packed = np.packbits(low_bits(lows, low), bitorder="little").tobytes() if low else b""
-    assert np.array_equal(Reader(packed).low_bits([(quotients.size, low)]), lows)
+    values = np.arange(quotients.size, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    counts, widths = np.array([values.size // 3, 0, values.size - values.size // 3]), np.array([low, 5, 31 - low])
+    found, width = Reader(low_bits(values, counts, widths)).low_bits(counts, widths)
+    assert np.array_equal(width, np.repeat(widths, counts))
+    assert np.array_equal(found, values & ((1 << width) - 1))
 
 
 @given(st.lists(st.integers(0, 5), max_size=30))

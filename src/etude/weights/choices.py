@@ -30,7 +30,7 @@ from etude.weights.tensors import DTYPES, Codes, Spec
 Mode = Literal["best", "fast"]
 """`best`: classes by the old exponent. `fast`: one class, which is quicker to code and a third longer."""
 
-_SPARSE_FROM, _STRIDE = 1 << 18, 32  # from so many items on, every 32nd block of 64 is looked at
+_SAMPLE, _MAX_STRIDE = 1 << 13, 32  # items that a sample has at least; every 32nd block of 64 at most is left
 _TILE_BITS = 1 << 18  # of payload, as far as the sample tells
 _LEAST_TILE = 1 << 16
 _MOST_JOINED = 1 << 21
@@ -81,7 +81,7 @@ def choose(
 
 def _sample(old: Codes, new: Codes, spec: Spec, kernels: Kernels) -> tuple[Counts, int]:
     """About how many items have each exponent, and how many bits the delta will have."""
-    stride = 1 if old.size < _SPARSE_FROM else _STRIDE
+    stride = min(_MAX_STRIDE, max(1, old.size // _SAMPLE))
     counts, changed = kernels.sample(old, new, DTYPES[spec.dtype], stride)
     bits = sum(k * ((n // k).bit_length() + 3) for n, k in zip(counts.tolist(), changed.tolist(), strict=True) if k)
     return counts * stride, bits * old.size // int(counts.sum())

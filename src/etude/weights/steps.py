@@ -23,36 +23,44 @@ def to_order(items: Codes, kind: DType) -> Codes:
     """
     if kind.exponent_shift is None:
         return items
-    return items ^ (_all_ones_if(items >> _one(items, kind.width - 1), kind) | _one(items, 1 << (kind.width - 1)))
+    return items ^ (_ones_where_negative(items, kind) | _one(items, 1 << (kind.width - 1)))
 
 
 def from_order(ordered: Codes, kind: DType) -> Codes:
     """Inverse of `to_order`."""
     if kind.exponent_shift is None:
         return ordered
-    top = _one(ordered, kind.width - 1)
-    return ordered ^ (_all_ones_if(ordered >> top ^ _one(ordered, 1), kind) | _one(ordered, 1 << (kind.width - 1)))
+    top = _one(ordered, 1 << (kind.width - 1))
+    return ordered ^ (_ones_where_negative(ordered ^ top, kind) | top)
 
 
 def exponents(items: Codes, kind: DType) -> npt.NDArray[np.uint8]:
     """The exponent bits of each item; 0 for an integer."""
     if kind.exponent_shift is None:
         return np.zeros(items.size, np.uint8)
-    mask = _one(items, (1 << (kind.width - 1 - kind.exponent_shift)) - 1)
-    return (items >> _one(items, kind.exponent_shift) & mask).astype(np.uint8)
+    bits = kind.width - 1 - kind.exponent_shift
+    exponent = (items >> _one(items, kind.exponent_shift)).astype(np.uint8)  # of more bits the lowest eight
+    return exponent if bits == 8 else exponent & np.uint8((1 << bits) - 1)
 
 
 def steps_between(old: Codes, new: Codes, kind: DType) -> tuple[npt.NDArray[np.bool_], Numbers]:
     """Which steps go down, and each one's size, the shorter way around the scale. [N] bool, [N] uint32."""
-    up = _within(to_order(new, kind) - to_order(old, kind), kind)
-    down = up >= _one(up, 1 << (kind.width - 1))
-    return down, np.where(down, _within(_one(up, 0) - up, kind), up).astype(np.uint32)
+    lift = _one(old, 8 * old.itemsize - kind.width)  # to the top of the word, where numpy's arithmetic wraps
+    steps = (to_order(new, kind) - to_order(old, kind) << lift).view(f"i{old.itemsize}")
+    return steps < 0, (np.abs(steps).view(old.dtype) >> lift).astype(np.uint32, copy=False)
 
 
 def step_from(old: Codes, down: npt.NDArray[np.bool_], sizes: Numbers, kind: DType) -> Codes:
     """The new items: inverse of `steps_between`."""
     step, ordered = sizes.astype(old.dtype), to_order(old, kind)
     return from_order(_within(np.where(down, ordered - step, ordered + step), kind), kind)
+
+
+def _ones_where_negative(items: Codes, kind: DType) -> Codes:
+    """All bits of an item, or none: its sign bit shifted in from the left."""
+    lift = 8 * items.itemsize - kind.width
+    ones = ((items << _one(items, lift)).view(f"i{items.itemsize}") >> (8 * items.itemsize - 1)).view(items.dtype)
+    return _within(ones, kind)
 
 
 def _one(like: Codes, value: int) -> np.unsignedinteger[npt.NBitBase]:
@@ -62,7 +70,3 @@ def _one(like: Codes, value: int) -> np.unsignedinteger[npt.NBitBase]:
 def _within(items: Codes, kind: DType) -> Codes:
     """Modulo the width: nothing to do where numpy's own arithmetic did it."""
     return items if kind.width == 8 * items.itemsize else items & _one(items, (1 << kind.width) - 1)
-
-
-def _all_ones_if(bits: Codes, kind: DType) -> Codes:
-    return _within(_one(bits, 0) - bits, kind)

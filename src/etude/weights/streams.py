@@ -7,7 +7,6 @@ need memory in proportion to the number of items that the caller expects. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -126,17 +125,19 @@ class Reader:
         packed = np.frombuffer(self.take((count + 7) // 8), np.uint8)
         return np.unpackbits(packed, count=count, bitorder="little").view(np.bool_)
 
-    def low_bits(self, groups: Sequence[tuple[int, int]]) -> Numbers:
-        """The low bits of all numbers, where each group has so many numbers of so many bits."""
-        counts, widths = np.array(groups, np.int64).T
+    def low_bits(self, counts: Longs, widths: Longs) -> tuple[Longs, Longs]:
+        """The low bits of all numbers, each group having so many of so many bits; and how many bits each number has."""
         packed = self.take((int((counts * widths).sum()) + 7) // 8)
         width = np.repeat(widths, counts)
-        at = np.cumsum(width) - width
+        at = np.cumsum(width)
+        at -= width
         padded = np.zeros(len(packed) + 8, np.uint8)
         padded[: len(packed)] = packed
-        words = np.ndarray((padded.size - 7,), "<u8", padded, 0, (1,))  # one that starts at each byte
-        low: Numbers = (words[at >> 3] >> (at & 7).astype(np.uint64)).astype(np.uint32)
-        return low & ((1 << width) - 1).astype(np.uint32)
+        low: Longs = np.ndarray((padded.size - 7,), "<i8", padded, 0, (1,))[at >> 3]  # one that starts at each byte
+        at &= 7
+        low >>= at
+        low &= np.repeat((1 << widths) - 1, counts)
+        return low, width
 
     def words(self, count: int) -> Longs:
         """[count] integers of 32 bits."""
@@ -166,9 +167,12 @@ def gaps(places: Longs) -> Longs:
 
 def unary(quotients: Numbers) -> Flags:
     """[sum of quotients + count] for each quotient so many zeros, at most `LONGEST_RUN`, and a one."""
-    ends = np.cumsum(np.minimum(quotients, LONGEST_RUN) + np.uint32(1), dtype=np.int64)
-    flags = np.zeros(int(ends[-1]) if ends.size else 0, np.bool_)
-    flags[ends - 1] = True
+    ones = np.minimum(quotients, LONGEST_RUN).astype(np.int64)
+    ones += 1
+    np.cumsum(ones, out=ones)
+    ones -= 1
+    flags = np.zeros(int(ones[-1]) + 1 if ones.size else 0, np.bool_)
+    flags[ones] = True
     return flags
 
 
@@ -183,8 +187,13 @@ def runs(flags: Flags, count: int) -> Longs:
     return lengths
 
 
-def low_bits(values: Numbers, count: int) -> Bytes:
-    """[N * count] 0 or 1: the low `count` bits of each value, value after value, the lowest first."""
-    width = 8 if count <= 8 else 16 if count <= 16 else 32
-    octets = values.astype(f"<u{width // 8}").view(np.uint8)
-    return np.unpackbits(octets, bitorder="little").reshape(-1, width)[:, :count].reshape(-1)
+def low_bits(values: Numbers, counts: Longs, widths: Longs) -> bytes:
+    """The low bits of all numbers, each group having so many of so many bits: number after number, the lowest first."""
+    parts, start = [np.empty(0, np.uint8)], 0
+    for count, width in zip(counts.tolist(), widths.tolist(), strict=True):
+        if count and width:
+            word = 8 if width <= 8 else 16 if width <= 16 else 32
+            octets = values[start : start + count].astype(f"<u{word // 8}").view(np.uint8)
+            parts.append(np.unpackbits(octets, bitorder="little").reshape(-1, word)[:, :width].reshape(-1))
+        start += count
+    return bits(np.concatenate(parts))

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from etude.weights import streams
 from etude.weights.layout import Counts, Piece, Tile
 from etude.weights.steps import exponents, step_from, steps_between
-from etude.weights.streams import Bytes, Flags, Longs, Numbers, Reader, damaged
+from etude.weights.streams import Flags, Longs, Numbers, Reader, damaged
 from etude.weights.tensors import Codes, DType
 
 CODED, RAW = 1, 2
@@ -24,6 +24,7 @@ CODED, RAW = 1, 2
 
 _INVERTED = 32  # beside the Rice parameter of the gaps
 _MOST_LOW_BITS = 31
+_SAMPLE = 1024  # sizes of a class, from the first, that its parameter is chosen by
 
 
 class NumpyKernels:
@@ -75,26 +76,40 @@ def rice_parameter(universe: int, listed: int) -> int:
     return min(_MOST_LOW_BITS, max(0, (universe * 128 // (listed * 181)).bit_length() - 1))
 
 
-def size_parameter(values: Numbers) -> int:
-    """The low bits of step sizes: about log2 of their mean, or fewer where a few long ones raised that.
+def size_parameters(values: Numbers, counts: Longs) -> Longs:
+    """The low bits of each class's step sizes, which follow each other: about log2 of their mean, or fewer where a few
+    long ones raised that. Decided by the first `_SAMPLE` of a class.
 
-    >>> [size_parameter(np.array(v, np.uint32)) for v in ([0, 1], [5, 9], [3] * 99 + [30000])]
-    [0, 2, 1]
+    >>> size_parameters(np.array([0, 1, 5, 9] + [3] * 99 + [30000], np.uint32), np.array([2, 2, 0, 100])).tolist()
+    [0, 2, 0, 1]
     """
-    doubled = 2 * int(values.sum(dtype=np.int64)) + values.size
-    low = min(_MOST_LOW_BITS, max(0, (doubled // (2 * values.size)).bit_length() - 1))
-    bits = _rice_bits(values, low)
-    while low and (fewer := _rice_bits(values, low - 1)) < bits:
-        low, bits = low - 1, fewer
+    low = np.zeros(counts.size, np.int64)
+    some = counts > 0
+    taken = np.minimum(counts, _SAMPLE)[some]
+    sample = values[np.arange(taken.sum()) + np.repeat(_starts(counts)[some] - _starts(taken), taken)].astype(np.int64)
+    means = (2 * _sums(sample, taken) + taken) // (2 * taken)
+    chosen = np.array([min(_MOST_LOW_BITS, max(1, mean).bit_length() - 1) for mean in means.tolist()], np.int64)
+    bits = _rice_bits(sample, taken, chosen)
+    falling = chosen > 0
+    while falling.any():
+        fewer = _rice_bits(sample, taken, np.maximum(chosen - 1, 0))
+        falling &= fewer < bits
+        chosen, bits = chosen - falling, np.where(falling, fewer, bits)
+        falling &= chosen > 0
+    low[some] = chosen
     return low
 
 
-def _rice_bits(values: Numbers, low: int) -> int:
-    """Bits of a Rice code, but for the one that every number ends its quotient with."""
-    quotients = values >> np.uint32(low)
-    escapes = int(np.count_nonzero(quotients >= streams.LONGEST_RUN))
-    short = int(np.minimum(quotients, streams.LONGEST_RUN).sum(dtype=np.int64))
-    return low * values.size + short + 32 * escapes
+def _rice_bits(values: Longs, counts: Longs, low: Longs) -> Longs:
+    """Bits of each group's Rice code, but for the one that every number ends its quotient with."""
+    quotients = values >> np.repeat(low, counts)
+    quotients[quotients >= streams.LONGEST_RUN] = streams.LONGEST_RUN + 32
+    return low * counts + _sums(quotients, counts)
+
+
+def _sums(values: Longs, counts: Longs) -> Longs:
+    """The sum of each group, of which none is empty."""
+    return np.add.reduceat(values, _starts(counts)) if counts.size else counts
 
 
 def scattered(tile: Tile, places: Numbers, items: Codes) -> Iterator[tuple[int, Longs, Codes]]:
@@ -120,116 +135,144 @@ def _rectangle(piece: Piece, items: Codes) -> Codes:
 
 
 @dataclass
-class _Class:
-    """What the header of a class says."""
+class _Classes:
+    """What the headers of a tile's classes say. [classes] each."""
 
-    items: int = 0
-    changed: int = 0
-    gap_bits: int = 0
-    inverted: bool = False
-    exceptions: int = 0
-    size_bits: int = 0
+    items: Longs
+    changed: Longs
+    gap_bits: Longs
+    inverted: Flags
+    exceptions: Longs
+    size_bits: Longs
 
-    @property
-    def listed(self) -> int:
-        """Items that the gaps list."""
-        return self.items - self.changed if self.inverted else self.changed
-
-    @property
-    def exceptions_inverted(self) -> bool:
-        return 2 * self.exceptions > self.changed
+    @classmethod
+    def of(cls, items: Longs) -> _Classes:
+        """Classes of so many items in which nothing changes."""
+        zeros = np.zeros((4, items.size), np.int64)
+        return cls(items, zeros[0], zeros[1], np.zeros(items.size, np.bool_), zeros[2], zeros[3])
 
     @property
-    def exceptions_listed(self) -> int:
-        return self.changed - self.exceptions if self.exceptions_inverted else self.exceptions
+    def changes(self) -> _Lists:
+        """Which items change."""
+        return _Lists(self.items, np.where(self.inverted, self.items - self.changed, self.changed), self.inverted)
 
     @property
-    def exception_gap_bits(self) -> int:
-        return rice_parameter(self.changed, self.exceptions_listed)
+    def long(self) -> _Lists:
+        """Which of the changed items are exceptions."""
+        others = 2 * self.exceptions > self.changed
+        return _Lists(self.changed, np.where(others, self.changed - self.exceptions, self.exceptions), others)
 
 
-def _in_classes(tile: Tile, kind: DType, old: Codes) -> tuple[Longs | None, list[_Class]]:
-    """Items in order of their class, then of their place (None: as they are); and a class for each range of them."""
+@dataclass(frozen=True)
+class _Lists:
+    """A subset of each of some ranges that follow each other, told by the gaps in a list. [ranges] each."""
+
+    items: Longs
+    listed: Longs
+    inverted: Flags  # the list names the items that are not in the subset
+
+    @property
+    def low_bits(self) -> Longs:
+        """The Rice parameters of the gaps."""
+        pairs = zip(self.items.tolist(), self.listed.tolist(), strict=True)
+        return np.array([rice_parameter(items, listed) for items, listed in pairs])
+
+    def gaps(self, flags: Flags) -> Numbers:
+        """The gaps of all lists, `flags` being the subset, which is spoiled."""
+        starts = _starts(self.items)
+        for i in np.flatnonzero(self.inverted & (self.items > 0)).tolist():
+            part = flags[starts[i] : starts[i] + self.items[i]]
+            np.logical_not(part, out=part)
+        places = np.flatnonzero(flags)
+        gaps = streams.gaps(places)
+        some = self.listed > 0
+        firsts = _starts(self.listed)[some]
+        gaps[firsts] = places[firsts] - starts[some]
+        return gaps.astype(np.uint32)
+
+    def places(self, gaps: Longs) -> Longs:
+        """Inverse of `gaps`: where the items of the subset are. Raises `WeightsError`."""
+        starts, ends = _starts(self.items), np.cumsum(self.listed)
+        places = gaps + 1
+        np.cumsum(places, out=places)
+        before = np.concatenate([[0], places])[_starts(self.listed)]
+        places += np.repeat(starts - 1 - before, self.listed)
+        some = self.listed > 0
+        if (places[ends[some] - 1] >= (starts + self.items)[some]).any():
+            raise damaged("an item lies past the end of its class")
+        if not self.inverted.any():
+            return places
+        flags = np.repeat(self.inverted, self.items)
+        flags[places] ^= True
+        return np.flatnonzero(flags)
+
+
+def _starts(sizes: Longs) -> Longs:
+    """Where each of some ranges that follow each other starts."""
+    return np.cumsum(sizes) - sizes
+
+
+def _in_classes(tile: Tile, kind: DType, old: Codes) -> tuple[Longs | None, _Classes]:
+    """Items in order of their class, then of their place (None: as they are), and how many each class has."""
     if tile.classes == 1:
-        return None, [_Class(items=old.size)]
-    of_exponent = np.clip(tile.high - np.arange(256), 0, tile.classes - 1).astype(np.uint8)
-    of_item = of_exponent[exponents(old, kind)]
-    counts = np.bincount(of_item, minlength=tile.classes)
-    return np.argsort(of_item, kind="stable"), [_Class(items=int(count)) for count in counts]
-
-
-def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """[start, stop) of ranges that follow each other."""
-    ends = np.cumsum([0, *sizes]).tolist()
-    return list(itertools.pairwise(ends))
+        return None, _Classes.of(np.array([old.size]))
+    lowest = max(0, tile.high - tile.classes + 1)
+    of_item = np.uint8(tile.high) - np.clip(exponents(old, kind), lowest, tile.high)
+    return np.argsort(of_item, kind="stable"), _Classes.of(np.bincount(of_item, minlength=tile.classes))
 
 
 def _encode(kind: DType, tile: Tile, old: Codes, new: Codes) -> bytes:
     changed = old != new
     if not changed.any():
         return b""
-    order, classes = _in_classes(tile, kind, old)
+    order, c = _in_classes(tile, kind, old)
     changed = changed if order is None else changed[order]
-    ranges = _bounds([c.items for c in classes])
     where = np.flatnonzero(changed)
-    splits = np.searchsorted(where, [start for start, _ in ranges] + [changed.size]).tolist()
     there = where if order is None else order[where]
     down, size = steps_between(old[there], new[there], kind)
-    gaps, exceptions, sizes = _Rice(), _Rice(), _Rice()
-    for c, (start, stop), (first, last) in zip(classes, ranges, itertools.pairwise(splits), strict=True):
-        if first == last:
-            continue
-        c.changed = last - first
-        c.inverted = 2 * c.changed > c.items
-        c.gap_bits = rice_parameter(c.items, c.listed)
-        if c.listed:
-            gaps.listed(changed[start:stop] ^ c.inverted, c.gap_bits)
-        long = size[first:last] > 1
-        c.exceptions = int(np.count_nonzero(long))
-        if c.exceptions:
-            if c.exceptions_listed:
-                exceptions.listed(long ^ c.exceptions_inverted, c.exception_gap_bits)
-            values = size[first:last][long] - np.uint32(2)
-            c.size_bits = size_parameter(values)
-            sizes.numbers(values, c.size_bits)
-    return bytes((CODED,)) + b"".join(map(_header, classes)) + _planes(down, (gaps, exceptions, sizes))
+    c.changed = _counts(where, c.items)
+    c.inverted = 2 * c.changed > c.items
+    c.gap_bits = c.changes.low_bits
+    long = size > 1
+    exceptions = np.flatnonzero(long)
+    c.exceptions = _counts(exceptions, c.changed)
+    values = size[exceptions] - np.uint32(2)
+    c.size_bits = size_parameters(values, c.exceptions)
+    numbers = (
+        (c.changes.gaps(changed), c.changes.listed, c.gap_bits),
+        (c.long.gaps(long), c.long.listed, c.long.low_bits),
+        (values, c.exceptions, c.size_bits),
+    )
+    return bytes((CODED,)) + _headers(c) + _planes(down, numbers)
 
 
-@dataclass
-class _Rice:
-    """Numbers that go into a pair of planes."""
-
-    quotients: list[Numbers] = field(default_factory=list)
-    low: list[Bytes] = field(default_factory=list)
-
-    def listed(self, flags: Flags, low: int) -> None:
-        """The gaps before each of the items that are flagged."""
-        self.numbers(streams.gaps(np.flatnonzero(flags)).astype(np.uint32), low)
-
-    def numbers(self, values: Numbers, low: int) -> None:
-        self.quotients.append(values >> np.uint32(low))
-        if low:
-            self.low.append(streams.low_bits(values, low))
+def _counts(places: Longs, sizes: Longs) -> Longs:
+    """How many of some places lie in each of some ranges that follow each other."""
+    return np.diff(np.searchsorted(places, np.concatenate([[0], np.cumsum(sizes)])))
 
 
-def _planes(down: Flags, rices: Sequence[_Rice]) -> bytes:
-    quotients = [np.concatenate([np.empty(0, np.uint32), *rice.quotients]) for rice in rices]
-    unaries = [streams.unary(q) for q in quotients]
+def _headers(c: _Classes) -> bytes:
+    head = bytearray()
+    columns = (c.changed, c.gap_bits + _INVERTED * c.inverted, c.changes.listed, c.exceptions, c.size_bits)
+    for changed, gap_bits, listed, exceptions, size_bits in np.stack(columns, 1).tolist():
+        head += streams.varint(changed)
+        if changed:
+            head.append(gap_bits)
+            head += streams.varint(listed) if gap_bits & _INVERTED else b""
+            head += streams.varint(exceptions)
+            head += bytes((size_bits,)) if exceptions else b""
+    return bytes(head)
+
+
+def _planes(down: Flags, numbers: Sequence[tuple[Numbers, Longs, Longs]]) -> bytes:
+    """All fields behind the headers. Of numbers: the values, how many each class has, and their low bits."""
+    quotients = [values >> np.repeat(low.astype(np.uint32), counts) for values, counts, low in numbers]
+    unaries = [streams.unary(each) for each in quotients]
     fields = [streams.varint(flags.size) for flags in unaries]
     fields.append(streams.bits(down))
-    for rice, flags in zip(rices, unaries, strict=True):
-        fields += streams.bits(flags), streams.bits(np.concatenate(rice.low)) if rice.low else b""
-    return b"".join((*fields, *(streams.words(q[q >= streams.LONGEST_RUN]) for q in quotients)))
-
-
-def _header(c: _Class) -> bytes:
-    head = streams.varint(c.changed)
-    if not c.changed:
-        return head
-    head += bytes((c.gap_bits | _INVERTED * c.inverted,))
-    if c.inverted:
-        head += streams.varint(c.listed)
-    return head + streams.varint(c.exceptions) + (bytes((c.size_bits,)) if c.exceptions else b"")
+    for flags, (values, counts, low) in zip(unaries, numbers, strict=True):
+        fields += streams.bits(flags), streams.low_bits(values, counts, low)
+    return b"".join((*fields, *(streams.words(each[each >= streams.LONGEST_RUN]) for each in quotients)))
 
 
 def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[Numbers, Codes]:
@@ -239,18 +282,14 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
         return _raw_changes(kind, old, reader)
     if mode != CODED:
         raise damaged(f"a tile of mode {mode}")
-    order, classes = _in_classes(tile, kind, old)
-    for c in classes:
-        _read_header(reader, c)
-    down, listed, size = _read_planes(reader, classes)
-    reader.end()
+    order, c = _in_classes(tile, kind, old)
+    _read_headers(reader, c)
+    down, where, size = _read_planes(reader, c)
     if size.size and int(size.max()) > 1 << (kind.width - 1):
         raise damaged("a step is longer than the scale")
-    where = _unlisted(listed, [(c.items, c.listed, c.inverted) for c in classes])
-    if order is None:
-        return where.astype(np.uint32), step_from(old[where], down, size.astype(np.uint32), kind)
-    where = order[where]
-    return _in_place_order(where, step_from(old[where], down, size.astype(np.uint32), kind), old.size)
+    there = where if order is None else order[where]
+    items = step_from(old[there], down, size.astype(np.uint32), kind)
+    return (where.astype(np.uint32), items) if order is None else _in_place_order(there, items, old.size)
 
 
 def _raw_changes(kind: DType, old: Codes, reader: Reader) -> tuple[Numbers, Codes]:
@@ -272,74 +311,44 @@ def _in_place_order(where: Longs, items: Codes, count: int) -> tuple[Numbers, Co
     return places.astype(np.uint32), spread[places]
 
 
-def _read_header(reader: Reader, c: _Class) -> None:
-    c.changed = reader.varint(c.items)
-    if not c.changed:
-        return
-    flags = reader.byte(_MOST_LOW_BITS | _INVERTED)
-    c.gap_bits, c.inverted = flags & _MOST_LOW_BITS, bool(flags & _INVERTED)
-    if c.inverted and reader.varint(c.items) + c.changed != c.items:
-        raise damaged("a class lists more or fewer items than it has")
-    c.exceptions = reader.varint(c.changed)
-    if c.exceptions:
-        c.size_bits = reader.byte(_MOST_LOW_BITS)
+def _read_headers(reader: Reader, c: _Classes) -> None:
+    for i, items in enumerate(c.items.tolist()):
+        c.changed[i] = changed = reader.varint(items)
+        if not changed:
+            continue
+        flags = reader.byte(_MOST_LOW_BITS | _INVERTED)
+        c.gap_bits[i], c.inverted[i] = flags & _MOST_LOW_BITS, flags & _INVERTED
+        if flags & _INVERTED and reader.varint(items) + changed != items:
+            raise damaged("a class lists more or fewer items than it has")
+        c.exceptions[i] = exceptions = reader.varint(changed)
+        if exceptions:
+            c.size_bits[i] = reader.byte(_MOST_LOW_BITS)
 
 
-def _read_planes(reader: Reader, classes: Sequence[_Class]) -> tuple[Flags, Longs, Longs]:
-    """Which steps go down, the gaps between the listed items, and the sizes of the steps, class after class."""
-    groups = [
-        [(c.listed, c.gap_bits) for c in classes],
-        [(c.exceptions_listed, c.exception_gap_bits) for c in classes],
-        [(c.exceptions, c.size_bits) for c in classes],
-    ]
-    counts = [sum(count for count, _ in group) for group in groups]
+def _read_planes(reader: Reader, c: _Classes) -> tuple[Flags, Longs, Longs]:
+    """Which steps go down, and in the order of classes where items change and by how many steps."""
+    lists, long = c.changes, c.long
+    groups = [(lists.listed, c.gap_bits), (long.listed, long.low_bits), (c.exceptions, c.size_bits)]
+    counts = [int(each.sum()) for each, _ in groups]
     lengths = [reader.varint((streams.LONGEST_RUN + 1) * count) for count in counts]
-    num_changed = sum(c.changed for c in classes)
-    down = reader.bits(num_changed)
-    numbers = []
-    for group, count, length in zip(groups, counts, lengths, strict=True):
+    down = reader.bits(int(c.changed.sum()))
+    halves = []
+    for count, length, group in zip(counts, lengths, groups, strict=True):
         quotients = streams.runs(reader.bits(length), count)
-        numbers.append((quotients, reader.low_bits(group)))
-    gaps, exception_gaps, sizes = (
-        _with_escapes(reader, quotients, low, group) for (quotients, low), group in zip(numbers, groups, strict=True)
-    )
-    size = np.ones(num_changed, np.int64)
-    long = _unlisted(exception_gaps, [(c.changed, c.exceptions_listed, c.exceptions_inverted) for c in classes])
-    size[long] = sizes + 2
-    return down, gaps, size
+        halves.append((quotients, *reader.low_bits(*group)))
+    gaps, exception_gaps, sizes = (_with_escapes(reader, *half) for half in halves)
+    reader.end()
+    size = np.ones(down.size, np.int64)
+    size[long.places(exception_gaps)] = sizes + 2
+    return down, lists.places(gaps), size
 
 
-def _with_escapes(reader: Reader, quotients: Longs, low: Numbers, group: Sequence[tuple[int, int]]) -> Longs:
-    """Whole numbers from their quotients, the escapes in place of the longest, and low bits."""
-    if not quotients.size:
-        return quotients
+def _with_escapes(reader: Reader, quotients: Longs, low: Longs, widths: Longs) -> Longs:
+    """Whole numbers from their quotients, the escapes in place of the longest, and low bits of so many bits."""
     escaped = np.flatnonzero(quotients == streams.LONGEST_RUN)
     quotients[escaped] = reader.words(escaped.size)
-    for (start, stop), (_, bits) in zip(_bounds([count for count, _ in group]), group, strict=True):
-        quotients[start:stop] <<= bits
-    if int(quotients.max()) >> 32:
+    quotients <<= widths
+    if quotients.size and int(quotients.max()) >> 32:
         raise damaged("a number has more than 32 bits")
     quotients |= low
     return quotients
-
-
-def _unlisted(gaps: Longs, lists: Sequence[tuple[int, int, bool]]) -> Longs:
-    """Places of the items that lists name, in ranges that follow each other.
-
-    A list is (items of the range, gaps that it has, whether it names the items that are *not* meant).
-    """
-    through = np.cumsum(gaps + 1)
-    places = np.empty_like(through)
-    flags = np.zeros(sum(items for items, _, _ in lists), np.bool_) if any(last for _, _, last in lists) else None
-    at = 0
-    for (start, stop), (items, _, inverted) in zip(_bounds([listed for _, listed, _ in lists]), lists, strict=True):
-        part = places[start:stop]
-        if start < stop:
-            part[:] = through[start:stop] + (at - 1 - (int(through[start - 1]) if start else 0))
-            if int(part[-1]) >= at + items:
-                raise damaged("an item lies past the end of its class")
-        if flags is not None:
-            flags[at : at + items] = inverted
-            flags[part] = not inverted
-        at += items
-    return places if flags is None else np.flatnonzero(flags)
