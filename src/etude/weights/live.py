@@ -86,6 +86,12 @@ class Window:
             return _host(self.view.contiguous().view(-1)).copy()
         return _host(self.flat[_sent(places, self.flat.device)])
 
+    def equals(self, codes: Codes) -> bool:
+        """Whether these codes, of this shape in any strides, are what is there."""
+        if isinstance(self.view, np.ndarray):
+            return np.array_equal(self.view, codes)
+        return bool(_torch().equal(self.view, _sent(codes.view(_SIGNED[self.itemsize]), self.view.device)))
+
     def writer(self, places: Places, codes: Codes) -> Callable[[], None]:
         """A call that writes codes at places. On a device both are there already when it is made."""
         flat = self.flat

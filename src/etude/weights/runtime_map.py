@@ -107,8 +107,7 @@ class Piece:
 
     def holds(self, spec: Spec, codes: Codes) -> bool:
         """Whether the memory is, bit for bit, what it should be for a tensor."""
-        expected = self._converted(spec.dtype, self.part(spec, codes))
-        return np.array_equal(self.window.read(), expected.reshape(-1))
+        return self.window.equals(self._converted(spec.dtype, self.part(spec, codes)))
 
     def _converted(self, dtype: str, codes: Codes) -> Codes:
         """Published codes as the memory holds them."""

@@ -46,15 +46,9 @@ class Target:
 
         `tensors`: the version's, all of them (`Follower.tensors`). `undoable` False keeps nothing of what was there:
         for the first version, before which there was none. Raises `WeightsError` for a tensor that the engine has no
-        place for, or tied tensors that are published with different bits.
+        place for, one that it needs and that is not published, or tied tensors with different bits.
         """
-        for name in update.removed:
-            if name in self._map.pieces and not any(tie in tensors for tie in self._map.tied.get(name, ())):
-                raise WeightsError(
-                    f"{update.version} has no {name!r} any more",
-                    "the engine computes with it",
-                    hint="it is of another architecture: load it anew",
-                )
+        self._check_complete(update.version, tensors)
         swap = Swap(update.version)
         written: dict[object, _Said] = {}
         for name in sorted({*update.changed, *update.replaced}):
@@ -84,6 +78,15 @@ class Target:
             for piece in self._places_of(name, tensors)
             if not piece.holds(tensor.spec, tensor.codes)
         ]
+
+    def _check_complete(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        for name in self._map.pieces.keys() - tensors.keys():
+            if not any(tie in tensors for tie in self._map.tied.get(name, ())):
+                raise WeightsError(
+                    f"{version} has no {name!r}",
+                    f"the engine computes with it; {len(tensors)} tensors are published",
+                    hint="it is of another architecture; what the engine makes by itself is not to be mapped",
+                )
 
     def _places_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[Piece, ...]:
         pieces = self._map.pieces.get(name, ())
