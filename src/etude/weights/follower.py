@@ -57,7 +57,7 @@ class Follower:
     """Follows one channel of a store, or a branch of it. Not safe between threads.
 
     `limit_bytes`: a version whose tensors need more is refused before anything of it is fetched. `public_key`: only
-    pointers that its owner signed are believed.
+    pointers that its owner signed are believed. `can_undo`: keep what the last update overwrote (`undo_bytes`).
 
     >>> from etude.stores import MemoryStore
     >>> Follower(MemoryStore()).advance() is None
@@ -72,8 +72,9 @@ class Follower:
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
+        can_undo: bool = True,
     ) -> None:
-        self._store, self._name, self._branch = store, name, branch
+        self._store, self._name, self._branch, self._can_undo = store, name, branch, can_undo
         self._limit_bytes, self._public_key = limit_bytes, public_key
         self._held: _Held | None = None
         self._seen: tuple[Pointer, int] | None = None  # the pointer that was followed last, and its head's serial
@@ -141,7 +142,7 @@ class Follower:
             raise WeightsError(
                 "there is nothing to undo",
                 f"{self.version} is held" if held else "nothing is held",
-                hint="one update can be undone; `advance(exactly=...)` goes to any version that is stored",
+                hint="one update can be undone, if it is kept; `advance(exactly=...)` goes to any that is stored",
             )
         tensors = plans.prove(held.before, held.undo.apply(held.tensors))
         update = _update(held.before.version, held.tensors, tensors, started)
@@ -175,7 +176,7 @@ class Follower:
         before = self._held.tensors if self._held else {}
         reached = plans.reach(self._store, target, self.version, before, self._check_size)
         update = _update(target.version, before, reached.tensors, started, reached)
-        undo = retain(before, reached.tensors, update.changed) if self._held else None
+        undo = retain(before, reached.tensors, update.changed) if self._held and self._can_undo else None
         self._held = _Held(target, reached.tensors, undo, self._held.manifest if self._held else None)
         return update
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     connection = socket.socket(fileno=int(argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     store, name, limit_bytes, poll_s = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
-    follower = Follower(store, name, limit_bytes=limit_bytes)
+    follower = Follower(store, name, limit_bytes=limit_bytes, can_undo=False)
     while data := connection.recv(MAX_MESSAGE_BYTES):
         answer, fds = reply(follower, msgspec.msgpack.decode(data, type=Ask), poll_s)
         socket.send_fds(connection, [msgspec.msgpack.encode(answer)], fds)
