@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+CARGO_LINT := cargo clippy --release --quiet --locked --offline --all-targets -- -D warnings
+
 .PHONY: run test test-all lint bench wheel clean
 .DELETE_ON_ERROR:
 
@@ -11,7 +13,7 @@ $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt
+$(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt hatch_build.py $(wildcard native/Cargo.* native/src/*.rs)
 	@echo "installing etude into $(VENV) (the first time takes a few minutes)"
 	$(PIP) "$$(grep -E '^torch==' constraints.txt)"
 	$(PIP) -e .
@@ -28,8 +30,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
+	@if command -v cargo > /dev/null; then cd native && cargo fmt --check && $(CARGO_LINT); fi
 
 test: lint
+	@if command -v cargo > /dev/null; then cd native && cargo test --release --quiet --locked --offline; fi
 	$(BIN)/pytest -m "not slow"
 
 test-all: lint
@@ -43,5 +47,5 @@ wheel: $(VENV)/.python
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist native/target src/etude/weights/libetude_native.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

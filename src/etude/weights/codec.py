@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from etude.weights import layout, wholes
+from etude.weights import layout, native, wholes
 from etude.weights.changes import Changes, Found, of_items
 from etude.weights.choices import Mode, choose
 from etude.weights.layout import SAME, WHOLE, Header, Kernels, Tile
@@ -31,14 +31,18 @@ __all__ = ["Changes", "changes", "decode", "encode", "for_kernels"]
 BATCH_ITEMS = 1 << 24
 """Items that go to the kernels at a time: enough tiles for all cores, and a bound for the lists that come back."""
 
+BATCH_TILES = 1024
+"""Tiles that go to them at a time, however small."""
+
 _PLANES = 2
 """Mode of a tile that is no list of changes but its new items; the other is `tiles.CODED`."""
 
-_NUMPY = NumpyKernels()
+KERNELS: Kernels = native.load() or NumpyKernels()
+"""What tiles are coded with here, unless a caller says otherwise: both kinds make the same bytes."""
 
 
 def encode(
-    new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode = "best", *, kernels: Kernels = _NUMPY
+    new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode = "best", *, kernels: Kernels = KERNELS
 ) -> bytes:
     """The bytes that turn `old` into `new`, element by element of the two lists; None: there is no old one.
 
@@ -64,7 +68,7 @@ def encode(
 
 
 def decode(
-    data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = _NUMPY
+    data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = KERNELS
 ) -> list[Tensor]:
     """The new tensors, one for each spec. Unchanged ones are the old objects themselves.
 
@@ -87,7 +91,7 @@ def decode(
 
 
 def changes(
-    data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = _NUMPY
+    data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = KERNELS
 ) -> list[Changes | Tensor]:
     """For each spec what changes in the old tensor (nothing, where nothing does), or the whole new one.
 
@@ -129,7 +133,7 @@ def _batches(tiles: Iterable[tuple[int, Tile]]) -> Iterator[list[tuple[int, Tile
     for number, tile in tiles:
         batch.append((number, tile))
         size += tile.size
-        if size >= BATCH_ITEMS:
+        if size >= BATCH_ITEMS or len(batch) >= BATCH_TILES:
             yield batch
             batch, size = [], 0
     if batch:

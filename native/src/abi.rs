@@ -1,0 +1,421 @@
+//! The C ABI. A caller describes its memory truthfully: addresses, sizes, and tiles that refer to pieces there are.
+//! Everything else is checked. No panic crosses the border.
+
+use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::bits::Refused;
+use crate::decode::{Decoder, InPlace, Listed};
+use crate::encode::Encoder;
+use crate::kind::{Code, Kind, MAX_CLASSES};
+use crate::level;
+use crate::scan::{Classes, Level};
+use crate::threads;
+use crate::tile::{MAX_ELEMENTS, Piece, num_elements};
+
+/// Changes whenever a signature or a structure here does.
+pub const ABI_VERSION: u32 = 1;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct RawKind {
+    pub bits: u32,
+    pub shift: u32,
+    pub exponent_mask: u32,
+    /// Bytes of a code in memory: 1, 2 or 4.
+    pub width: u32,
+}
+
+/// Rows of codes. `stride` counts elements.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct RawPiece {
+    pub old: *const c_void,
+    pub new: *mut c_void,
+    pub rows: u64,
+    pub cols: u64,
+    pub stride: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct RawTile {
+    pub first_piece: u64,
+    pub num_pieces: u32,
+    pub high: u8,
+    pub classes: u8,
+    pub unused: u16,
+}
+
+/// What is asked: the pieces and tiles, the dtype, how many threads, and which instructions at most.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct Request {
+    pub kind: RawKind,
+    pub level: u32,
+    pub threads: u32,
+    pub pieces: *const RawPiece,
+    pub num_pieces: u64,
+    pub tiles: *const RawTile,
+    pub num_tiles: u64,
+}
+
+/// A tile's bytes.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct RawPayload {
+    pub start: *const u8,
+    pub num_bytes: u64,
+}
+
+/// The first tile that was refused, and why: ASCII, ended by a zero.
+#[repr(C)]
+pub struct Refusal {
+    pub tile: u64,
+    pub why: [u8; 64],
+}
+
+pub struct EncodedTiles(Vec<Vec<u8>>);
+
+pub enum ListedTiles {
+    Bytes(Vec<Listed<u8>>),
+    Halves(Vec<Listed<u16>>),
+    Words(Vec<Listed<u32>>),
+}
+
+/// What may be asked of a list of any width.
+trait Wrap: Code {
+    fn wrap(lists: Vec<Listed<Self>>) -> ListedTiles;
+}
+
+impl Wrap for u8 {
+    fn wrap(lists: Vec<Listed<u8>>) -> ListedTiles {
+        ListedTiles::Bytes(lists)
+    }
+}
+
+impl Wrap for u16 {
+    fn wrap(lists: Vec<Listed<u16>>) -> ListedTiles {
+        ListedTiles::Halves(lists)
+    }
+}
+
+impl Wrap for u32 {
+    fn wrap(lists: Vec<Listed<u32>>) -> ListedTiles {
+        ListedTiles::Words(lists)
+    }
+}
+
+/// A request whose numbers were checked.
+struct Checked<T> {
+    level: Level,
+    threads: usize,
+    tiles: Vec<(Classes, Vec<Piece<T>>)>,
+}
+
+unsafe impl<T> Sync for Checked<T> {}
+
+const BAD_REQUEST: Refused = "the request is not one";
+
+unsafe fn checked<T: Code>(request: &Request) -> Result<Checked<T>, Refused> {
+    let RawKind { bits, shift, exponent_mask, width } = request.kind;
+    let kind = Kind::new(bits, shift, exponent_mask).ok_or(BAD_REQUEST)?;
+    let level = Level::of(request.level).ok_or(BAD_REQUEST)?;
+    if bits > 8 * width {
+        return Err(BAD_REQUEST);
+    }
+    let pieces = unsafe { slice(request.pieces, request.num_pieces) };
+    let tiles = unsafe { slice(request.tiles, request.num_tiles) };
+    let mut all = Vec::with_capacity(tiles.len());
+    for tile in tiles {
+        let first = tile.first_piece as usize;
+        let some = first.checked_add(tile.num_pieces as usize).and_then(|end| pieces.get(first..end));
+        let some: Vec<Piece<T>> = some.ok_or(BAD_REQUEST)?.iter().map(piece).collect();
+        let sizes = some.iter().all(|p| p.rows <= MAX_ELEMENTS as usize && p.cols <= MAX_ELEMENTS as usize);
+        let classes = tile.classes;
+        if !sizes || num_elements(&some) > MAX_ELEMENTS || classes == 0 || classes as usize > MAX_CLASSES {
+            return Err(BAD_REQUEST);
+        }
+        all.push((Classes { kind, high: tile.high, count: classes }, some));
+    }
+    Ok(Checked { level, threads: request.threads as usize, tiles: all })
+}
+
+fn piece<T>(raw: &RawPiece) -> Piece<T> {
+    Piece {
+        old: raw.old.cast(),
+        new: raw.new.cast(),
+        rows: raw.rows as usize,
+        cols: raw.cols as usize,
+        stride: raw.stride as usize,
+    }
+}
+
+/// An empty one may have any address.
+unsafe fn slice<'a, T>(at: *const T, count: u64) -> &'a [T] {
+    if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(at, count as usize) } }
+}
+
+macro_rules! by_width {
+    ($width:expr, $body:ident $arguments:tt, else $other:expr) => {
+        match $width {
+            1 => $body::<u8>$arguments,
+            2 => $body::<u16>$arguments,
+            4 => $body::<u32>$arguments,
+            _ => $other,
+        }
+    };
+}
+
+fn shielded<R>(otherwise: R, work: impl FnOnce() -> R) -> R {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or(otherwise)
+}
+
+#[unsafe(no_mangle)]
+pub extern "C" fn etude_abi_version() -> u32 {
+    ABI_VERSION
+}
+
+/// The best level this machine has: 0 portable, 1 AVX2, 2 AVX-512.
+#[unsafe(no_mangle)]
+pub extern "C" fn etude_best_level() -> u32 {
+    Level::best() as u32
+}
+
+/// Encode every tile. `num_bytes` gets the sizes, one a tile; the result is to be taken with `etude_encoded_take`.
+/// Null: the request was not one.
+///
+/// # Safety
+/// The request describes memory that is readable, `old` and `new` both; `num_bytes` has an entry for each tile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_encode(request: *const Request, num_bytes: *mut u64) -> *mut EncodedTiles {
+    unsafe fn run<T: Code>(request: &Request) -> Option<Vec<Vec<u8>>> {
+        let checked = unsafe { checked::<T>(request) }.ok()?;
+        Some(threads::over(checked.threads, checked.tiles.len(), Encoder::default, |encoder, i| {
+            let checked = &checked;
+            let (classes, pieces) = &checked.tiles[i];
+            unsafe { level::encode(checked.level, encoder, *classes, pieces) }
+        }))
+    }
+    shielded(std::ptr::null_mut(), || unsafe {
+        let request = &*request;
+        let Some(tiles) = by_width!(request.kind.width, run(request), else None) else {
+            return std::ptr::null_mut();
+        };
+        for (i, tile) in tiles.iter().enumerate() {
+            *num_bytes.add(i) = tile.len() as u64;
+        }
+        Box::into_raw(Box::new(EncodedTiles(tiles)))
+    })
+}
+
+/// Copy what was encoded, tile after tile, and free it.
+///
+/// # Safety
+/// `tiles` comes from `etude_encode` and was not taken; the buffer has the sum of the sizes told there.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_encoded_take(tiles: *mut EncodedTiles, mut out: *mut u8) {
+    let EncodedTiles(tiles) = *unsafe { Box::from_raw(tiles) };
+    for tile in tiles {
+        out = unsafe { copy_to(&tile, out) };
+    }
+}
+
+/// Decode every tile to lists. `counts` gets the changes of each; the result is to be taken with `etude_listed_take`.
+/// Null: refused, as `refusal` says, and nothing was made.
+///
+/// # Safety
+/// The request's `old` memory is readable, the payloads too; there is a payload and a count for each tile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_decode(
+    request: *const Request,
+    payloads: *const RawPayload,
+    counts: *mut u64,
+    refusal: *mut Refusal,
+) -> *mut ListedTiles {
+    unsafe fn run<T: Wrap>(request: &Request, payloads: *const RawPayload) -> Result<ListedTiles, (u64, Refused)> {
+        let checked = unsafe { checked::<T>(request) }.map_err(|why| (0, why))?;
+        let payloads = Payloads(unsafe { slice(payloads, request.num_tiles) });
+        let lists = threads::over(checked.threads, checked.tiles.len(), Decoder::default, |decoder, i| {
+            let (checked, payloads) = (&checked, &payloads);
+            let (classes, pieces) = &checked.tiles[i];
+            let mut listed = Listed { positions: Vec::new(), codes: Vec::new() };
+            let bytes = unsafe { payloads.bytes(i) };
+            unsafe { level::decode(checked.level, decoder, *classes, pieces, bytes, &mut listed) }
+                .map(|()| listed)
+                .map_err(|why| (i as u64, why))
+        });
+        Ok(T::wrap(lists.into_iter().collect::<Result<_, _>>()?))
+    }
+    let outcome = shielded(Err((0, "the decoder failed")), || unsafe {
+        let request = &*request;
+        by_width!(request.kind.width, run(request, payloads), else Err((0, BAD_REQUEST)))
+    });
+    match outcome {
+        Ok(lists) => {
+            for (i, count) in lists.counts().into_iter().enumerate() {
+                unsafe { *counts.add(i) = count };
+            }
+            Box::into_raw(Box::new(lists))
+        }
+        Err(why) => {
+            unsafe { refuse(refusal, why) };
+            std::ptr::null_mut()
+        }
+    }
+}
+
+/// Copy the lists, tile after tile, and free them.
+///
+/// # Safety
+/// `lists` comes from `etude_decode` and was not taken; the buffers have room for the sum of its counts.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_listed_take(lists: *mut ListedTiles, positions: *mut u32, codes: *mut c_void) {
+    unsafe fn copy<T: Code>(lists: &[Listed<T>], mut positions: *mut u32, mut codes: *mut T) {
+        for list in lists {
+            unsafe {
+                positions = copy_to(&list.positions, positions);
+                codes = copy_to(&list.codes, codes);
+            }
+        }
+    }
+    unsafe {
+        match *Box::from_raw(lists) {
+            ListedTiles::Bytes(lists) => copy(&lists, positions, codes.cast()),
+            ListedTiles::Halves(lists) => copy(&lists, positions, codes.cast()),
+            ListedTiles::Words(lists) => copy(&lists, positions, codes.cast()),
+        }
+    }
+}
+
+/// Decode every tile into the pieces' `new` memory, which may be the old one. 0: done. 1: refused, as `refusal` says;
+/// what lies in `new` is then neither old nor new.
+///
+/// # Safety
+/// The request's `old` memory is readable and its `new` memory writable, and holds a copy of the old codes; no two
+/// pieces overlap; the payloads are readable, one for each tile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_apply(
+    request: *const Request,
+    payloads: *const RawPayload,
+    refusal: *mut Refusal,
+) -> u32 {
+    unsafe fn run<T: Code>(request: &Request, payloads: *const RawPayload) -> Result<(), (u64, Refused)> {
+        let checked = unsafe { checked::<T>(request) }.map_err(|why| (0, why))?;
+        let payloads = Payloads(unsafe { slice(payloads, request.num_tiles) });
+        let done = threads::over(checked.threads, checked.tiles.len(), Decoder::default, |decoder, i| {
+            let (checked, payloads) = (&checked, &payloads);
+            let (classes, pieces) = &checked.tiles[i];
+            let bytes = unsafe { payloads.bytes(i) };
+            unsafe { level::decode(checked.level, decoder, *classes, pieces, bytes, &mut InPlace) }
+                .map_err(|why| (i as u64, why))
+        });
+        done.into_iter().collect()
+    }
+    let outcome = shielded(Err((0, "the decoder failed")), || unsafe {
+        let request = &*request;
+        by_width!(request.kind.width, run(request, payloads), else Err((0, BAD_REQUEST)))
+    });
+    match outcome {
+        Ok(()) => 0,
+        Err(why) => {
+            unsafe { refuse(refusal, why) };
+            1
+        }
+    }
+}
+
+/// Elements, and changed ones, by exponent of the old code, in every `stride`th block of 64; a last, shorter block
+/// counts where the stride is 1. 1: the arguments make no sense.
+///
+/// # Safety
+/// `old` and `new` have `count` codes; the two tables have 256 entries, and are added to.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_sample(
+    kind: *const RawKind,
+    old: *const c_void,
+    new: *const c_void,
+    count: u64,
+    stride: u64,
+    elements: *mut i64,
+    changed: *mut i64,
+) -> u32 {
+    unsafe fn run<T: Code>(
+        kind: Kind,
+        old: *const c_void,
+        new: *const c_void,
+        count: u64,
+        stride: u64,
+    ) -> [[i64; 256]; 2] {
+        let (old, new) = unsafe { (slice::<T>(old.cast(), count), slice::<T>(new.cast(), count)) };
+        let mut tables = [[0; 256]; 2];
+        let whole = if stride > 1 { old.len() / 64 * 64 } else { old.len() };
+        for (a, b) in old[..whole].chunks(64).zip(new.chunks(64)).step_by(stride as usize) {
+            for (&a, &b) in a.iter().zip(b) {
+                let exponent = (kind.exponent(a.widen()) & 255) as usize;
+                tables[0][exponent] += 1;
+                tables[1][exponent] += (a != b) as i64;
+            }
+        }
+        tables
+    }
+    let RawKind { bits, shift, exponent_mask, width } = unsafe { *kind };
+    let (Some(kind), 1..) = (Kind::new(bits, shift, exponent_mask), stride) else { return 1 };
+    let tables = unsafe { by_width!(width, run(kind, old, new, count, stride), else return 1) };
+    for (table, out) in tables.iter().zip([elements, changed]) {
+        for (i, number) in table.iter().enumerate() {
+            unsafe { *out.add(i) += number };
+        }
+    }
+    0
+}
+
+/// How many codes differ: the plain scan of both snapshots that encoding is measured against.
+///
+/// # Safety
+/// `old` and `new` have `count` codes of `width` bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_count_changed(old: *const c_void, new: *const c_void, count: u64, width: u32) -> u64 {
+    unsafe fn run<T: Code>(old: *const c_void, new: *const c_void, count: u64) -> u64 {
+        unsafe { level::count_changed(Level::best(), slice::<T>(old.cast(), count), slice::<T>(new.cast(), count)) }
+    }
+    unsafe { by_width!(width, run(old, new, count), else 0) }
+}
+
+struct Payloads<'a>(&'a [RawPayload]);
+
+unsafe impl Sync for Payloads<'_> {}
+
+impl Payloads<'_> {
+    unsafe fn bytes(&self, i: usize) -> &[u8] {
+        unsafe { slice(self.0[i].start, self.0[i].num_bytes) }
+    }
+}
+
+impl ListedTiles {
+    fn counts(&self) -> Vec<u64> {
+        fn of<T>(lists: &[Listed<T>]) -> Vec<u64> {
+            lists.iter().map(|list| list.positions.len() as u64).collect()
+        }
+        match self {
+            ListedTiles::Bytes(lists) => of(lists),
+            ListedTiles::Halves(lists) => of(lists),
+            ListedTiles::Words(lists) => of(lists),
+        }
+    }
+}
+
+/// Where the next one goes.
+unsafe fn copy_to<T: Copy>(from: &[T], to: *mut T) -> *mut T {
+    unsafe {
+        std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
+        to.add(from.len())
+    }
+}
+
+unsafe fn refuse(refusal: *mut Refusal, (tile, why): (u64, Refused)) {
+    let mut text = [0; 64];
+    let count = why.len().min(63);
+    text[..count].copy_from_slice(&why.as_bytes()[..count]);
+    unsafe { *refusal = Refusal { tile, why: text } };
+}

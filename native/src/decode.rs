@@ -1,0 +1,413 @@
+//! A tile's bytes and its old codes to the new ones.
+
+use crate::bits::{Bytes, LowBits, PADDING, Plane, Refused, rice};
+use crate::kind::{Code, Kind, MAX_CLASSES, Step};
+use crate::scan::{BLOCK, CHUNK, Chunk, Classes, Places, Scan};
+use crate::tile::{
+    CODED, Escapes, INVERTED, NumbersIn, Piece, RAW, Run, Span, complement, num_elements, runs, scan_classes, spans,
+};
+
+/// Where the new codes go.
+pub trait Sink<T> {
+    /// `position` counts in the tile; `at` is where the code belongs in the pieces' new memory.
+    ///
+    /// # Safety
+    /// `at` is writable, where it is used.
+    unsafe fn put(&mut self, position: usize, at: *mut T, code: T);
+
+    /// So many come next.
+    fn expect(&mut self, count: usize);
+}
+
+/// A list of positions in the tile, rising, and their new codes.
+#[derive(Default)]
+pub struct Listed<T> {
+    pub positions: Vec<u32>,
+    pub codes: Vec<T>,
+}
+
+impl<T> Sink<T> for Listed<T> {
+    #[inline(always)]
+    unsafe fn put(&mut self, position: usize, _: *mut T, code: T) {
+        self.positions.push(position as u32);
+        self.codes.push(code);
+    }
+
+    #[inline(always)]
+    fn expect(&mut self, count: usize) {
+        self.positions.reserve(count);
+        self.codes.reserve(count);
+    }
+}
+
+/// Writes into the pieces' new memory at once. What is refused half-way leaves it half-written.
+pub struct InPlace;
+
+impl<T> Sink<T> for InPlace {
+    #[inline(always)]
+    unsafe fn put(&mut self, _: usize, at: *mut T, code: T) {
+        unsafe { at.write(code) };
+    }
+
+    #[inline(always)]
+    fn expect(&mut self, _: usize) {}
+}
+
+/// One class's changes as the bytes tell them.
+#[derive(Default)]
+struct Changes {
+    header: Header,
+    /// Ranks of the listed elements: the changed ones, or where inverted the others.
+    listed: Vec<u32>,
+    steps: Vec<Step>,
+    /// Listed ranks and steps that were used.
+    next_listed: usize,
+    next_step: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Header {
+    changed: usize,
+    low: u32,
+    inverted: bool,
+    unchanged: usize,
+    exceptions: usize,
+    size_low: u32,
+}
+
+impl Header {
+    fn listed(&self) -> usize {
+        if self.inverted { self.unchanged } else { self.changed }
+    }
+
+    fn exceptions_inverted(&self) -> bool {
+        2 * self.exceptions > self.changed
+    }
+
+    fn exceptions_listed(&self) -> usize {
+        self.exceptions.min(self.changed - self.exceptions)
+    }
+
+    fn exceptions_low(&self) -> u32 {
+        rice(self.changed as u64, self.exceptions_listed() as u64)
+    }
+}
+
+/// Working memory of one thread.
+pub struct Decoder {
+    chunk: Box<Chunk>,
+    places: Box<Places>,
+    classes: [Changes; MAX_CLASSES],
+    /// The tile's bytes, and `PADDING` behind them.
+    padded: Vec<u8>,
+    numbers: Vec<u32>,
+    others: Vec<u32>,
+    exceptions: Vec<u32>,
+}
+
+const TOO_LONG: Refused = "a step is longer than the scale";
+const PAST_THE_END: Refused = "a position lies past the end";
+/// So many changes before it is used a code is fetched: each lies in another cache line.
+const AHEAD_CHANGES: usize = 24;
+/// Of a unary plane.
+const MAX_BITS: u64 = 1 << 40;
+
+impl Default for Decoder {
+    fn default() -> Self {
+        Self {
+            chunk: Chunk::new(),
+            places: Box::new([0; CHUNK * BLOCK + BLOCK]),
+            classes: Default::default(),
+            padded: Vec::new(),
+            numbers: Vec::new(),
+            others: Vec::new(),
+            exceptions: Vec::new(),
+        }
+    }
+}
+
+impl Decoder {
+    /// # Safety
+    /// The pieces' old memory is readable, for `InPlace` the new one is writable, and the machine has the
+    /// instructions of `S`.
+    #[inline(always)]
+    pub unsafe fn decode<T: Code, S: Scan>(
+        &mut self,
+        classes: Classes,
+        pieces: &[Piece<T>],
+        coded: &[u8],
+        sink: &mut impl Sink<T>,
+    ) -> Result<(), Refused> {
+        match coded.first() {
+            None => return Ok(()),
+            Some(&CODED) => {}
+            Some(&RAW) => return unsafe { place_raw(classes.kind, pieces, &coded[1..], sink) },
+            _ => return Err("a tile of an unknown mode"),
+        }
+        self.parse(classes, num_elements(pieces), &coded[1..])?;
+        if classes.count == 1 && !self.classes[0].header.inverted {
+            return unsafe { self.place_one::<T, S>(classes, pieces, sink) };
+        }
+        self.chunk.ranks[0] = [0; MAX_CLASSES];
+        for span in runs(pieces).flat_map(spans) {
+            unsafe {
+                scan_classes::<T, S>(&span, classes, &mut self.chunk);
+                self.mark::<S>(classes, span.blocks);
+                self.place::<T, S>(classes, &span, sink)?;
+            }
+            self.chunk.ranks[0] = self.chunk.ranks[span.blocks];
+        }
+        self.end(classes)
+    }
+
+    #[inline(always)]
+    fn parse(&mut self, classes: Classes, elements: u64, coded: &[u8]) -> Result<(), Refused> {
+        let Self { classes: all, padded, numbers, others, exceptions: places, .. } = self;
+        padded.clear();
+        padded.extend_from_slice(coded);
+        padded.extend_from_slice(&[0; PADDING]);
+        let mut bytes = Bytes(&padded[..coded.len()]);
+        let all = &mut all[..classes.count as usize];
+        let mut left = elements;
+        for changes in &mut *all {
+            changes.header = header(&mut bytes, &mut left)?;
+            (changes.next_listed, changes.next_step) = (0, 0);
+        }
+        let headers = all.iter().map(|changes| changes.header);
+        let total = |bits: fn(Header) -> u64| headers.clone().map(bits).sum::<u64>();
+        let unary = [bytes.varint(MAX_BITS)?, bytes.varint(MAX_BITS)?, bytes.varint(MAX_BITS)?];
+        let num_signs = total(|h| h.changed as u64);
+        let gaps_low = total(|h| h.listed() as u64 * h.low as u64);
+        let exceptions_low = total(|h| h.exceptions_listed() as u64 * h.exceptions_low() as u64);
+        let sizes_low = total(|h| h.exceptions as u64 * h.size_low as u64);
+        // behind `bytes` lies the padding
+        let (mut signs, mut gaps, mut exceptions, mut sizes) = unsafe {
+            (
+                LowBits::new(Plane::new(bytes.plane(num_signs)?, num_signs)),
+                NumbersIn::take(&mut bytes, unary[0], gaps_low)?,
+                NumbersIn::take(&mut bytes, unary[1], exceptions_low)?,
+                NumbersIn::take(&mut bytes, unary[2], sizes_low)?,
+            )
+        };
+        let mut escapes = Escapes(bytes.0);
+        for changes in &mut *all {
+            let header = changes.header;
+            gaps.next(header.listed(), header.low, &mut escapes, &mut changes.listed)?;
+            from_gaps(&mut changes.listed, elements)?;
+            read_signs(&mut changes.steps, header.changed, &mut signs);
+        }
+        places.clear();
+        for changes in &*all {
+            let header = changes.header;
+            exceptions.next(header.exceptions_listed(), header.exceptions_low(), &mut escapes, numbers)?;
+            from_gaps(numbers, header.changed as u64)?;
+            if header.exceptions_inverted() {
+                complement(numbers, header.changed as u32, others);
+                places.extend_from_slice(others);
+            } else {
+                places.extend_from_slice(numbers);
+            }
+        }
+        let most = classes.kind.max_less();
+        let mut places = places.as_slice();
+        for changes in &mut *all {
+            let header = changes.header;
+            sizes.next(header.exceptions, header.size_low, &mut escapes, numbers)?;
+            let (of_class, rest) = places.split_at(header.exceptions);
+            places = rest;
+            for (&place, &size) in of_class.iter().zip(&*numbers) {
+                if size >= most {
+                    return Err(TOO_LONG);
+                }
+                let step = &mut changes.steps[place as usize];
+                *step = Step::new(size + 1, step.down());
+            }
+        }
+        gaps.end()?;
+        exceptions.end()?;
+        sizes.end()?;
+        if escapes.0.is_empty() { Ok(()) } else { Err("bytes are left over") }
+    }
+
+    /// One class and its list of changed positions: no other code is looked at.
+    #[inline(always)]
+    unsafe fn place_one<T: Code, S: Scan>(
+        &mut self,
+        classes: Classes,
+        pieces: &[Piece<T>],
+        sink: &mut impl Sink<T>,
+    ) -> Result<(), Refused> {
+        let Changes { listed, steps, .. } = &self.classes[0];
+        let mut next = 0;
+        for Run { old, new, count, position } in runs(pieces) {
+            let until = next + listed[next..].partition_point(|&rank| (rank as usize) < position + count);
+            for i in next..until {
+                let at = listed[i] as usize - position;
+                if let Some(&ahead) = listed[..until].get(i + AHEAD_CHANGES) {
+                    S::fetch(old.wrapping_add(ahead as usize - position));
+                }
+                let code = unsafe { (*old.add(at)).widen() };
+                unsafe { sink.put(position + at, new.wrapping_add(at), T::narrow(classes.kind.moved(code, steps[i]))) };
+            }
+            next = until;
+        }
+        if next == listed.len() { Ok(()) } else { Err(PAST_THE_END) }
+    }
+
+    /// The changed elements of the chunk's blocks, from the listed ranks, into `chunk.changed`.
+    #[inline(always)]
+    unsafe fn mark<S: Scan>(&mut self, classes: Classes, blocks: usize) {
+        let Chunk { masks, ranks, changed } = &mut *self.chunk;
+        changed[..blocks].fill(0);
+        for (c, changes) in self.classes[..classes.count as usize].iter_mut().enumerate() {
+            if changes.header.inverted {
+                for block in 0..blocks {
+                    changed[block] |= masks[block][c];
+                }
+            }
+            let rest = &changes.listed[changes.next_listed..];
+            let end = ranks[blocks][c];
+            if rest.first().is_none_or(|&rank| rank >= end) {
+                continue;
+            }
+            let few = blocks == CHUNK && rest.get(FEW).is_none_or(|&rank| rank >= end);
+            let mut block = 0;
+            let mut used = 0;
+            for &rank in rest.iter().take_while(|&&rank| rank < end) {
+                if few {
+                    block = block_of(ranks, c, rank);
+                } else {
+                    while ranks[block + 1][c] <= rank {
+                        block += 1;
+                    }
+                }
+                changed[block] ^= unsafe { S::nth_bit(masks[block][c], rank - ranks[block][c]) };
+                used += 1;
+            }
+            changes.next_listed += used;
+        }
+    }
+
+    /// The marked elements, each moved by its class's next step.
+    #[inline(always)]
+    unsafe fn place<T: Code, S: Scan>(
+        &mut self,
+        classes: Classes,
+        span: &Span<T>,
+        sink: &mut impl Sink<T>,
+    ) -> Result<(), Refused> {
+        let Self { chunk, places, classes: all, .. } = self;
+        let count = unsafe { S::places(&chunk.changed[..span.blocks], places) };
+        sink.expect(count);
+        for &place in &places[..count] {
+            let at = place as usize;
+            let old = unsafe { (*span.old.add(at)).widen() };
+            let changes = &mut all[classes.kind.class(old, classes.high, classes.count) & (MAX_CLASSES - 1)];
+            let step = *changes.steps.get(changes.next_step).ok_or("more elements changed than have a step")?;
+            changes.next_step += 1;
+            unsafe {
+                sink.put(span.position + at, span.new.wrapping_add(at), T::narrow(classes.kind.moved(old, step)))
+            };
+        }
+        Ok(())
+    }
+
+    /// Whether everything that the bytes told was used.
+    fn end(&self, classes: Classes) -> Result<(), Refused> {
+        let mut used = self.classes[..classes.count as usize].iter();
+        if used.all(|c| c.next_listed == c.listed.len() && c.next_step == c.steps.len()) {
+            Ok(())
+        } else {
+            Err(PAST_THE_END)
+        }
+    }
+}
+
+/// All codes of the tile as they are.
+///
+/// # Safety
+/// As `Decoder::decode`.
+unsafe fn place_raw<T: Code>(
+    kind: Kind,
+    pieces: &[Piece<T>],
+    raw: &[u8],
+    sink: &mut impl Sink<T>,
+) -> Result<(), Refused> {
+    if raw.len() as u64 != num_elements(pieces) * T::BYTES as u64 {
+        return Err("a raw tile has another length");
+    }
+    let mut codes = raw.chunks_exact(T::BYTES).map(T::read);
+    if codes.clone().any(|code| !kind.holds(code.widen())) {
+        return Err("a code has more bits than its dtype");
+    }
+    for Run { old, new, count, position } in runs(pieces) {
+        for (at, code) in (0..count).zip(&mut codes) {
+            if unsafe { *old.add(at) } != code {
+                unsafe { sink.put(position + at, new.wrapping_add(at), code) };
+            }
+        }
+    }
+    Ok(())
+}
+
+/// So many listed elements in a chunk are looked up one by one; more are found by walking along the blocks.
+const FEW: usize = 24;
+
+/// The block of a full chunk that holds a rank of class `c`: the last one that begins at or below it.
+#[inline(always)]
+fn block_of(ranks: &[[u32; MAX_CLASSES]; CHUNK + 1], c: usize, rank: u32) -> usize {
+    let mut block = 0;
+    let mut half = CHUNK / 2;
+    while half > 0 {
+        block += if ranks[block + half][c] <= rank { half } else { 0 };
+        half /= 2;
+    }
+    block
+}
+
+/// `left`: elements of the tile that no class before has claimed as changed.
+fn header(bytes: &mut Bytes, left: &mut u64) -> Result<Header, Refused> {
+    let mut header = Header { changed: bytes.varint(*left)? as usize, ..Header::default() };
+    *left -= header.changed as u64;
+    if header.changed == 0 {
+        return Ok(header);
+    }
+    let flags = bytes.byte()?;
+    if flags & !(INVERTED | 31) != 0 {
+        return Err("a class has unknown flags");
+    }
+    header.low = (flags & 31) as u32;
+    header.inverted = flags & INVERTED != 0;
+    if header.inverted {
+        header.unchanged = bytes.varint(*left)? as usize;
+        *left -= header.unchanged as u64;
+    }
+    header.exceptions = bytes.varint(header.changed as u64)? as usize;
+    if header.exceptions > 0 {
+        header.size_low = bytes.low()?;
+    }
+    Ok(header)
+}
+
+/// Gaps to the rising items below `limit` that they lie between.
+#[inline(always)]
+fn from_gaps(numbers: &mut [u32], limit: u64) -> Result<(), Refused> {
+    let mut next = 0u64;
+    for number in numbers {
+        let item = next + *number as u64;
+        *number = item as u32;
+        next = item + 1;
+    }
+    if next > limit { Err(PAST_THE_END) } else { Ok(()) }
+}
+
+#[inline(always)]
+fn read_signs(steps: &mut Vec<Step>, count: usize, signs: &mut LowBits) {
+    steps.clear();
+    steps.reserve(count);
+    for start in (0..count).step_by(32) {
+        let some = 32.min(count - start);
+        let word = signs.take(some as u32);
+        steps.extend((0..some).map(|i| Step::new(0, word >> i & 1 == 1)));
+    }
+}

@@ -1,0 +1,285 @@
+//! Two snapshots of a tile to its bytes.
+
+use crate::bits::{BitWriter, CAP, MAX_LOW, put_varint, rice};
+use crate::kind::{Code, MAX_CLASSES, Step};
+use crate::scan::{BLOCK, CHUNK, Chunk, Classes, Places, Scan};
+use crate::tile::{CODED, INVERTED, NumbersOut, Piece, complement, runs, scan_changes, scan_classes, spans};
+
+/// What an escape costs: the longest run of zeros, and 32 bits.
+const ESCAPE_BITS: u32 = CAP + 32;
+
+/// The changed elements of a class.
+#[derive(Default)]
+struct Changes {
+    /// In rising order.
+    ranks: Vec<u32>,
+    steps: Vec<Step>,
+    /// Elements of the class.
+    count: u32,
+}
+
+/// Where a class's next change is written. There is room for a whole chunk.
+struct Top {
+    rank: *mut u32,
+    step: *mut Step,
+}
+
+impl Top {
+    #[inline(always)]
+    unsafe fn push(&mut self, rank: u32, step: Step) {
+        unsafe {
+            self.rank.write(rank);
+            self.step.write(step);
+            self.rank = self.rank.add(1);
+            self.step = self.step.add(1);
+        }
+    }
+}
+
+impl Changes {
+    #[inline(always)]
+    fn top(&mut self) -> Top {
+        self.ranks.reserve(CHUNK * BLOCK);
+        self.steps.reserve(CHUNK * BLOCK);
+        Top {
+            rank: self.ranks.spare_capacity_mut().as_mut_ptr().cast(),
+            step: self.steps.spare_capacity_mut().as_mut_ptr().cast(),
+        }
+    }
+
+    /// # Safety
+    /// All below `top` was written, and `top` comes from this class.
+    #[inline(always)]
+    unsafe fn grown_to(&mut self, top: Top) {
+        unsafe {
+            let len = top.rank.offset_from(self.ranks.as_ptr()) as usize;
+            self.ranks.set_len(len);
+            self.steps.set_len(len);
+        }
+    }
+}
+
+/// Working memory of one thread.
+pub struct Encoder {
+    chunk: Box<Chunk>,
+    places: Box<Places>,
+    classes: [Changes; MAX_CLASSES],
+    signs: BitWriter,
+    gaps: NumbersOut,
+    exceptions: NumbersOut,
+    sizes: NumbersOut,
+}
+
+impl Default for Encoder {
+    fn default() -> Self {
+        Self {
+            chunk: Chunk::new(),
+            places: Box::new([0; CHUNK * BLOCK + BLOCK]),
+            classes: Default::default(),
+            signs: BitWriter::default(),
+            gaps: NumbersOut::default(),
+            exceptions: NumbersOut::default(),
+            sizes: NumbersOut::default(),
+        }
+    }
+}
+
+impl Encoder {
+    /// The coded tile; nothing where nothing changed.
+    ///
+    /// # Safety
+    /// The pieces are readable, and the machine has the instructions of `S`.
+    #[inline(always)]
+    pub unsafe fn encode<T: Code, S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) -> Vec<u8> {
+        self.clear();
+        if classes.count == 1 {
+            unsafe { self.collect_one::<T, S>(classes, pieces) };
+        } else {
+            unsafe { self.collect::<T, S>(classes, pieces) };
+        }
+        if self.classes.iter().all(|changes| changes.ranks.is_empty()) {
+            return Vec::new();
+        }
+        self.write(classes)
+    }
+
+    fn clear(&mut self) {
+        for changes in &mut self.classes {
+            changes.ranks.clear();
+            changes.steps.clear();
+            changes.count = 0;
+        }
+        for numbers in [&mut self.gaps, &mut self.exceptions, &mut self.sizes] {
+            numbers.clear();
+        }
+        self.signs.clear();
+        self.chunk.ranks[0] = [0; MAX_CLASSES];
+    }
+
+    #[inline(always)]
+    unsafe fn collect<T: Code, S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) {
+        let kind = classes.kind;
+        for span in runs(pieces).flat_map(spans) {
+            let Self { chunk, places, classes: all, .. } = self;
+            let num_changed = unsafe {
+                scan_changes::<T, S>(&span, chunk);
+                scan_classes::<T, S>(&span, classes, chunk);
+                S::places(&chunk.changed[..span.blocks], places)
+            };
+            let mut tops = all.each_mut().map(Changes::top);
+            for &place in &places[..num_changed] {
+                let (block, i) = (place as usize / BLOCK, place as u32 % BLOCK as u32);
+                let (old, new) = unsafe { span.codes_at(place) };
+                let c = kind.class(old, classes.high, classes.count) & (MAX_CLASSES - 1);
+                let before = chunk.masks[block][c] & ((1 << i) - 1);
+                let rank = chunk.ranks[block][c] + before.count_ones();
+                unsafe { tops[c].push(rank, kind.step(old, new)) };
+            }
+            for (changes, top) in all.iter_mut().zip(tops) {
+                unsafe { changes.grown_to(top) };
+            }
+            chunk.ranks[0] = chunk.ranks[span.blocks];
+        }
+        for (changes, &count) in self.classes.iter_mut().zip(&self.chunk.ranks[0]) {
+            changes.count = count;
+        }
+    }
+
+    /// One class: a rank is a position, and nothing but the comparison has to be scanned.
+    #[inline(always)]
+    unsafe fn collect_one<T: Code, S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) {
+        let Self { chunk, places, classes: [only, ..], .. } = self;
+        for span in runs(pieces).flat_map(spans) {
+            let num_changed = unsafe {
+                scan_changes::<T, S>(&span, chunk);
+                S::places(&chunk.changed[..span.blocks], places)
+            };
+            let mut top = only.top();
+            for &place in &places[..num_changed] {
+                unsafe {
+                    let (old, new) = span.codes_at(place);
+                    top.push(span.position as u32 + place as u32, classes.kind.step(old, new));
+                }
+            }
+            unsafe { only.grown_to(top) };
+            only.count += if span.rest > 0 { span.rest } else { span.blocks * BLOCK } as u32;
+        }
+    }
+
+    #[inline(always)]
+    fn write(&mut self, classes: Classes) -> Vec<u8> {
+        let mut coded = vec![CODED];
+        let mut listed = Vec::new();
+        for c in 0..classes.count as usize {
+            self.write_class(c, &mut listed, &mut coded);
+        }
+        let planes = [&self.gaps, &self.exceptions, &self.sizes];
+        for numbers in planes {
+            put_varint(&mut coded, numbers.unary.num_bits());
+        }
+        self.signs.finish_into(&mut coded);
+        for numbers in planes {
+            numbers.unary.finish_into(&mut coded);
+            numbers.low.finish_into(&mut coded);
+        }
+        for numbers in planes {
+            coded.extend(numbers.escapes.iter().flat_map(|value| value.to_le_bytes()));
+        }
+        coded
+    }
+
+    #[inline(always)]
+    fn write_class(&mut self, c: usize, listed: &mut Vec<u32>, coded: &mut Vec<u8>) {
+        let Changes { ranks, steps, count } = &self.classes[c];
+        put_varint(coded, ranks.len() as u64);
+        if ranks.is_empty() {
+            return;
+        }
+        let inverted = 2 * ranks.len() > *count as usize;
+        let list: &[u32] = if inverted {
+            complement(ranks, *count, listed);
+            listed
+        } else {
+            ranks
+        };
+        let low = rice(*count as u64, list.len() as u64);
+        put_gaps(&mut self.gaps, list, low);
+        put_signs(&mut self.signs, steps);
+        coded.push(low as u8 | if inverted { INVERTED } else { 0 });
+        if inverted {
+            put_varint(coded, list.len() as u64);
+        }
+        let num_exceptions = steps.iter().map(|step| (step.less() > 0) as usize).sum::<usize>();
+        put_varint(coded, num_exceptions as u64);
+        if num_exceptions > 0 {
+            let inverted = 2 * num_exceptions > steps.len();
+            choose(steps, |step| (step.less() > 0) != inverted, listed);
+            put_gaps(&mut self.exceptions, listed, rice(steps.len() as u64, listed.len() as u64));
+            coded.push(put_sizes(&mut self.sizes, steps, num_exceptions) as u8);
+        }
+    }
+}
+
+#[inline(always)]
+fn put_gaps(numbers: &mut NumbersOut, list: &[u32], low: u32) {
+    let mut next = 0;
+    let gaps = list.iter().map(|&item| {
+        let gap = item - next;
+        next = item + 1;
+        gap
+    });
+    numbers.extend(list.len(), low, gaps);
+}
+
+#[inline(always)]
+fn put_signs(signs: &mut BitWriter, steps: &[Step]) {
+    signs.extend(steps.len() as u64, |end| {
+        for some in steps.chunks(32) {
+            let word = some.iter().zip(0..).fold(0, |word, (step, i)| word | (step.down() as u64) << i);
+            unsafe { end.put(word, some.len() as u32) };
+        }
+    });
+}
+
+/// The places of the steps that are `wanted`, into `out`; without a branch, for a wanted one is rare but not foreseen.
+#[inline(always)]
+fn choose(steps: &[Step], wanted: impl Fn(Step) -> bool, out: &mut Vec<u32>) {
+    out.clear();
+    out.reserve(steps.len() + 1);
+    let start: *mut u32 = out.as_mut_ptr();
+    let mut count = 0;
+    for (&step, place) in steps.iter().zip(0..) {
+        unsafe { start.add(count).write(place) };
+        count += wanted(step) as usize;
+    }
+    unsafe { out.set_len(count) };
+}
+
+/// The sizes of the exceptions, and the Rice parameter they were written with.
+#[inline(always)]
+fn put_sizes(numbers: &mut NumbersOut, steps: &[Step], num_exceptions: usize) -> u32 {
+    let sizes = || steps.iter().filter(|step| step.less() > 0).map(|step| step.less() - 1);
+    let low = sizes_low(sizes, num_exceptions as u64);
+    numbers.extend(num_exceptions, low, sizes());
+    low
+}
+
+/// The mean tells the parameter; from there down as long as the code gets shorter, for a heavy tail misleads the mean.
+#[inline(always)]
+fn sizes_low<I: Iterator<Item = u32>>(sizes: impl Fn() -> I, count: u64) -> u32 {
+    let sum: u64 = sizes().map(u64::from).sum();
+    let mut low = (0..MAX_LOW).take_while(|&low| (2 * count) << (low + 1) <= 2 * sum + count).count() as u32;
+    let bits = |low: u32| {
+        let unary = |size: u32| if size >> low < CAP { size >> low } else { ESCAPE_BITS };
+        low as u64 * count + sizes().map(|size| unary(size) as u64).sum::<u64>()
+    };
+    let mut best = bits(low);
+    while low > 0 {
+        let shorter = bits(low - 1);
+        if shorter >= best {
+            break;
+        }
+        (low, best) = (low - 1, shorter);
+    }
+    low
+}

@@ -1,0 +1,190 @@
+"""The native kernels and numpy's make the same bytes, read the same bytes, and refuse the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from etude.errors import WeightsError
+from etude.weights import native
+from etude.weights.layout import MAX_CLASSES, Piece, Tile
+from etude.weights.native import LEVELS, NativeKernels
+from etude.weights.tensors import DTYPES, Codes, DType
+from etude.weights.tiles import NumpyKernels
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not() or "there")
+
+NUMPY = NumpyKernels()
+Generator = np.random.Generator
+
+
+def levels() -> list[str]:
+    """Those that this machine has."""
+    best = "" if native.why_not() else NativeKernels().level
+    return list(LEVELS[: LEVELS.index(best) + 1]) if best else []
+
+
+def codes(rng: Generator, kind: DType, size: int) -> Codes:
+    """Any bits, most of them of numbers near zero."""
+    near = rng.standard_normal(size).astype(np.float32) * np.float32(0.02)
+    bits = near.view(np.uint32) >> np.uint32(32 - kind.width)
+    wild = rng.integers(0, 1 << kind.width, size, np.uint64)
+    return np.where(rng.random(size) < 0.9, bits, wild).astype(kind.items)
+
+
+def moved(rng: Generator, kind: DType, old: Codes, share: float) -> Codes:
+    """A share of the codes changed: most by a step or two, some to anything."""
+    size = old.size
+    steps = rng.choice(np.array([1, -1, 2, -3, 40], np.int64), size)
+    new = (old.astype(np.int64) + steps) % (1 << kind.width)
+    wild = rng.integers(0, 1 << kind.width, size, np.uint64).astype(np.int64)
+    new = np.where(rng.random(size) < 0.02, wild, new)
+    return np.where(rng.random(size) < share, new, old.astype(np.int64)).astype(kind.items)
+
+
+def tiles_of(rng: Generator, sizes: Sequence[int]) -> list[Tile]:
+    """One-dimensional tiles, rectangles with a stride, and tiles of several pieces, in classes of any kind."""
+    made = []
+    for tensor, size in enumerate(sizes):
+        rows = int(rng.integers(1, min(5, size) + 1))
+        stride = size // rows
+        start = int(rng.integers(0, stride))
+        rectangle = Piece(tensor, start, rows, int(rng.integers(1, stride - start + 1)), stride)
+        whole = Piece(tensor, 0, 1, size, size)
+        for pieces in ((whole,), (rectangle,), (whole, Piece((tensor + 1) % len(sizes), 0, 1, 1, 1))):
+            made.append(Tile(int(rng.integers(0, 256)), int(rng.integers(1, MAX_CLASSES + 1)), pieces))
+            made.append(Tile(122, 1 if rng.random() < 0.3 else 16, pieces))
+    return made
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 0.6, 1.0])
+def test_both_kernels_make_the_same_bytes_and_read_them_to_the_same_codes(name: str, level: str, share: float) -> None:
+    rng = np.random.default_rng(list(f"{name}{share}".encode()))
+    kind, kernels = DTYPES[name], NativeKernels(threads=2, level=level)
+    sizes = [1, 63, 64, 65, 1000, 5000, 20_000]
+    old = [codes(rng, kind, size) for size in sizes]
+    new = [moved(rng, kind, part, share) for part in old]
+    tiles = tiles_of(rng, sizes)
+    theirs = NUMPY.encode(kind, tiles, old, new)
+    ours = kernels.encode(kind, tiles, old, new)
+    assert ours == theirs
+    raw = [bytes((2,)) + gathered(tile, new).tobytes() for tile in tiles]
+    for payloads in ([p or r for p, r in zip(ours, raw, strict=True)], raw):
+        views = [memoryview(payload) for payload in payloads]
+        expected = NUMPY.changes(kind, tiles, old, views)
+        for (places, items), (a, b) in zip(kernels.changes(kind, tiles, old, views), expected, strict=True):
+            np.testing.assert_array_equal(places, a)
+            np.testing.assert_array_equal(items, b)
+        for tile, payload in zip(tiles, views, strict=True):
+            live = [part.copy() for part in old]
+            kernels.apply(kind, [tile], old, live, [payload])
+            np.testing.assert_array_equal(gathered(tile, live), gathered(tile, new))
+
+
+def gathered(tile: Tile, arrays: Sequence[Codes]) -> Codes:
+    parts = [
+        arrays[piece.tensor][piece.start + row * piece.stride :][: piece.cols]
+        for piece in tile.pieces
+        for row in range(piece.rows)
+    ]
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("name", ["bf16", "f32", "f8_e4m3", "u16"])
+@pytest.mark.parametrize("stride", [1, 32])
+def test_both_kernels_sample_the_same_items(name: str, level: str, stride: int) -> None:
+    rng = np.random.default_rng(1)
+    kind = DTYPES[name]
+    for size in (1, 64, 100, 6401):
+        old = codes(rng, kind, size)
+        new = moved(rng, kind, old, 0.1)
+        ours = NativeKernels(level=level).sample(old, new, kind, stride)
+        for a, b in zip(ours, NUMPY.sample(old, new, kind, stride), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def outcome(work: Callable[[], list[tuple[npt.NDArray[np.uint32], Codes]]]) -> Any:
+    """What came of it: lists, or nothing but that it was refused."""
+    try:
+        return [(places.tolist(), items.tolist()) for places, items in work()]
+    except WeightsError:
+        return "refused"
+
+
+def mutated(rng: Generator, payload: bytes) -> bytes:
+    """A few bytes changed, left out, doubled, or cut off."""
+    data = bytearray(payload)
+    for _ in range(int(rng.integers(1, 4))):
+        at = int(rng.integers(0, len(data) + 1))
+        match int(rng.integers(0, 5)):
+            case 0 | 1 if at < len(data):
+                data[at] ^= 1 << int(rng.integers(0, 8))
+            case 2 if at < len(data):
+                data[at] = int(rng.choice([0, 1, 0x7F, 0x80, 0xFF]))
+            case 3:
+                data[at:at] = rng.bytes(int(rng.integers(1, 9)))
+            case _:
+                del data[at : at + int(rng.integers(1, 9))]
+    return bytes(data)
+
+
+def fuzz(level: str, count: int, compared: int) -> int:
+    """Decode mutated tiles; every `compared`-th one by both kernels. How many were refused."""
+    kernels, refused = NativeKernels(threads=1, level=level), 0
+    rng = np.random.default_rng(7)
+    starts = []
+    for name, share in (("bf16", 0.02), ("bf16", 0.7), ("f32", 1.0), ("f8_e4m3", 0.1), ("f4_e2m1x2", 0.3), ("u8", 0.1)):
+        kind = DTYPES[name]
+        old = codes(rng, kind, 700)
+        tile = Tile(122 if kind.width >= 16 else 15, 1 if share == 0.1 else 16, (Piece(0, 0, 7, 90, 100),))
+        payload = kernels.encode(kind, [tile], [old], [moved(rng, kind, old, share)])[0]
+        starts.append((kind, tile, old, payload))
+    for i in range(count):
+        kind, tile, old, payload = starts[i % len(starts)]
+        bad = [memoryview(mutated(rng, payload))]
+        ours = outcome(lambda kind=kind, tile=tile, old=old, bad=bad: kernels.changes(kind, [tile], [old], bad))
+        refused += ours == "refused"
+        if i % compared == 0:
+            assert ours == outcome(lambda kind=kind, t=tile, old=old, bad=bad: NUMPY.changes(kind, [t], [old], bad))
+        live = old.copy()
+        try:
+            kernels.apply(kind, [tile], [old], [live], bad)
+        except WeightsError:
+            assert ours == "refused"
+        else:
+            assert ours != "refused"
+    return refused
+
+
+@pytest.mark.parametrize("level", levels())
+def test_mutated_tiles_are_refused_or_read_the_same_by_both(level: str) -> None:
+    assert 0 < fuzz(level, 3000, compared=1) < 3000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("level", levels()[-1:])
+def test_a_million_mutated_tiles_do_no_harm(level: str) -> None:
+    assert 0 < fuzz(level, 1_000_000, compared=50) < 1_000_000
+
+
+def test_a_request_for_memory_that_is_not_there_is_refused_before_the_kernels_see_it() -> None:
+    kernels, items = NativeKernels(), np.zeros(64, np.uint16)
+    for piece in (Piece(0, 1, 1, 64, 64), Piece(0, 0, 2, 32, 64), Piece(0, -1, 1, 8, 8), Piece(0, 0, 1 << 40, 1, 1)):
+        with pytest.raises(ValueError, match="outside"):
+            kernels.encode(DTYPES["bf16"], [Tile(120, 4, (piece,))], [items], [items])
+
+
+def test_a_level_that_the_machine_lacks_is_an_error() -> None:
+    missing = LEVELS[len(levels()) :]
+    for level in missing:
+        with pytest.raises(ValueError, match=level):
+            NativeKernels(level=level)
+    assert NativeKernels().level == levels()[-1]
