@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.errors import CheckpointError, EtudeError, InputError, WeightsError
+from etude.errors import CheckpointError, EtudeError, InputError, StoreError, WeightsError
 from etude.weights import deltas
 from etude.weights.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointWriter, copy_others, read_checkpoint
 from etude.weights.choices import Mode
@@ -65,6 +65,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
         headers, index = _read_note(file, base)
         if out.suffix == ".safetensors" and [*headers] != [WEIGHTS]:
             raise CheckpointError(f"the target has {len(headers)} files", hint=f"name a directory, not {out.name}")
+        _check_room(file, out.parent)
         held = deltas.prove_base(file, base.tensors)
         beside = out.with_name(out.name + ".tmp")
         with refused(f"{out} cannot be written"):
@@ -116,6 +117,16 @@ def opened(path: Path) -> Iterator[DeltaFile]:
     except EtudeError as error:
         raise WeightsError(f"{path}: {error.what}", error.facts, hint=error.hint) from None
     yield found
+
+
+def _check_room(file: DeltaFile, folder: Path) -> None:
+    """A target that the disk cannot hold is refused before anything of it is decoded. Raises `StoreError`."""
+    with refused(f"{folder} cannot be written"):
+        free = shutil.disk_usage(folder).free
+    if file.target_bytes > free:
+        raise StoreError(
+            f"the delta's target needs {file.target_bytes} bytes", f"{free} are free", hint="free space, and try again"
+        )
 
 
 def _write_note(old: Checkpoint, new: Checkpoint) -> bytes:

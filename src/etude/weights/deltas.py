@@ -69,8 +69,9 @@ def apply(
 
     Without `out` unchanged tensors are the base's own memory. With `out`, a writable buffer for every tensor of the
     target, everything is written there; a buffer that is the base's own (`out=old`) is changed in place, and takes the
-    changes alone. Nothing is written before all is proven. Raises `WeightsError`: bytes that are damaged, another
-    base, a target of more than `limit_bytes`, buffers that do not fit.
+    changes alone; of one that is no numpy array the flat codes are returned. Nothing is written before all is proven.
+    Raises `WeightsError`: bytes that are damaged, another base, a target of more than `limit_bytes`, buffers that do
+    not fit.
     """
     file = read(delta)
     if file.target_bytes > limit_bytes:

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.errors import InputError, WeightsError
-from etude.weights import Tensor, encode
+from etude.errors import InputError, StoreError, WeightsError
+from etude.weights import Spec, Tensor, encode, tensor_digest
 from etude.weights.checkpoint import INDEX, WEIGHTS, CheckpointWriter, index_of, layout
 from etude.weights.checkpoint_delta import apply_delta, encode_delta, verify_delta
-from etude.weights.delta_file import DIGEST_BYTES, read
+from etude.weights.delta_file import DIGEST_BYTES, Entry, read, write_head, write_object_head
 from etude.weights.measure import measure
+from etude.weights.safetensors_file import write_header
 
 
 def tensors(step: int) -> dict[str, Tensor]:
@@ -121,6 +122,18 @@ def test_a_note_that_lays_out_other_files_is_refused(tmp_path: Path, note: bytes
     with pytest.raises(WeightsError, match="damaged"):
         apply_delta(a, tmp_path / "d", tmp_path / "made")
     assert not (tmp_path / "made").exists()
+
+
+def test_a_target_that_the_disk_cannot_hold_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    a = checkpoint(tmp_path / "a", tensors(0))
+    huge = Spec("f64", (1 << 40,))
+    note = json.dumps({"files": {WEIGHTS: write_header({"w": huge}, {})}}).encode()
+    entries = [Entry("w", None, None, huge, "ab" * 32)]
+    entries += [Entry(name, one.spec, tensor_digest(one), None, None) for name, one in tensors(0).items()]
+    body = write_head(sorted(entries, key=lambda e: e.name), note, 1) + write_object_head(4, 1) + b"none"
+    (tmp_path / "d").write_bytes(body + hashlib.sha256(body).digest())
+    with pytest.raises(StoreError, match="the delta's target needs 8796093022208 bytes"):
+        apply_delta(a, tmp_path / "d", tmp_path / "made")
 
 
 def test_what_is_no_delta_file_is_named(tmp_path: Path) -> None:
