@@ -162,8 +162,9 @@ def test_followers_always_converge(actions: list[tuple[str, object]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @given(st.lists(ACTIONS, min_size=20, max_size=80))
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=200)
 def test_followers_always_converge_at_length(actions: list[tuple[str, object]]) -> None:
     _run(actions)
 

@@ -15,7 +15,8 @@ from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights import history, plans
 from etude.weights.fsck import HINT_POINTER, Check, Finding, verify
-from etude.weights.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, read_pointer, write_pointer
+from etude.weights.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, read_pointer
+from etude.weights.signing import Signer, write_signed
 from etude.weights.steps import steps_between
 from etude.weights.tensors import DTYPES, Tensor, to_items
 
@@ -88,13 +89,16 @@ def require_pointer(store: BlobStore, name: str = "policy") -> None:
         raise WeightsError(f"the pointer of {name!r} is gone", "though versions were published", hint=HINT_POINTER)
 
 
-def repair(store: BlobStore, name: str = "policy", told: Sequence[str] = ()) -> Version | None:
+def repair(
+    store: BlobStore, name: str = "policy", told: Sequence[str] = (), *, signer: Signer | None = None
+) -> Version | None:
     """Set a lost or damaged pointer to the newest version that surely was committed and can be rebuilt; that version,
     or None where the pointer was whole. For a channel whose writer has ended: a writer mends it by itself.
 
     `told`: versions that a writer said it had published, the newest last (a run's events). Without them the newest
     that another manifest builds on is taken, since a manifest alone may be of a publish that was killed before its
-    commit. Raises `WeightsError` where nothing is left to point at.
+    commit. `signer`: for a channel whose readers ask for signatures. Raises `WeightsError` where nothing is left to
+    point at.
     """
     key = history.pointer_key(name)
     try:
@@ -118,7 +122,7 @@ def repair(store: BlobStore, name: str = "policy", told: Sequence[str] = ()) -> 
             continue
         generation = 1 + max(one.generation for _, one in known)
         pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=generation)
-        if store.compare_and_swap(key, torn, write_pointer(pointer)):
+        if store.compare_and_swap(key, torn, write_signed(key, pointer, signer)):
             return ref.version
         raise WeightsError(f"the pointer of {name!r} moved meanwhile", hint="a writer is at work: it needs no repair")
     raise WeightsError(

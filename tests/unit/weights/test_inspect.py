@@ -8,9 +8,11 @@ import pytest
 
 from etude.errors import WeightsError
 from etude.stores import MemoryStore
-from etude.weights import Channel, Tensor
-from etude.weights.inspect import diff, find, log, verify
+from etude.weights import Channel, Follower, Tensor, chain
+from etude.weights.compactor import Compactor
+from etude.weights.inspect import diff, find, log, repair, verify
 from etude.weights.manifest import Kind
+from etude.weights.signing import Signer, new_key
 
 Policy = Callable[..., dict[str, Tensor]]
 
@@ -84,3 +86,62 @@ def test_a_lost_manifest_is_named(store: MemoryStore) -> None:
     key = next(key for key in store.list("manifests/") if "v000001" in key)
     store.delete(key)
     assert any("v000001" in problem and "gone" in problem for problem in verify(store).problems)
+
+
+def test_a_delta_lost_beside_an_anchor_is_a_notice_and_no_problem(policy: Policy) -> None:
+    store, parent = MemoryStore(), None
+    writer = Channel(store)
+    for step in range(30):
+        parent = writer.publish(policy(step), step=step, parent=parent, rollout_ids=[]).version
+    both = next(m for m in chain(store, "policy")[1:] if m.anchor)
+    assert both.delta is not None
+    store.delete(both.delta.objects[0].key)
+    check = verify(store)
+    assert check.problems == ()
+    (notice,) = check.notices
+    assert notice.version == both.version
+    assert "another way proves" in notice.what
+    assert both.delta.objects[0].key in notice.facts
+    assert "nothing needs to be done" in notice.hint
+
+
+def test_a_lost_version_is_named_once_with_its_file_and_those_that_need_it_in_a_line_each(policy: Policy) -> None:
+    store, parent = MemoryStore(), None
+    writer = Channel(store)
+    for step in range(30):
+        parent = writer.publish(policy(step), step=step, parent=parent, rollout_ids=[]).version
+    manifests = chain(store, "policy")
+    anchors = [i for i, m in enumerate(manifests) if m.anchor]
+    lost = manifests[anchors[1] + 1]
+    assert lost.delta is not None
+    store.delete(lost.delta.objects[0].key)
+    found = verify(store).found
+    needing = anchors[2] - anchors[1] - 2
+    assert [finding.version for finding in found] == [m.version for m in manifests[anchors[1] + 1 : anchors[2]]]
+    assert lost.delta.objects[0].key in found[0].hint
+    assert "copy" in found[0].hint
+    assert [str(lost.version) in str(f) or "it needs" in f.what for f in found[1:]] == [True] * needing
+    assert len(verify(store).notices) == 1, "the delta of the next anchor, which needs one that is lost"
+
+
+def test_a_row_of_the_log_says_what_its_bytes_are(policy: Policy) -> None:
+    store, parent = MemoryStore(), None
+    writer, compactor = Channel(store), Compactor(store)
+    for step in range(30):
+        parent = writer.publish(policy(step, share=0.02), step=step, parent=parent, rollout_ids=[]).version
+        compactor.step()
+    for row, manifest in zip(log(store), chain(store, "policy"), strict=True):
+        if manifest.delta is not None:
+            assert (row.kind, row.object_bytes) == (Kind.DELTA, manifest.delta.num_bytes)
+        else:
+            assert (row.kind, row.object_bytes) == (Kind.ANCHOR, row.anchor_bytes)
+        assert row.anchor_bytes == (manifest.anchor.num_bytes if manifest.anchor else 0)
+    assert any(row.kind is Kind.DELTA and row.anchor_bytes for row in log(store))
+    assert any(row.later_bytes for row in log(store))
+
+
+def test_a_signed_channel_is_repaired_with_its_key(store: MemoryStore) -> None:
+    signer = Signer(new_key())
+    store.delete("pointers/policy")
+    assert repair(store, signer=signer) is not None
+    assert Follower(store, public_key=signer.public_key).advance() is not None
