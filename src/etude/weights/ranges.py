@@ -15,11 +15,11 @@ import numpy.typing as npt
 from etude.errors import WeightsError
 from etude.weights import wholes
 from etude.weights.changes import Changes, Found, of_items
-from etude.weights.codec import for_kernels
+from etude.weights.codec import KERNELS, for_kernels
 from etude.weights.layout import FIXED_BYTES, SAME, WHOLE, Kernels, header_bytes, page_bounds, read_header, table_of
 from etude.weights.streams import damaged
 from etude.weights.tensors import DTYPES, Codes, Spec, Tensor, to_items
-from etude.weights.tiles import NumpyKernels, scattered
+from etude.weights.tiles import scattered
 
 MAX_HEADER_BYTES = 1 << 28
 
@@ -34,9 +34,9 @@ class Parts:
     """
 
     def __init__(
-        self, read: Read, specs: Sequence[Spec], *, header_sha256: str | None = None, kernels: Kernels | None = None
+        self, read: Read, specs: Sequence[Spec], *, header_sha256: str | None = None, kernels: Kernels = KERNELS
     ) -> None:
-        self._read, self._specs, self._kernels = read, specs, kernels or NumpyKernels()
+        self._read, self._specs, self._kernels = read, specs, kernels
         num_bytes = header_bytes(read(0, FIXED_BYTES))
         if num_bytes > MAX_HEADER_BYTES:
             raise damaged(f"a header of {num_bytes} bytes is over the limit of {MAX_HEADER_BYTES}")

@@ -18,9 +18,10 @@ import pytest
 from etude.stores import DirectoryStore, MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
 from etude.weights.choices import Mode
-from etude.weights.codec import decode, encode
+from etude.weights.codec import KERNELS, decode, encode
 from etude.weights.inspect import verify
 from etude.weights.tensors import DTYPES, same_bits
+from etude.weights.tiles import NumpyKernels
 
 FORMAT_2 = Path(__file__).parent / "format-2"
 SIZE = 2400
@@ -108,8 +109,9 @@ def test_the_writer_makes_these_bytes_of_an_object(mode: Mode, expected: str) ->
     """Not of one with planes: those are zstd's."""
     old, new = weights_at(0), weights_at(1)
     names = [name for name in sorted(old) if name in new]
-    data = encode([new[name] for name in names], [old[name] for name in names], mode)
-    assert hashlib.sha256(data).hexdigest()[:16] == expected
+    for kernels in (NumpyKernels(), KERNELS):
+        data = encode([new[name] for name in names], [old[name] for name in names], mode, kernels=kernels)
+        assert hashlib.sha256(data).hexdigest()[:16] == expected
 
 
 def write(folder: Path) -> None:
