@@ -5,6 +5,8 @@ use crate::kind::{Code, MAX_CLASSES, Step};
 use crate::scan::{BLOCK, CHUNK, Chunk, Classes, Places, Scan};
 use crate::tile::{CODED, INVERTED, NumbersOut, Piece, complement, runs, scan_changes, scan_classes, spans};
 
+/// So many sizes of a class are looked at for their Rice parameter.
+const SIZES_TRIED: usize = 1024;
 /// What an escape costs: the longest run of zeros, and 32 bits.
 const ESCAPE_BITS: u32 = CAP + 32;
 
@@ -259,15 +261,15 @@ fn choose(steps: &[Step], wanted: impl Fn(Step) -> bool, out: &mut Vec<u32>) {
 #[inline(always)]
 fn put_sizes(numbers: &mut NumbersOut, steps: &[Step], num_exceptions: usize) -> u32 {
     let sizes = || steps.iter().filter(|step| step.less() > 0).map(|step| step.less() - 1);
-    let low = sizes_low(sizes, num_exceptions as u64);
+    let low = sizes_low(|| sizes().take(SIZES_TRIED));
     numbers.extend(num_exceptions, low, sizes());
     low
 }
 
 /// The mean tells the parameter; from there down as long as the code gets shorter, for a heavy tail misleads the mean.
 #[inline(always)]
-fn sizes_low<I: Iterator<Item = u32>>(sizes: impl Fn() -> I, count: u64) -> u32 {
-    let sum: u64 = sizes().map(u64::from).sum();
+fn sizes_low<I: Iterator<Item = u32>>(sizes: impl Fn() -> I) -> u32 {
+    let (count, sum) = sizes().fold((0u64, 0u64), |(count, sum), size| (count + 1, sum + size as u64));
     let mut low = (0..MAX_LOW).take_while(|&low| (2 * count) << (low + 1) <= 2 * sum + count).count() as u32;
     let bits = |low: u32| {
         let unary = |size: u32| if size >> low < CAP { size >> low } else { ESCAPE_BITS };
