@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,17 +74,23 @@ class Search:
         self._closed.add(way)
 
     def cheapest(self, held: Version | None) -> Plan | None:
-        """The plan of the fewest bytes from `held` or from nothing; None when there is none."""
+        """The plan of the fewest bytes from `held` or from nothing; None when there is none.
+
+        From nothing, an anchor that is nearer is taken for no heavier than those behind it, which are not looked for.
+        """
         order = itertools.count()  # so that equal lengths need no further comparison
         waiting: list[tuple[int, int, Ref | None, tuple[Hop, ...]]] = [(0, next(order), None, ())]
         done: set[str] = set()
+        far = math.inf  # where an anchor was found that all others lie behind
         while waiting:
             num_bytes, _, at, after = heapq.heappop(waiting)
             if after and (at is None or at.version == held):
                 return Plan(at.version if at else None, after)
-            if (key := at.key if at else "") not in done:
+            if (key := at.key if at else "") not in done and num_bytes < far:
                 done.add(key)
                 for hop in self._into(at, held):
+                    if held is None and hop.way.base is None:
+                        far = num_bytes
                     length = num_bytes + hop.way.num_bytes
                     heapq.heappush(waiting, (length, next(order), hop.way.base, (hop, *after)))
         return None

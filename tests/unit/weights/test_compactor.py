@@ -92,6 +92,17 @@ def test_who_follows_closely_reads_the_pointer_a_manifest_and_its_delta_and_noth
     assert [key.split("/")[0] for key in store.read] == ["pointers", "manifests", "objects"]
 
 
+def test_a_newcomer_looks_no_further_than_the_nearest_anchor(policy: Policy) -> None:
+    store = Counting()
+    grown(policy, 30, store)
+    nearest = max(i for i, m in enumerate(chain(store, "policy")) if m.anchor)
+    store.read.clear()
+    new = Follower(store)
+    new.advance()
+    assert held_by(new, at(policy, 29))
+    assert sum(key.startswith("manifests/") for key in store.read) <= 30 - nearest + 2, "a skip may lead past it"
+
+
 def test_a_compactor_that_starts_late_or_was_away_adds_what_is_missing_at_the_head(policy: Policy) -> None:
     store = MemoryStore()
     writer, parent = Channel(store), None
