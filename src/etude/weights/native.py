@@ -86,6 +86,8 @@ class NativeKernels:
         return counts[0], counts[1]
 
     def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], new: Sequence[Codes]) -> list[bytes]:
+        if not tiles:
+            return []
         asked = _Asked(self, kind, tiles, old, new)
         sizes = np.zeros(len(tiles), np.uint64)
         made = self._library.etude_encode(asked.reference, sizes.ctypes.data)
@@ -93,11 +95,13 @@ class NativeKernels:
         coded = np.empty(int(sizes.sum()), np.uint8)
         self._library.etude_encoded_take(made, coded.ctypes.data)
         ends = np.cumsum(sizes).astype(np.intp)
-        return [part.tobytes() for part in np.split(coded, ends[:-1])] if tiles else []
+        return [part.tobytes() for part in np.split(coded, ends[:-1])]
 
     def changes(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
     ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
+        if not tiles:
+            return []
         asked, told = _Asked(self, kind, tiles, old, old), _Told(payloads)
         counts, refusal = np.zeros(len(tiles), np.uint64), _Refusal()
         made = self._library.etude_decode(

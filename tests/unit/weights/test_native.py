@@ -182,6 +182,13 @@ def test_a_request_for_memory_that_is_not_there_is_refused_before_the_kernels_se
             kernels.encode(DTYPES["bf16"], [Tile(120, 4, (piece,))], [items], [items])
 
 
+def test_no_tiles_are_no_work() -> None:
+    kernels, kind = NativeKernels(), DTYPES["bf16"]
+    assert kernels.encode(kind, [], [], []) == []
+    assert kernels.changes(kind, [], [], []) == []
+    kernels.apply(kind, [], [], [], [])
+
+
 def test_a_level_that_the_machine_lacks_is_an_error() -> None:
     missing = LEVELS[len(levels()) :]
     for level in missing:
