@@ -133,6 +133,21 @@ class Channel:
             hint="collect less often than a publish takes",
         )
 
+    def fetch(self, version: Version | None = None) -> dict[str, Tensor]:
+        """The proven tensors of a version, of the newest by default, without holding anything: for one look at them.
+        Raises `WeightsError` where there is none, or nothing leads to it."""
+        pointer = history.head(self._store, self._name) if version is None else None
+        manifest = history.load(self._store, pointer.head) if pointer else None
+        if version is not None:
+            manifest = history.find(self._store, self._name, version)
+        if manifest is None:
+            raise WeightsError(
+                f"channel {self._name!r} has no {version or 'version'}",
+                _where(self._store, self._key),
+                hint="`etude weights log` lists what was published",
+            )
+        return plans.rebuild(self._store, manifest)
+
     def _open(self) -> _Head:
         """The head as the store has it, its tensors proven; without tensors where it cannot be rebuilt any more."""
         data = read(self._store, self._key)

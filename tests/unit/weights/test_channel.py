@@ -257,3 +257,18 @@ def test_a_version_over_the_readers_limit_is_refused_before_it_is_fetched(policy
     with pytest.raises(WeightsError, match="needs 8203 bytes"):
         Follower(store, limit_bytes=8000).advance()
     assert Follower(store, limit_bytes=8203).advance() is not None
+
+
+def test_any_version_is_fetched_whole_by_name_and_the_newest_without(policy: Policy) -> None:
+    store = MemoryStore()
+    versions = publish_steps(store, policy, range(4))
+    reader = Channel(store)
+    for step, version in [*enumerate(versions), (3, None)]:
+        tensors = reader.fetch(version)
+        assert tensors.keys() == policy(step).keys()
+        assert all(same_bits(tensors[name], tensor) for name, tensor in policy(step).items())
+    with pytest.raises(WeightsError, match="has no v000007") as caught:
+        reader.fetch(Version(7, "0" * 8, "0" * 64))
+    assert str(versions[3]) in caught.value.facts
+    with pytest.raises(WeightsError, match="has no version"):
+        Channel(MemoryStore()).fetch()
