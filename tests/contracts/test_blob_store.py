@@ -20,14 +20,17 @@ from hypothesis import strategies as st
 
 from etude.errors import StoreError
 from etude.seams import BlobStore
-from etude.stores import BucketStore, DirectoryStore, MemoryStore, check_key
+from etude.stores import BucketStore, CachedStore, DirectoryStore, MemoryStore, check_key
 
 STORES: dict[str, Callable[[Path], BlobStore]] = {
     "memory": lambda folder: MemoryStore(),
     "directory": lambda folder: DirectoryStore(folder / "store"),
+    "cached": lambda folder: CachedStore(DirectoryStore(folder / "store"), folder / "near"),
     "bucket": lambda folder: BucketStore(f"s3://etude/{folder.parent.name}/{folder.name}", part_bytes=5 << 20),
 }
-SHARED_BETWEEN_PROCESSES: dict[str, Callable[[Path], BlobStore]] = {"directory": STORES["directory"]}
+SHARED_BETWEEN_PROCESSES: dict[str, Callable[[Path], BlobStore]] = {
+    kind: STORES[kind] for kind in ("directory", "cached")
+}
 pytestmark = pytest.mark.usefixtures("s3")
 
 WILD_KEYS = [

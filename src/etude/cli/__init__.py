@@ -226,6 +226,7 @@ def _store_commands(weights: Commands[Parser]) -> None:
     follow.add_argument("--public-key", type=public_key, metavar="HEX", help="believe only what its owner signed")
     follow.add_argument("--poll", type=duration, default="1s", metavar="TIME", help="how often the pointer is read")
     follow.add_argument("--once", action="store_true", help="come to the head and end")
+    follow.add_argument("--cache", type=Path, metavar="DIR", help="where the followers of a region share downloads")
 
     key = _add(weights, "key", "weights_store:key", "draw a private key for signing, and say its public one")
     key.add_argument("file", type=Path, metavar="FILE")

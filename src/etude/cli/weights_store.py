@@ -38,7 +38,7 @@ def publish(args: argparse.Namespace) -> int:
 
 def follow(args: argparse.Namespace) -> int:
     """Keep a checkpoint directory at the head; a line for each version. Ends by Ctrl-C; with `--once` at the head."""
-    store = existing_store(args.store)
+    store = existing_store(args.store, cache=args.cache)
     with CheckpointFolder(args.apply) as folder:
         follower = FolderFollower(store, folder, args.name, branch=args.branch, public_key=args.public_key)
         if follower.resumed:
@@ -132,11 +132,11 @@ def named_store(text: str | None) -> BlobStore:
     return DirectoryStore(open_run(None if text is None else Path(text)) / "weights")
 
 
-def existing_store(place: str) -> BlobStore:
+def existing_store(place: str, *, cache: Path | None = None) -> BlobStore:
     """A store that is there already: a mistyped path is not made into an empty one. Raises `InputError`."""
     if "://" not in place and not Path(place).is_dir():
         raise InputError(f"no store at {place}", hint="give a directory, s3://bucket/prefix, gs:// or az://")
-    return open_store(place)
+    return open_store(place, cache=cache)
 
 
 def _signer(path: Path | None) -> signing.Signer | None:

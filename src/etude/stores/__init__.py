@@ -9,9 +9,10 @@ b'hello'
 """
 
 from etude.stores.bucket import BucketStore
+from etude.stores.cached import CachedStore
 from etude.stores.directory import DirectoryStore
 from etude.stores.keys import check_key
 from etude.stores.memory import MemoryStore
 from etude.stores.opening import open_store
 
-__all__ = ["BucketStore", "DirectoryStore", "MemoryStore", "check_key", "open_store"]
+__all__ = ["BucketStore", "CachedStore", "DirectoryStore", "MemoryStore", "check_key", "open_store"]

@@ -8,15 +8,17 @@ from urllib.parse import unquote, urlsplit
 from etude.errors import StoreError
 from etude.seams import BlobStore
 from etude.stores.bucket import BucketStore
+from etude.stores.cached import CachedStore
 from etude.stores.directory import DirectoryStore
 from etude.stores.memory import MemoryStore
 
 
-def open_store(url: str | Path) -> BlobStore:
+def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore:
     """The store at a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://``, ``az://``; ``memory://`` is a new one.
 
     Buckets need ``pip install 'etude[buckets]'``; who may use one is said by the environment, never by the URL. Nothing
-    is asked of a bucket yet. Raises `StoreError`.
+    is asked of a bucket yet. `cache`: a directory that keeps copies of what never changes (`CachedStore`). Raises
+    `StoreError`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -24,6 +26,11 @@ def open_store(url: str | Path) -> BlobStore:
     ...     open_store(f"file://{folder}").get("a")
     b'hello'
     """
+    if cache is not None:
+        store = open_store(url)
+        return CachedStore(
+            store, cache, place=str(store.root.absolute()) if isinstance(store, DirectoryStore) else str(url)
+        )
     place = str(url)
     if isinstance(url, Path) or "://" not in place:
         return DirectoryStore(place)
