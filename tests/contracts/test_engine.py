@@ -24,8 +24,7 @@ from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference import EngineBusy, EngineConfig, HttpEngine, MalformedRequest
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following
-from etude.inference.patch import initial_version
+from etude.inference.follow import Following, initial_version
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model, save_model
 from etude.records import Completion, CompletionRequest, Sampling, Version

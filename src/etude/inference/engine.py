@@ -23,11 +23,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from etude.errors import ContextFull, EngineBehind, EngineError
+from etude.errors import ContextFull, EngineBehind, EngineError, WeightsError
 from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
 from etude.inference.errors import EngineBusy, MalformedRequest
-from etude.inference.patch import Patch
 from etude.inference.pins import Pins
 from etude.inference.runner import Runner, is_exact
 from etude.inference.scheduler import Plan, Scheduler
@@ -35,6 +34,7 @@ from etude.inference.scheduler import Sequence as Running
 from etude.models import Transformer
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version
 from etude.seams import EngineInfo
+from etude.weights.targets import Swap
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class ReferenceEngine:
         self.capabilities = (*CAPABILITIES, "exact") if is_exact(model) else CAPABILITIES
         self._pins = Pins(lease_s=self.config.pin_lease_s)
         self._paused = False
-        self._swaps: deque[tuple[Patch, Future[Swapped]]] = deque()
+        self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()
         self._awaiting: list[tuple[int, Future[Version]]] = []  # who waits for which step
         self._inbox: deque[_Call] = deque()
         self._wake = threading.Condition()
@@ -207,10 +207,14 @@ class ReferenceEngine:
         self._check_ids(np.array(ids, np.int64), least=2, most=self.config.context_tokens)
         return await self._ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
 
-    def swap(self, patch: Patch) -> Future[Swapped]:
-        """Write the patch between two tokens, as soon as nobody pins the version. From any thread."""
+    def swap(self, swap: Swap) -> Future[Swapped]:
+        """Write prepared weights between two tokens, as soon as nobody pins the version. From any thread.
+
+        What cannot be written is undone: the future says so and the old version is served on. What cannot be undone
+        ends the engine, since its memory is no version's.
+        """
         future: Future[Swapped] = Future()
-        self._post(_Call(lambda: self._swaps.append((patch, future)), future))
+        self._post(_Call(lambda: self._swaps.append((swap, future)), future))
         return future
 
     def between_steps(self, call: Callable[[], T]) -> Future[T]:
@@ -379,19 +383,25 @@ class ReferenceEngine:
 
     def _swap_if_free(self) -> None:
         while self._swaps and not self._pins.held(now=time.monotonic()):
-            patch, future = self._swaps.popleft()
+            swap, future = self._swaps.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             begin = time.perf_counter()
-            patch.apply()
+            try:
+                swap.apply()
+            except WeightsError as error:
+                future.set_exception(error)
+                if swap.applied:
+                    raise
+                continue
             self._scheduler.swapped(self.version)
-            self.version = patch.version
+            self.version = swap.version
             for gone in self._scheduler.overtaken(self.version.step):
                 self._left(gone, failed=True)
                 _fail(gone.future, self._behind(gone.request))
             pause_s = time.perf_counter() - begin
             self.counters.swaps += 1
-            future.set_result(Swapped(patch.version, pause_s, len(self._scheduler.running)))
+            future.set_result(Swapped(swap.version, pause_s, len(self._scheduler.running)))
             reached = [f for step, f in self._awaiting if self.version.step >= step]
             self._awaiting = [(step, f) for step, f in self._awaiting if self.version.step < step and not f.done()]
             for waiter in reached:

@@ -1,8 +1,8 @@
 """Keeps an engine's live weights at the head of the weight chain: a thread that asks for news.
 
 Fetching, decoding and checking every digest are the chain's, in a process of its own (`weights.FollowerProcess`): a
-thread that decodes holds the interpreter, and the steps wait for it. Here tensors are made of what is proven, and the
-engine pauses only to write.
+thread that decodes holds the interpreter, and the steps wait for it. Here what is proven becomes a `weights.targets`
+swap of the model's own memory, and the engine pauses only to write it.
 After each swap the live memory is compared with what was published, bit for bit; if it differs, or if an update was
 fetched but never written, everything is written anew. Trouble is told (`engine.trouble`, an event) and tried again:
 an engine that cannot follow keeps serving what it holds, and refuses what demands more.
@@ -15,14 +15,16 @@ from collections.abc import Mapping
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from etude.errors import EtudeError, WeightsError
 from etude.inference.engine import ReferenceEngine, Swapped
-from etude.inference.patch import Patch, differing, prepare
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
-from etude.weights import Tensor, Update
+from etude.weights import Tensor, Update, content_digest, tensor_digest
+from etude.weights.runtime_map import Map, named
+from etude.weights.targets import Swap, Target
 
 TROUBLE_REST_S = 0.5
 
@@ -54,7 +56,8 @@ class Following:
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
-        self.engine, self.views, self.chain, self.poll_s = engine, views, chain, poll_s
+        self.engine, self.chain, self.poll_s = engine, chain, poll_s
+        self._target = Target(Map(named(views)))
         self._telemetry = telemetry
         self._written = False  # whether the live weights are what the chain last gave
         self._stop = threading.Event()
@@ -76,23 +79,24 @@ class Following:
         update = self.chain.advance()
         if self.chain.version is None or (self._written and update is None):
             return None
-        patch = self._changes(update) if self._written and update is not None else self._everything()
-        self._written = False
-        swapped = self._swap(patch)
+        written, self._written = self._written, False
+        swap = self._changes(update) if written and update is not None else self._everything()
+        swapped = self._swap(swap)
         if swapped is None:
             return None
-        self._heal_if_damaged(patch.version)
+        self._heal_if_damaged(swap.version)
+        swap.commit()
         self._written = True
         if self._telemetry is not None:
             self._telemetry.event(
                 "engine.adopt",
-                step=patch.version.step,
-                version=str(patch.version),
+                step=swap.version.step,
+                version=str(swap.version),
                 fetch_s=round(update.fetch_s, 6) if update is not None else 0.0,
                 pause_s=round(swapped.pause_s, 6),
                 num_running=swapped.num_running,
             )
-        return patch.version
+        return swap.version
 
     def _run(self) -> None:
         while not self._stop.wait(self.poll_s):
@@ -115,23 +119,20 @@ class Following:
             self._telemetry.event("engine.trouble", reason=said)
         self.engine.trouble = said
 
-    def _changes(self, update: Update) -> Patch:
-        return prepare(
-            self.views,
-            self.chain.tensors,
-            version=update.version,
-            changed=update.changed,
-            replaced=update.replaced,
-        )
+    def _changes(self, update: Update) -> Swap:
+        """What an update changed; it can be undone where writing it fails."""
+        return self._target.prepare(update, self.chain.tensors)
 
-    def _everything(self) -> Patch:
+    def _everything(self) -> Swap:
+        """All of the chain's version; what was there is not worth keeping."""
         tensors, version = self.chain.tensors, self.chain.version
         assert version is not None, "the chain gave tensors without a version"
-        return prepare(self.views, tensors, version=version, changed={}, replaced=tensors)
+        update = Update(version, changed={}, replaced=tensors, removed=(), fetch_s=0.0, fetched_bytes=0)
+        return self._target.prepare(update, tensors, undoable=False)
 
-    def _swap(self, patch: Patch) -> Swapped | None:
+    def _swap(self, swap: Swap) -> Swapped | None:
         """Wait as long as sessions pin the old version; None when told to stop meanwhile."""
-        future = self.engine.swap(patch)
+        future = self.engine.swap(swap)
         while not self._stop.is_set():
             try:
                 return future.result(timeout=0.2)
@@ -141,13 +142,20 @@ class Following:
         return None
 
     def _heal_if_damaged(self, version: Version) -> None:
-        damaged = differing(self.views, self.chain.tensors)
+        damaged = self._target.differing(self.chain.tensors)
         if not damaged:
             return
         self._swap(self._everything())
-        if differing(self.views, self.chain.tensors):
+        if self._target.differing(self.chain.tensors):
             raise WeightsError(
                 f"the live weights of {self.engine.name} do not hold {version}",
                 f"{damaged[0]}, one of {len(damaged)}, differs after writing it whole",
                 hint="restart the engine; if it stays, the memory is bad",
             )
+
+
+def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
+    """The name of weights from a checkpoint, not a chain: step 0, no incarnation, digest of the f32 content."""
+    codes = {n: v.detach().float().contiguous().numpy().view(np.uint32).ravel() for n, v in views.items()}
+    digests = {n: tensor_digest(Tensor("f32", tuple(views[n].shape), c)) for n, c in codes.items()}
+    return Version(step=0, incarnation="00000000", digest=content_digest(digests))

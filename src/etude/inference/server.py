@@ -29,10 +29,9 @@ from etude.errors import EngineError, EtudeError
 from etude.inference.app import build_app
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following
+from etude.inference.follow import Following, initial_version
 from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
-from etude.inference.patch import initial_version
 from etude.models import hf_views
 from etude.models.checkpoint import load_model
 from etude.stores import open_store
@@ -65,7 +64,7 @@ def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[Follow
     if args.store is None:
         return contextlib.nullcontext()
     deadline_s = follower_deadline_s(args.checkpoint)
-    return FollowerProcess(open_store(args.store), poll_s=args.poll_s, deadline_s=deadline_s)
+    return FollowerProcess(open_store(args.store, cache=args.cache), poll_s=args.poll_s, deadline_s=deadline_s)
 
 
 def follower_deadline_s(checkpoint: Path) -> float:
@@ -211,6 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
     parser.add_argument("--checkpoint", type=Path, required=True, help="a Hugging Face directory")
     parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")
+    parser.add_argument("--cache", type=Path, help="a directory in which the engines of a region share downloads")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
     parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it answers")

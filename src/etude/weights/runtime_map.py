@@ -28,17 +28,17 @@ from etude.weights.tensors import DTYPES, Codes, Spec
 Pieces = Mapping[str, Sequence["Piece"]]
 
 
-def _widen(codes: Codes) -> Codes:
-    wide: Codes = codes.astype(np.uint32) << np.uint32(16)
-    return wide
+def _widen(codes: Codes, live: Codes) -> None:
+    np.copyto(live, codes)
+    np.left_shift(live, np.uint32(16), out=live)
 
 
-def _f16_to_f32(codes: Codes) -> Codes:
-    return codes.view(np.float16).astype(np.float32).view(np.uint32)
+def _f16_to_f32(codes: Codes, live: Codes) -> None:
+    np.copyto(live.view(np.float32), codes.view(np.float16))
 
 
-_EXACT: dict[tuple[str, str], Callable[[Codes], Codes]] = {("bf16", "f32"): _widen, ("f16", "f32"): _f16_to_f32}
-"""(published, live): every value of the first is one of the second."""
+_EXACT: dict[tuple[str, str], Callable[[Codes, Codes], None]] = {("bf16", "f32"): _widen, ("f16", "f32"): _f16_to_f32}
+"""(published, live): every value of the first is one of the second. A call writes the second's bits in place."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,12 @@ class Piece:
         return moved.reshape(self.window.shape)
 
     def fill(self, spec: Spec, codes: Codes) -> None:
-        """Write all that the window holds of a tensor. Needs memory for this piece at most."""
-        self.window.fill(self._converted(spec.dtype, self.part(spec, codes)))
+        """Write all that the window holds of a tensor. Needs memory for this piece at most, on a host none."""
+        part, convert = self.part(spec, codes), _EXACT.get((spec.dtype, self.window.dtype))
+        if convert is not None and isinstance(self.window.view, np.ndarray):
+            convert(part, self.window.view)
+        else:
+            self.window.fill(self._converted(spec.dtype, part))
 
     def holds(self, spec: Spec, codes: Codes) -> bool:
         """Whether the memory is, bit for bit, what it should be for a tensor."""
@@ -112,7 +116,11 @@ class Piece:
     def _converted(self, dtype: str, codes: Codes) -> Codes:
         """Published codes as the memory holds them."""
         convert = _EXACT.get((dtype, self.window.dtype))
-        return convert(codes) if convert else codes
+        if convert is None:
+            return codes
+        converted = np.empty(codes.shape, DTYPES[self.window.dtype].codes)
+        convert(codes, converted)
+        return converted
 
 
 @dataclass(frozen=True)

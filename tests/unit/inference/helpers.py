@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from etude.inference import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.models import ModelConfig, Transformer
+from etude.models import ModelConfig, Transformer, hf_views
 from etude.records import CompletionRequest, Sampling, Version
+from etude.weights import Tensor, Update
+from etude.weights.runtime_map import Map, named
+from etude.weights.targets import Swap, Target
 
 TINY = ModelConfig(
     vocab_size=64,
@@ -25,6 +30,22 @@ TINY = ModelConfig(
 
 def version(step: int) -> Version:
     return Version(step=step, incarnation="0a1b2c3d", digest=f"{step:064x}")
+
+
+def target(model: Transformer) -> Target:
+    """The live weights of a model under their published names."""
+    return Target(Map(named(hf_views(model))))
+
+
+def update(step: int, tensors: Mapping[str, Tensor], **changed: object) -> Update:
+    """An update to `tensors`: all of them new, unless `changed` or `replaced` says which are."""
+    said = {"changed": {}, "replaced": {} if "changed" in changed else tensors, **changed}
+    return Update(version=version(step), removed=(), fetch_s=0.0, fetched_bytes=0, **said)
+
+
+def everything(model: Transformer, tensors: Mapping[str, Tensor], step: int) -> Swap:
+    """A swap that writes every tensor."""
+    return target(model).prepare(update(step, tensors), tensors, undoable=False)
 
 
 def engine(model: Transformer | None = None, *, step: int = 0, **settings: object) -> ReferenceEngine:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from etude.errors import EngineBehind, EngineError
-from etude.inference.patch import prepare
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.weights import Tensor
 
-from .helpers import TINY, ask, engine, version
+from .helpers import TINY, ask, engine, everything, version
 
 
 def weights(model: Transformer) -> dict[str, Tensor]:
@@ -99,7 +98,7 @@ def test_a_pinned_session_holds_its_version_between_two_calls_and_its_last_call_
         new = weights(Transformer(TINY, seed=2))
         async with engine(model, pin_lease_s=600.0) as served:
             await served.generate(ask("one", session="eval", pin_step=0))
-            swap = served.swap(prepare(hf_views(model), new, version=version(1), changed={}, replaced=new))
+            swap = served.swap(everything(model, new, 1))
             await served.generate(ask("two", session="eval", pin_step=0))
             assert not swap.done()
             await served.generate(ask("three", session="eval", pin_step=0, keep_session=False))
@@ -113,7 +112,7 @@ def test_a_swap_that_nobody_wants_any_more_is_not_made() -> None:
         model, new = Transformer(TINY, seed=1), weights(Transformer(TINY, seed=2))
         async with engine(model) as served:
             await served.generate(ask("one", session="eval", pin_step=0))
-            swap = served.swap(prepare(hf_views(model), new, version=version(1), changed={}, replaced=new))
+            swap = served.swap(everything(model, new, 1))
             assert swap.cancel()
             await served.generate(ask("two", session="eval", pin_step=0, keep_session=False))
             assert len((await served.generate(ask("three"))).token_ids) == 8
@@ -128,8 +127,7 @@ def test_a_request_is_refused_when_the_chain_goes_back_below_the_step_it_demands
         codes = weights(model)
 
         def write(step: int) -> object:
-            patch = prepare(hf_views(model), codes, version=version(step), changed={}, replaced=codes)
-            return asyncio.wrap_future(served.swap(patch))
+            return asyncio.wrap_future(served.swap(everything(model, codes, step)))
 
         async with engine(model) as served:
             await write(9)

@@ -12,13 +12,12 @@ import torch
 from etude.errors import WeightsError
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following
-from etude.inference.patch import differing
 from etude.models import Transformer, hf_views
 from etude.stores import MemoryStore
 from etude.telemetry import Telemetry, read_events
 from etude.weights import Channel, Follower, Tensor
 
-from .helpers import TINY, ask, engine
+from .helpers import TINY, ask, engine, target
 
 
 class World:
@@ -41,7 +40,7 @@ class World:
         self.channel.publish(tensors, step=step, parent=None, rollout_ids=[])
 
     def exact(self) -> bool:
-        return not differing(hf_views(self.model), self.follower.tensors)
+        return not target(self.model).differing(self.follower.tensors)
 
 
 def test_it_adopts_what_is_published_and_nothing_twice() -> None:
@@ -86,7 +85,7 @@ def test_weights_that_do_not_fit_are_told_and_the_engine_goes_on_with_what_it_ho
             world.channel.publish(
                 {"other": Tensor("bf16", (1,), np.zeros(1, np.uint16))}, step=2, parent=None, rollout_ids=[]
             )
-            with pytest.raises(WeightsError, match="do not fit"):
+            with pytest.raises(WeightsError, match="has no '"):
                 world.following.step()
             assert world.engine.version.step == 1
             assert len((await world.engine.generate(ask("r"))).token_ids) == 8
@@ -117,4 +116,4 @@ def test_adoptions_and_trouble_are_events(tmp_path: Path) -> None:
     assert adopt["kind"] == "engine.adopt"
     assert {"step", "version", "fetch_s", "pause_s", "num_running"} <= adopt.keys()
     assert trouble["kind"] == "engine.trouble"
-    assert "do not fit" in trouble["reason"]
+    assert "of another architecture" in trouble["reason"]
