@@ -212,8 +212,11 @@ def _store_commands(weights: Commands[Parser]) -> None:
     gc.add_argument("--keep", type=duration, default="7d", metavar="TIME", help="every head within it can be rebuilt")
     fsck = _add(weights, "fsck", "weights_store:check", "read all of a channel, and rebuild every version by every way")
     point = _add(weights, "point", "weights_store:point", "let a branch, or the channel, name a version: a rollback")
+    relay = _add(weights, "relay", "weights_store:relay", "serve a store, read-only, to machines that share no disk")
+    relay.add_argument("--listen", required=True, metavar="HOST:PORT", help="$ETUDE_TOKEN guards what others can reach")
+    for parser in (publish, follow, relay, gc, fsck, point):
+        parser.add_argument("store", metavar="STORE", help="a directory, s3://bucket/prefix, gs://, az:// or http://")
     for parser in (publish, follow, gc, fsck, point):
-        parser.add_argument("store", metavar="STORE", help="a directory, s3://bucket/prefix, gs:// or az://")
         _channel_argument(parser)
     follow.add_argument("--apply", type=Path, required=True, metavar="DIR", help="made if it is not there")
     point.add_argument("version", metavar="VERSION", help="v000003, 3, or more of its name")
@@ -226,7 +229,8 @@ def _store_commands(weights: Commands[Parser]) -> None:
     follow.add_argument("--public-key", type=public_key, metavar="HEX", help="believe only what its owner signed")
     follow.add_argument("--poll", type=duration, default="1s", metavar="TIME", help="how often the pointer is read")
     follow.add_argument("--once", action="store_true", help="come to the head and end")
-    follow.add_argument("--cache", type=Path, metavar="DIR", help="where the followers of a region share downloads")
+    for parser in (follow, relay):
+        parser.add_argument("--cache", type=Path, metavar="DIR", help="where all of a region share downloads")
 
     key = _add(weights, "key", "weights_store:key", "draw a private key for signing, and say its public one")
     key.add_argument("file", type=Path, metavar="FILE")

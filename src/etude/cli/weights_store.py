@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -63,6 +64,31 @@ def follow(args: argparse.Namespace) -> int:
                     )
                 return 0
             pause.wait(args.poll)
+
+
+def relay(args: argparse.Namespace) -> int:
+    """Serve a store's bytes to machines that share no disk, over HTTP, until Ctrl-C. What it fetched it keeps."""
+    import uvicorn
+
+    from etude.stores.relay import build_relay
+
+    host, _, number = args.listen.rpartition(":")
+    token = os.environ.get("ETUDE_TOKEN") or None
+    if not host or not number.isdigit() or int(number) > 65535:
+        raise InputError(f"--listen {args.listen} is no address", hint="write HOST:PORT, 127.0.0.1:8800 for instance")
+    if token is None and host not in ("127.0.0.1", "localhost", "[::1]"):
+        raise InputError(f"a relay on {host} without a token", "anybody could read the weights", hint="set ETUDE_TOKEN")
+    app = build_relay(existing_store(args.store, cache=args.cache), token=token)
+    try:
+        listener = socket.create_server(
+            (host.strip("[]"), int(number)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except OSError as error:
+        raise InputError(f"cannot listen on {args.listen}", str(error.strerror), hint="take another port") from None
+    print(f"relaying {args.store} at http://{host}:{listener.getsockname()[1]}", flush=True)
+    config = uvicorn.Config(app, access_log=False, log_level="warning", server_header=False, limit_concurrency=256)
+    uvicorn.Server(config).run(sockets=[listener])
+    return 0
 
 
 def gc(args: argparse.Namespace) -> int:

@@ -10,11 +10,13 @@ from etude.seams import BlobStore
 from etude.stores.bucket import BucketStore
 from etude.stores.cached import CachedStore
 from etude.stores.directory import DirectoryStore
+from etude.stores.http import HttpStore
 from etude.stores.memory import MemoryStore
 
 
 def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore:
-    """The store at a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://``, ``az://``; ``memory://`` is a new one.
+    """The store at a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://``, ``az://``, a relay at ``http://host:port``;
+    ``memory://`` is a new one.
 
     Buckets need ``pip install 'etude[buckets]'``; who may use one is said by the environment, never by the URL. Nothing
     is asked of a bucket yet. `cache`: a directory that keeps copies of what never changes (`CachedStore`). Raises
@@ -39,6 +41,8 @@ def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore
         if place != "memory://":
             raise StoreError("a memory:// URL names nothing", hint="write memory://")
         return MemoryStore()
+    if scheme in ("http", "https"):
+        return HttpStore(place)
     return DirectoryStore(_folder(place)) if scheme == "file" else BucketStore(place)
 
 

@@ -1,0 +1,198 @@
+"""A store behind a relay: read as it is, on good days and on bad ones, and written by nobody."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import pickle
+import random
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from etude.errors import StoreError
+from etude.seams import BlobStore
+from etude.stores import CachedStore, MemoryStore, open_store
+from etude.stores.http import HttpStore
+from etude.stores.relay import build_relay
+
+
+@contextmanager
+def relayed(store: BlobStore, token: str | None = None) -> Iterator[str]:
+    """The URL of a relay that runs in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(build_relay(store, token=token), log_level="error", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+
+
+@contextmanager
+def wire(upstream: str, allowed: list[int]) -> Iterator[str]:
+    """A way to the relay that is cut, connection by connection, after so many bytes of answers; then cut no more."""
+    port = int(upstream.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def carry(near: socket.socket, most: int | None) -> None:
+            with near, socket.create_connection(("127.0.0.1", port)) as far:
+                while request := near.recv(65536):
+                    far.sendall(request)
+                    far.settimeout(5)
+                    while most is None or most > 0:
+                        try:
+                            data = far.recv(65536 if most is None else min(most, 65536))
+                        except TimeoutError:
+                            return
+                        if not data:
+                            return
+                        near.sendall(data)
+                        if most is not None:
+                            most -= len(data)
+                    return
+
+        def accept() -> None:
+            while True:
+                try:
+                    near, _ = listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=carry, args=(near, allowed.pop(0) if allowed else None), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_relay_has_the_bytes_ranges_and_keys_of_its_store() -> None:
+    store = MemoryStore()
+    data = random.Random(0).randbytes((3 << 20) + 1)
+    for key, value in (("objects/a", data), ("a.b/=c+d@e", b"x"), ("objects/empty", b"")):
+        store.put(key, value)
+    with relayed(store) as url:
+        client = open_store(url)
+        assert isinstance(client, HttpStore)
+        assert isinstance(client, BlobStore)
+        assert client.get("objects/a") == data
+        assert client.get("objects/a", 5, 3 << 20) == data[5 : 3 << 20]
+        assert client.get("objects/a", 3 << 20, 9 << 20) == data[3 << 20 :]
+        assert client.get("objects/a", 9 << 20) == client.get("objects/empty") == client.get("objects/a", 4, 4) == b""
+        assert client.get("a.b/=c+d@e") == b"x"
+        assert client.list("") == store.list("")
+        assert client.list("objects/") == ["objects/a", "objects/empty"]
+        assert pickle.loads(pickle.dumps(client)).get("a.b/=c+d@e") == b"x"
+        for key in ("nothing", "objects", "objects/a/b"):
+            with pytest.raises(KeyError):
+                client.get(key)
+
+
+def test_nothing_is_written_through_a_relay() -> None:
+    client = HttpStore("http://127.0.0.1:1")
+    for write in (
+        lambda: client.put("a", b""),
+        lambda: client.delete("a"),
+        lambda: client.compare_and_swap("a", None, b""),
+    ):
+        with pytest.raises(StoreError, match="is a relay"):
+            write()
+
+
+@pytest.mark.parametrize("key", ["", "../a", "a//b", ".tmp/x"])
+def test_a_wild_key_is_refused_on_both_sides(key: str, tmp_path: Path) -> None:
+    with relayed(open_store(tmp_path)) as url:
+        with pytest.raises(StoreError, match="not allowed"):
+            open_store(url).get(key)
+        asked = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        asked.request("GET", f"/{key}" if key else "/x", headers={"X-Etude-Range": "9-1"})
+        assert asked.getresponse().status == 400
+        asked.close()
+
+
+def test_who_bears_another_token_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryStore()
+    store.put("a", b"secret")
+    with relayed(store, token="right") as url:
+        monkeypatch.setenv("ETUDE_TOKEN", "right")
+        assert open_store(url).get("a") == b"secret"
+        for token in ("wrong", "", "\u00e9"):
+            monkeypatch.setenv("ETUDE_TOKEN", token)
+            with pytest.raises(StoreError, match="401") as caught:
+                open_store(url).get("a")
+            assert "secret" not in str(caught.value)
+
+
+def test_what_breaks_off_is_asked_for_from_where_it_broke(tmp_path: Path) -> None:
+    data = os.urandom(8 << 20)
+    asked = Counter[int]()
+
+    class Store(MemoryStore):
+        def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+            asked[start] += 1
+            return super().get(key, start, stop)
+
+    store = Store()
+    store.put("objects/a", data)
+    with relayed(store) as relay, wire(relay, [0, 1000, 3 << 20, 4 << 20]) as url:
+        assert HttpStore(url).get("objects/a", 0, len(data) + 1) == data
+    assert asked[0] >= 2, "so few bytes are asked for anew"
+    assert sum(start > 1 << 20 for start in asked) == 2
+
+
+def test_a_relay_that_is_gone_is_an_error_that_says_how_often_it_was_asked() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(StoreError, match="cannot be read") as caught:
+        HttpStore(url, deadline_s=1.0).get("objects/a")
+    assert "refused" in caught.value.facts
+    assert "attempts" in caught.value.facts
+
+
+def test_a_relay_that_says_nothing_is_an_error_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(StoreError, match="no answer in time"):
+            HttpStore(url, silence_s=0.2, deadline_s=0.5).get("objects/a")
+
+
+def test_what_the_store_behind_a_relay_says_comes_through() -> None:
+    class Refusing(MemoryStore):
+        def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+            raise StoreError("the bucket is on fire", "HTTP 503", hint="run")
+
+    with relayed(Refusing()) as url, pytest.raises(StoreError, match="cannot be read") as caught:
+        HttpStore(url, deadline_s=0.5).get("a")
+    assert "on fire" in caught.value.facts
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://host/path", "http://user:secret@host", "http://host:99999", "http://[x"]
+)
+def test_a_url_of_another_form_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(StoreError, match="host and a port") as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_region_behind_a_relay_downloads_an_object_once(tmp_path: Path) -> None:
+    asked = Counter[str]()
+
+    class Far(MemoryStore):
+        def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+            asked[key] += 1
+            return super().get(key, start, stop)
+
+    far = Far()
+    far.put("objects/a", b"x" * 100_000)
+    with relayed(CachedStore(far, tmp_path / "relay")) as url:
+        for i in range(3):
+            assert open_store(url, cache=tmp_path / f"engine-{i}").get("objects/a", 0, 100_001) == b"x" * 100_000
+    assert asked["objects/a"] == 1
