@@ -177,13 +177,13 @@ class _Lists:
         pairs = zip(self.items.tolist(), self.listed.tolist(), strict=True)
         return np.array([rice_parameter(items, listed) for items, listed in pairs])
 
-    def gaps(self, flags: Flags) -> Numbers:
-        """The gaps of all lists, `flags` being the subset, which is spoiled."""
+    def gaps(self, places: Longs) -> Numbers:
+        """The gaps of all lists, `places` being the subset."""
         starts = _starts(self.items)
-        for i in np.flatnonzero(self.inverted & (self.items > 0)).tolist():
-            part = flags[starts[i] : starts[i] + self.items[i]]
-            np.logical_not(part, out=part)
-        places = np.flatnonzero(flags)
+        if self.inverted.any():
+            flags = np.repeat(self.inverted, self.items)
+            flags[places] ^= True
+            places = np.flatnonzero(flags)
         gaps = streams.gaps(places)
         some = self.listed > 0
         firsts = _starts(self.listed)[some]
@@ -212,35 +212,42 @@ def _starts(sizes: Longs) -> Longs:
     return np.cumsum(sizes) - sizes
 
 
-def _in_classes(tile: Tile, kind: DType, old: Codes) -> tuple[Longs | None, _Classes]:
+def _in_classes(tile: Tile, kind: DType, old: Codes) -> tuple[Longs | None, Longs]:
     """Items in order of their class, then of their place (None: as they are), and how many each class has."""
     if tile.classes == 1:
-        return None, _Classes.of(np.array([old.size]))
+        return None, np.array([old.size])
     lowest = max(0, tile.high - tile.classes + 1)
     of_item = np.uint8(tile.high) - np.clip(exponents(old, kind), lowest, tile.high)
-    return np.argsort(of_item, kind="stable"), _Classes.of(np.bincount(of_item, minlength=tile.classes))
+    return np.argsort(of_item, kind="stable"), np.bincount(of_item, minlength=tile.classes)
 
 
 def _encode(kind: DType, tile: Tile, old: Codes, new: Codes) -> bytes:
     changed = old != new
     if not changed.any():
         return b""
-    order, c = _in_classes(tile, kind, old)
-    changed = changed if order is None else changed[order]
-    where = np.flatnonzero(changed)
+    order, items = _in_classes(tile, kind, old)
+    where = np.flatnonzero(changed if order is None else changed[order])
     there = where if order is None else order[where]
-    down, size = steps_between(old[there], new[there], kind)
+    return pack(items, where, *steps_between(old[there], new[there], kind))
+
+
+def pack(items: Longs, where: Longs, down: Flags, size: Numbers) -> bytes:
+    """A tile's coded bytes, from what changes in it: whoever finds that packs it here.
+
+    `items`: of each class. [changes] `where`, the items being numbered in order of their class, then of their place;
+    and the steps, by direction and size.
+    """
+    c = _Classes.of(items)
     c.changed = _counts(where, c.items)
     c.inverted = 2 * c.changed > c.items
     c.gap_bits = c.changes.low_bits
-    long = size > 1
-    exceptions = np.flatnonzero(long)
+    exceptions = np.flatnonzero(size > 1)
     c.exceptions = _counts(exceptions, c.changed)
     values = size[exceptions] - np.uint32(2)
     c.size_bits = size_parameters(values, c.exceptions)
     numbers = (
-        (c.changes.gaps(changed), c.changes.listed, c.gap_bits),
-        (c.long.gaps(long), c.long.listed, c.long.low_bits),
+        (c.changes.gaps(where), c.changes.listed, c.gap_bits),
+        (c.long.gaps(exceptions), c.long.listed, c.long.low_bits),
         (values, c.exceptions, c.size_bits),
     )
     return bytes((CODED,)) + _headers(c) + _planes(down, numbers)
@@ -282,26 +289,40 @@ def _changes(kind: DType, tile: Tile, old: Codes, payload: memoryview) -> tuple[
         return _raw_changes(kind, old, reader)
     if mode != CODED:
         raise damaged(f"a tile of mode {mode}")
-    order, c = _in_classes(tile, kind, old)
+    order, of_class = _in_classes(tile, kind, old)
+    where, down, size = unpack(kind, of_class, reader)
+    there = where if order is None else order[where]
+    items = step_from(old[there], down, size, kind)
+    return (where.astype(np.uint32), items) if order is None else in_place_order(there, items, old.size)
+
+
+def unpack(kind: DType, items: Longs, reader: Reader) -> tuple[Longs, Flags, Numbers]:
+    """Inverse of `pack`, behind the mode. Raises `WeightsError` for what no writer made of classes of so many items."""
+    c = _Classes.of(items)
     _read_headers(reader, c)
     down, where, size = _read_planes(reader, c)
     if size.size and int(size.max()) > 1 << (kind.width - 1):
         raise damaged("a step is longer than the scale")
-    there = where if order is None else order[where]
-    items = step_from(old[there], down, size.astype(np.uint32), kind)
-    return (where.astype(np.uint32), items) if order is None else _in_place_order(there, items, old.size)
+    return where, down, size.astype(np.uint32)
 
 
 def _raw_changes(kind: DType, old: Codes, reader: Reader) -> tuple[Numbers, Codes]:
-    new = np.frombuffer(reader.take(old.nbytes), old.dtype.newbyteorder("<")).astype(old.dtype, copy=False)
-    reader.end()
-    if kind.width < 8 * old.itemsize and new.size and int(new.max()) >> kind.width:
-        raise damaged(f"an item has more than {kind.width} bits")
+    new = read_raw(kind, old.size, reader)
     where = np.flatnonzero(old != new)
     return where.astype(np.uint32), new[where]
 
 
-def _in_place_order(where: Longs, items: Codes, count: int) -> tuple[Numbers, Codes]:
+def read_raw(kind: DType, count: int, reader: Reader) -> Codes:
+    """The new items of a raw tile, behind the mode. Raises `WeightsError`."""
+    new = np.frombuffer(reader.take(count * kind.items.itemsize), kind.items.newbyteorder("<"))
+    reader.end()
+    if kind.width < 8 * kind.items.itemsize and new.size and int(new.max()) >> kind.width:
+        raise damaged(f"an item has more than {kind.width} bits")
+    return new.astype(kind.items, copy=False)
+
+
+def in_place_order(where: Longs, items: Codes, count: int) -> tuple[Numbers, Codes]:
+    """Changes of a tile of `count` items in order of their places."""
     if 16 * where.size < count:
         order = np.argsort(where)
         return where[order].astype(np.uint32), items[order]
