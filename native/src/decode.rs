@@ -98,6 +98,10 @@ pub struct Decoder {
     chunk: Box<Chunk>,
     places: Box<Places>,
     classes: [Changes; MAX_CLASSES],
+    /// Classes that list what did not change, a bit each.
+    inverted: u32,
+    /// The next listed rank of each class; `u32::MAX`: there is none.
+    next: [u32; MAX_CLASSES],
     /// The tile's bytes, and `PADDING` behind them.
     padded: Vec<u8>,
     numbers: Vec<u32>,
@@ -118,6 +122,8 @@ impl Default for Decoder {
             chunk: Chunk::new(),
             places: Box::new([0; CHUNK * BLOCK + BLOCK]),
             classes: Default::default(),
+            inverted: 0,
+            next: [u32::MAX; MAX_CLASSES],
             padded: Vec::new(),
             numbers: Vec::new(),
             others: Vec::new(),
@@ -148,14 +154,16 @@ impl Decoder {
         if classes.count == 1 && !self.classes[0].header.inverted {
             return unsafe { self.place_one::<T, S>(classes, pieces, sink) };
         }
-        self.chunk.ranks[0] = [0; MAX_CLASSES];
-        for span in runs(pieces).flat_map(spans) {
-            unsafe {
-                scan_classes::<T, S>(&span, classes, &mut self.chunk);
-                self.mark::<S>(classes, span.blocks);
-                self.place::<T, S>(classes, &span, sink)?;
+        self.start(classes);
+        for run in runs(pieces) {
+            for span in spans(run) {
+                unsafe {
+                    scan_classes::<T, S>(&span, classes, &mut self.chunk);
+                    self.mark::<S>(span.blocks);
+                    self.place::<T, S>(classes, &span, sink)?;
+                }
+                self.chunk.ranks[0] = self.chunk.ranks[span.blocks];
             }
-            self.chunk.ranks[0] = self.chunk.ranks[span.blocks];
         }
         self.end(classes)
     }
@@ -229,6 +237,15 @@ impl Decoder {
         if escapes.0.is_empty() { Ok(()) } else { Err("bytes are left over") }
     }
 
+    fn start(&mut self, classes: Classes) {
+        self.chunk.ranks[0] = [0; MAX_CLASSES];
+        (self.inverted, self.next) = (0, [u32::MAX; MAX_CLASSES]);
+        for (c, changes) in self.classes[..classes.count as usize].iter().enumerate() {
+            self.inverted |= (changes.header.inverted as u32) << c;
+            self.next[c] = changes.listed.first().copied().unwrap_or(u32::MAX);
+        }
+    }
+
     /// One class and its list of changed positions: no other code is looked at.
     #[inline(always)]
     unsafe fn place_one<T: Code, S: Scan>(
@@ -256,35 +273,29 @@ impl Decoder {
 
     /// The changed elements of the chunk's blocks, from the listed ranks, into `chunk.changed`.
     #[inline(always)]
-    unsafe fn mark<S: Scan>(&mut self, classes: Classes, blocks: usize) {
-        let Chunk { masks, ranks, changed } = &mut *self.chunk;
-        changed[..blocks].fill(0);
-        for (c, changes) in self.classes[..classes.count as usize].iter_mut().enumerate() {
-            if changes.header.inverted {
-                for block in 0..blocks {
-                    changed[block] |= masks[block][c];
-                }
+    unsafe fn mark<S: Scan>(&mut self, blocks: usize) {
+        let Self { chunk, classes: all, inverted, next, .. } = self;
+        let Chunk { masks, ranks, changed } = &mut **chunk;
+        for (changed, masks) in changed.iter_mut().zip(&*masks).take(blocks) {
+            *changed = 0;
+            for c in bits(*inverted) {
+                *changed |= masks[c];
             }
-            let rest = &changes.listed[changes.next_listed..];
-            let end = ranks[blocks][c];
-            if rest.first().is_none_or(|&rank| rank >= end) {
-                continue;
+        }
+        if blocks < CHUNK {
+            ranks[blocks + 1..].fill([u32::MAX; MAX_CLASSES]);
+        }
+        let ends = ranks[blocks];
+        let reached =
+            next.iter().zip(&ends).enumerate().fold(0, |set, (c, (next, end))| set | ((next < end) as u32) << c);
+        for c in bits(reached) {
+            let changes = &mut all[c];
+            while next[c] < ends[c] {
+                let block = block_of(ranks, c, next[c]);
+                changed[block] ^= unsafe { S::nth_bit(masks[block][c], next[c] - ranks[block][c]) };
+                changes.next_listed += 1;
+                next[c] = changes.listed.get(changes.next_listed).copied().unwrap_or(u32::MAX);
             }
-            let few = blocks == CHUNK && rest.get(FEW).is_none_or(|&rank| rank >= end);
-            let mut block = 0;
-            let mut used = 0;
-            for &rank in rest.iter().take_while(|&&rank| rank < end) {
-                if few {
-                    block = block_of(ranks, c, rank);
-                } else {
-                    while ranks[block + 1][c] <= rank {
-                        block += 1;
-                    }
-                }
-                changed[block] ^= unsafe { S::nth_bit(masks[block][c], rank - ranks[block][c]) };
-                used += 1;
-            }
-            changes.next_listed += used;
         }
     }
 
@@ -350,10 +361,17 @@ unsafe fn place_raw<T: Code>(
     Ok(())
 }
 
-/// So many listed elements in a chunk are looked up one by one; more are found by walking along the blocks.
-const FEW: usize = 24;
+/// The numbers of the set bits.
+#[inline(always)]
+fn bits(mut set: u32) -> impl Iterator<Item = usize> {
+    std::iter::from_fn(move || {
+        let lowest = (set != 0).then(|| set.trailing_zeros() as usize % MAX_CLASSES);
+        set &= set.wrapping_sub(1);
+        lowest
+    })
+}
 
-/// The block of a full chunk that holds a rank of class `c`: the last one that begins at or below it.
+/// The block of a chunk that holds a rank of class `c`: the last one that begins at or below it.
 #[inline(always)]
 fn block_of(ranks: &[[u32; MAX_CLASSES]; CHUNK + 1], c: usize, rank: u32) -> usize {
     let mut block = 0;

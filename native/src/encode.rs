@@ -3,7 +3,9 @@
 use crate::bits::{BitWriter, CAP, MAX_LOW, put_varint, rice};
 use crate::kind::{Code, MAX_CLASSES, Step};
 use crate::scan::{BLOCK, CHUNK, Chunk, Classes, Places, Scan};
-use crate::tile::{CODED, INVERTED, NumbersOut, Piece, complement, runs, scan_changes, scan_classes, spans};
+use crate::tile::{
+    CODED, INVERTED, NumbersOut, Piece, complement, num_elements, runs, scan_changes, scan_classes, spans,
+};
 
 /// So many sizes of a class are looked at for their Rice parameter.
 const SIZES_TRIED: usize = 1024;
@@ -20,44 +22,65 @@ struct Changes {
     count: u32,
 }
 
-/// Where a class's next change is written. There is room for a whole chunk.
-struct Top {
-    rank: *mut u32,
-    step: *mut Step,
+/// Where the classes' next changes are written. A value of its own, so that it stays in registers and near caches.
+struct Tops {
+    tops: [(*mut u32, *mut Step); MAX_CLASSES],
+    /// Changes for which there is room in every class.
+    room: usize,
 }
 
-impl Top {
-    #[inline(always)]
-    unsafe fn push(&mut self, rank: u32, step: Step) {
-        unsafe {
-            self.rank.write(rank);
-            self.step.write(step);
-            self.rank = self.rank.add(1);
-            self.step = self.step.add(1);
-        }
-    }
-}
-
-impl Changes {
-    #[inline(always)]
-    fn top(&mut self) -> Top {
-        self.ranks.reserve(CHUNK * BLOCK);
-        self.steps.reserve(CHUNK * BLOCK);
-        Top {
-            rank: self.ranks.spare_capacity_mut().as_mut_ptr().cast(),
-            step: self.steps.spare_capacity_mut().as_mut_ptr().cast(),
-        }
-    }
-
+impl Tops {
     /// # Safety
-    /// All below `top` was written, and `top` comes from this class.
+    /// There is room, and `class` is below `MAX_CLASSES`.
     #[inline(always)]
-    unsafe fn grown_to(&mut self, top: Top) {
+    unsafe fn push(&mut self, class: usize, rank: u32, step: Step) {
         unsafe {
-            let len = top.rank.offset_from(self.ranks.as_ptr()) as usize;
-            self.ranks.set_len(len);
-            self.steps.set_len(len);
+            let (ranks, steps) = self.tops.get_unchecked_mut(class);
+            ranks.write(rank);
+            steps.write(step);
+            (*ranks, *steps) = (ranks.add(1), steps.add(1));
         }
+    }
+
+    /// Room for a chunk's changes.
+    #[inline(always)]
+    unsafe fn make_room(&mut self, all: &mut [Changes; MAX_CLASSES]) {
+        if self.room < CHUNK * BLOCK {
+            unsafe { self.grow(all) };
+        }
+    }
+
+    #[cold]
+    unsafe fn grow(&mut self, all: &mut [Changes; MAX_CLASSES]) {
+        unsafe { self.settle(all) };
+        self.room = usize::MAX;
+        for (changes, top) in all.iter_mut().zip(&mut self.tops) {
+            let (ranks, steps) = (&mut changes.ranks, &mut changes.steps);
+            ranks.reserve(4 * CHUNK * BLOCK);
+            steps.reserve(4 * CHUNK * BLOCK);
+            self.room = self.room.min(ranks.capacity() - ranks.len()).min(steps.capacity() - steps.len());
+            *top = (ranks.spare_capacity_mut().as_mut_ptr().cast(), steps.spare_capacity_mut().as_mut_ptr().cast());
+        }
+    }
+
+    /// Tell the classes what was pushed.
+    ///
+    /// # Safety
+    /// The tops are of these classes, or empty.
+    unsafe fn settle(&self, all: &mut [Changes; MAX_CLASSES]) {
+        for (changes, (ranks, _)) in all.iter_mut().zip(&self.tops).filter(|(_, (ranks, _))| !ranks.is_null()) {
+            unsafe {
+                let len = ranks.offset_from(changes.ranks.as_ptr()) as usize;
+                changes.ranks.set_len(len);
+                changes.steps.set_len(len);
+            }
+        }
+    }
+}
+
+impl Default for Tops {
+    fn default() -> Self {
+        Self { tops: [(std::ptr::null_mut(), std::ptr::null_mut()); MAX_CLASSES], room: 0 }
     }
 }
 
@@ -121,28 +144,30 @@ impl Encoder {
     #[inline(always)]
     unsafe fn collect<T: Code, S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) {
         let kind = classes.kind;
-        for span in runs(pieces).flat_map(spans) {
-            let Self { chunk, places, classes: all, .. } = self;
-            let num_changed = unsafe {
-                scan_changes::<T, S>(&span, chunk);
-                scan_classes::<T, S>(&span, classes, chunk);
-                S::places(&chunk.changed[..span.blocks], places)
-            };
-            let mut tops = all.each_mut().map(Changes::top);
-            for &place in &places[..num_changed] {
-                let (block, i) = (place as usize / BLOCK, place as u32 % BLOCK as u32);
-                let (old, new) = unsafe { span.codes_at(place) };
-                let c = kind.class(old, classes.high, classes.count) & (MAX_CLASSES - 1);
-                let before = chunk.masks[block][c] & ((1 << i) - 1);
-                let rank = chunk.ranks[block][c] + before.count_ones();
-                unsafe { tops[c].push(rank, kind.step(old, new)) };
+        let Self { chunk, places, classes: all, .. } = self;
+        let mut tops = Tops::default();
+        for run in runs(pieces) {
+            for span in spans(run) {
+                let num_changed = unsafe {
+                    scan_changes::<T, S>(&span, chunk);
+                    scan_classes::<T, S>(&span, classes, chunk);
+                    tops.make_room(all);
+                    S::places(&chunk.changed[..span.blocks], places)
+                };
+                for &place in &places[..num_changed] {
+                    let (block, i) = (place as usize / BLOCK % CHUNK, place as u32 % BLOCK as u32);
+                    let (old, new) = unsafe { span.codes_at(place) };
+                    let c = kind.class(old, classes.high, classes.count) % MAX_CLASSES;
+                    let before = chunk.masks[block][c] & ((1 << i) - 1);
+                    let rank = chunk.ranks[block][c] + before.count_ones();
+                    unsafe { tops.push(c, rank, kind.step(old, new)) };
+                }
+                tops.room -= num_changed;
+                chunk.ranks[0] = chunk.ranks[span.blocks];
             }
-            for (changes, top) in all.iter_mut().zip(tops) {
-                unsafe { changes.grown_to(top) };
-            }
-            chunk.ranks[0] = chunk.ranks[span.blocks];
         }
-        for (changes, &count) in self.classes.iter_mut().zip(&self.chunk.ranks[0]) {
+        unsafe { tops.settle(all) };
+        for (changes, &count) in all.iter_mut().zip(&chunk.ranks[0]) {
             changes.count = count;
         }
     }
@@ -150,22 +175,26 @@ impl Encoder {
     /// One class: a rank is a position, and nothing but the comparison has to be scanned.
     #[inline(always)]
     unsafe fn collect_one<T: Code, S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) {
-        let Self { chunk, places, classes: [only, ..], .. } = self;
-        for span in runs(pieces).flat_map(spans) {
-            let num_changed = unsafe {
-                scan_changes::<T, S>(&span, chunk);
-                S::places(&chunk.changed[..span.blocks], places)
-            };
-            let mut top = only.top();
-            for &place in &places[..num_changed] {
-                unsafe {
-                    let (old, new) = span.codes_at(place);
-                    top.push(span.position as u32 + place as u32, classes.kind.step(old, new));
+        let Self { chunk, places, classes: all, .. } = self;
+        let mut tops = Tops::default();
+        for run in runs(pieces) {
+            for span in spans(run) {
+                let num_changed = unsafe {
+                    scan_changes::<T, S>(&span, chunk);
+                    tops.make_room(all);
+                    S::places(&chunk.changed[..span.blocks], places)
+                };
+                for &place in &places[..num_changed] {
+                    unsafe {
+                        let (old, new) = span.codes_at(place);
+                        tops.push(0, span.position as u32 + place as u32, classes.kind.step(old, new));
+                    }
                 }
+                tops.room -= num_changed;
             }
-            unsafe { only.grown_to(top) };
-            only.count += if span.rest > 0 { span.rest } else { span.blocks * BLOCK } as u32;
         }
+        unsafe { tops.settle(all) };
+        all[0].count = num_elements(pieces) as u32;
     }
 
     #[inline(always)]

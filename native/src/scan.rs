@@ -8,7 +8,7 @@ use crate::kind::{Code, Kind, MAX_CLASSES};
 
 pub const BLOCK: usize = 64;
 /// Blocks that are looked at together: their masks stay in the nearest cache.
-pub const CHUNK: usize = 32;
+pub const CHUNK: usize = 8;
 
 /// How the elements of a tile fall into classes.
 #[derive(Clone, Copy)]
@@ -17,8 +17,6 @@ pub struct Classes {
     pub high: u8,
     pub count: u8,
 }
-
-const AHEAD: usize = 32;
 
 /// What is known of the blocks of a chunk.
 #[repr(align(64))]
@@ -81,11 +79,12 @@ pub trait Scan {
     /// As the trait says.
     unsafe fn changes<T: Code>(old: *const T, new: *const T, count: usize, chunk: &mut Chunk);
 
-    /// Fill `chunk.masks[..count]` and `chunk.ranks[1..=count]`, going on from `chunk.ranks[0]`.
+    /// Fill `chunk.masks[..count]` and `chunk.ranks[1..=count]`, going on from `chunk.ranks[0]`. What lies two chunks
+    /// further on in `old` and in `beside`, any address, may be fetched meanwhile: this pass waits for no memory.
     ///
     /// # Safety
     /// As the trait says.
-    unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk);
+    unsafe fn classes<T: Code>(old: *const T, beside: *const T, count: usize, classes: Classes, chunk: &mut Chunk);
 
     /// The places of the set bits of `masks`, in order, into `places`; how many there are. What lies behind them in
     /// `places` may be overwritten.
@@ -137,7 +136,7 @@ impl Scan for Portable {
     }
 
     #[inline(always)]
-    unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
+    unsafe fn classes<T: Code>(old: *const T, _: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
         for block in 0..count {
             let codes = unsafe { block_at(old, block) };
             let mut class = [0u8; BLOCK];
@@ -215,7 +214,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
+        unsafe fn classes<T: Code>(old: *const T, _: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
             for block in 0..count {
                 let codes = unsafe { block_at(old, block) };
                 let mut class = [0u8; BLOCK];
@@ -300,8 +299,8 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
-            unsafe { classes_512(old, count, classes, chunk) }
+        unsafe fn classes<T: Code>(old: *const T, beside: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
+            unsafe { classes_512(old, beside, count, classes, chunk) }
         }
 
         #[inline(always)]
@@ -323,11 +322,6 @@ mod x86 {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq")]
     unsafe fn changes_512<T: Code>(old: *const T, new: *const T, count: usize, chunk: &mut Chunk) {
         for block in 0..count {
-            for i in 0..T::BYTES {
-                let ahead = BLOCK * T::BYTES * (block + AHEAD) + 64 * i;
-                _mm_prefetch::<_MM_HINT_T0>(old.cast::<i8>().wrapping_add(ahead));
-                _mm_prefetch::<_MM_HINT_T0>(new.cast::<i8>().wrapping_add(ahead));
-            }
             let at = |p: *const T, i: usize| unsafe {
                 _mm512_loadu_si512(p.cast::<u8>().add(BLOCK * T::BYTES * block + 64 * i).cast())
             };
@@ -340,7 +334,7 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq")]
-    unsafe fn classes_512<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
+    unsafe fn classes_512<T: Code>(old: *const T, beside: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
         let shift = _mm_cvtsi32_si128(classes.kind.shift as i32);
         let exponent = _mm512_set1_epi8(classes.kind.exponent_mask as i8);
         let high = _mm512_set1_epi8(classes.high as i8);
@@ -352,6 +346,11 @@ mod x86 {
             _mm512_cvtepu32_epi64(_mm256_loadu_si256(chunk.ranks[0].as_ptr().add(c).cast()))
         });
         for block in 0..count {
+            for i in 0..T::BYTES {
+                let ahead = BLOCK * T::BYTES * (block + 2 * CHUNK) + 64 * i;
+                _mm_prefetch::<_MM_HINT_T0>(old.cast::<i8>().wrapping_add(ahead));
+                _mm_prefetch::<_MM_HINT_T0>(beside.cast::<i8>().wrapping_add(ahead));
+            }
             let at = |i: usize| unsafe {
                 _mm512_loadu_si512(old.cast::<u8>().add(BLOCK * T::BYTES * block + 64 * i).cast())
             };
@@ -439,9 +438,9 @@ mod tests {
             let (mut a, mut b) = (Chunk::new(), Chunk::new());
             unsafe {
                 Portable::changes(old.as_ptr(), new.as_ptr(), 5, &mut a);
-                Portable::classes(old.as_ptr(), 5, classes, &mut a);
+                Portable::classes(old.as_ptr(), old.as_ptr(), 5, classes, &mut a);
                 S::changes(old.as_ptr(), new.as_ptr(), 5, &mut b);
-                S::classes(old.as_ptr(), 5, classes, &mut b);
+                S::classes(old.as_ptr(), old.as_ptr(), 5, classes, &mut b);
             }
             for c in 0..count as usize {
                 for block in 0..5 {

@@ -79,20 +79,19 @@ pub fn runs<T: Code>(pieces: &[Piece<T>]) -> impl Iterator<Item = Run<T>> {
 }
 
 /// A run in spans of at most a chunk.
-pub fn spans<T: Code>(run: Run<T>) -> impl Iterator<Item = Span<T>> {
-    let span = move |first: usize, blocks: usize, rest: usize| Span {
-        old: run.old.wrapping_add(first),
-        new: run.new.wrapping_add(first),
-        blocks,
-        position: run.position + first,
-        rest,
-    };
-    let full = run.count / BLOCK;
-    let rest = run.count % BLOCK;
-    (0..full)
-        .step_by(CHUNK)
-        .map(move |block| span(block * BLOCK, CHUNK.min(full - block), 0))
-        .chain((rest > 0).then(|| span(full * BLOCK, 1, rest)))
+#[inline(always)]
+pub fn spans<T: Code>(mut run: Run<T>) -> impl Iterator<Item = Span<T>> {
+    std::iter::from_fn(move || {
+        let blocks = (run.count / BLOCK).min(CHUNK);
+        let rest = if blocks == 0 { run.count } else { 0 };
+        let span = Span { old: run.old, new: run.new, blocks: blocks.max(1), position: run.position, rest };
+        let count = blocks * BLOCK + rest;
+        run.old = run.old.wrapping_add(count);
+        run.new = run.new.wrapping_add(count);
+        run.count -= count;
+        run.position += count;
+        (count > 0).then_some(span)
+    })
 }
 
 /// The classes of a span's elements, into `chunk.masks` and `chunk.ranks`.
@@ -102,10 +101,10 @@ pub fn spans<T: Code>(run: Run<T>) -> impl Iterator<Item = Span<T>> {
 #[inline(always)]
 pub unsafe fn scan_classes<T: Code, S: Scan>(span: &Span<T>, classes: Classes, chunk: &mut crate::scan::Chunk) {
     if span.rest == 0 {
-        return unsafe { S::classes(span.old, span.blocks, classes, chunk) };
+        return unsafe { S::classes(span.old, span.new, span.blocks, classes, chunk) };
     }
     let padded = unsafe { padded(span.old, span.rest) };
-    unsafe { S::classes(padded.as_ptr(), 1, classes, chunk) };
+    unsafe { S::classes(padded.as_ptr(), padded.as_ptr(), 1, classes, chunk) };
     for c in 0..classes.count as usize {
         chunk.masks[0][c] &= (1 << span.rest) - 1;
         chunk.ranks[1][c] = chunk.ranks[0][c] + chunk.masks[0][c].count_ones();
