@@ -348,16 +348,17 @@ pub unsafe extern "C" fn etude_sample(
         stride: u64,
     ) -> [[i64; 256]; 2] {
         let (old, new) = unsafe { (slice::<T>(old.cast(), count), slice::<T>(new.cast(), count)) };
-        let mut tables = [[0; 256]; 2];
         let whole = if stride > 1 { old.len() / 64 * 64 } else { old.len() };
+        // neighbours mostly share an exponent: two tables, so that one count need not wait for the one before
+        let mut tables = [[[0u32; 256]; 2]; 2];
         for (a, b) in old[..whole].chunks(64).zip(new.chunks(64)).step_by(stride as usize) {
-            for (&a, &b) in a.iter().zip(b) {
+            for (i, (&a, &b)) in a.iter().zip(b).enumerate() {
                 let exponent = (kind.exponent(a.widen()) & 255) as usize;
-                tables[0][exponent] += 1;
-                tables[1][exponent] += (a != b) as i64;
+                tables[i & 1][0][exponent] += 1;
+                tables[i & 1][1][exponent] += (a != b) as u32;
             }
         }
-        tables
+        std::array::from_fn(|t| std::array::from_fn(|e| tables[0][t][e] as i64 + tables[1][t][e] as i64))
     }
     let RawKind { bits, shift, exponent_mask, width } = unsafe { *kind };
     let (Some(kind), 1..) = (Kind::new(bits, shift, exponent_mask), stride) else { return 1 };

@@ -30,7 +30,7 @@ from etude.weights.tensors import DTYPES, Codes, Spec
 Mode = Literal["best", "fast"]
 """`best`: classes by the old exponent. `fast`: one class, which is quicker to code and a third longer."""
 
-_SAMPLE, _MAX_STRIDE = 1 << 13, 32  # items that a sample has at least; every 32nd block of 64 at most is left
+_SAMPLE, _MAX_STRIDE = 1 << 13, 1 << 10  # items that a sample has at least; blocks of 64 of which one is looked at
 _TILE_BITS = 1 << 18  # of payload, as far as the sample tells
 _LEAST_TILE = 1 << 16
 _MOST_JOINED = 1 << 21
