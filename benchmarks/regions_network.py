@@ -177,7 +177,8 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, del
 
 def module_env() -> dict[str, str]:
     """An environment in which children find `benchmarks`."""
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[1]
+    return os.environ | {"PYTHONPATH": f"{root}:{root / 'src'}", "OMP_NUM_THREADS": "1"}
 
 
 if __name__ == "__main__":

@@ -13,17 +13,30 @@ import hashlib
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from etude.errors import EtudeError, WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights import codec, history
-from etude.weights.manifest import MAX_LATER_BYTES, Manifest, Ref, Way, later_key, read_later
+from etude.weights.manifest import (
+    MAX_LATER_BYTES,
+    Manifest,
+    Ref,
+    StoredObject,
+    TensorEntry,
+    Way,
+    later_key,
+    read_later,
+)
 from etude.weights.tensors import Tensor, tensor_digest
 
+AHEAD = 2  # objects that are fetched while another is decoded
 Tensors = Mapping[str, Tensor]
 _HINT_OBJECT = "copy that file back; without a copy, the next publish writes a fresh anchor"
 
@@ -146,12 +159,12 @@ def reach(
     while (plan := search.cheapest(held)) is not None:
         at = None
         try:
-            made: Tensors = tensors or {} if plan.start else {}
+            made = dict(tensors or {}) if plan.start else {}
             for at in plan.hops:
                 if check is not None:
                     check(at.manifest)
-                made = take(store, at.manifest, at.way, made)
-            return Reached(prove(target, made), plan.num_bytes, tuple(failures))
+                made = take(store, at.manifest, at.way, made, proving=at is plan.hops[-1])
+            return Reached(made, plan.num_bytes, tuple(failures))
         except Unproven as error:
             failures.append(_said(error))
             later = [hop.way for hop in plan.hops if hop.way not in hop.manifest.ways]
@@ -185,21 +198,26 @@ class Unproven(WeightsError):
 def prove(manifest: Manifest, tensors: Tensors) -> dict[str, Tensor]:
     """The tensors, once each has the digest that the manifest states. Raises `Unproven`."""
     for entry in manifest.tensors:
-        if tensor_digest(tensors[entry.name]) != entry.sha256:
-            raise Unproven(
-                f"tensor {entry.name!r} of {manifest.version} has another digest than published",
-                hint="its objects fit their own digests, so the base was another one: rebuild from an anchor",
-            )
+        _prove(manifest, entry, tensors[entry.name])
     return dict(tensors)
 
 
-def take(store: BlobStore, manifest: Manifest, way: Way, base: Tensors) -> dict[str, Tensor]:
-    """The target of one way. Its objects are proven, its tensors not yet. Raises `WeightsError`, `StoreError`."""
+def _prove(manifest: Manifest, entry: TensorEntry, tensor: Tensor) -> None:
+    if tensor_digest(tensor) != entry.sha256:
+        raise Unproven(
+            f"tensor {entry.name!r} of {manifest.version} has another digest than published",
+            hint="its objects fit their own digests, so the base was another one: rebuild from an anchor",
+        )
+
+
+def take(store: BlobStore, manifest: Manifest, way: Way, base: Tensors, *, proving: bool = False) -> dict[str, Tensor]:
+    """The target of one way. Its objects are proven; its tensors, too, if `proving`. What is next is fetched while an
+    object is decoded. Raises `WeightsError`, `StoreError`."""
     made: dict[str, Tensor] = {}
     entries = iter(manifest.tensors)
-    for item in way.objects:
+    for item, fetch in _ahead(store, way.objects):
         try:
-            data = store.get(item.key, 0, item.num_bytes + 1)
+            data = fetch()
         except KeyError:
             raise Lost(f"an object of {manifest.version} is gone", item.key, hint=_HINT_OBJECT) from None
         if len(data) != item.num_bytes or hashlib.sha256(data).hexdigest() != item.sha256:
@@ -207,8 +225,35 @@ def take(store: BlobStore, manifest: Manifest, way: Way, base: Tensors) -> dict[
         covered = [next(entries) for _ in range(item.num_tensors)]
         old = [base.get(entry.name) if way.base else None for entry in covered]
         decoded = codec.decode(data, [entry.spec for entry in covered], old)
-        made.update(zip((entry.name for entry in covered), decoded, strict=True))
+        for entry, tensor in zip(covered, decoded, strict=True):
+            if proving:
+                _prove(manifest, entry, tensor)
+            made[entry.name] = tensor
     return made
+
+
+def _ahead(store: BlobStore, items: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, Callable[[], bytes]]]:
+    """Each object and what waits for its bytes, and one byte more; `AHEAD` further ones are on their way meanwhile."""
+
+    def get(item: StoredObject) -> bytes:
+        return store.get(item.key, 0, item.num_bytes + 1)
+
+    if len(items) == 1:
+        yield items[0], partial(get, items[0])
+        return
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="fetch") as threads:
+        coming: deque[tuple[StoredObject, Future[bytes]]] = deque()
+        try:
+            for item in items:
+                coming.append((item, threads.submit(get, item)))
+                if len(coming) > AHEAD:
+                    first, future = coming.popleft()
+                    yield first, future.result
+            while coming:
+                first, future = coming.popleft()
+                yield first, future.result
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _starts_at(hop: Hop, held: Version | None) -> bool:
