@@ -351,7 +351,10 @@ pub unsafe extern "C" fn etude_sample(
         let whole = if stride > 1 { old.len() / 64 * 64 } else { old.len() };
         // neighbours mostly share an exponent: two tables, so that one count need not wait for the one before
         let mut tables = [[[0u32; 256]; 2]; 2];
+        let ahead = 64 * 16 * stride as usize;
         for (a, b) in old[..whole].chunks(64).zip(new.chunks(64)).step_by(stride as usize) {
+            fetch(a.as_ptr().wrapping_add(ahead), a.len());
+            fetch(b.as_ptr().wrapping_add(ahead), b.len());
             for (i, (&a, &b)) in a.iter().zip(b).enumerate() {
                 let exponent = (kind.exponent(a.widen()) & 255) as usize;
                 tables[i & 1][0][exponent] += 1;
@@ -381,6 +384,17 @@ pub unsafe extern "C" fn etude_count_changed(old: *const c_void, new: *const c_v
         unsafe { level::count_changed(Level::best(), slice::<T>(old.cast(), count), slice::<T>(new.cast(), count)) }
     }
     unsafe { by_width!(width, run(old, new, count), else 0) }
+}
+
+/// Have codes ready soon that lie far from each other. Any address will do.
+fn fetch<T>(codes: *const T, count: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for at in (0..count * size_of::<T>()).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(codes.cast::<i8>().wrapping_add(at)) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (codes, count);
 }
 
 struct Payloads<'a>(&'a [RawPayload]);

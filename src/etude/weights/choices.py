@@ -83,7 +83,9 @@ def _sample(old: Codes, new: Codes, spec: Spec, kernels: Kernels) -> tuple[Count
     """About how many items have each exponent, and how many bits the delta will have."""
     stride = min(_MAX_STRIDE, max(1, old.size // _SAMPLE))
     counts, changed = kernels.sample(old, new, DTYPES[spec.dtype], stride)
-    bits = sum(k * ((n // k).bit_length() + 3) for n, k in zip(counts.tolist(), changed.tolist(), strict=True) if k)
+    some = np.flatnonzero(changed)
+    pairs = zip(counts[some].tolist(), changed[some].tolist(), strict=True)
+    bits = sum(k * ((n // k).bit_length() + 3) for n, k in pairs)
     return counts * stride, bits * old.size // int(counts.sum())
 
 
