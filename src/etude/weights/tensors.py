@@ -20,6 +20,7 @@ Codes = npt.NDArray[np.unsignedinteger[Any]]
 
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 40
+_COMPARED = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,10 @@ class Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether dtype, shape and every code are equal: NaN payloads and the sign of zero count."""
-    return a.spec == b.spec and np.array_equal(a.codes, b.codes)
+    if a.spec != b.spec:
+        return False
+    parts = range(0, a.codes.size, _COMPARED)  # most tensors that differ do so in the first part
+    return all(np.array_equal(a.codes[at : at + _COMPARED], b.codes[at : at + _COMPARED]) for at in parts)
 
 
 def tensor_digest(tensor: Tensor) -> str:
