@@ -2,22 +2,24 @@
 
 A home publishes versions of a model into a directory store, and a relay serves it. Each region is a network namespace
 with a link of its own (`regions_network`: what limits, delays, cuts and partitions it), a cache of its own, and an
-engine whose live weights are followed (`regions_follower`). `slow` has a third of the bandwidth; `dies` is killed (-9)
+engine whose live weights are followed (`regions_follower`). `slow` has half of the bandwidth; `dies` is killed (-9)
 in the middle of a download and starts again; `apart` is partitioned for a while; `late` starts when four versions are
 out, over a line that cuts connections. All must converge, and every version that is live must have its digest in live
 memory. Engines start from the base checkpoint on their disks, as machines do that were set up with an image.
 
 Publish → live runs from the pointer's move to the end of the scatter, on one clock. Beside it: bytes ÷ bandwidth + one
 round trip. `disturbed` cells are those in which that region was killed, cut off, or came late. The four share this
-machine's cores, so links must be slow enough to be what limits. The carried numbers at the end are arithmetic.
+machine's cores, so links must be slow enough to be what limits; the load average is told. The carried numbers at the
+end are arithmetic.
 
-    python -m benchmarks.regions [--gb 2] [--mbit 10] [--scratch DIR]
+    python -m benchmarks.regions [--gb 2] [--mbit 4] [--scratch DIR]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -40,7 +42,7 @@ from etude.stores import DirectoryStore
 from etude.weights import Channel
 
 RELAY_PORT = 8799
-NUM_VERSIONS = 9
+NUM_VERSIONS = 8
 KILLED_AT, PARTED_AT, LATE_AT = 3, 4, 5
 
 
@@ -48,7 +50,7 @@ def links(mbit: float) -> dict[str, Link]:
     """The four regions' links, where an ordinary one has so many Mbit/s."""
     return {
         "apart": Link(mbit, 0.04),
-        "slow": Link(mbit * 0.35, 0.2),
+        "slow": Link(mbit * 0.5, 0.2),
         "dies": Link(mbit * 0.8, 0.08),
         "late": Link(mbit * 0.9, 0.12, cut_mb=8.0),
     }
@@ -99,6 +101,7 @@ class Home:
     published: list[Published] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
     took_s: list[float] = field(default_factory=list)
+    load: list[float] = field(default_factory=list)  # average of the machine's last minute, at each publish
 
     def __post_init__(self) -> None:
         self._channel = Channel(DirectoryStore(self.store))
@@ -107,6 +110,7 @@ class Home:
         """The next version's name."""
         step, started = len(self.published), time.perf_counter()
         moved: list[float] = []
+        self.load.append(os.getloadavg()[0])
 
         def note(what: str) -> None:
             if what == "pointer":
@@ -240,6 +244,8 @@ def summary(
         "delta_bytes": float(np.mean([told.object_bytes for told in deltas])),
         "ratio": last.snapshot_bytes / float(np.mean([told.object_bytes for told in deltas])),
         "publish_s_p50": float(np.median(home.took_s[1:])),
+        "load_average_p50": float(np.median(home.load)),
+        "cores": os.cpu_count(),
         "unproven_versions_served": unproven,
         "converged": all(region.proven(str(last.version)) for region in regions.values()),
         "network": "namespaces, veth, tbf; delay and cut connections by a user-space relay; partition: link down",
@@ -274,7 +280,7 @@ def carried(numbers: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2.0)
-    parser.add_argument("--mbit", type=float, default=10.0, help="of an ordinary link")
+    parser.add_argument("--mbit", type=float, default=4.0, help="of an ordinary link")
     parser.add_argument("--scratch", type=Path, help="where the model and the store go, and are removed from")
     parser.add_argument("--dry", action="store_true", help="print, and keep no result")
     options = parser.parse_args()

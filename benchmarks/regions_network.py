@@ -12,6 +12,7 @@ TCP, so that setting up a connection costs no round trip of the simulated distan
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import random
@@ -30,13 +31,14 @@ _CHUNK, _WAITING_BYTES = 1 << 15, 4 << 20
 
 
 def spawn(command: Sequence[str], **kwargs: Any) -> subprocess.Popen[str]:
-    """A process that dies with this one, however that ends."""
-    return subprocess.Popen(
-        [str(part) for part in command],
-        text=True,
-        preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
-        **kwargs,
-    )
+    """A process that dies with this one, however that ends, and before all others where memory runs out."""
+    return subprocess.Popen([str(part) for part in command], text=True, preexec_fn=_go_first, **kwargs)
+
+
+def _go_first() -> None:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("900")
 
 
 @dataclass(frozen=True)
