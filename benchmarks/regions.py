@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -284,11 +283,9 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, help="where the model and the store go, and are removed from")
     parser.add_argument("--dry", action="store_true", help="print, and keep no result")
     options = parser.parse_args()
-    scratch = Path(tempfile.mkdtemp(prefix="regions-", dir=options.scratch))
-    try:
-        numbers = {"gb": options.gb, **measure(options.gb, options.mbit, scratch)}
-    finally:
-        shutil.rmtree(scratch)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up
+    with tempfile.TemporaryDirectory(prefix="regions-", dir=options.scratch) as scratch:
+        numbers = {"gb": options.gb, **measure(options.gb, options.mbit, Path(scratch))}
     if options.dry:
         print(json.dumps(numbers, indent=1))
     else:
