@@ -12,7 +12,8 @@ that prove the result. `docs/formats/delta.md` has every field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,10 @@ def encode(
     payloads = [b""] * plan.num_tiles
     olds, news = _or_empty(before), _or_empty(after)
     for kind in DTYPES.values():
-        for batch in _batches(plan.tiles(kind)):
+        for batch in batches(plan.tiles(kind)):
             coded = kernels.encode(kind, [tile for _, tile in batch], olds, news)
             for (number, tile), payload in zip(batch, coded, strict=True):
-                payloads[number] = _shorter(payload, tile, kind, news)
+                payloads[number] = shorter(payload, tile, kind, partial(gather, tile, news))
     for i, form in enumerate(plan.forms):
         if form == WHOLE:
             for number, start, stop in plan.wholes(i):
@@ -77,7 +78,7 @@ def decode(
     """
     header, held = _open(data, specs, old)
     made = [items.copy() for items in held]
-    for kind, batch, payloads in _changing(header, data):
+    for kind, batch, payloads in changing(header, data):
         kernels.apply(kind, batch, held, made, payloads)
     tensors = []
     for i, (spec, form) in enumerate(zip(specs, header.layout.forms, strict=True)):
@@ -85,7 +86,7 @@ def decode(
         if form == SAME and known is not None:
             tensors.append(known)
         else:
-            codes = _whole(header, data, i) if form == WHOLE else from_items(made[i], DTYPES[spec.dtype])
+            codes = whole(header, data, i) if form == WHOLE else from_items(made[i], DTYPES[spec.dtype])
             tensors.append(Tensor(spec.dtype, spec.shape, codes))
     return tensors
 
@@ -99,12 +100,12 @@ def changes(
     """
     header, held = _open(data, specs, old)
     found: list[list[Found]] = [[] for _ in specs]
-    for kind, batch, payloads in _changing(header, data):
+    for kind, batch, payloads in changing(header, data):
         for tile, (places, items) in zip(batch, kernels.changes(kind, batch, held, payloads), strict=True):
             for tensor, positions, part in scattered(tile, places, items):
                 found[tensor].append((positions, part))
     return [
-        Tensor(spec.dtype, spec.shape, _whole(header, data, i))
+        Tensor(spec.dtype, spec.shape, whole(header, data, i))
         if header.layout.forms[i] == WHOLE
         else of_items(found[i], held[i], DTYPES[spec.dtype])
         for i, spec in enumerate(specs)
@@ -127,24 +128,25 @@ def _or_empty(arrays: Iterable[Codes | None]) -> list[Codes]:
     return [np.empty(0, np.uint8) if array is None else array for array in arrays]
 
 
-def _batches(tiles: Iterable[tuple[int, Tile]]) -> Iterator[list[tuple[int, Tile]]]:
+def batches(tiles: Iterable[tuple[int, Tile]], most: int = BATCH_ITEMS) -> Iterator[list[tuple[int, Tile]]]:
+    """Numbered tiles as they go to kernels: until they have `most` items, or are many."""
     batch: list[tuple[int, Tile]] = []
     size = 0
     for number, tile in tiles:
         batch.append((number, tile))
         size += tile.size
-        if size >= BATCH_ITEMS or len(batch) >= BATCH_TILES:
+        if size >= most or len(batch) >= BATCH_TILES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-def _shorter(coded: bytes, tile: Tile, kind: DType, new: Sequence[Codes]) -> bytes:
-    """A tile's coded form, or byte planes of its new items where that form is long and they are shorter."""
+def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> bytes:
+    """A tile's coded form, or byte planes of its `new` items where that form is long and they are shorter."""
     if len(coded) * 4 < tile.size * kind.items.itemsize * 3:
         return coded
-    return min(coded, bytes((_PLANES,)) + wholes.write(gather(tile, new)), key=len)
+    return min(coded, bytes((_PLANES,)) + wholes.write(new()), key=len)
 
 
 def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
@@ -156,11 +158,17 @@ def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
     return memoryview(bytes((RAW,)) + items.astype(kind.items.newbyteorder("<"), copy=False).tobytes())
 
 
-def _open(data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
-    """The header, checked against what is there; and the old items of tensors that the delta changes."""
+def opened(data: bytes, specs: Sequence[Spec]) -> Header:
+    """The header of a whole object. Raises `WeightsError`."""
     header = layout.read_header(data, specs)
     if len(data) != int(header.offsets[-1]):
         raise damaged(f"it has {len(data)} bytes, its header says {header.offsets[-1]}")
+    return header
+
+
+def _open(data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
+    """The header, checked against what is there; and the old items of tensors that the delta changes."""
+    header = opened(data, specs)
     held: list[Codes | None] = []
     for form, spec, known in zip(header.layout.forms, specs, old, strict=True):
         if form != WHOLE and (known is None or known.spec != spec):
@@ -170,17 +178,20 @@ def _open(data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> t
     return header, _or_empty(held)
 
 
-def _changing(header: Header, data: bytes) -> Iterator[tuple[DType, list[Tile], list[memoryview]]]:
-    """The tiles in which something changes, and their bytes, for the kernels."""
+def changing(
+    header: Header, data: bytes, most: int = BATCH_ITEMS
+) -> Iterator[tuple[DType, list[Tile], list[memoryview]]]:
+    """The tiles in which something changes, and their bytes, for the kernels, about `most` items at a time."""
     view, offsets = memoryview(data), header.offsets
     for kind in DTYPES.values():
-        changing = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1])
-        for batch in _batches(changing):
+        found = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1])
+        for batch in batches(found, most):
             payloads = [for_kernels(view[offsets[n] : offsets[n + 1]], tile, kind) for n, tile in batch]
             yield kind, [tile for _, tile in batch], payloads
 
 
-def _whole(header: Header, data: bytes, tensor: int) -> npt.NDArray[Any]:
+def whole(header: Header, data: bytes, tensor: int) -> npt.NDArray[Any]:
+    """The codes of a tensor of form WHOLE. Raises `WeightsError`."""
     spec = header.layout.specs[tensor]
     codes = np.empty(spec.size, DTYPES[spec.dtype].codes)
     for number, start, stop in header.layout.wholes(tensor):

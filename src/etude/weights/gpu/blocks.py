@@ -1,0 +1,96 @@
+"""Tiles as tables for the device: blocks of items for programs that read them all, pieces for those that write some.
+
+A block lies in one piece of one tile, and blocks follow each other as a tile's items do. It may span rows of a
+rectangle only where these are shorter than a block. Tables are made on the device itself, from a row for each piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from etude.weights.gpu.memory import Items
+from etude.weights.layout import Tile
+
+FIELDS = ("old", "new", "start", "column", "cols", "stride", "count", "high", "classes", "place")
+"""Of a block: the addresses of its tensor in both snapshots, the number there of its first item, the place of that in
+its row, the rectangle, how many items, the tile's classes, and the place of its first item in the tile."""
+
+_ALIGNED = 16  # bytes of the widest load
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of some tiles."""
+
+    table: torch.Tensor  # [blocks, FIELDS] int64
+    tile: torch.Tensor  # [blocks] which of the tiles
+    first: torch.Tensor  # [tiles] each one's first block
+    full: torch.Tensor  # int32: blocks that can be read without masks
+    partial: torch.Tensor  # int32: all others
+
+    @property
+    def size(self) -> int:
+        return self.table.shape[0]
+
+
+def cut(tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items], width: int, block: int) -> Blocks:
+    """The items of tiles in blocks of at most `block`."""
+    of_piece = [
+        (i, tile.high, tile.classes, old[t].address, new[t].address, *shape)
+        for i, tile in enumerate(tiles)
+        for (t, *shape) in _shapes(tile)
+    ]
+    rows = torch.from_numpy(np.array(of_piece, np.int64).T.copy()).to(old[tiles[0].pieces[0].tensor].codes.device)
+    cols, size = rows[7], rows[9]
+    by_row = (cols >= block) & (cols < size)
+    length = torch.where(by_row, cols, size)
+    across = (length + (block - 1)) // block
+    blocks = torch.where(by_row, size // cols.clamp(min=1), 1) * across
+    ends = blocks.cumsum(0)
+    piece = torch.repeat_interleave(torch.arange(len(of_piece), device=rows.device), blocks)
+    tile, high, classes, before, after, start, _, cols, stride, size, base = rows[:, piece]
+    number = torch.arange(piece.shape[0], device=rows.device) - (ends - blocks)[piece]
+    length, across = length[piece], across[piece]
+    offset = number % across * block
+    count = (length - offset).clamp(max=block)
+    offset += number // across * length
+    column = offset % cols
+    start = start + offset // cols * stride + column
+    table = torch.stack([before, after, start, column, cols, stride, count, high, classes, base + offset], 1)
+    unaligned = (before + start * width // 8 | after + start * width // 8) % _ALIGNED + start * width % 8
+    full = (count == block) & (column + block <= cols) & (unaligned == 0)
+    num_blocks = torch.zeros(len(tiles), dtype=torch.int64, device=rows.device).index_add_(0, rows[0], blocks)
+    which = [flags.nonzero().view(-1).int() for flags in (full, ~full)]
+    return Blocks(table.contiguous(), tile, num_blocks.cumsum(0) - num_blocks, which[0], which[1])
+
+
+def pieces(tiles: Sequence[Tile], arrays: Sequence[Items]) -> tuple[Rows, Rows]:
+    """[pieces, 6] address, start, cols, stride, place in the tile, items; and [tiles + 1] where each tile's start."""
+    table = [
+        (arrays[t].address, start, cols, stride, base, size)
+        for tile in tiles
+        for t, start, _, cols, stride, size, base in _shapes(tile)
+    ]
+    firsts = np.cumsum([0, *(sum(1 for piece in tile.pieces if piece.size) for tile in tiles)])
+    return np.array(table, np.int64), firsts.astype(np.int64)
+
+
+def _shapes(tile: Tile) -> list[tuple[int, ...]]:
+    """Of each piece that has items: tensor, start, rows (one, of one range), cols, stride, items, place in the tile."""
+    shapes: list[tuple[int, ...]] = []
+    base = 0
+    for piece in tile.pieces:
+        rows, cols, stride = piece.rows, piece.cols, piece.stride
+        if rows == 1 or cols == stride:
+            rows, cols, stride = 1, piece.size, piece.size
+        if piece.size:
+            shapes.append((piece.tensor, piece.start, rows, cols, stride, piece.size, base))
+        base += piece.size
+    return shapes

@@ -1,0 +1,341 @@
+"""`layout.Kernels` over device memory: the same bytes as numpy's and the native ones, from weights where they are.
+
+The device does what needs its bandwidth: it compares, sorts by class, numbers by prefix sums, and maps numbers back to
+places. What crosses to the host is what changed, once, and there the host's code packs it into planes, as planes are
+unpacked there: they are a few per cent of the bytes. Knows nothing of objects and manifests (`update.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from etude.weights.gpu import blocks, programs
+from etude.weights.gpu.blocks import Blocks
+from etude.weights.gpu.memory import Items
+from etude.weights.layout import MAX_CLASSES, Counts, Tile
+from etude.weights.streams import Flags, Longs, Numbers, Reader, damaged
+from etude.weights.tensors import Codes, DType
+from etude.weights.tiles import CODED, RAW, in_place_order, pack, read_raw, unpack
+
+BLOCK = 4096
+"""Items of a block: at most 32767, which sixteen bits count, and few enough for registers."""
+
+CHUNK = 128
+"""Changes that a program sorts out at a time."""
+
+SPREAD = 1024
+"""Changes that a program scatters."""
+
+_EXPECTED = 16  # one change in so many items is what there is room for; where there are more the scan runs again
+_WORD = 32
+
+Told = tuple[Longs, Flags, Numbers]
+"""What a coded tile says: where, which steps go down, and their sizes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """What changes in some tiles, on the device: ready to be written."""
+
+    kind: DType
+    tiles: Sequence[Tile]
+    splits: Longs  # [tiles + 1] where each tile's changes start
+    places: torch.Tensor  # [changes] int32, in their tile, in no order
+    codes: torch.Tensor  # [changes] the new items, each in an integer of its own
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory that it holds."""
+        return sum(part.numel() * part.element_size() for part in (self.places, self.codes))
+
+
+class DeviceKernels:
+    """Satisfies `layout.Kernels`, with `Items` on one device for numpy's arrays. One thread at a time.
+
+    `block`: items that one program reads; a power of two up to 16384.
+    """
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self._block = block
+
+    def sample(self, old: Items, new: Items, kind: DType, stride: int) -> tuple[Counts, Counts]:
+        before, after = (_sampled(items, kind, stride) for items in (old, new))
+        shift, mask = _exponents(kind)
+        exponent = (before >> shift) & mask
+        both = torch.cat([torch.bincount(each, minlength=256) for each in (exponent, exponent[before != after])])
+        counts: Counts = both.cpu().numpy()
+        return counts[:256], counts[256:]
+
+    def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items]) -> list[bytes]:
+        if not any(tile.size for tile in tiles):
+            return [b""] * len(tiles)
+        of_class, splits, where, steps = self._changed(kind, tiles, old, new)
+        packed = []
+        for tile, items, (start, stop) in zip(tiles, of_class, itertools.pairwise(splits.tolist()), strict=True):
+            down, size = steps[start:stop] < 0, np.abs(steps[start:stop]).view(np.uint32)
+            here = where[start:stop].astype(np.int64)
+            packed.append(pack(items[: tile.classes], here, down, size) if here.size else b"")
+        return packed
+
+    def changes(
+        self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
+    ) -> list[tuple[Numbers, Codes]]:
+        found: dict[int, tuple[Numbers, Codes]] = {}
+        for numbers, lists in self._listed(kind, tiles, old, payloads):
+            places, new = lists.places.cpu().numpy(), _unsigned(lists.codes)
+            held = _unsigned(self.read(lists, old).codes)
+            for number, (start, stop) in zip(numbers, itertools.pairwise(lists.splits.tolist()), strict=True):
+                differs = start + np.flatnonzero(new[start:stop] != held[start:stop])
+                found[number] = in_place_order(places[differs].astype(np.int64), new[differs], tiles[number].size)
+        return [found[i] for i in range(len(tiles))]
+
+    def lists(
+        self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
+    ) -> list[Lists]:
+        """What `write` needs, resolved and on the device. Raises `WeightsError` for bytes that no writer made."""
+        return [lists for _, lists in self._listed(kind, tiles, old, payloads)]
+
+    def write(self, lists: Lists, new: Sequence[Items]) -> None:
+        """Scatter the new items into tensors like those that the lists were made for: absolute, and safe to repeat."""
+        self._scatter(lists, new, read=False)
+
+    def read(self, lists: Lists, old: Sequence[Items]) -> Lists:
+        """The items that are where `lists` will write: what undoes it, written."""
+        held = Lists(lists.kind, lists.tiles, lists.splits, lists.places, torch.empty_like(lists.codes))
+        self._scatter(held, old, read=True)
+        return held
+
+    def apply(
+        self,
+        kind: DType,
+        tiles: Sequence[Tile],
+        old: Sequence[Items],
+        new: Sequence[Items],
+        payloads: Sequence[memoryview],
+    ) -> None:
+        """Write the changes into `new`, which holds the old items or *is* `old`, with no list on the device between.
+
+        All bytes are checked before the first write: where it raises `WeightsError`, nothing was written. Only lists
+        (`lists`, then `write`) can be undone, and take less of a pause where few items change.
+        """
+        told = _Payloads(kind, payloads)
+        if kind.width < 8:  # two items of a byte are not one program's
+            for lists in self.lists(kind, tiles, old, payloads):
+                self.write(lists, new)
+            return
+        raw = self._raw(kind, tiles, told, old)
+        if told.coded:
+            self._place(kind, [tiles[i] for i in told.coded], old, new, told, listed=False)
+        if raw:
+            self.write(raw, new)
+
+    def _changed(
+        self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items]
+    ) -> tuple[Longs, Longs, Numbers, npt.NDArray[np.int32]]:
+        """[tiles, classes] items; [tiles + 1] where each tile's changes start; where, and by how many steps."""
+        table = blocks.cut(tiles, old, new, kind.width, self._block)
+        device = table.table.device
+        counts = _ints(device, table.size, 2 * MAX_CLASSES)
+        starts, total = _ints(device, table.size), _ints(device, 1)
+        room = sum(tile.size for tile in tiles) // _EXPECTED + 1
+        while True:
+            total.zero_()
+            found, steps = _ints(device, room), _ints(device, room)
+            for which, full in _launches(table):
+                programs.scan[(len(which),)](
+                    table.table, which, counts, starts, total, found, steps, room,
+                    **_constants(kind), GROUPS=_groups(tiles), FULL=full, BLOCK=self._block,
+                )  # fmt: skip
+            count = int(total)
+            if count <= room:
+                break
+            room = count
+        changed = counts[:, MAX_CLASSES:].contiguous()
+        items = _Numbered(table, counts[:, :MAX_CLASSES] + changed, len(tiles))
+        moves = _Numbered(table, changed, len(tiles))
+        lists = torch.empty((2, count), dtype=torch.int32, device=device)
+        if count:
+            programs.sort_out[(table.size,)](
+                counts, starts, items.in_classes, moves.in_tiles, found, steps, lists[0], lists[1], CHUNK=CHUNK
+            )
+        where, sizes = _host(lists)
+        per_tile = moves.of_tile.sum(1).cpu().numpy()
+        return items.of_tile.cpu().numpy(), np.cumsum([0, *per_tile]), where.view(np.uint32), sizes
+
+    def _listed(
+        self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
+    ) -> list[tuple[list[int], Lists]]:
+        """Lists, and the numbers of the tiles that they are of: of coded tiles, of raw ones."""
+        told = _Payloads(kind, payloads)
+        raw = self._raw(kind, tiles, told, old)
+        found = [(list(told.raw), raw)] if raw else []
+        if told.coded:
+            lists = self._place(kind, [tiles[i] for i in told.coded], old, old, told, listed=True)
+            found.append((list(told.coded), lists))
+        return found
+
+    def _raw(self, kind: DType, tiles: Sequence[Tile], told: _Payloads, old: Sequence[Items]) -> Lists | None:
+        if not told.raw:
+            return None
+        mine = [tiles[i] for i in told.raw]
+        items = [read_raw(kind, tile.size, reader) for tile, reader in zip(mine, told.raw.values(), strict=True)]
+        places = np.concatenate([np.arange(tile.size, dtype=np.int32) for tile in mine])
+        splits = np.cumsum([0, *(tile.size for tile in mine)])
+        device = old[mine[0].pieces[0].tensor].codes.device
+        new = _signed(np.concatenate(items))
+        return Lists(kind, mine, splits, torch.from_numpy(places).to(device), new.to(device))
+
+    def _place(
+        self,
+        kind: DType,
+        tiles: Sequence[Tile],
+        old: Sequence[Items],
+        new: Sequence[Items],
+        told: _Payloads,
+        *,
+        listed: bool,
+    ) -> Lists:
+        """Unpack coded tiles and find their items; written, or else listed."""
+        table = blocks.cut(tiles, old, new, kind.width, self._block)
+        device = table.table.device
+        counts = _ints(device, table.size, MAX_CLASSES)
+        for which, full in _launches(table):
+            programs.count[(len(which),)](
+                table.table, which, counts, **_constants(kind), FULL=full, BLOCK=self._block
+            )  # fmt: skip
+        items = _Numbered(table, counts, len(tiles))
+        of_class = items.of_tile.cpu().numpy()
+        parts = [
+            unpack(kind, classes[: tile.classes], reader)
+            for tile, classes, reader in zip(tiles, of_class, told.coded.values(), strict=True)
+        ]
+        words = np.cumsum([0, *(-(-tile.size // _WORD) for tile in tiles)])
+        where, steps = (torch.from_numpy(part).to(device) for part in _joined(parts, words[:-1] * _WORD))
+        bits = _ints(device, int(words[-1]))
+        if len(where):
+            programs.mark[(-(-len(where) // SPREAD),)](where, bits, len(where), CHUNK=SPREAD)
+        before = torch.searchsorted(where, torch.arange(len(bits), device=device, dtype=torch.int32) * _WORD).int()
+        bases = items.in_classes + (torch.from_numpy(words[:-1]).to(device) * _WORD)[table.tile].int()[:, None]
+        splits = np.cumsum([0, *(len(part[0]) for part in parts)])
+        places = _ints(device, len(where) if listed else 0)
+        codes = torch.empty(len(places), dtype=_SIGNED[kind.items.itemsize], device=device)
+        for which, full in _launches(table):
+            programs.place[(len(which),)](
+                table.table, which, bases, bits, before, steps, places, codes,
+                **_constants(kind), GROUPS=_groups(tiles), LISTED=listed, FULL=full, BLOCK=self._block,
+            )  # fmt: skip
+        return Lists(kind, tiles, splits, places, codes)
+
+    def _scatter(self, lists: Lists, arrays: Sequence[Items], *, read: bool) -> None:
+        table, firsts = blocks.pieces(lists.tiles, arrays)
+        chunks = [
+            (first, min(first + SPREAD, stop), *firsts[tile : tile + 2].tolist())
+            for tile, (start, stop) in enumerate(itertools.pairwise(lists.splits.tolist()))
+            for first in range(start, stop, SPREAD)
+        ]
+        if not chunks:
+            return
+        device = lists.places.device
+        tables = [torch.from_numpy(rows).to(device) for rows in (np.array(chunks, np.int64), table)]
+        for half in (0, 1) if lists.kind.width == 4 else (0,):
+            programs.scatter[(len(chunks),)](
+                *tables, lists.places, lists.codes, WIDTH=lists.kind.width, HALF=half, READ=read, CHUNK=SPREAD
+            )
+
+
+class _Payloads:
+    """Tiles by their mode, and their bytes behind it."""
+
+    def __init__(self, kind: DType, payloads: Sequence[memoryview]) -> None:
+        self.coded: dict[int, Reader] = {}
+        self.raw: dict[int, Reader] = {}
+        for i, payload in enumerate(payloads):
+            reader = Reader(payload)
+            mode = reader.byte()
+            if mode not in (CODED, RAW):
+                raise damaged(f"a tile of mode {mode}")
+            (self.coded if mode == CODED else self.raw)[i] = reader
+
+
+class _Numbered:
+    """What blocks count by class, added up. int32: a batch has fewer than 2^31 items."""
+
+    def __init__(self, table: Blocks, counts: torch.Tensor, num_tiles: int) -> None:
+        self.of_tile = torch.zeros(num_tiles, MAX_CLASSES, dtype=torch.int64, device=counts.device)
+        self.of_tile.index_add_(0, table.tile, counts.long())
+        before = counts.cumsum(0) - counts
+        in_tile = before - before[table.first.clamp(max=table.size - 1)][table.tile]
+        starts = self.of_tile.cumsum(1) - self.of_tile
+        flat = self.of_tile.view(-1)
+        starts_of_all = (flat.cumsum(0) - flat).view(-1, MAX_CLASSES)
+        self.in_classes = (starts[table.tile] + in_tile).int()
+        """[blocks, classes] the number of a block's first of each class, in its tile in order of classes."""
+        self.in_tiles = (starts_of_all[table.tile] + in_tile).int()
+        """The same, over all tiles."""
+
+
+_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _launches(table: Blocks) -> list[tuple[torch.Tensor, bool]]:
+    return [(which, full) for which, full in ((table.full, True), (table.partial, False)) if len(which)]
+
+
+def _constants(kind: DType) -> dict[str, int]:
+    shift, mask = _exponents(kind)
+    return {"WIDTH": kind.width, "SHIFT": shift, "EXPONENTS": mask}
+
+
+def _exponents(kind: DType) -> tuple[int, int]:
+    """Where an item's exponent is, and its bits; none for an integer."""
+    if kind.exponent_shift is None:
+        return 0, 0
+    return kind.exponent_shift, (1 << kind.width - 1 - kind.exponent_shift) - 1
+
+
+def _groups(tiles: Sequence[Tile]) -> int:
+    most = max(tile.classes for tile in tiles)
+    return 0 if most == 1 else -(-most // 4)
+
+
+def _ints(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def _joined(parts: Sequence[Told], firsts: Longs) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Where all tiles change, each counted from its first bit, and the signed steps, as the device takes them."""
+    where = [where + first for (where, _, _), first in zip(parts, firsts.tolist(), strict=True)]
+    steps = [np.where(down, -size.view(np.int32), size.view(np.int32)) for _, down, size in parts]
+    return np.concatenate(where).astype(np.int32), np.concatenate(steps)
+
+
+def _sampled(items: Items, kind: DType, stride: int) -> torch.Tensor:
+    """Every `stride`-th block of 64 items, in int64."""
+    codes = items.codes
+    if stride > 1:
+        codes = codes[: items.size // 64 * 64 // items.per_code].view(-1, 64 // items.per_code)[::stride].reshape(-1)
+    wide = codes.long() & ((1 << min(kind.width, 32)) - 1 if items.per_code == 1 else 255)
+    return torch.stack([wide & 15, wide >> 4], 1).view(-1) if items.per_code == 2 else wide
+
+
+def _host(lists: torch.Tensor) -> Any:
+    """The lists in host memory, by one copy."""
+    pinned = torch.empty(lists.shape, dtype=lists.dtype, pin_memory=lists.is_cuda)
+    return pinned.copy_(lists).numpy()
+
+
+def _unsigned(codes: torch.Tensor) -> Codes:
+    array: Codes = codes.cpu().numpy()
+    return array.view(f"u{array.itemsize}")
+
+
+def _signed(codes: Codes) -> torch.Tensor:
+    signed = codes if codes.itemsize == 1 else codes.view(f"i{codes.itemsize}")
+    return torch.from_numpy(np.require(signed, requirements=["C", "W"]))

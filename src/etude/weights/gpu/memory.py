@@ -1,0 +1,71 @@
+"""A tensor in device memory as items: a view of its own bits, in place, never a copy.
+
+What numpy's `to_items` is on the host, with one difference: two items of 4 bits stay in their byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from etude.errors import WeightsError
+from etude.weights.layout import Tile
+from etude.weights.tensors import DTYPES, Codes, DType, Spec, to_items
+
+_CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}  # what torch computes with
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """The items of one tensor."""
+
+    codes: torch.Tensor  # 1-D, contiguous: uint8, int16 or int32; of 4 bits two in one
+    size: int  # items
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, spec: Spec) -> Items:
+        """A view. Raises `WeightsError` where the memory is not what the spec says, or not one range."""
+        kind = DTYPES[spec.dtype]
+        if tensor.numel() * tensor.element_size() != spec.num_bytes or not tensor.is_contiguous():
+            raise WeightsError(
+                f"{name!r} is {tensor.dtype} {list(tensor.shape)} with strides {list(tensor.stride())}",
+                f"its items cannot be read in place as {spec.dtype} {list(spec.shape)}",
+                hint="give the contiguous tensor that holds the checkpoint's codes",
+            )
+        codes = tensor.detach().view(-1).view(_CODES[kind.width])
+        return cls(codes, spec.size * kind.parts)
+
+    @property
+    def address(self) -> int:
+        return self.codes.data_ptr()
+
+    @property
+    def per_code(self) -> int:
+        """Items that share one of `codes`."""
+        return self.size // self.codes.numel() if self.size else 1
+
+    def host(self, kind: DType) -> Codes:
+        """The items, in host memory, as numpy has them."""
+        codes: Codes = self.codes.cpu().numpy().view(f"u{self.codes.element_size()}")
+        return to_items(codes, kind) if kind.width == 4 else codes.view(kind.items)
+
+
+def fetched(tile: Tile, arrays: list[Items], kind: DType) -> Codes:
+    """A tile's items, in its order, in host memory."""
+    parts = []
+    for piece in tile.pieces:
+        if not piece.size:
+            continue
+        flat, start = arrays[piece.tensor], piece.start
+        stop = start + (piece.rows - 1) * piece.stride + piece.cols
+        first, last = start // flat.per_code, -(-stop // flat.per_code)
+        span = flat.codes[first:last]
+        if piece.rows > 1 and piece.cols < piece.stride and flat.per_code == 1:
+            items = span.as_strided((piece.rows, piece.cols), (piece.stride, 1)).reshape(-1).cpu()
+            parts.append(items.numpy().view(kind.items))
+            continue
+        held = Items(span, (last - first) * flat.per_code).host(kind)[start - first * flat.per_code :]
+        parts += [held[row * piece.stride :][: piece.cols] for row in range(piece.rows)]
+    return np.concatenate(parts)
