@@ -143,9 +143,32 @@ def test_a_follower_that_is_killed_goes_on_from_a_proven_version(steps) -> None:
     assert holds("live", "c3")
 
 
+def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(steps, capsys, monkeypatch) -> None:
+    main(["weights", "publish", "c0", "store"])
+    main(["weights", "publish", "c1", "store"])
+    argv = [sys.executable, "-c", FOLLOW, "weights", "relay", "store", "--listen", "127.0.0.1:0", "--cache", "near"]
+    relay = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        assert relay.stdout is not None
+        url = relay.stdout.readline().split(" at ")[1].strip()
+        assert main(["weights", "follow", url, "--apply", "one", "--once"]) == 0
+        for path in Path("store/objects").rglob("*-*"):
+            path.rename(path.with_suffix(".gone"))  # from now on copies alone have them
+        assert main(["weights", "follow", url, "--apply", "two", "--once"]) == 0
+    finally:
+        relay.kill()
+        relay.communicate()
+    assert main(["weights", "follow", "store", "--apply", "three", "--once", "--cache", "near"]) == 0
+    assert all(holds(folder, "c1") for folder in ("one", "two", "three"))
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "says"),
     [
+        (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anybody could read the weights"),
+        (["relay", "store", "--listen", "8800"], 2, "is no address"),
+        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe"),
+        (["follow", "http://u:p@host", "--apply", "live", "--once"], 1, "a host and a port alone"),
         (["follow", "stroe", "--apply", "live", "--once"], 2, "no store at stroe"),
         (["fsck", "stroe"], 2, "no store at stroe"),
         (["gc", "stroe"], 2, "no store at stroe"),
