@@ -13,6 +13,7 @@ import pytest
 
 from etude import cli as etude
 from etude.run import RunFolder
+from etude.weights.manifest import read_pointer
 
 TINY = """seed = 1
 
@@ -199,7 +200,8 @@ def test_damage_is_named_by_the_audit_and_a_pointer_is_repaired(
     for command in (["weights", "log", copy], ["ledger", "audit", copy], ["serve", copy]):
         assert "etude weights repair" in say(*command, code=1)
     assert "v000002" in say("weights", "repair", copy)
-    assert pointer.read_bytes() == head
+    before, after = read_pointer(head), read_pointer(pointer.read_bytes())
+    assert (after.head, after.generation) == (before.head, before.generation + 1)  # followers see that it was set anew
     assert "nothing to repair" in say("weights", "repair", copy)
     assert say("ledger", "audit", copy).startswith("0 lost")
 
