@@ -47,7 +47,7 @@ _MAX_SWEEPS = 3
 
 
 @dataclass(frozen=True)
-class _Head:
+class Head:
     """What was published last. `pointer`: the bytes the next compare-and-swap expects."""
 
     pointer: bytes | None = None
@@ -87,8 +87,8 @@ class Channel:
         self._store, self._name, self._signer, self._anchors = store, name, signer, anchors
         self._key = history.pointer_key(name)
         self.incarnation = incarnation or secrets.token_hex(4)
-        self._head: _Head | None = None  # None: the store was not read yet
-        self._doubt: _Head | None = None  # a commit of which it is not known whether it happened
+        self._head: Head | None = None  # None: the store was not read yet
+        self._doubt: Head | None = None  # a commit of which it is not known whether it happened
         self.mended = ""
         """What this writer found damaged and healed by publishing, in words; empty in a sound store."""
 
@@ -113,6 +113,18 @@ class Channel:
         done = after or (lambda name: None)
         entries = table(tensors)
         kept = {entry.name: tensors[entry.name] if owned else tensors[entry.name].copy() for entry in entries}
+        return self._publish(entries, kept, step, parent, rollout_ids, done)
+
+    def _publish(
+        self,
+        entries: tuple[TensorEntry, ...],
+        kept: Mapping[str, Tensor],
+        step: int,
+        parent: Version | None,
+        rollout_ids: Sequence[str],
+        done: Callable[[str], None],
+    ) -> Published:
+        """Publish what the entries say; `kept` is handed to `_write`, and with the head from then on."""
         version = Version(step, self.incarnation, table_digest(entries))
         for _ in range(_MAX_SWEEPS):
             head = self._head = self._present()
@@ -123,7 +135,7 @@ class Channel:
             done("manifest")
             pointer = self._pointer(head, ref, manifest)
             debt = Debt(manifest.anchor.num_bytes) if manifest.anchor else head.debt.grown(manifest)
-            ahead = _Head(pointer, ref, kept, debt, manifest.serial, head.generation)
+            ahead = Head(pointer, ref, kept, debt, manifest.serial, head.generation)
             if self._commit(head, ahead):
                 self._head = ahead
                 done("pointer")
@@ -148,35 +160,39 @@ class Channel:
             )
         return plans.rebuild(self._store, manifest)
 
-    def _open(self) -> _Head:
+    def _open(self) -> Head:
         """The head as the store has it, its tensors proven; without tensors where it cannot be rebuilt any more."""
         data = read(self._store, self._key)
         if data is None:
             if history.committed(self._store, self._name):
                 self.mended = "the pointer was gone, though there are versions: the one published next is an anchor"
-                return self._beyond(_Head())
-            return _Head()
+                return self._beyond(Head())
+            return Head()
         try:
             pointer = read_pointer(data)
         except Damaged as error:
             self.mended = f"the pointer was damaged ({error.facts}): the version published next replaces it"
-            return self._beyond(_Head(data))
+            return self._beyond(Head(data))
         try:
             at = history.load(self._store, pointer.head)
-            tensors = plans.rebuild(self._store, at)
+            tensors = self._rebuild(at)
             debt = debt_at(self._store, at)
         except EtudeError as error:  # damaged beyond use: the next publish is an anchor, and heals the channel
             self.mended = f"{error.what}: the version published next is an anchor"
-            return self._beyond(_Head(data, pointer.head, generation=pointer.generation))
-        return _Head(data, pointer.head, tensors, debt, at.serial, pointer.generation)
+            return self._beyond(Head(data, pointer.head, generation=pointer.generation))
+        return Head(data, pointer.head, tensors, debt, at.serial, pointer.generation)
 
-    def _beyond(self, head: _Head) -> _Head:
+    def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
+        """The tensors that the next delta is taken from."""
+        return plans.rebuild(self._store, at)
+
+    def _beyond(self, head: Head) -> Head:
         """A head whose successor no reader takes for a step back, whatever it has seen of this channel."""
         known = [manifest for _, manifest in history.stored(self._store, self._name)]
         generation = max([head.generation, *(manifest.generation for manifest in known)]) + 1
         return replace(head, generation=generation, serial=max((m.serial for m in known), default=0))
 
-    def _present(self) -> _Head:
+    def _present(self) -> Head:
         """The head that the next version applies to: what was published last, as the store has it by now."""
         if self._doubt is not None:
             if read(self._store, self._key) == self._doubt.pointer:
@@ -188,7 +204,7 @@ class Channel:
 
     def _manifest(
         self,
-        head: _Head,
+        head: Head,
         kept: Mapping[str, Tensor],
         entries: tuple[TensorEntry, ...],
         version: Version,
@@ -215,7 +231,7 @@ class Channel:
         )
 
     def _write(
-        self, head: _Head, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
+        self, head: Head, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
     ) -> tuple[tuple[Way, ...], Facts]:
         """Encode and put the objects of every way to the tensors."""
         new = list(tensors.values())
@@ -233,16 +249,16 @@ class Channel:
             objects, more_s = put_objects(self._store, self._name, nonce, new, lambda a, b: [None] * (b - a))
             ways.append(Way(None, objects))
             encode_s += more_s
-        return tuple(ways), Facts(bound_bytes(new, old), _changed_share(new, old), encode_s)
+        return tuple(ways), Facts(bound_bytes(new, old), changed_share(new, old), encode_s)
 
-    def _pointer(self, head: _Head, ref: Ref, manifest: Manifest) -> bytes:
+    def _pointer(self, head: Head, ref: Ref, manifest: Manifest) -> bytes:
         sweep = 0
         if head.pointer is not None and not says_nothing(head.pointer):
             sweep = read_pointer(head.pointer).sweep
         pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=head.generation, sweep=sweep)
         return write_signed(self._key, pointer, self._signer)
 
-    def _commit(self, head: _Head, ahead: _Head) -> bool:
+    def _commit(self, head: Head, ahead: Head) -> bool:
         """Move the pointer; False where garbage collection came between, and all is to be put again."""
         assert ahead.ref is not None
         assert ahead.pointer is not None
@@ -262,7 +278,7 @@ class Channel:
             self.mended = "the pointer was damaged while this writer held it: this version replaces it"
         return outcome is not Outcome.SWEPT
 
-    def _ref(self, version: Version, head: _Head) -> Ref:
+    def _ref(self, version: Version, head: Head) -> Ref:
         """The reference to a version that was published, or at least written, in this channel. A damaged manifest is
         still referred to, by what others say of it, so that a copy of it can be put back."""
         if head.ref and head.ref.version == version:
@@ -304,7 +320,7 @@ def _published(manifest: Manifest) -> Published:
     )
 
 
-def _changed_share(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:
+def changed_share(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:
     """Share of elements whose code is another; all of a tensor that has no old of its dtype and shape."""
     changed = sum(
         int(np.count_nonzero(b.codes != a.codes)) if b is not None and b.spec == a.spec else a.codes.size

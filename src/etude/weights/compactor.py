@@ -104,7 +104,7 @@ class Compactor:
         composed = (self._compose(manifest, span, nonce) for span in self._spans if span <= len(self._steps))
         ways = [way for way in composed if way is not None]
         if self._anchors and debt_at(self._store, manifest).is_due:
-            new = list(self._tensors.values())
+            new = [self._tensors[entry.name] for entry in manifest.tensors]
             objects, _ = put_objects(self._store, self._name, nonce, new, lambda a, b: [None] * (b - a))
             ways.append(Way(None, objects))
         if not ways:
@@ -122,7 +122,7 @@ class Compactor:
         steps = list(self._steps)[-span:]
         base = steps[0][0].base
         chained = sum(step.delta.num_bytes if step.delta else step.ways[0].num_bytes for step, _ in steps)
-        names = sorted(self._tensors)
+        names = [entry.name for entry in manifest.tensors]
         new = [self._tensors[name] for name in names]
 
         def before(start: int, stop: int) -> list[Tensor | None]:

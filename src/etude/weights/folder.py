@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -33,6 +33,7 @@ from etude.weights.checkpoint import (
 )
 from etude.weights.disk import refused, sync_folder, write_synced
 from etude.weights.journal import Change, Journal, read_journal, write_journal
+from etude.weights.parts import split
 from etude.weights.tensors import Tensor, content_digest, tensor_digest
 from etude.weights.undo import compare
 
@@ -115,9 +116,13 @@ class CheckpointFolder:
         self._held = read_checkpoint(self.path)
         return num_bytes
 
-    def verify(self) -> None:
-        """Compare the digest of every byte of weights with the version. Raises `WeightsError` naming both."""
-        found = content_digest({name: tensor_digest(tensor) for name, tensor in self.tensors.items()})
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare the digest of every byte of weights with the version. Raises `WeightsError` naming both.
+
+        `names`: of the version's table, where it was published in parts (`parts`).
+        """
+        tensors = self.tensors if names is None else split(self.tensors, names)
+        found = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
         if self.version is not None and found != self.version.digest:
             raise WeightsError(
                 f"{self.path} does not hold {self.version}",

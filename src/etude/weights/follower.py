@@ -19,6 +19,7 @@ from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights import history, plans
 from etude.weights.manifest import Manifest, Pointer, table
+from etude.weights.parts import split
 from etude.weights.tensors import Tensor
 from etude.weights.undo import Changes, Undo, compare, retain
 
@@ -44,7 +45,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class _Held:
+class Held:
     """A version, its tensors, and the way back from it."""
 
     manifest: Manifest
@@ -76,7 +77,7 @@ class Follower:
     ) -> None:
         self._store, self._name, self._branch, self._can_undo = store, name, branch, can_undo
         self._limit_bytes, self._public_key = limit_bytes, public_key
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._seen: tuple[Pointer, int] | None = None  # the pointer that was followed last, and its head's serial
 
     @property
@@ -145,8 +146,8 @@ class Follower:
                 hint="one update can be undone, if it is kept; `advance(exactly=...)` goes to any that is stored",
             )
         tensors = plans.prove(held.before, held.undo.apply(held.tensors))
-        update = _update(held.before.version, held.tensors, tensors, started)
-        self._held = _Held(held.before, tensors)
+        update = update_of(held.before.version, held.tensors, tensors, started)
+        self._held = Held(held.before, tensors)
         return update
 
     def start_from(self, version: Version, tensors: Mapping[str, Tensor]) -> bool:
@@ -155,15 +156,18 @@ class Follower:
         False, and nothing is held: the store does not know it, or these are not its tensors. Raises `StoreError`.
         """
         manifest = history.find(self._store, self._name, version)
-        if manifest is None or manifest.tensors != table(tensors):
+        if manifest is None:
             return False
-        self._held = _Held(manifest, dict(tensors))
+        held = split(tensors, (entry.name for entry in manifest.tensors))
+        if len(held) < len(tensors) or {*table(held)} != {*manifest.tensors}:
+            return False
+        self._held = Held(manifest, held)
         return True
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the held version in other memory: tensors of the same names and bits, for instance a shared image."""
         assert self._held is not None, "there is a version to be held"
-        self._held = _Held(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
+        self._held = Held(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
 
     def _read_pointer(self) -> Pointer | None:
         return history.head(self._store, self._name, self._branch, public_key=self._public_key)
@@ -175,9 +179,9 @@ class Follower:
         self._check_size(target)
         before = self._held.tensors if self._held else {}
         reached = plans.reach(self._store, target, self.version, before, self._check_size)
-        update = _update(target.version, before, reached.tensors, started, reached)
+        update = update_of(target.version, before, reached.tensors, started, reached)
         undo = retain(before, reached.tensors, update.changed) if self._held and self._can_undo else None
-        self._held = _Held(target, reached.tensors, undo, self._held.manifest if self._held else None)
+        self._held = Held(target, reached.tensors, undo, self._held.manifest if self._held else None)
         return update
 
     def _admitted(self, pointer: Pointer, target: Manifest) -> tuple[Pointer, int]:
@@ -221,13 +225,14 @@ class Follower:
             )
 
 
-def _update(
+def update_of(
     version: Version,
     before: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     started: float,
     reached: plans.Reached | None = None,
 ) -> Update:
+    """What is different between two sets of tensors."""
     changed, replaced = compare(before, tensors)
     return Update(
         version=version,

@@ -1,7 +1,7 @@
 """A checkpoint directory that follows a channel: what `etude weights follow STORE --apply DIR` runs.
 
 For engines that load from disk, for a mirror in another region, for a standby. What it holds at its start is proven and
-gone on from, so that a restart fetches only what it missed.
+gone on from, so that a restart fetches only what it missed. Tensors that were published in parts are whole in it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.folder import CheckpointFolder
 from etude.weights.follower import LIMIT_BYTES, Follower, Update
+from etude.weights.parts import assemble, split
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class FolderFollower:
         if update is None:
             return None
         started = time.perf_counter()
-        written = self._folder.adopt(update.version, self._follower.tensors)
-        self._follower.hold(self._folder.tensors)
+        published = self._follower.tensors
+        written = self._folder.adopt(update.version, assemble(published))
+        self._follower.hold(split(self._folder.tensors, published))
         self._pending = None
         return Adopted(
             version=update.version,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -104,7 +103,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     parent: Ref | None
     ways: tuple[Way, ...]  # at most one without a base; the delta from the version published before comes first
-    tensors: tuple[TensorEntry, ...]  # sorted by name
+    tensors: tuple[TensorEntry, ...]  # by name; of a sharded version shard after shard, each by name (`sharded`)
     rollout_ids: tuple[str, ...]  # every rollout the step consumed; trained means: listed in the current lineage
     facts: Facts
     nonce: str  # 32 hex characters, drawn for this manifest
@@ -261,7 +260,7 @@ def _check_manifest(manifest: Manifest) -> None:
     _check_version(manifest.version)
     _require(bool(re.fullmatch("[0-9a-f]{32}", manifest.nonce)), "nonce")
     names = [entry.name for entry in manifest.tensors]
-    _require(all(a < b for a, b in itertools.pairwise(names)), "tensors are not sorted by name")
+    _require(len({*names}) == len(names), "a tensor is named twice")
     for entry in manifest.tensors:
         _require(_allowed_name(entry.name) and bool(_HEX64.fullmatch(entry.sha256)), f"tensor {entry.name[:80]!r}")
         _ = entry.spec  # raises for an unknown dtype or a wild shape

@@ -7,7 +7,7 @@ digest. The old tensors must be at hand whole: a tile is coded by the exponents 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,17 @@ from etude.errors import WeightsError
 from etude.weights import wholes
 from etude.weights.changes import Changes, Found, of_items
 from etude.weights.codec import KERNELS, for_kernels
-from etude.weights.layout import FIXED_BYTES, SAME, WHOLE, Kernels, header_bytes, page_bounds, read_header, table_of
+from etude.weights.layout import (
+    FIXED_BYTES,
+    SAME,
+    WHOLE,
+    Kernels,
+    Tile,
+    header_bytes,
+    page_bounds,
+    read_header,
+    table_of,
+)
 from etude.weights.streams import damaged
 from etude.weights.tensors import DTYPES, Codes, Spec, Tensor, to_items
 from etude.weights.tiles import scattered
@@ -46,6 +56,47 @@ class Parts:
         self._header = read_header(header, specs)
         self._pages = np.array([start for start, _ in page_bounds(self._header.offsets)], np.int64)
 
+    def needs_old(self, tensor: int) -> frozenset[int]:
+        """The tensors whose old codes make a tensor's new ones: itself and those that share its tile; none where it
+        goes in whole."""
+        form = self._header.layout.forms[tensor]
+        if form in (SAME, WHOLE):
+            return frozenset({tensor} if form == SAME else ())
+        return frozenset({tensor, *(piece.tensor for _, tile in self._over(tensor) for piece in tile.pieces)})
+
+    def tensors(self, wanted: Sequence[int], old: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Some of the new tensors, by their numbers; no page is fetched twice. `old` as for `changes`."""
+        layout = self._header.layout
+        over = {i: self._over(i) for i in wanted if layout.forms[i] not in (SAME, WHOLE)}
+        numbers = {number for tiles in over.values() for number, _ in tiles}
+        numbers |= {n for i in wanted if layout.forms[i] == WHOLE for n, _, _ in layout.wholes(i)}
+        payloads = self._fetch(sorted(numbers))
+        return {i: self._tensor(i, old, over.get(i, []), payloads) for i in wanted}
+
+    def _over(self, tensor: int) -> list[tuple[int, Tile]]:
+        """All delta tiles of a tensor."""
+        rows, cols = table_of(self._specs[tensor])
+        return list(self._header.layout.tiles_over(tensor, range(rows), range(cols)))
+
+    def _tensor(
+        self, i: int, old: Sequence[Tensor | None], over: Sequence[tuple[int, Tile]], payloads: Mapping[int, memoryview]
+    ) -> Tensor:
+        spec, before, form = self._specs[i], old[i], self._header.layout.forms[i]
+        if form == WHOLE:
+            codes = np.empty(spec.size, DTYPES[spec.dtype].codes)
+            for number, first, last in self._header.layout.wholes(i):
+                wholes.read(payloads[number], codes[first:last])
+            return Tensor(spec.dtype, spec.shape, codes)
+        if before is None or before.spec != spec:
+            raise damaged("a tensor refers to an old one that is not held")
+        if form == SAME:
+            return before
+        found, items = self._found(i, old, over, payloads)
+        changes = of_items(found, items, DTYPES[spec.dtype])
+        codes = before.codes.copy()
+        codes[changes.positions] = changes.codes
+        return Tensor(spec.dtype, spec.shape, codes)
+
     def changes(
         self, tensor: int, old: Sequence[Tensor | None], *, rows: range | None = None, cols: range | None = None
     ) -> Changes:
@@ -72,18 +123,32 @@ class Parts:
         layout, kind = self._header.layout, DTYPES[self._specs[tensor].dtype]
         numbered = [] if layout.forms[tensor] == SAME else list(layout.tiles_over(tensor, rows, cols))
         payloads = self._fetch([number for number, _ in numbered])
-        tiles = [tile for number, tile in numbered if number in payloads]
+        found, held = self._found(tensor, old, numbered, payloads)
+        inside: list[Found] = []
+        for positions, items in found:
+            row, col = np.divmod(positions, table_of(self._specs[tensor])[1])
+            keep = (row >= rows.start) & (row < rows.stop) & (col >= cols.start) & (col < cols.stop)
+            inside.append((positions[keep], items[keep]))
+        return of_items(inside, held, kind)
+
+    def _found(
+        self,
+        tensor: int,
+        old: Sequence[Tensor | None],
+        over: Sequence[tuple[int, Tile]],
+        payloads: Mapping[int, memoryview],
+    ) -> tuple[list[Found], Codes]:
+        """What tiles say of a tensor's items, and its old items."""
+        kind = DTYPES[self._specs[tensor].dtype]
+        numbered = [(number, tile) for number, tile in over if number in payloads]
+        tiles = [tile for _, tile in numbered]
         needed = {tensor, *(piece.tensor for tile in tiles for piece in tile.pieces)}
         held = [self._held(old, i) if i in needed else np.empty(0, kind.items) for i in range(len(self._specs))]
-        given = [for_kernels(payloads[n], tile, kind) for n, tile in numbered if n in payloads]
+        given = [for_kernels(payloads[number], tile, kind) for number, tile in numbered]
         found: list[Found] = []
         for tile, (places, items) in zip(tiles, self._kernels.changes(kind, tiles, held, given), strict=True):
-            for of, positions, part in scattered(tile, places, items):
-                if of == tensor:
-                    row, col = np.divmod(positions, table_of(self._specs[tensor])[1])
-                    inside = (row >= rows.start) & (row < rows.stop) & (col >= cols.start) & (col < cols.stop)
-                    found.append((positions[inside], part[inside]))
-        return of_items(found, held[tensor], kind)
+            found += [(positions, part) for of, positions, part in scattered(tile, places, items) if of == tensor]
+        return found, held[tensor]
 
     def _of_whole(self, tensor: int, rows: range, cols: range) -> Changes:
         width = max(1, table_of(self._specs[tensor])[1] // DTYPES[self._specs[tensor].dtype].parts)
