@@ -86,7 +86,7 @@ def relay(args: argparse.Namespace) -> int:
     except OSError as error:
         raise InputError(f"cannot listen on {args.listen}", str(error.strerror), hint="take another port") from None
     print(f"relaying {args.store} at http://{host}:{listener.getsockname()[1]}", flush=True)
-    config = uvicorn.Config(app, access_log=False, log_level="warning", server_header=False, limit_concurrency=256)
+    config = uvicorn.Config(app, access_log=False, log_level="warning", server_header=False, limit_concurrency=1024)
     uvicorn.Server(config).run(sockets=[listener])
     return 0
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -24,10 +25,10 @@ from etude.stores.relay import build_relay
 
 
 @contextmanager
-def relayed(store: BlobStore, token: str | None = None) -> Iterator[str]:
+def relayed(store: BlobStore, **options: Any) -> Iterator[str]:
     """The URL of a relay that runs in a thread."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(build_relay(store, token=token), log_level="error", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(build_relay(store, **options), log_level="error", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -161,6 +162,20 @@ def test_a_relay_that_says_nothing_is_an_error_at_the_deadline() -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(StoreError, match="no answer in time"):
             HttpStore(url, silence_s=0.2, deadline_s=0.5).get("objects/a")
+
+
+def test_a_client_that_takes_nothing_is_let_go_and_another_is_served() -> None:
+    store = MemoryStore()
+    store.put("objects/large", bytes(64 << 20))
+    store.put("small", b"x")
+    with relayed(store, at_once=1, send_s=0.2) as url:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        with socket.create_connection((host, int(port))) as idle:
+            idle.sendall(b"GET /objects/large HTTP/1.1\r\nHost: relay\r\n\r\n")
+            assert idle.recv(1)
+            assert HttpStore(url).get("small") == b"x"
+    with relayed(store) as url:
+        assert HttpStore(url).get("objects/large") == bytes(64 << 20)
 
 
 def test_what_the_store_behind_a_relay_says_comes_through() -> None:
