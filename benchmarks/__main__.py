@@ -1,6 +1,7 @@
 """The quick benchmarks, one after another: ``python -m benchmarks``. Each is a process of its own.
 
-The long ones (laptop, controls, asynchrony, trl, engine in full, …) are run by name.
+The first one trains for some minutes, once, what it measures. The long ones (delta over all its pairs, weights_stall,
+weights_follow, laptop, controls, asynchrony, trl, engine in full, …) are run by name.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import subprocess
 import sys
 
 QUICK = (
-    ["delta"],
+    ["delta", "--pairs", "*/adamw-1e-6/1", "--repeats", "5"],
     ["engine", "--batches", "16,64", "--repeats", "1"],
     ["machines"],
     ["swap_client"],

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.delta import weights
 from benchmarks.report import report
 from etude.stores import DirectoryStore, MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
@@ -27,7 +26,15 @@ from etude.weights.compactor import SPANS, Compactor
 BEHIND = max(SPANS)
 RATES = (1e-6, 3e-6, 1e-5)
 
+NUM_TENSORS = 100
+
 Weights = dict[str, Tensor]
+
+
+def bf16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    """Codes of the nearest bf16, ties to even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def steps(rate: float, num_elements: int, num_steps: int, signal: float) -> Iterator[Weights]:
@@ -39,7 +46,8 @@ def steps(rate: float, num_elements: int, num_steps: int, signal: float) -> Iter
     for step in range(num_steps + 50):
         momentum = 0.9 * momentum + 0.1 * (lasting + rng.standard_normal(num_elements, np.float32))
         if step >= 50:  # moments have settled
-            yield {f"t{i}": tensor for i, tensor in enumerate(weights(master))}
+            parts = np.array_split(bf16(master), NUM_TENSORS)
+            yield {f"t{i}": Tensor("bf16", part.shape, part) for i, part in enumerate(parts)}
             master -= np.float32(rate) * momentum / np.sqrt(1 + np.float32(signal) ** 2)
 
 

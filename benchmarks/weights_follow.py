@@ -1,0 +1,244 @@
+"""What following costs an engine: memory, the pause, and catching up. A model of 1 GB in bf16, real optimiser steps.
+
+The versions are those of `benchmarks.delta_pairs` at 1e-6, of which 1.1 % change in a step, with the model's tensors
+`--copies` times over. A writer publishes them to a directory, a compactor adds skips. Then an engine-like process, live
+weights and no more, follows version by version, each publish being the move of the pointer:
+
+    process    by a `FollowerProcess`: a child decodes and proves, and hands over an image
+    library    by a `Follower` in the engine's own process
+    on live    the same, which holds the live memory itself between updates (`Follower.hold`)
+
+*Advance* is fetching, decoding, proving; *prepare* makes the lists of what goes where; the *pause* is `Swap.apply`: the
+scatter. Extra memory is the proportional set size of the engine and its children less that of the engine before
+anything was followed, and less the lists: while it waits, and at most while it moves, looked at every 10 ms during the
+first updates; times are of the others. `--copies 20` is 1 GB and needs about 8 GB of memory.
+`python -m benchmarks.weights_follow [--copies N] [--ways process library on_live]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks import delta_pairs
+from benchmarks.report import report
+from etude.loop.usage import Processes, pss_bytes
+from etude.stores import DirectoryStore
+from etude.weights import Channel, Follower, FollowerProcess, Tensor, chain
+from etude.weights.compactor import SPANS, Compactor
+from etude.weights.history import pointer_key
+from etude.weights.runtime_map import Map, named
+from etude.weights.targets import Target
+
+CHANNEL = "policy"
+WAYS = ("process", "library", "on_live")
+WATCHED, TIMED = 2, 4
+"""Updates whose memory is looked at, and updates whose times are taken."""
+
+BEHIND = max(SPANS)
+GOALS = {"extra_share_of_model": 0.02, "catch_up_share_of_chain": 0.45}
+PATIENCE_S = 600.0
+
+
+def copied(tensors: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
+    """The same tensors under several names: more layers, as it were."""
+    return {f"c{i:03d}.{name}": tensor for i in range(copies) for name, tensor in tensors.items()}
+
+
+def publish(root: Path, versions: Iterator[dict[str, Tensor]], copies: int) -> tuple[list[bytes], float]:
+    """Every version and its skips, durable; the pointer to each, and the share that changes in a step."""
+    store = DirectoryStore(root)
+    channel, compactor, parent = Channel(store, CHANNEL), Compactor(store, CHANNEL), None
+    pointers, shares = [], []
+    for step, tensors in enumerate(versions):
+        made = channel.publish(copied(tensors, copies), step=step, parent=parent, rollout_ids=[], owned=True)
+        parent = made.version
+        shares.append(made.changed_share)
+        compactor.step()
+        pointers.append(store.get(pointer_key(CHANNEL)))
+    return pointers, median(shares[1:])
+
+
+def engine(root: Path, way: str, first: dict[str, tuple[int, ...]], told: Connection) -> None:
+    """The engine-like process: says what it is about to do, does it when answered, says what it took."""
+    live = {name: np.zeros(shape, np.uint16) for name, shape in first.items()}
+    for buffer in live.values():
+        buffer.fill(1)
+    target, store = Target(Map(named(live))), DirectoryStore(root)
+    _turn(told, {})
+    with ExitStack() as running:
+        follower: Follower | FollowerProcess
+        if way == "process":
+            follower = running.enter_context(FollowerProcess(store, CHANNEL))
+        else:
+            follower = Follower(store, CHANNEL, can_undo=way == "library")
+        _update(follower, target, live if way == "on_live" else None, undoable=False)
+        _turn(told, {})
+        for _ in range(WATCHED + TIMED):
+            _turn(told, _update(follower, target, live if way == "on_live" else None))
+    _turn(told, {"differing": target.differing(follower.tensors)})
+
+
+def _update(
+    follower: Follower | FollowerProcess,
+    target: Target,
+    live: dict[str, np.ndarray[Any, Any]] | None,
+    *,
+    undoable: bool = True,
+) -> dict[str, Any]:
+    """Come to the head, write it, commit; what that took."""
+    started, end = time.perf_counter(), time.monotonic() + PATIENCE_S
+    while (update := follower.advance()) is None:
+        if time.monotonic() > end:
+            raise SystemExit(f"waited {PATIENCE_S:g} s for a version")
+    advanced = time.perf_counter()
+    swap = target.prepare(update, follower.tensors, undoable=undoable)
+    prepared = time.perf_counter()
+    swap.apply()
+    applied = time.perf_counter()
+    lists, undo = swap.list_bytes, swap.undo_bytes
+    swap.commit()
+    if live is not None and isinstance(follower, Follower):
+        follower.hold({n: Tensor(t.dtype, t.shape, live[n].reshape(-1)) for n, t in follower.tensors.items()})
+    return {
+        "advance_s": advanced - started,
+        "prepare_s": prepared - advanced,
+        "pause_s": applied - prepared,
+        "list_bytes": lists,
+        "undo_bytes": undo,
+    }
+
+
+def _turn(told: Connection, said: dict[str, Any]) -> None:
+    told.send(said)
+    if told.poll(PATIENCE_S):
+        told.recv()
+
+
+def follow(root: Path, way: str, pointers: list[bytes], first: dict[str, Tensor]) -> dict[str, Any]:
+    """Let one engine follow, version by version."""
+    store = DirectoryStore(root)
+    _point(store, pointers[0])
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    shapes = {name: tensor.shape for name, tensor in first.items()}
+    child = spawn.Process(target=engine, args=(root, way, shapes, theirs))
+    child.start()
+    theirs.close()
+    assert child.pid is not None
+    try:
+        _heard(ours, child.pid)
+        bare = _pss(child.pid)
+        ours.send(True)
+        _heard(ours, child.pid)
+        idle, peaks, updates = [_pss(child.pid)], [], []
+        for number, pointer in enumerate(pointers[1 : 1 + WATCHED + TIMED]):
+            _point(store, pointer)
+            ours.send(True)
+            said, peak = _heard(ours, child.pid, watch=number < WATCHED)
+            if number < WATCHED:
+                peaks.append(peak)
+                idle.append(_pss(child.pid))
+            else:
+                updates.append(said)
+        ours.send(True)
+        differing = _heard(ours, child.pid)[0]["differing"]
+        if differing:
+            raise SystemExit(f"live memory differs in {len(differing)} tensors")
+        ours.send(True)
+        child.join(PATIENCE_S)
+    finally:
+        child.kill()
+    model = sum(tensor.num_bytes for tensor in first.values())
+    lists = round(median(said["list_bytes"] for said in updates))
+    return {
+        "bare_bytes": bare,
+        "list_bytes": lists,
+        "undo_bytes": round(median(said["undo_bytes"] for said in updates)),
+        "extra_share_while_waiting": round((idle[-1] - bare) / model, 4),
+        "extra_share_while_moving": round((max(peaks) - bare - lists) / model, 4),
+        "advance_s": round(median(said["advance_s"] for said in updates), 3),
+        "prepare_s": round(median(said["prepare_s"] for said in updates), 4),
+        "pause_ms": round(1e3 * median(said["pause_s"] for said in updates), 3),
+        "pause_ms_max": round(1e3 * max(said["pause_s"] for said in updates), 3),
+    }
+
+
+def _heard(ours: Connection, pid: int, *, watch: bool = False) -> tuple[dict[str, Any], int]:
+    """What the engine says next, and the most memory it had until then, if that is watched."""
+    most, end = 0, time.monotonic() + PATIENCE_S
+    while not ours.poll(0.01 if watch else 1.0):
+        most = max(most, _pss(pid)) if watch else 0
+        if time.monotonic() > end:
+            raise SystemExit(f"waited {PATIENCE_S:g} s for the engine")
+    return ours.recv(), most
+
+
+def _pss(pid: int) -> int:
+    return pss_bytes(Processes().tree(pid))
+
+
+def _point(store: DirectoryStore, pointer: bytes) -> None:
+    now = store.get(pointer_key(CHANNEL))
+    if now != pointer and not store.compare_and_swap(pointer_key(CHANNEL), now, pointer):
+        raise SystemExit("somebody else moved the pointer")
+
+
+def catch_up(root: Path, pointers: list[bytes]) -> dict[str, Any]:
+    """Bytes and seconds of a follower that is 16 versions behind, against the chain's own."""
+    store = DirectoryStore(root)
+    _point(store, pointers[-1 - BEHIND])
+    late = Follower(store, CHANNEL)
+    late.advance()
+    _point(store, pointers[-1])
+    started = time.perf_counter()
+    update = late.advance()
+    took = time.perf_counter() - started
+    assert update is not None
+    chained = sum(manifest.delta.num_bytes for manifest in chain(store, CHANNEL)[-BEHIND:] if manifest.delta)
+    return {
+        "fetched_bytes": update.fetched_bytes,
+        "chain_bytes": chained,
+        "share_of_chain": round(update.fetched_bytes / chained, 4),
+        "seconds": round(took, 2),
+    }
+
+
+def measure(root: Path, folder: Path, copies: int, ways: list[str]) -> dict[str, Any]:
+    """Publish, follow each way, catch up."""
+    first = copied(next(delta_pairs.versions(folder)), copies)
+    started = time.perf_counter()
+    pointers, share = publish(root, delta_pairs.versions(folder), copies)
+    return {
+        "model_bytes": sum(tensor.num_bytes for tensor in first.values()),
+        "tensors": len(first),
+        "changed_share": round(share, 5),
+        "publish_s": round((time.perf_counter() - started) / len(pointers), 2),
+        "follow": {way: follow(root, way, pointers, first) for way in ways},
+        "catch_up": catch_up(root, pointers),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--copies", type=int, default=20)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--folder", type=Path, default=delta_pairs.FOLDER, help="where the pairs are kept")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        found = measure(Path(root), args.folder, args.copies, args.ways)
+    report("weights_follow", {"copies": args.copies, "goals": GOALS, **found})
+
+
+if __name__ == "__main__":
+    main()
