@@ -9,6 +9,11 @@ and is imported only by whoever asks for it: `etude.weights` itself knows nothin
     update.undo()                                 # or back; `apply` does both at once, with no list between
 """
 
+from importlib.util import find_spec
+
+if find_spec("triton") is None:
+    raise ModuleNotFoundError("etude.weights.gpu needs Triton: pip install 'etude[gpu]'", name="triton")
+
 from etude.weights.gpu.kernels import DeviceKernels
 from etude.weights.gpu.memory import Items
 from etude.weights.gpu.update import Prepared, apply, encode, prepare

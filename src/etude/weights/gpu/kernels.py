@@ -8,7 +8,7 @@ unpacked there: they are a few per cent of the bytes. Knows nothing of objects a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,11 @@ from etude.weights.streams import Flags, Longs, Numbers, Reader, damaged
 from etude.weights.tensors import Codes, DType
 from etude.weights.tiles import CODED, RAW, in_place_order, pack, read_raw, unpack
 
-BLOCK = 4096
-"""Items of a block: at most 32767, which sixteen bits count, and few enough for registers."""
+BLOCK = 2048
+"""Items of a block: at most 16384, which sixteen bits count; few enough for the registers of its warps."""
+
+WARPS = 4
+"""Of a program that reads a block. `BLOCK` items are then the most that spill none of their prefix sums."""
 
 CHUNK = 128
 """Changes that a program sorts out at a time."""
@@ -42,7 +45,7 @@ Told = tuple[Longs, Flags, Numbers]
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """What changes in some tiles, on the device: ready to be written."""
+    """What changes in some tiles, on the device."""
 
     kind: DType
     tiles: Sequence[Tile]
@@ -59,11 +62,11 @@ class Lists:
 class DeviceKernels:
     """Satisfies `layout.Kernels`, with `Items` on one device for numpy's arrays. One thread at a time.
 
-    `block`: items that one program reads; a power of two up to 16384.
+    `block`: items that one program reads, a power of two up to 16384; `warps`: that it runs on.
     """
 
-    def __init__(self, block: int = BLOCK) -> None:
-        self._block = block
+    def __init__(self, block: int = BLOCK, warps: int = WARPS) -> None:
+        self._block, self._warps = block, warps
 
     def sample(self, old: Items, new: Items, kind: DType, stride: int) -> tuple[Counts, Counts]:
         before, after = (_sampled(items, kind, stride) for items in (old, new))
@@ -76,7 +79,7 @@ class DeviceKernels:
     def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items]) -> list[bytes]:
         if not any(tile.size for tile in tiles):
             return [b""] * len(tiles)
-        of_class, splits, where, steps = self._changed(kind, tiles, old, new)
+        of_class, splits, where, steps = self.changed(kind, tiles, old, new)
         packed = []
         for tile, items, (start, stop) in zip(tiles, of_class, itertools.pairwise(splits.tolist()), strict=True):
             down, size = steps[start:stop] < 0, np.abs(steps[start:stop]).view(np.uint32)
@@ -99,17 +102,18 @@ class DeviceKernels:
     def lists(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], payloads: Sequence[memoryview]
     ) -> list[Lists]:
-        """What `write` needs, resolved and on the device. Raises `WeightsError` for bytes that no writer made."""
+        """What is to be written, resolved and on the device. Raises `WeightsError` for bytes that no writer made."""
         return [lists for _, lists in self._listed(kind, tiles, old, payloads)]
 
-    def write(self, lists: Lists, new: Sequence[Items]) -> None:
-        """Scatter the new items into tensors like those that the lists were made for: absolute, and safe to repeat."""
-        self._scatter(lists, new, read=False)
+    def writer(self, lists: Lists, new: Sequence[Items]) -> Callable[[], None]:
+        """A call that scatters the new items into tensors like those that the lists were made for, and does nothing
+        else: absolute, and safe to repeat."""
+        return _scatter(lists, new, read=False)
 
     def read(self, lists: Lists, old: Sequence[Items]) -> Lists:
         """The items that are where `lists` will write: what undoes it, written."""
         held = Lists(lists.kind, lists.tiles, lists.splits, lists.places, torch.empty_like(lists.codes))
-        self._scatter(held, old, read=True)
+        _scatter(held, old, read=True)()
         return held
 
     def apply(
@@ -123,20 +127,20 @@ class DeviceKernels:
         """Write the changes into `new`, which holds the old items or *is* `old`, with no list on the device between.
 
         All bytes are checked before the first write: where it raises `WeightsError`, nothing was written. Only lists
-        (`lists`, then `write`) can be undone, and take less of a pause where few items change.
+        (`lists`, then `writer`) can be undone, and take less of a pause where few items change.
         """
         told = _Payloads(kind, payloads)
         if kind.width < 8:  # two items of a byte are not one program's
             for lists in self.lists(kind, tiles, old, payloads):
-                self.write(lists, new)
+                self.writer(lists, new)()
             return
         raw = self._raw(kind, tiles, told, old)
         if told.coded:
             self._place(kind, [tiles[i] for i in told.coded], old, new, told, listed=False)
         if raw:
-            self.write(raw, new)
+            self.writer(raw, new)()
 
-    def _changed(
+    def changed(
         self, kind: DType, tiles: Sequence[Tile], old: Sequence[Items], new: Sequence[Items]
     ) -> tuple[Longs, Longs, Numbers, npt.NDArray[np.int32]]:
         """[tiles, classes] items; [tiles + 1] where each tile's changes start; where, and by how many steps."""
@@ -151,7 +155,7 @@ class DeviceKernels:
             for which, full in _launches(table):
                 programs.scan[(len(which),)](
                     table.table, which, counts, starts, total, found, steps, room,
-                    **_constants(kind), GROUPS=_groups(tiles), FULL=full, BLOCK=self._block,
+                    **_constants(kind), GROUPS=_groups(tiles), FULL=full, BLOCK=self._block, num_warps=self._warps,
                 )  # fmt: skip
             count = int(total)
             if count <= room:
@@ -208,7 +212,7 @@ class DeviceKernels:
         counts = _ints(device, table.size, MAX_CLASSES)
         for which, full in _launches(table):
             programs.count[(len(which),)](
-                table.table, which, counts, **_constants(kind), FULL=full, BLOCK=self._block
+                table.table, which, counts, **_constants(kind), FULL=full, BLOCK=self._block, num_warps=self._warps
             )  # fmt: skip
         items = _Numbered(table, counts, len(tiles))
         of_class = items.of_tile.cpu().numpy()
@@ -230,24 +234,9 @@ class DeviceKernels:
             programs.place[(len(which),)](
                 table.table, which, bases, bits, before, steps, places, codes,
                 **_constants(kind), GROUPS=_groups(tiles), LISTED=listed, FULL=full, BLOCK=self._block,
+                    num_warps=self._warps,
             )  # fmt: skip
         return Lists(kind, tiles, splits, places, codes)
-
-    def _scatter(self, lists: Lists, arrays: Sequence[Items], *, read: bool) -> None:
-        table, firsts = blocks.pieces(lists.tiles, arrays)
-        chunks = [
-            (first, min(first + SPREAD, stop), *firsts[tile : tile + 2].tolist())
-            for tile, (start, stop) in enumerate(itertools.pairwise(lists.splits.tolist()))
-            for first in range(start, stop, SPREAD)
-        ]
-        if not chunks:
-            return
-        device = lists.places.device
-        tables = [torch.from_numpy(rows).to(device) for rows in (np.array(chunks, np.int64), table)]
-        for half in (0, 1) if lists.kind.width == 4 else (0,):
-            programs.scatter[(len(chunks),)](
-                *tables, lists.places, lists.codes, WIDTH=lists.kind.width, HALF=half, READ=read, CHUNK=SPREAD
-            )
 
 
 class _Payloads:
@@ -279,6 +268,28 @@ class _Numbered:
         """[blocks, classes] the number of a block's first of each class, in its tile in order of classes."""
         self.in_tiles = (starts_of_all[table.tile] + in_tile).int()
         """The same, over all tiles."""
+
+
+def _scatter(lists: Lists, arrays: Sequence[Items], *, read: bool) -> Callable[[], None]:
+    """A call that writes the items to their places, or reads what is there. Its tables are on the device already."""
+    table, firsts = blocks.pieces(lists.tiles, arrays)
+    chunks = [
+        (first, min(first + SPREAD, stop), *firsts[tile : tile + 2].tolist())
+        for tile, (start, stop) in enumerate(itertools.pairwise(lists.splits.tolist()))
+        for first in range(start, stop, SPREAD)
+    ]
+    device, width = lists.places.device, lists.kind.width
+    tables = [torch.from_numpy(rows).to(device) for rows in (np.array(chunks, np.int64), table)]
+
+    def run(_held: Sequence[Items] = arrays) -> None:  # held: their addresses are in the table
+        if not chunks:
+            return
+        for half in (0, 1) if width == 4 else (0,):
+            programs.scatter[(len(chunks),)](
+                *tables, lists.places, lists.codes, WIDTH=width, HALF=half, READ=read, CHUNK=SPREAD
+            )
+
+    return run
 
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -7,7 +7,7 @@ the object by its SHA-256 first, and the live memory by its manifest's digests (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -18,7 +18,7 @@ import torch
 from etude.errors import WeightsError
 from etude.weights import codec, layout, wholes
 from etude.weights.choices import Mode, choose
-from etude.weights.gpu.kernels import DeviceKernels, Lists
+from etude.weights.gpu.kernels import DeviceKernels
 from etude.weights.gpu.memory import Items, fetched
 from etude.weights.layout import DELTA, JOINED, WHOLE, Header, Kernels
 from etude.weights.streams import damaged
@@ -75,35 +75,24 @@ def encode(
 class Prepared:
     """An update that is on the device. `write` inside the pause; then let it go, or `undo`, also inside."""
 
-    live: Sequence[Items]
-    kernels: DeviceKernels
-    lists: list[Lists] = field(default_factory=list)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # live memory, its new codes
-    old_lists: list[Lists] | None = None
-    old_copies: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory that it holds beside the live weights, without tensors that are new as a whole."""
-        return sum(lists.num_bytes for lists in (*self.lists, *(self.old_lists or ())))
+    num_bytes: int = 0
+    """Device memory of the lists, beside the live weights and tensors that are new as a whole."""
+    writes: list[Callable[[], object]] = field(default_factory=list)
+    undoes: list[Callable[[], object]] | None = None
 
     def write(self) -> None:
         """Queue all writes on the current stream."""
-        self._write(self.lists, [new for _, new in self.copies])
+        for write in self.writes:
+            write()
 
     def undo(self) -> None:
         """Queue writing back what was there when it was prepared. Raises `WeightsError` where that was not kept."""
-        if self.old_lists is None:
+        if self.undoes is None:
             raise WeightsError(
                 "an update in device memory cannot be undone", "it was prepared without", hint="adopt an anchor"
             )
-        self._write(self.old_lists, self.old_copies)
-
-    def _write(self, lists: Sequence[Lists], wholes: Sequence[torch.Tensor]) -> None:
-        for each in lists:
-            self.kernels.write(each, self.live)
-        for (memory, _), codes in zip(self.copies, wholes, strict=True):
-            memory.copy_(codes)
+        for write in self.undoes:
+            write()
 
 
 def prepare(
@@ -121,14 +110,21 @@ def prepare(
     """
     kernels = kernels or DeviceKernels()
     header, held = _held(data, specs, live)
-    update = Prepared(held, kernels)
+    update = Prepared()
+    undoes: list[Callable[[], object]] = []
     for kind, tiles, payloads in codec.changing(header, data, BATCH_ITEMS):
-        update.lists += kernels.lists(kind, tiles, held, payloads)
+        for lists in kernels.lists(kind, tiles, held, payloads):
+            update.writes.append(kernels.writer(lists, held))
+            update.num_bytes += lists.num_bytes
+            if undoable:
+                before = kernels.read(lists, held)
+                undoes.append(kernels.writer(before, held))
+                update.num_bytes += before.num_bytes - before.places.nbytes  # which both share
     for memory, codes in _wholes(header, data, held):
-        update.copies.append((memory, codes.to(memory.device)))
-    if undoable:
-        update.old_lists = [kernels.read(lists, held) for lists in update.lists]
-        update.old_copies = [memory.clone() for memory, _ in update.copies]
+        update.writes.append(partial(memory.copy_, codes.to(memory.device)))
+        if undoable:
+            undoes.append(partial(memory.copy_, memory.clone()))
+    update.undoes = undoes if undoable else None
     return update
 
 
