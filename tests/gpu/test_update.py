@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +115,12 @@ def test_memory_that_is_not_what_its_spec_says_is_refused_by_name() -> None:
     for tensor in (torch.zeros(4, 4, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int16).t()[:, ::1].T[:, :2]):
         with pytest.raises(WeightsError, match="'w' is"):
             gpu.encode({"w": tensor}, {}, specs)
+
+
+def test_the_guides_code_runs_as_it_stands_there() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "guides" / "weights-on-a-gpu.md"
+    (code,) = re.findall(r"```python\n(.*?)```", guide.read_text(), re.S)
+    exec(code, {})
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU here: a hundred million items take the interpreter hours")
