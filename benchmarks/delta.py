@@ -1,19 +1,19 @@
 """Deltas of real optimiser steps against their bound, against the memory's speed, and against what others do.
 
 Pairs are of `benchmarks.delta_pairs`. For each pair, mode `best` and `fast`: bytes, ratio, ratio ÷ bound; and GB of
-snapshot a second, on one core, in CPU time of the whole process, three ways:
+snapshot a second, on one core, in CPU time of the whole process, four ways:
 
     kernels    the coding of all tiles alone, in memory that is there: `Kernels.encode`; `Kernels.apply` in place
     codec      `codec.encode`, and `codec.decode` into new memory: sampling, header, digests of the delta's pages, too
     public     `etude.weights.encode`, and `apply(old, delta, out=old)`: SHA-256 of every old and new tensor, too
     small      as codec, on the checkpoint's own tensors, of 160 KB each: what a tensor costs beside its bytes
 
-*Scan* is one pass that counts differing codes of both snapshots, *memcpy* one copy of a snapshot: both of the same run,
-and what speeds are divided by. Snapshots are repeated to over 100 MB, so that no cache holds
-them, and tensors of one shape stacked, since those of large models are large. Everything that is
-compared takes turns, `--repeats` times, and the shortest counts. 2 threads ÷ 1 is of wall time, kernels alone.
-Peers are to be compared with *codec*; ZipNN runs where it can be imported (`pip install --target DIR --no-deps zipnn`,
-and DIR in PYTHONPATH).
+*Scan* is one pass that counts differing codes of both snapshots, *memcpy* one copy of a snapshot: both of the same
+run, and what speeds are divided by. Snapshots are repeated to over 100 MB, so that no cache holds them, and tensors of
+one shape stacked, since those of large models are large. Both modes take turns, `--repeats` times,
+and the shortest counts. 2 threads ÷ 1 is of wall time, kernels alone. Peers are to be compared with *codec*, and those
+that can write in place, there with *kernels*; ZipNN runs where it can be imported (`pip install --target DIR --no-deps
+zipnn`, and DIR in PYTHONPATH).
 `python -m benchmarks.delta [--pairs 'bf16/adamw-1e-6/*' ...] [--repeats N]`
 """
 
@@ -255,8 +255,14 @@ def _peer(peer: Peer, pair: Pair, bound: float, large: tuple[Side, Side], repeat
         coded = clock.cpu("encode", peer.encode, old, new)
         made = clock.cpu("apply", peer.decode, coded, old)
         _same(made, new)
+        if peer.write:
+            for live, codes in zip(made, old, strict=True):
+                np.copyto(live, codes)
+            clock.cpu("write", peer.write, coded, made)
+            _same(made, new)
     size = sum(map(len, peer.encode(side(pair.old), side(pair.new))))
-    speeds = {f"{what}_codec": {"gb_per_s": round(num_bytes / 1e9 / s, 3)} for what, s in clock.shortest.items()}
+    levels = {"encode": "encode_codec", "apply": "apply_codec", "write": "apply_kernels"}
+    speeds = {levels[what]: {"gb_per_s": round(num_bytes / 1e9 / s, 3)} for what, s in clock.shortest.items()}
     return {**_density(size, pair.num_bytes, bound), **speeds}
 
 
@@ -274,6 +280,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             }
     for row in rows:
         if row["pair"] == GOAL_PAIR:
+            found["ahead_of_every_peer"] = _ahead(row["coders"])
             for mode, wanted in GOALS.items():
                 coder = row["coders"][mode]
                 for what, by in ("encode", "of_scan"), ("apply", "of_memcpy"):
@@ -281,6 +288,18 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                     found[f"{mode}_{what}_{by}"] = {"goal": wanted[f"{what}_{by}"], **levels}
                     two = coder[f"{what}_two_threads"]
                     found[f"{mode}_{what}_two_threads"] = {"goal": wanted["two_threads"], "is": two}
+    return found
+
+
+def _ahead(coders: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """How far each mode is before the best of its peers, in each of what is compared."""
+    others = [coder for name, coder in coders.items() if name not in MODES and "missing" not in coder]
+    found: dict[str, dict[str, float]] = {}
+    for mode in MODES if others else ():
+        found[mode] = {"ratio": round(coders[mode]["ratio"] / max(coder["ratio"] for coder in others), 2)}
+        for what in "encode_codec", "apply_codec", "apply_kernels":
+            most = max(coder[what]["gb_per_s"] for coder in others if what in coder)
+            found[mode][what] = round(coders[mode][what]["gb_per_s"] / most, 2)
     return found
 
 
@@ -326,7 +345,7 @@ def main() -> None:
     parser.add_argument(
         "--pairs", nargs="+", default=["*"], metavar="PATTERN", help="names as in benchmarks.delta_pairs"
     )
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--least-bytes", type=int, default=LEAST_BYTES, help="of a snapshot whose speed is measured")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--folder", type=Path, default=delta_pairs.FOLDER, help="where the pairs are kept")

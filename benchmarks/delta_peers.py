@@ -33,13 +33,15 @@ Side = list[Codes]
 class Peer:
     """`encode(old, new)`, and `decode(coded, old)` that gives `new`. Bytes are those of all parts together.
 
-    `why_not`: why it is not here, empty where it is.
+    `write(coded, live)`: the same in place, where live memory holds the old version. `why_not`: why it is not here,
+    empty where it is.
     """
 
     name: str
     encode: Callable[[Side, Side], list[bytes]]
     decode: Callable[[list[bytes], Side], Side]
     why_not: str = ""
+    write: Callable[[list[bytes], Side], None] | None = None
 
 
 def side(tensors: Sequence[Tensor]) -> Side:
@@ -62,6 +64,11 @@ def _xor(old: Side, new: Side) -> list[bytes]:
 
 def _undo_xor(coded: list[bytes], old: Side) -> Side:
     return [np.frombuffer(_unzip(data), a.dtype) ^ a for data, a in zip(coded, old, strict=True)]
+
+
+def _write_xor(coded: list[bytes], live: Side) -> None:
+    for data, a in zip(coded, live, strict=True):
+        a ^= np.frombuffer(_unzip(data), a.dtype)
 
 
 def _planes(old: Side, new: Side) -> list[bytes]:
@@ -90,14 +97,16 @@ def _gaps(old: Side, new: Side) -> list[bytes]:
 
 
 def _undo_gaps(coded: list[bytes], old: Side) -> Side:
-    made = []
-    for data, a in zip(coded, old, strict=True):
+    made = [a.copy() for a in old]
+    _write_gaps(coded, made)
+    return made
+
+
+def _write_gaps(coded: list[bytes], live: Side) -> None:
+    for data, a in zip(coded, live, strict=True):
         count, raw = int.from_bytes(data[1:9], "little"), _unzip(data[9:])
         gaps = np.frombuffer(raw, f"u{data[0]}", count)
-        b = a.copy()
-        b[np.cumsum(gaps, dtype=np.int64)] = np.frombuffer(raw, a.dtype, count, gaps.nbytes)
-        made.append(b)
-    return made
+        a[np.cumsum(gaps, dtype=np.int64)] = np.frombuffer(raw, a.dtype, count, gaps.nbytes)
 
 
 def _zipnn(width: int) -> Any:
@@ -158,9 +167,9 @@ def peers() -> list[Peer]:
     no_zipnn = "" if importlib.util.find_spec("zipnn") else "the package `zipnn` is not installed"
     no_zstd = "" if shutil.which("zstd") else "there is no program `zstd`"
     return [
-        Peer("XOR + zstd-1", _xor, _undo_xor),
+        Peer("XOR + zstd-1", _xor, _undo_xor, write=_write_xor),
         Peer("XOR + planes + zstd-1", _planes, _undo_planes),
-        Peer("gaps + codes + zstd-1", _gaps, _undo_gaps),
+        Peer("gaps + codes + zstd-1", _gaps, _undo_gaps, write=_write_gaps),
         Peer("ZipNN delta", _zipnn_delta, _undo_zipnn, no_zipnn),
         Peer("zstd --patch-from", _patch, _undo_patch, no_zstd),
     ]

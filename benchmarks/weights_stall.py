@@ -4,7 +4,7 @@ A learner trains and offers its weights after each step to a `Publisher`, which 
 background. *Waited* is for the publish before, *read* is turning masters' bf16 into codes and copying them: together
 the stall. Beside it, what a step takes without and with a publish in the background, which shares the cores. Two
 models: the laptop example's, and one of 1 GB in bf16 (with float32 weights, gradients, masters and two moments in
-memory, about 14 GB in all). `python -m benchmarks.weights_stall [--models laptop 1gb] [--publishes N]`
+memory, about 17 GB in all). `python -m benchmarks.weights_stall [--models laptop 1gb] [--publishes N]`
 """
 
 from __future__ import annotations
