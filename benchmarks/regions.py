@@ -8,9 +8,9 @@ out, over a line that cuts connections. All must converge, and every version tha
 memory. Engines start from the base checkpoint on their disks, as machines do that were set up with an image.
 
 Publish → live runs from the pointer's move to the end of the scatter, on one clock. Beside it: bytes ÷ bandwidth + one
-round trip. `disturbed` cells are those in which that region was killed, cut off, or came late. The four share this
-machine's cores, so links must be slow enough to be what limits; the load average is told. The carried numbers at the
-end are arithmetic.
+round trip; the bytes are those of objects, also of those that the cache had. `disturbed` cells are those in which that
+region was killed, cut off, or came late. The four share this machine's cores, so links must be slow enough to be what
+limits; the load average is told. The carried numbers at the end are arithmetic.
 
     python -m benchmarks.regions [--gb 2] [--mbit 4] [--scratch DIR]
 """

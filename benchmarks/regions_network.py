@@ -142,8 +142,12 @@ async def wan(listen_port: int, target_port: int, one_way_s: float, cut_mb: floa
             writer.transport.abort()
             return
         most = draw.expovariate(1 / (cut_mb * 1e6)) if cut_mb else float("inf")
-        ways = (_carry(reader, far_writer, one_way_s, float("inf")), _carry(far_reader, writer, one_way_s, most))
-        await asyncio.wait([asyncio.ensure_future(way) for way in ways], return_when=asyncio.FIRST_COMPLETED)
+        there = asyncio.ensure_future(_carry(reader, far_writer, one_way_s, float("inf")))
+        back = asyncio.ensure_future(_carry(far_reader, writer, one_way_s, most))
+        await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
+        there.cancel()
+        back.cancel()
+        await asyncio.gather(there, back, return_exceptions=True)
         writer.transport.abort()
         far_writer.transport.abort()
 
