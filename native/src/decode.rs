@@ -112,7 +112,7 @@ pub struct Decoder {
 const TOO_LONG: Refused = "a step is longer than the scale";
 const PAST_THE_END: Refused = "a position lies past the end";
 /// So many changes before it is used a code is fetched: each lies in another cache line.
-const AHEAD_CHANGES: usize = 24;
+const AHEAD_CHANGES: usize = 48;
 /// Of a unary plane.
 const MAX_BITS: u64 = 1 << 40;
 
@@ -210,8 +210,7 @@ impl Decoder {
             exceptions.next(header.exceptions_listed(), header.exceptions_low(), &mut escapes, numbers)?;
             from_gaps(numbers, header.changed as u64)?;
             if header.exceptions_inverted() {
-                complement(numbers, header.changed as u32, others);
-                places.extend_from_slice(others);
+                places.extend_from_slice(complement(numbers, header.changed as u32, others));
             } else {
                 places.extend_from_slice(numbers);
             }
@@ -262,6 +261,7 @@ impl Decoder {
                 let at = listed[i] as usize - position;
                 if let Some(&ahead) = listed[..until].get(i + AHEAD_CHANGES) {
                     S::fetch(old.wrapping_add(ahead as usize - position));
+                    S::fetch(new.wrapping_add(ahead as usize - position));
                 }
                 let code = unsafe { (*old.add(at)).widen() };
                 unsafe { sink.put(position + at, new.wrapping_add(at), T::narrow(classes.kind.moved(code, steps[i]))) };

@@ -4,7 +4,7 @@ use crate::bits::{BitWriter, CAP, MAX_LOW, put_varint, rice};
 use crate::kind::{Code, MAX_CLASSES, Step};
 use crate::scan::{BLOCK, CHUNK, Chunk, Classes, Places, Scan};
 use crate::tile::{
-    CODED, INVERTED, NumbersOut, Piece, complement, num_elements, runs, scan_changes, scan_classes, spans,
+    CODED, INVERTED, NumbersOut, Piece, Span, complement, num_elements, runs, scan_changes, scan_classes, spans,
 };
 
 /// So many sizes of a class are looked at for their Rice parameter.
@@ -93,6 +93,8 @@ pub struct Encoder {
     gaps: NumbersOut,
     exceptions: NumbersOut,
     sizes: NumbersOut,
+    listed: Vec<u32>,
+    others: Vec<u32>,
 }
 
 impl Default for Encoder {
@@ -105,6 +107,8 @@ impl Default for Encoder {
             gaps: NumbersOut::default(),
             exceptions: NumbersOut::default(),
             sizes: NumbersOut::default(),
+            listed: Vec::new(),
+            others: Vec::new(),
         }
     }
 }
@@ -179,6 +183,7 @@ impl Encoder {
         let mut tops = Tops::default();
         for run in runs(pieces) {
             for span in spans(run) {
+                fetch_ahead::<T, S>(&span);
                 let num_changed = unsafe {
                     scan_changes::<T, S>(&span, chunk);
                     tops.make_room(all);
@@ -200,9 +205,8 @@ impl Encoder {
     #[inline(always)]
     fn write(&mut self, classes: Classes) -> Vec<u8> {
         let mut coded = vec![CODED];
-        let mut listed = Vec::new();
         for c in 0..classes.count as usize {
-            self.write_class(c, &mut listed, &mut coded);
+            self.write_class(c, &mut coded);
         }
         let planes = [&self.gaps, &self.exceptions, &self.sizes];
         for numbers in planes {
@@ -220,19 +224,15 @@ impl Encoder {
     }
 
     #[inline(always)]
-    fn write_class(&mut self, c: usize, listed: &mut Vec<u32>, coded: &mut Vec<u8>) {
-        let Changes { ranks, steps, count } = &self.classes[c];
+    fn write_class(&mut self, c: usize, coded: &mut Vec<u8>) {
+        let Self { classes, others, listed, .. } = self;
+        let Changes { ranks, steps, count } = &classes[c];
         put_varint(coded, ranks.len() as u64);
         if ranks.is_empty() {
             return;
         }
         let inverted = 2 * ranks.len() > *count as usize;
-        let list: &[u32] = if inverted {
-            complement(ranks, *count, listed);
-            listed
-        } else {
-            ranks
-        };
+        let list = if inverted { complement(ranks, *count, others) } else { ranks };
         let low = rice(*count as u64, list.len() as u64);
         put_gaps(&mut self.gaps, list, low);
         put_signs(&mut self.signs, steps);
@@ -240,14 +240,29 @@ impl Encoder {
         if inverted {
             put_varint(coded, list.len() as u64);
         }
-        let num_exceptions = steps.iter().map(|step| (step.less() > 0) as usize).sum::<usize>();
-        put_varint(coded, num_exceptions as u64);
-        if num_exceptions > 0 {
-            let inverted = 2 * num_exceptions > steps.len();
-            choose(steps, |step| (step.less() > 0) != inverted, listed);
-            put_gaps(&mut self.exceptions, listed, rice(steps.len() as u64, listed.len() as u64));
-            coded.push(put_sizes(&mut self.sizes, steps, num_exceptions) as u8);
+        choose_long(steps, listed);
+        put_varint(coded, listed.len() as u64);
+        if listed.is_empty() {
+            return;
         }
+        let inverted = 2 * listed.len() > steps.len();
+        let list = if inverted { complement(listed, steps.len() as u32, others) } else { &*listed };
+        put_gaps(&mut self.exceptions, list, rice(steps.len() as u64, list.len() as u64));
+        for place in &mut *listed {
+            *place = steps[*place as usize].less() - 1; // from here on the size less 2
+        }
+        let low = sizes_low(&listed[..listed.len().min(SIZES_TRIED)]);
+        coded.push(low as u8);
+        self.sizes.extend(listed.len(), low, listed.iter().copied());
+    }
+}
+
+/// Have the codes two chunks further on ready soon.
+#[inline(always)]
+fn fetch_ahead<T: Code, S: Scan>(span: &Span<T>) {
+    for at in (0..CHUNK * BLOCK).step_by(64 / T::BYTES) {
+        S::fetch(span.old.wrapping_add(2 * CHUNK * BLOCK + at));
+        S::fetch(span.new.wrapping_add(2 * CHUNK * BLOCK + at));
     }
 }
 
@@ -272,37 +287,27 @@ fn put_signs(signs: &mut BitWriter, steps: &[Step]) {
     });
 }
 
-/// The places of the steps that are `wanted`, into `out`; without a branch, for a wanted one is rare but not foreseen.
+/// The places of the steps of 2 and more, into `out`; without a branch, for one is rare but not foreseen.
 #[inline(always)]
-fn choose(steps: &[Step], wanted: impl Fn(Step) -> bool, out: &mut Vec<u32>) {
+fn choose_long(steps: &[Step], out: &mut Vec<u32>) {
     out.clear();
     out.reserve(steps.len() + 1);
     let start: *mut u32 = out.as_mut_ptr();
     let mut count = 0;
-    for (&step, place) in steps.iter().zip(0..) {
+    for (step, place) in steps.iter().zip(0..) {
         unsafe { start.add(count).write(place) };
-        count += wanted(step) as usize;
+        count += (step.less() > 0) as usize;
     }
     unsafe { out.set_len(count) };
 }
 
-/// The sizes of the exceptions, and the Rice parameter they were written with.
-#[inline(always)]
-fn put_sizes(numbers: &mut NumbersOut, steps: &[Step], num_exceptions: usize) -> u32 {
-    let sizes = || steps.iter().filter(|step| step.less() > 0).map(|step| step.less() - 1);
-    let low = sizes_low(|| sizes().take(SIZES_TRIED));
-    numbers.extend(num_exceptions, low, sizes());
-    low
-}
-
 /// The mean tells the parameter; from there down as long as the code gets shorter, for a heavy tail misleads the mean.
-#[inline(always)]
-fn sizes_low<I: Iterator<Item = u32>>(sizes: impl Fn() -> I) -> u32 {
-    let (count, sum) = sizes().fold((0u64, 0u64), |(count, sum), size| (count + 1, sum + size as u64));
+fn sizes_low(sizes: &[u32]) -> u32 {
+    let (count, sum) = (sizes.len() as u64, sizes.iter().map(|&size| size as u64).sum::<u64>());
     let mut low = (0..MAX_LOW).take_while(|&low| (2 * count) << (low + 1) <= 2 * sum + count).count() as u32;
     let bits = |low: u32| {
         let unary = |size: u32| if size >> low < CAP { size >> low } else { ESCAPE_BITS };
-        low as u64 * count + sizes().map(|size| unary(size) as u64).sum::<u64>()
+        low as u64 * count + sizes.iter().map(|&size| unary(size) as u64).sum::<u64>()
     };
     let mut best = bits(low);
     while low > 0 {

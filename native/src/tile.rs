@@ -219,7 +219,7 @@ impl Escapes<'_> {
 }
 
 /// What is below `count` and not in the rising `list`.
-pub fn complement(list: &[u32], count: u32, out: &mut Vec<u32>) {
+pub fn complement<'a>(list: &[u32], count: u32, out: &'a mut Vec<u32>) -> &'a [u32] {
     out.clear();
     let mut next = 0;
     for &item in list {
@@ -227,4 +227,5 @@ pub fn complement(list: &[u32], count: u32, out: &mut Vec<u32>) {
         next = item + 1;
     }
     out.extend(next..count);
+    out
 }
