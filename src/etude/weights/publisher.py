@@ -10,19 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
 from etude.errors import DeadlineExceeded, WeightsError
 from etude.records.completion import Version
 from etude.records.sample import Published
-from etude.weights.channel import Channel
 from etude.weights.tensors import Codes, Tensor
 
 DEADLINE_S = 600.0
 
 Buffers = dict[str, Codes]
+
+
+class Writer(Protocol):
+    """Where versions are published: `Channel`, `ShardedChannel`."""
+
+    def publish(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        step: int,
+        parent: Version | None,
+        rollout_ids: Sequence[str],
+        owned: bool = False,
+    ) -> Published:
+        """See `Channel.publish`."""
+        ...
 
 
 class Publisher:
@@ -32,6 +47,7 @@ class Publisher:
     `deadline_s`: how long a call waits for the publish before.
 
     >>> from etude.stores import MemoryStore
+    >>> from etude.weights.channel import Channel
     >>> weights = {"w": Tensor("bf16", (2,), np.array([0x3F80, 0x3F81], np.uint16))}
     >>> with Publisher(Channel(MemoryStore())) as publisher:
     ...     publisher.offer(weights, step=0, rollout_ids=[])
@@ -39,7 +55,7 @@ class Publisher:
     0
     """
 
-    def __init__(self, channel: Channel, *, parent: Version | None = None, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, channel: Writer, *, parent: Version | None = None, deadline_s: float = DEADLINE_S) -> None:
         self._channel, self._parent, self._deadline_s = channel, parent, deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._outstanding: tuple[int, Buffers, Future[Published]] | None = None

@@ -125,15 +125,21 @@ class ShardedChannel:
             self._leader = _Leader(store, exchange, self._writer, name, incarnation, signer=signer, anchors=anchors)
 
     def publish(
-        self, tensors: Mapping[str, Tensor], *, step: int, parent: Version | None, rollout_ids: Sequence[str]
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        step: int,
+        parent: Version | None,
+        rollout_ids: Sequence[str],
+        owned: bool = False,
     ) -> Published:
         """Publish this rank's tensors and parts, and all others'; as `Channel.publish`, with the same arguments on
-        each rank but for the tensors, which are copied.
+        each rank but for the tensors, which are copied unless they are `owned`.
 
         A name is one rank's alone, and the parts of a tensor follow each other without a gap: else `WeightsError`. A
         rank that failed makes all raise, and nothing is published.
         """
-        said = self._writer.offer(tensors)
+        said = self._writer.offer(tensors, owned)
         shards = self._exchange.gather(msgspec.json.encode(said))
         if self._leader is not None:
             return self._leader.lead(shards, step, parent, rollout_ids)
@@ -152,9 +158,9 @@ class _ShardWriter:
         self._offered: dict[str, Tensor] = {}
         self._held: dict[Version, dict[str, Tensor]] = {}  # what was published last, and what may have been since
 
-    def offer(self, tensors: Mapping[str, Tensor]) -> _Shard:
+    def offer(self, tensors: Mapping[str, Tensor], owned: bool) -> _Shard:
         try:
-            self._offered = {name: tensor.copy() for name, tensor in sorted(tensors.items())}
+            self._offered = {name: one if owned else one.copy() for name, one in sorted(tensors.items())}
             return _Shard(table(self._offered))
         except EtudeError as error:
             return _Shard(trouble=_told(error))
