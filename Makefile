@@ -47,5 +47,5 @@ wheel: $(VENV)/.python
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf $(VENV) build dist native/target src/etude/weights/libetude_native.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist native/target src/etude/weights/delta/libetude_native.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

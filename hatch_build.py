@@ -22,7 +22,7 @@ class NativeBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         native = Path(self.root, "native")
         name = {"darwin": "libetude_native.dylib", "win32": "etude_native.dll"}.get(sys.platform, "libetude_native.so")
-        beside = Path(self.root, "src", "etude", "weights", name)
+        beside = Path(self.root, "src", "etude", "weights", "delta", name)
         trouble = _missing()
         if trouble:
             beside.unlink(missing_ok=True)
@@ -34,7 +34,7 @@ class NativeBuildHook(BuildHookInterface):
         fresh.replace(beside)  # a process that has the old one loaded keeps it
         if version == "editable":
             return
-        build_data["artifacts"].append(f"src/etude/weights/{name}")
+        build_data["artifacts"].append(f"src/etude/weights/delta/{name}")
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 

@@ -20,8 +20,8 @@ import numpy as np
 from benchmarks.report import report
 from etude.stores import DirectoryStore, MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
-from etude.weights.bound import bound_bytes
-from etude.weights.compactor import SPANS, Compactor
+from etude.weights.chain.compactor import SPANS, Compactor
+from etude.weights.delta.bound import bound_bytes
 
 BEHIND = max(SPANS)
 RATES = (1e-6, 3e-6, 1e-5)

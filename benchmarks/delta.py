@@ -39,11 +39,12 @@ from benchmarks import delta_pairs
 from benchmarks.delta_pairs import Pair, changed_share
 from benchmarks.delta_peers import Peer, Side, peers, side
 from benchmarks.report import report
-from etude.weights import Tensor, apply, codec, encode, native
-from etude.weights.bound import bound_bytes
-from etude.weights.choices import Mode
-from etude.weights.layout import Tile, read_header
-from etude.weights.native import NativeKernels
+from etude.weights import Tensor, apply, encode
+from etude.weights.delta import codec, native
+from etude.weights.delta.bound import bound_bytes
+from etude.weights.delta.choices import Mode
+from etude.weights.delta.layout import Tile, read_header
+from etude.weights.delta.native import NativeKernels
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, to_items
 
 LEAST_BYTES = 100_000_000

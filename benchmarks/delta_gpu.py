@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from benchmarks.report import report
-from etude.weights import Tensor, codec
+from etude.weights import Tensor
+from etude.weights.delta import codec
+from etude.weights.delta.layout import MAX_TILE, Piece, Tile
 from etude.weights.gpu import DeviceKernels, Items, apply, encode, prepare
-from etude.weights.layout import MAX_TILE, Piece, Tile
 from etude.weights.tensors import DTYPES, Spec
 
 SHARES = (0.001, 0.012, 0.08, 0.3)

@@ -25,9 +25,9 @@ from etude.errors import EtudeError
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.weights import Follower, Tensor, content_digest, tensor_digest
-from etude.weights.following import list_bytes
-from etude.weights.runtime_map import Map, named
-from etude.weights.targets import Target
+from etude.weights.files.following import list_bytes
+from etude.weights.follow.runtime_map import Map, named
+from etude.weights.follow.targets import Target
 
 POLL_S = 0.1
 

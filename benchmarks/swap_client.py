@@ -48,7 +48,7 @@ from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
 from etude.training.learner import export
 from etude.weights import Channel
-from etude.weights.history import pointer_key
+from etude.weights.chain.history import pointer_key
 
 PROMPT_TOKENS, STREAM_TOKENS, STEP_SIZE = 64, 256, 3e-5
 LISTENERS, GRACE_S, READY_S = 4, 0.1, 60.0

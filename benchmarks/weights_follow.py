@@ -35,10 +35,10 @@ from benchmarks.report import report
 from etude.loop.usage import Processes, pss_bytes
 from etude.stores import DirectoryStore
 from etude.weights import Channel, Follower, FollowerProcess, Tensor, chain
-from etude.weights.compactor import SPANS, Compactor
-from etude.weights.history import pointer_key
-from etude.weights.runtime_map import Map, named
-from etude.weights.targets import Target
+from etude.weights.chain.compactor import SPANS, Compactor
+from etude.weights.chain.history import pointer_key
+from etude.weights.follow.runtime_map import Map, named
+from etude.weights.follow.targets import Target
 
 CHANNEL = "policy"
 WAYS = ("process", "library", "on_live")

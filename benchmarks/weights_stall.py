@@ -31,7 +31,7 @@ from etude.training.config import LiveWeights
 from etude.training.learner import export
 from etude.training.optimizer import AdamW
 from etude.weights import Channel
-from etude.weights.publisher import Publisher
+from etude.weights.chain.publisher import Publisher
 
 GOAL_SHARE = 0.01
 LR = 1e-6

@@ -1,9 +1,9 @@
 """What every blob store promises. A new one joins with one line in STORES.
 
 The S3-speaking server (moto, see `tests/s3_server.py`) looks at ``If-Match`` and then writes, without a lock between
-the two; so it is made to work on one request at a time. That a bucket loses no count here proves that `BucketStore` says
-the right conditions and heeds the answers. It does not prove that a server keeps them under concurrent writes: Amazon,
-Google and Azure promise that, and whoever runs another should ask its maker.
+the two; so it is made to work on one request at a time. That a bucket loses no count here proves that `BucketStore`
+says the right conditions and heeds the answers. It does not prove that a server keeps them under concurrent writes:
+Amazon, Google and Azure promise that, and whoever runs another should ask its maker.
 """
 
 from __future__ import annotations

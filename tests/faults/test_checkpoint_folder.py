@@ -14,9 +14,9 @@ import pytest
 from etude.errors import StoreError, WeightsError
 from etude.records.completion import Version
 from etude.weights import Tensor, content_digest, tensor_digest
-from etude.weights.checkpoint import INDEX, CheckpointWriter, index_of, layout, read_checkpoint
-from etude.weights.folder import JOURNAL, NEXT, STATE, CheckpointFolder
-from etude.weights.journal import Change, Journal, read_journal, write_journal
+from etude.weights.files.checkpoint import INDEX, CheckpointWriter, index_of, layout, read_checkpoint
+from etude.weights.files.folder import JOURNAL, NEXT, STATE, CheckpointFolder
+from etude.weights.files.journal import Change, Journal, read_journal, write_journal
 from etude.weights.tensors import same_bits
 
 Tensors = dict[str, Tensor]
@@ -73,7 +73,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_checkpoint_folder import tensors, version
-from etude.weights.folder import CheckpointFolder
+from etude.weights.files.folder import CheckpointFolder
 
 path, step, grown, at = Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True", sys.argv[5]
 held = tensors(step, grown=grown)

@@ -20,9 +20,9 @@ from etude.errors import StoreError, WeightsError
 from etude.records import Version
 from etude.stores import DirectoryStore, MemoryStore
 from etude.weights import Channel, Follower, Manifest, Tensor, chain, lineage
-from etude.weights.history import head, pointer_key, readable, stored
-from etude.weights.inspect import repair, verify
-from etude.weights.manifest import FORMAT, Pointer, Ref, read_manifest, read_pointer
+from etude.weights.chain.history import head, pointer_key, readable, stored
+from etude.weights.chain.inspect import repair, verify
+from etude.weights.chain.manifest import FORMAT, Pointer, Ref, read_manifest, read_pointer
 from etude.weights.tensors import same_bits
 
 SIZE = 3000

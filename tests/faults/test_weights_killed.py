@@ -24,12 +24,12 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import DirectoryStore
 from etude.weights import Channel, Follower, Tensor, chain, content_digest, tensor_digest
-from etude.weights.branches import point
-from etude.weights.compactor import Compactor
-from etude.weights.garbage import collect
-from etude.weights.history import load, pointers
-from etude.weights.inspect import verify
-from etude.weights.plans import later_ways, rebuild
+from etude.weights.chain.branches import point
+from etude.weights.chain.compactor import Compactor
+from etude.weights.chain.garbage import collect
+from etude.weights.chain.history import load, pointers
+from etude.weights.chain.inspect import verify
+from etude.weights.chain.plans import later_ways, rebuild
 from etude.weights.tensors import same_bits
 
 SIZE = 3000

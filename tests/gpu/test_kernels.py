@@ -15,11 +15,11 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'etude[gpu]')")
 
 from etude.errors import WeightsError
+from etude.weights.delta.layout import Piece, Tile
+from etude.weights.delta.tiles import NumpyKernels, gather
 from etude.weights.gpu.kernels import DeviceKernels
 from etude.weights.gpu.memory import Items
-from etude.weights.layout import Piece, Tile
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, from_items
-from etude.weights.tiles import NumpyKernels, gather
 
 NUMPY = NumpyKernels()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,9 +12,10 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed (pip install 'etude[gpu]')")
 
 from etude.errors import WeightsError
-from etude.weights import Tensor, codec, gpu
+from etude.weights import Tensor, gpu
+from etude.weights.delta import codec
+from etude.weights.delta.tiles import NumpyKernels
 from etude.weights.tensors import DTYPES, Spec
-from etude.weights.tiles import NumpyKernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECS = {

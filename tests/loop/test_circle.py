@@ -13,7 +13,7 @@ import pytest
 
 from etude import cli as etude
 from etude.run import RunFolder
-from etude.weights.manifest import read_pointer
+from etude.weights.chain.manifest import read_pointer
 
 TINY = """seed = 1
 

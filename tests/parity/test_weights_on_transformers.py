@@ -11,11 +11,11 @@ import torch
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower
-from etude.weights.arrays import tensor_of
-from etude.weights.checkpoint import read_checkpoint
-from etude.weights.engine_maps import fused_pieces, transformers_pieces
-from etude.weights.runtime_map import Map, named
-from etude.weights.targets import Target
+from etude.weights.delta.arrays import tensor_of
+from etude.weights.files.checkpoint import read_checkpoint
+from etude.weights.follow.engine_maps import fused_pieces, transformers_pieces
+from etude.weights.follow.runtime_map import Map, named
+from etude.weights.follow.targets import Target
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

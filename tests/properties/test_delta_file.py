@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from etude.errors import WeightsError
 from etude.weights import apply, encode
-from etude.weights.delta_file import DIGEST_BYTES, MAGIC, read
+from etude.weights.delta.delta_file import DIGEST_BYTES, MAGIC, read
 
 Weights = dict[str, np.ndarray]  # type: ignore[type-arg]
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6)

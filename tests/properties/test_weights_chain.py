@@ -16,12 +16,12 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Manifest, Tensor
-from etude.weights.branches import drop, point
-from etude.weights.compactor import Compactor
-from etude.weights.garbage import collect
-from etude.weights.history import head, load, pointers
-from etude.weights.inspect import verify
-from etude.weights.plans import reach, rebuild
+from etude.weights.chain.branches import drop, point
+from etude.weights.chain.compactor import Compactor
+from etude.weights.chain.garbage import collect
+from etude.weights.chain.history import head, load, pointers
+from etude.weights.chain.inspect import verify
+from etude.weights.chain.plans import reach, rebuild
 from etude.weights.tensors import same_bits
 
 KEEP_S = 100.0

@@ -8,8 +8,8 @@ import pytest
 from benchmarks import delta, delta_pairs, weights_follow, weights_stall
 from benchmarks.delta_peers import peers
 
-from etude.weights import native
-from etude.weights.bound import bound_bytes
+from etude.weights.delta import native
+from etude.weights.delta.bound import bound_bytes
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from etude.evals import compare_runs
 from etude.experience import Ledger, audit
 from etude.experience.audit import steps_of
 from etude.stores import DirectoryStore
-from etude.weights.history import readable
-from etude.weights.inspect import require_pointer
+from etude.weights.chain.history import readable
+from etude.weights.chain.inspect import require_pointer
 
 
 def compare(args: argparse.Namespace) -> int:

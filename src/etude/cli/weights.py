@@ -14,7 +14,7 @@ from etude.dashboard.glossary import legend
 from etude.errors import InputError, WeightsError
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
-from etude.weights import fsck, inspect
+from etude.weights.chain import fsck, inspect
 
 
 def log(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from rich.table import Table
@@ -11,9 +12,10 @@ from etude.cli.places import console
 from etude.cli.weights_plot import write_plot
 from etude.dashboard.words import size
 from etude.errors import InputError
-from etude.weights.checkpoint import is_checkpoint, read_checkpoint
-from etude.weights.checkpoint_delta import apply_delta, encode_delta, verify_delta
-from etude.weights.measure import Cost, measure
+from etude.weights.delta import native
+from etude.weights.delta.measure import Cost, measure
+from etude.weights.files.checkpoint import is_checkpoint, read_checkpoint
+from etude.weights.files.checkpoint_delta import apply_delta, encode_delta, verify_delta
 
 ROWS = 40
 """The heaviest tensors that a table shows unless all are asked for."""
@@ -28,8 +30,15 @@ def are_checkpoints(a: str, b: str) -> bool:
     return all(found)
 
 
+def say_if_slow() -> None:
+    """A line for whoever waits for deltas that numpy codes."""
+    if reason := native.why_not():
+        print(f"note: {reason}", file=sys.stderr)
+
+
 def diff(args: argparse.Namespace) -> int:
     """What each tensor's delta costs, the heaviest first, and all of them together."""
+    say_if_slow()
     old, new = read_checkpoint(Path(args.a)), read_checkpoint(Path(args.b))
     rows, total = measure(old.tensors, new.tensors, args.mode)
     shown = sorted(rows, key=lambda row: -row.delta_bytes)[: None if args.all else ROWS]
@@ -55,6 +64,7 @@ def diff(args: argparse.Namespace) -> int:
 
 def encode(args: argparse.Namespace) -> int:
     """Write the delta file between two checkpoints."""
+    say_if_slow()
     num_bytes = encode_delta(args.a, args.b, args.out, args.mode)
     snapshot = sum(tensor.num_bytes for tensor in read_checkpoint(args.b).tensors.values())
     print(f"{args.out}: {size(num_bytes)}, {snapshot / num_bytes:.1f} times less than {size(snapshot)}")
@@ -63,6 +73,7 @@ def encode(args: argparse.Namespace) -> int:
 
 def apply(args: argparse.Namespace) -> int:
     """Write the checkpoint that a delta file leads to."""
+    say_if_slow()
     made = apply_delta(args.a, args.delta, args.out)
     print(
         f"{args.out}: {made.num_tensors} tensors, {made.num_changed} of them changed, every digest as the delta says"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from etude.dashboard.plot import WIDE, Series, legend, line_chart
 from etude.dashboard.words import significant, size
-from etude.weights.disk import refused
-from etude.weights.measure import Cost
+from etude.weights.delta.measure import Cost
+from etude.weights.files.disk import refused
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

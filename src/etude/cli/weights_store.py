@@ -14,10 +14,11 @@ from etude.dashboard.words import size
 from etude.errors import EtudeError, InputError, WeightsError
 from etude.seams import BlobStore
 from etude.stores import DirectoryStore, open_store
-from etude.weights import Channel, Follower, branches, fsck, garbage, inspect, signing
-from etude.weights.checkpoint import read_checkpoint
-from etude.weights.folder import CheckpointFolder
-from etude.weights.following import Adopted, FolderFollower
+from etude.weights import Channel, Follower
+from etude.weights.chain import branches, fsck, garbage, inspect, signing
+from etude.weights.files.checkpoint import read_checkpoint
+from etude.weights.files.folder import CheckpointFolder
+from etude.weights.files.following import Adopted, FolderFollower
 
 
 def publish(args: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ from etude.inference.scheduler import Sequence as Running
 from etude.models import Transformer
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version
 from etude.seams import EngineInfo
-from etude.weights.targets import Swap
+from etude.weights.follow.targets import Swap
 
 T = TypeVar("T")
 

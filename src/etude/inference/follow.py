@@ -23,8 +23,8 @@ from etude.inference.engine import ReferenceEngine, Swapped
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
-from etude.weights.runtime_map import Map, named
-from etude.weights.targets import Swap, Target
+from etude.weights.follow.runtime_map import Map, named
+from etude.weights.follow.targets import Swap, Target
 
 TROUBLE_REST_S = 0.5
 

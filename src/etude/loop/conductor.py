@@ -50,7 +50,7 @@ from etude.run import RunFolder
 from etude.seams import TaskSource
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
-from etude.weights.history import readable
+from etude.weights.chain.history import readable
 
 STEP_S, ADOPT_S, POLL_S, PROBE_TOKENS = 600.0, 30.0, 0.05, 128
 MAX_FRUITLESS = 6  # lineages in a row that end without one step

@@ -11,8 +11,9 @@ from etude.models.checkpoint import load_model, save_model
 from etude.models.naming import hf_views
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
-from etude.weights import Tensor, inspect
-from etude.weights.plans import rebuild
+from etude.weights import Tensor
+from etude.weights.chain import inspect
+from etude.weights.chain.plans import rebuild
 
 
 def export_checkpoint(source: Path, out: Path, *, dtype: str) -> Path:

@@ -24,7 +24,7 @@ from etude.models.headers import check_weights
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
-from etude.weights.inspect import require_pointer
+from etude.weights.chain.inspect import require_pointer
 
 
 @contextlib.asynccontextmanager

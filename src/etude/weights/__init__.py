@@ -15,12 +15,12 @@ True
 ([2], [16259])
 """
 
-from etude.weights.channel import Channel
-from etude.weights.deltas import apply, bound, encode
-from etude.weights.follower import Follower, Update
-from etude.weights.follower_process import FollowerProcess
-from etude.weights.history import chain, lineage
-from etude.weights.manifest import Manifest
+from etude.weights.chain.channel import Channel
+from etude.weights.chain.history import chain, lineage
+from etude.weights.chain.manifest import Manifest
+from etude.weights.delta.deltas import apply, bound, encode
+from etude.weights.follow.follower import Follower, Update
+from etude.weights.follow.follower_process import FollowerProcess
 from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
 
 __all__ = [

@@ -17,11 +17,11 @@ import pytest
 
 from etude.stores import DirectoryStore, MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
-from etude.weights.choices import Mode
-from etude.weights.codec import KERNELS, decode, encode
-from etude.weights.inspect import verify
+from etude.weights.chain.inspect import verify
+from etude.weights.delta.choices import Mode
+from etude.weights.delta.codec import KERNELS, decode, encode
+from etude.weights.delta.tiles import NumpyKernels
 from etude.weights.tensors import DTYPES, same_bits
-from etude.weights.tiles import NumpyKernels
 
 FORMAT_2 = Path(__file__).parent / "format-2"
 SIZE = 2400

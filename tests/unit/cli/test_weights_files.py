@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import etude
 from etude.cli import main
 from etude.weights import Tensor
-from etude.weights.checkpoint import CheckpointWriter, index_of, layout
+from etude.weights.files.checkpoint import CheckpointWriter, index_of, layout
 
 
 @pytest.fixture
@@ -39,6 +44,19 @@ def test_encode_verify_and_apply_lead_to_the_same_bytes(pair, capsys) -> None:
     assert Path("c/model.safetensors").read_bytes() == Path("b/model.safetensors").read_bytes()
     assert Path("c/config.json").read_text() == "{}"
     assert torch.equal(load_file("c/model.safetensors")["layers.3.w"], load_file("b/model.safetensors")["layers.3.w"])
+
+
+def test_without_the_native_library_numpy_makes_the_same_bytes_and_says_that_it_is_slow(pair, tmp_path: Path) -> None:
+    source = Path(etude.__file__).parent
+    shutil.copytree(source, tmp_path / "bare/etude", ignore=shutil.ignore_patterns("libetude_native.*", "__pycache__"))
+    said = {}
+    for name, root in (("here", source.parent), ("bare", tmp_path / "bare")):
+        command = [sys.executable, "-m", "etude.cli", "weights", "encode", "a", "b", "-o", f"{name}.etdf"]
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        said[name] = done.stderr
+    assert "numpy serves" in said["bare"]
+    assert Path("here.etdf").read_bytes() == Path("bare.etdf").read_bytes()
 
 
 def test_a_diff_says_what_each_tensor_costs_beside_its_bound(pair, capsys) -> None:

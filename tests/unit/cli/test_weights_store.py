@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from etude.cli import duration, main
-from etude.weights.checkpoint import read_checkpoint
-from etude.weights.folder import CheckpointFolder
+from etude.weights.files.checkpoint import read_checkpoint
+from etude.weights.files.folder import CheckpointFolder
 from etude.weights.tensors import same_bits
 
 

@@ -11,8 +11,8 @@ from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.records import CompletionRequest, Sampling, Version
 from etude.weights import Tensor, Update
-from etude.weights.runtime_map import Map, named
-from etude.weights.targets import Swap, Target
+from etude.weights.follow.runtime_map import Map, named
+from etude.weights.follow.targets import Swap, Target
 
 TINY = ModelConfig(
     vocab_size=64,

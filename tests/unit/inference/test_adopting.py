@@ -12,8 +12,8 @@ from etude.errors import EngineError, WeightsError
 from etude.inference.follow import initial_version
 from etude.models import Transformer, hf_views
 from etude.weights import Tensor
-from etude.weights.runtime_map import Derived, Map, named
-from etude.weights.targets import Swap, Target
+from etude.weights.follow.runtime_map import Derived, Map, named
+from etude.weights.follow.targets import Swap, Target
 
 from .helpers import TINY, ask, engine, everything, target, update, version
 

@@ -11,9 +11,10 @@ import pytest
 from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import MemoryStore
-from etude.weights import Channel, Follower, Tensor, chain, lineage, objects
-from etude.weights.anchors import table_bytes
-from etude.weights.manifest import Kind
+from etude.weights import Channel, Follower, Tensor, chain, lineage
+from etude.weights.chain import objects
+from etude.weights.chain.anchors import table_bytes
+from etude.weights.chain.manifest import Kind
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from etude.errors import CheckpointError, StoreError
 from etude.weights import Tensor
-from etude.weights.checkpoint import (
+from etude.weights.files.checkpoint import (
     INDEX,
     WEIGHTS,
     CheckpointWriter,
@@ -25,7 +25,7 @@ from etude.weights.checkpoint import (
     layout,
     read_checkpoint,
 )
-from etude.weights.safetensors_file import _BITS, parse_header, read_header
+from etude.weights.files.safetensors_file import _BITS, parse_header, read_header
 from etude.weights.tensors import DTYPES, same_bits
 
 TORCH = {

@@ -11,11 +11,11 @@ import pytest
 
 from etude.errors import InputError, StoreError, WeightsError
 from etude.weights import Spec, Tensor, encode, tensor_digest
-from etude.weights.checkpoint import INDEX, WEIGHTS, CheckpointWriter, index_of, layout
-from etude.weights.checkpoint_delta import apply_delta, encode_delta, verify_delta
-from etude.weights.delta_file import DIGEST_BYTES, Entry, read, write_head, write_object_head
-from etude.weights.measure import measure
-from etude.weights.safetensors_file import write_header
+from etude.weights.delta.delta_file import DIGEST_BYTES, Entry, read, write_head, write_object_head
+from etude.weights.delta.measure import measure
+from etude.weights.files.checkpoint import INDEX, WEIGHTS, CheckpointWriter, index_of, layout
+from etude.weights.files.checkpoint_delta import apply_delta, encode_delta, verify_delta
+from etude.weights.files.safetensors_file import write_header
 
 
 def tensors(step: int) -> dict[str, Tensor]:

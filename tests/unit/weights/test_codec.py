@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from etude.errors import WeightsError
-from etude.weights import Spec, Tensor, codec, layout
-from etude.weights.bound import bound_bytes
-from etude.weights.codec import changes, decode, encode
+from etude.weights import Spec, Tensor
+from etude.weights.delta import codec, layout
+from etude.weights.delta.bound import bound_bytes
+from etude.weights.delta.codec import changes, decode, encode
 from etude.weights.tensors import DTYPES, same_bits
 
 

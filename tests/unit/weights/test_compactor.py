@@ -13,10 +13,10 @@ from etude.errors import WeightsError
 from etude.seams import BlobStore
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
-from etude.weights.compactor import Compactor
-from etude.weights.inspect import verify
-from etude.weights.manifest import Manifest, Ref, Way, later_key
-from etude.weights.plans import Search, later_ways
+from etude.weights.chain.compactor import Compactor
+from etude.weights.chain.inspect import verify
+from etude.weights.chain.manifest import Manifest, Ref, Way, later_key
+from etude.weights.chain.plans import Search, later_ways
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]
@@ -155,7 +155,7 @@ def test_a_way_that_weighs_more_than_its_steps_is_not_added() -> None:
 
 
 def test_a_rollback_begins_anew(policy: Policy) -> None:
-    from etude.weights.branches import point
+    from etude.weights.chain.branches import point
 
     store, _ = grown(policy, 8)
     compactor = Compactor(store)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from etude.errors import WeightsError
-from etude.weights import Tensor, apply, bound, deltas, encode
-from etude.weights.arrays import NUMPY
+from etude.weights import Tensor, apply, bound, encode
+from etude.weights.delta import deltas
+from etude.weights.delta.arrays import NUMPY
 from etude.weights.tensors import DTYPES
 
 Weights = dict[str, np.ndarray]  # type: ignore[type-arg]

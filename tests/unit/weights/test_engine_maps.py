@@ -8,11 +8,11 @@ import pytest
 from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.weights import Tensor
-from etude.weights.engine_maps import fused_pieces, sharded, transformers_pieces
-from etude.weights.follower import Update
-from etude.weights.runtime_map import Map
-from etude.weights.targets import Target
-from etude.weights.undo import compare
+from etude.weights.chain.undo import compare
+from etude.weights.follow.engine_maps import fused_pieces, sharded, transformers_pieces
+from etude.weights.follow.follower import Update
+from etude.weights.follow.runtime_map import Map
+from etude.weights.follow.targets import Target
 
 HEAD, HIDDEN, QUERIES, KEYS, INNER, VOCABULARY, EXPERTS = 4, 8, 4, 2, 6, 11, 3
 SHAPES = {

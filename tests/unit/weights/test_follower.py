@@ -12,10 +12,10 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor
-from etude.weights.branches import drop, listed, point
-from etude.weights.follower import Behind
-from etude.weights.history import head
-from etude.weights.signing import Signer, new_key
+from etude.weights.chain.branches import drop, listed, point
+from etude.weights.chain.history import head
+from etude.weights.chain.signing import Signer, new_key
+from etude.weights.follow.follower import Behind
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]

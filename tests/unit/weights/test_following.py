@@ -11,10 +11,10 @@ import pytest
 from etude.errors import StoreError, WeightsError
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, Update
-from etude.weights.checkpoint import read_checkpoint
-from etude.weights.folder import STATE, CheckpointFolder
-from etude.weights.following import FolderFollower, list_bytes
-from etude.weights.history import pointer_key
+from etude.weights.chain.history import pointer_key
+from etude.weights.files.checkpoint import read_checkpoint
+from etude.weights.files.folder import STATE, CheckpointFolder
+from etude.weights.files.following import FolderFollower, list_bytes
 from etude.weights.tensors import same_bits
 
 Tensors = dict[str, Tensor]

@@ -11,14 +11,14 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain, lineage
-from etude.weights.branches import drop, point
-from etude.weights.compactor import Compactor
-from etude.weights.garbage import collect
-from etude.weights.history import head, load, pointers, stored
-from etude.weights.inspect import verify
-from etude.weights.plans import rebuild
-from etude.weights.signing import Signer, new_key
-from etude.weights.sweeps import announced
+from etude.weights.chain.branches import drop, point
+from etude.weights.chain.compactor import Compactor
+from etude.weights.chain.garbage import collect
+from etude.weights.chain.history import head, load, pointers, stored
+from etude.weights.chain.inspect import verify
+from etude.weights.chain.plans import rebuild
+from etude.weights.chain.signing import Signer, new_key
+from etude.weights.chain.sweeps import announced
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]

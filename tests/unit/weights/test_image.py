@@ -12,7 +12,7 @@ import pytest
 from etude.errors import WeightsError
 from etude.records import Version
 from etude.weights import Tensor, Update
-from etude.weights.image import Image, read_image, write_image
+from etude.weights.follow.image import Image, read_image, write_image
 from etude.weights.tensors import same_bits
 
 VERSION = Version(step=3, incarnation="0a1b2c3d", digest="0" * 64)

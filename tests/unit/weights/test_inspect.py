@@ -9,10 +9,10 @@ import pytest
 from etude.errors import WeightsError
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
-from etude.weights.compactor import Compactor
-from etude.weights.inspect import diff, find, log, repair, verify
-from etude.weights.manifest import Kind
-from etude.weights.signing import Signer, new_key
+from etude.weights.chain.compactor import Compactor
+from etude.weights.chain.inspect import diff, find, log, repair, verify
+from etude.weights.chain.manifest import Kind
+from etude.weights.chain.signing import Signer, new_key
 
 Policy = Callable[..., dict[str, Tensor]]
 

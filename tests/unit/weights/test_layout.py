@@ -10,12 +10,24 @@ import numpy as np
 import pytest
 
 from etude.errors import WeightsError
-from etude.weights import Spec, Tensor, layout
-from etude.weights.choices import choose
-from etude.weights.codec import encode
-from etude.weights.layout import DELTA, JOINED, SAME, WHOLE, Grid, Layout, Piece, header_bytes, page_bounds, read_header
+from etude.weights import Spec, Tensor
+from etude.weights.delta import layout
+from etude.weights.delta.choices import choose
+from etude.weights.delta.codec import encode
+from etude.weights.delta.layout import (
+    DELTA,
+    JOINED,
+    SAME,
+    WHOLE,
+    Grid,
+    Layout,
+    Piece,
+    header_bytes,
+    page_bounds,
+    read_header,
+)
+from etude.weights.delta.tiles import NumpyKernels
 from etude.weights.tensors import DTYPES
-from etude.weights.tiles import NumpyKernels
 
 BF16 = DTYPES["bf16"]
 

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pytest
 
 from etude.errors import WeightsError
-from etude.weights import native
-from etude.weights.layout import MAX_CLASSES, Piece, Tile
-from etude.weights.native import LEVELS, NativeKernels
+from etude.weights.delta import native
+from etude.weights.delta.layout import MAX_CLASSES, Piece, Tile
+from etude.weights.delta.native import LEVELS, NativeKernels
+from etude.weights.delta.tiles import NumpyKernels
 from etude.weights.tensors import DTYPES, Codes, DType
-from etude.weights.tiles import NumpyKernels
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not() or "there")
 

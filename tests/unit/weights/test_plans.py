@@ -9,7 +9,8 @@ import pytest
 
 from etude.errors import StoreError, WeightsError
 from etude.stores import MemoryStore
-from etude.weights import Channel, Follower, Manifest, Tensor, chain, objects
+from etude.weights import Channel, Follower, Manifest, Tensor, chain
+from etude.weights.chain import objects
 
 
 def weights(step: int) -> dict[str, Tensor]:

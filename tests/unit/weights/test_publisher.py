@@ -11,8 +11,8 @@ import pytest
 from etude.errors import DeadlineExceeded, StoreError, WeightsError
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain, lineage
-from etude.weights.inspect import verify
-from etude.weights.publisher import Publisher
+from etude.weights.chain.inspect import verify
+from etude.weights.chain.publisher import Publisher
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]

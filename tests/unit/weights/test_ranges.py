@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from etude.errors import WeightsError
-from etude.weights import Spec, Tensor, layout
-from etude.weights.codec import encode
-from etude.weights.layout import header_bytes
-from etude.weights.ranges import Parts
+from etude.weights import Spec, Tensor
+from etude.weights.delta import layout
+from etude.weights.delta.codec import encode
+from etude.weights.delta.layout import header_bytes
+from etude.weights.delta.ranges import Parts
 from etude.weights.tensors import DTYPES
 
 

@@ -20,17 +20,18 @@ from etude.errors import StoreError, WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.stores import DirectoryStore, MemoryStore
-from etude.weights import Channel, Follower, Tensor, history, lineage
-from etude.weights.compactor import Compactor
-from etude.weights.folder import CheckpointFolder
-from etude.weights.following import FolderFollower
-from etude.weights.fsck import verify
-from etude.weights.layout import PAGE_BYTES
-from etude.weights.part_follower import PartFollower
-from etude.weights.parts import Part, assemble, part_of, parted, split
-from etude.weights.runtime_map import Map, named, piece
-from etude.weights.sharded import Alone, ShardedChannel
-from etude.weights.targets import Target
+from etude.weights import Channel, Follower, Tensor, lineage
+from etude.weights.chain import history
+from etude.weights.chain.compactor import Compactor
+from etude.weights.chain.fsck import verify
+from etude.weights.delta.layout import PAGE_BYTES
+from etude.weights.files.folder import CheckpointFolder
+from etude.weights.files.following import FolderFollower
+from etude.weights.follow.parts import Part, assemble, part_of, parted, split
+from etude.weights.follow.runtime_map import Map, named, piece
+from etude.weights.follow.targets import Target
+from etude.weights.shards.part_follower import PartFollower
+from etude.weights.shards.sharded import Alone, ShardedChannel
 from etude.weights.tensors import same_bits
 
 ROWS, WIDTH, EXPERTS = 512, 1024, 8

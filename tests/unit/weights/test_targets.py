@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from etude.errors import WeightsError
 from etude.records.completion import Version
-from etude.weights import Tensor, live, targets
-from etude.weights.follower import Update
-from etude.weights.live import window
-from etude.weights.runtime_map import Derived, Map, Piece, Pieces, fused, joined, named, piece
-from etude.weights.targets import Swap, Target
-from etude.weights.undo import compare
+from etude.weights import Tensor
+from etude.weights.chain.undo import compare
+from etude.weights.follow import live, targets
+from etude.weights.follow.follower import Update
+from etude.weights.follow.live import window
+from etude.weights.follow.runtime_map import Derived, Map, Piece, Pieces, fused, joined, named, piece
+from etude.weights.follow.targets import Swap, Target
 
 Tensors = dict[str, Tensor]
 VERSION = Version(step=3, incarnation="0a1b2c3d", digest="ab" * 32)

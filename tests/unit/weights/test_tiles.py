@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from etude.errors import WeightsError
-from etude.weights.layout import Piece, Tile
+from etude.weights.delta.layout import Piece, Tile
+from etude.weights.delta.tiles import NumpyKernels, gather, rice_parameter, size_parameters
 from etude.weights.tensors import DTYPES, Codes
-from etude.weights.tiles import NumpyKernels, gather, rice_parameter, size_parameters
 
 KERNELS = NumpyKernels()
 BF16, U8, U32, F4 = (DTYPES[name] for name in ("bf16", "u8", "u32", "f4_e2m1x2"))

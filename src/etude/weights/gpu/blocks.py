@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.weights.delta.layout import Tile
 from etude.weights.gpu.memory import Items
-from etude.weights.layout import Tile
 
 FIELDS = ("old", "new", "start", "column", "cols", "stride", "count", "high", "classes", "place")
 """Of a block: the addresses of its tensor in both snapshots, the number there of its first item, the place of that in

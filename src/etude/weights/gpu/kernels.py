@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.weights.delta.layout import MAX_CLASSES, Counts, Tile
+from etude.weights.delta.streams import Flags, Longs, Numbers, Reader, damaged
+from etude.weights.delta.tiles import CODED, RAW, in_place_order, pack, read_raw, unpack
 from etude.weights.gpu import blocks, programs
 from etude.weights.gpu.blocks import Blocks
 from etude.weights.gpu.memory import Items
-from etude.weights.layout import MAX_CLASSES, Counts, Tile
-from etude.weights.streams import Flags, Longs, Numbers, Reader, damaged
 from etude.weights.tensors import Codes, DType
-from etude.weights.tiles import CODED, RAW, in_place_order, pack, read_raw, unpack
 
 BLOCK = 2048
 """Items of a block: at most 16384, which sixteen bits count; few enough for the registers of its warps."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from etude.errors import WeightsError
-from etude.weights.layout import Tile
+from etude.weights.delta.layout import Tile
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, to_items
 
 _CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32}  # what torch computes with

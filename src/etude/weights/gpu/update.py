@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from etude.errors import WeightsError
-from etude.weights import codec, layout, wholes
-from etude.weights.choices import Mode, choose
+from etude.weights.delta import codec, layout, wholes
+from etude.weights.delta.choices import Mode, choose
+from etude.weights.delta.layout import DELTA, JOINED, WHOLE, Header, Kernels
+from etude.weights.delta.streams import damaged
 from etude.weights.gpu.kernels import DeviceKernels
 from etude.weights.gpu.memory import Items, fetched
-from etude.weights.layout import DELTA, JOINED, WHOLE, Header, Kernels
-from etude.weights.streams import damaged
 from etude.weights.tensors import DTYPES, Codes, Spec
 
 BATCH_ITEMS = 1 << 28

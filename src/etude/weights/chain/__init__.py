@@ -1,0 +1,1 @@
+"""Versions in a blob store: published, found, composed, proven, collected."""

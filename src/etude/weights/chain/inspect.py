@@ -1,0 +1,192 @@
+"""What `etude weights log | diff A B | verify` say about a channel, and the one thing that is mended by hand: a pointer
+without a writer. Prints nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from etude.errors import WeightsError, nearest
+from etude.records.completion import Version
+from etude.seams import BlobStore
+from etude.weights.chain import history, plans
+from etude.weights.chain.fsck import HINT_POINTER, Check, Finding, verify
+from etude.weights.chain.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, read_pointer
+from etude.weights.chain.signing import Signer, write_signed
+from etude.weights.delta.steps import steps_between
+from etude.weights.tensors import DTYPES, Tensor, to_items
+
+__all__ = ["Check", "Finding", "broken_at", "diff", "find", "log", "repair", "require_pointer", "verify"]
+
+
+@dataclass(frozen=True)
+class LogRow:
+    """One published version."""
+
+    version: Version
+    parent: Version | None
+    kind: Kind  # of `object_bytes`: an anchor only where there is no delta
+    in_lineage: bool  # False: trained, but the current weights do not come from it
+    object_bytes: int  # what an engine of the version before fetches
+    anchor_bytes: int  # the snapshot, alone or beside the delta; 0: none
+    later_bytes: tuple[int, ...]  # deltas over several versions that lead here
+    manifest_bytes: int
+    snapshot_bytes: int
+    bound_bytes: float
+    changed_share: float
+    rollout_ids: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Snapshot bytes over object bytes."""
+        return self.snapshot_bytes / max(1, self.object_bytes)
+
+    @property
+    def share_of_bound(self) -> float:
+        """The bound over object bytes: 1.0 is as small as order-0 coding gets; 0 where nothing had to change."""
+        return self.bound_bytes / max(1, self.object_bytes)
+
+
+@dataclass(frozen=True)
+class DiffRow:
+    """One tensor between two versions."""
+
+    name: str
+    dtype: str
+    num_elements: int
+    num_changed: int
+    max_step: int | None  # the longest change in ULP; None where one side has no such tensor
+
+
+def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
+    """Every version of the chain, in order of publishing; those that no whole manifest leads to are missing
+    (`broken_at` says so). Raises `WeightsError` without a usable pointer."""
+    trained = {manifest.version for manifest in history.readable(store, name)[0]}
+    require_pointer(store, name)
+    chain, _ = history.readable(store, name, trained=False)
+    return [_log_row(store, manifest, manifest.version in trained) for manifest in chain]
+
+
+def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
+    """What is wrong with the manifest at which the lineage ends before its root; None when it is whole."""
+    _, ref = history.readable(store, name)
+    if ref is None:
+        return None
+    try:
+        history.load(store, ref)
+    except WeightsError as error:
+        return error
+    return None
+
+
+def require_pointer(store: BlobStore, name: str = "policy") -> None:
+    """Raises `WeightsError` where versions were published and no pointer names the newest."""
+    if history.head(store, name) is None and history.committed(store, name):
+        raise WeightsError(f"the pointer of {name!r} is gone", "though versions were published", hint=HINT_POINTER)
+
+
+def repair(
+    store: BlobStore, name: str = "policy", told: Sequence[str] = (), *, signer: Signer | None = None
+) -> Version | None:
+    """Set a lost or damaged pointer to the newest version that surely was committed and can be rebuilt; that version,
+    or None where the pointer was whole. For a channel whose writer has ended: a writer mends it by itself.
+
+    `told`: versions that a writer said it had published, the newest last (a run's events). Without them the newest
+    that another manifest builds on is taken, since a manifest alone may be of a publish that was killed before its
+    commit. `signer`: for a channel whose readers ask for signatures. Raises `WeightsError` where nothing is left to
+    point at.
+    """
+    key = history.pointer_key(name)
+    try:
+        torn = store.get(key)
+        read_pointer(torn)
+    except KeyError:
+        torn = None
+    except Damaged:
+        pass
+    else:
+        return None
+    sure = {ref.key for ref, _ in history.committed(store, name)}
+    order = {version: at for at, version in enumerate(told)}
+    known = [one for one in history.stored(store, name) if one[0].key in sure or str(one[0].version) in order]
+    bases = {manifest.base.key for _, manifest in known if manifest.base}
+    known.sort(key=lambda one: (order.get(str(one[0].version), -1), one[0].key not in bases, one[0].version.step))
+    for ref, manifest in reversed(known):
+        try:
+            plans.rebuild(store, manifest)
+        except WeightsError:
+            continue
+        generation = 1 + max(one.generation for _, one in known)
+        pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce, generation=generation)
+        if store.compare_and_swap(key, torn, write_signed(key, pointer, signer)):
+            return ref.version
+        raise WeightsError(f"the pointer of {name!r} moved meanwhile", hint="a writer is at work: it needs no repair")
+    raise WeightsError(
+        f"no version of channel {name!r} can be pointed at",
+        f"{len(known)} were surely published, none can be rebuilt",
+        hint="`etude run CONFIG --resume RUN` publishes anew from the run's checkpoint",
+    )
+
+
+def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
+    """The version of a channel's chain or lineage that a text names: "v000003", "3", or a longer prefix.
+
+    Where several match, the last of the lineage, else the last of the chain. Raises `WeightsError` that names the
+    nearest.
+    """
+    trained = {manifest.version: manifest for manifest in history.readable(store, name)[0]}
+    require_pointer(store, name)
+    chain, _ = history.readable(store, name, trained=False)
+    abandoned = [manifest for manifest in chain if manifest.version not in trained]
+    known = {manifest.version: manifest for manifest in (*abandoned, *trained.values())}
+    prefix = f"v{int(version):06d}-" if re.fullmatch("[0-9]{1,9}", version) else version
+    for manifest in reversed(known.values()):
+        if str(manifest.version).startswith(prefix):
+            return manifest
+    damage = broken_at(store, name)
+    raise WeightsError(
+        f"no version {version!r} in channel {name!r}",
+        f"what is older is out of reach: {damage.what} ({damage.facts})" if damage else "",
+        hint=nearest(version, [str(v) for v in [*known][-8:]]),
+    )
+
+
+def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:
+    """How each tensor differs between two versions, by name. Raises `WeightsError`."""
+    old, new = (plans.rebuild(store, find(store, version, name)) for version in (a, b))
+    return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
+
+
+def _log_row(store: BlobStore, manifest: Manifest, in_lineage: bool) -> LogRow:
+    later = plans.later_ways(store, manifest)
+    anchor = plans.snapshot(store, manifest)
+    return LogRow(
+        version=manifest.version,
+        parent=manifest.parent.version if manifest.parent else None,
+        kind=Kind.DELTA if manifest.ways[0].base else Kind.ANCHOR,
+        in_lineage=in_lineage,
+        object_bytes=manifest.ways[0].num_bytes,
+        anchor_bytes=anchor.num_bytes if anchor else 0,
+        later_bytes=tuple(way.num_bytes for way in later if way.base),
+        manifest_bytes=len(msgspec.json.encode(manifest)),
+        snapshot_bytes=manifest.snapshot_bytes,
+        bound_bytes=manifest.facts.bound_bytes,
+        changed_share=manifest.facts.changed_share,
+        rollout_ids=manifest.rollout_ids,
+    )
+
+
+def _diff_row(name: str, old: Tensor | None, new: Tensor | None) -> DiffRow:
+    shown = new or old
+    assert shown is not None
+    size = shown.codes.size
+    if old is None or new is None or old.spec != new.spec:
+        return DiffRow(name, shown.dtype, size, size, None)
+    where = np.flatnonzero(old.codes != new.codes)
+    kind = DTYPES[new.dtype]
+    steps = steps_between(to_items(old.codes[where], kind), to_items(new.codes[where], kind), kind)[1]
+    return DiffRow(name, new.dtype, size, int(where.size), int(steps.max(initial=0)))

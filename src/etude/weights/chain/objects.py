@@ -1,0 +1,61 @@
+"""Tensors into stored objects: grouped, encoded, put under keys that no other publish uses.
+
+A key is the content's SHA-256 and eight characters that were drawn for the publish: two publishes never share an
+object, so garbage collection of the one cannot take what the other is about to name. Knows nothing of manifests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+
+from etude.seams import BlobStore
+from etude.weights.chain.manifest import StoredObject
+from etude.weights.delta import codec
+from etude.weights.tensors import Tensor
+
+OBJECT_ELEMENTS = 1 << 26
+"""Tensors are gathered into objects of about so many elements, the unit of fetching again."""
+
+
+def put_objects(
+    store: BlobStore,
+    name: str,
+    nonce: str,
+    new: Sequence[Tensor],
+    old: Callable[[int, int], Sequence[Tensor | None]],
+) -> tuple[tuple[StoredObject, ...], float]:
+    """Encode in groups of whole tensors and put each; the objects, and the seconds that encoding took.
+
+    `old(start, stop)`: what those of `new` apply to, asked for group by group, so that it need not be there at once.
+    """
+    objects: list[StoredObject] = []
+    encode_s = 0.0
+    for start, stop in _groups(new):
+        before = old(start, stop)
+        started = time.perf_counter()
+        data = codec.encode(new[start:stop], before)
+        digest = hashlib.sha256(data).hexdigest()
+        encode_s += time.perf_counter() - started
+        key = f"{objects_prefix(name)}{digest[:2]}/{digest}-{nonce[:8]}"
+        store.put(key, data)
+        objects.append(StoredObject(key, len(data), digest, stop - start))
+    return tuple(objects), encode_s
+
+
+def objects_prefix(name: str) -> str:
+    """Where a channel's objects are."""
+    return f"objects/{name}/"
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """[start, stop) of each object's tensors."""
+    groups: list[tuple[int, int]] = []
+    start = size = 0
+    for i, tensor in enumerate(tensors):
+        if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
+            groups.append((start, i))
+            start, size = i, 0
+        size += tensor.codes.size
+    return [*groups, (start, len(tensors))]

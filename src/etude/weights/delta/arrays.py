@@ -1,0 +1,163 @@
+"""Mappings of arrays in, tensors of codes out: where the dtypes of numpy (and of torch) meet ours.
+
+A user's arrays are numpy's, torch's, or anything with the buffer protocol. Here they become views of their own bits:
+no copy where the memory allows it, no conversion ever. numpy has no bf16 and no fp8: `dtypes` says what its integers
+mean. torch is imported by nobody here; a tensor of it brings its module along.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import WeightsError, nearest
+from etude.weights.tensors import DTYPES, Tensor
+
+Array = npt.NDArray[Any]
+Arrays = Mapping[str, Any]
+"""Name -> a numpy array, a torch tensor in CPU memory, a `Tensor`, or anything with the buffer protocol."""
+
+NUMPY: dict[str, np.dtype[Any]] = {
+    "f16": np.dtype(np.float16),
+    "f32": np.dtype(np.float32),
+    "f64": np.dtype(np.float64),
+    "i8": np.dtype(np.int8),
+    "i16": np.dtype(np.int16),
+    "i32": np.dtype(np.int32),
+    "i64": np.dtype(np.int64),
+    "bool": np.dtype(np.bool_),
+}
+"""The dtypes that numpy has beside the unsigned integers, which stand for themselves and for all others' codes."""
+
+_NAMES = {
+    **{kind.name: name for name, kind in NUMPY.items()},
+    **{f"uint{bits}": f"u{bits}" for bits in (8, 16, 32, 64)},
+    "bfloat16": "bf16",  # torch, and ml_dtypes in numpy
+    "float8_e4m3fn": "f8_e4m3",
+    "float8_e5m2": "f8_e5m2",
+    "float8_e8m0fnu": "f8_e8m0",
+    "float4_e2m1fn_x2": "f4_e2m1x2",
+}
+
+
+def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
+    """A value's bits as a `Tensor`; `dtype` says what they mean where the value's own does not.
+
+    Raises `WeightsError` that names the tensor.
+
+    >>> tensor_of("w", np.array([[1.0, -0.0]], np.float32)).spec
+    Spec(dtype='f32', shape=(1, 2))
+    >>> tensor_of("w", b"\\x80\\x3f", "bf16").codes.tolist()
+    [16256]
+    """
+    if isinstance(value, Tensor):
+        return value
+    array, own = bits_of(name, value)
+    dtype = dtype or own
+    if dtype not in DTYPES:
+        raise WeightsError(
+            f"tensor {name!r} is of dtype {dtype or getattr(value, 'dtype', type(value).__name__)}",
+            "which has no name here",
+            hint=f'name what its bits are, for instance dtypes={{"{name}": "bf16"}}; {nearest(dtype, DTYPES)}',
+        )
+    codes = DTYPES[dtype].codes
+    if array.dtype != codes and not isinstance(value, np.ndarray) and array.ndim == 1 and array.itemsize == 1:
+        if array.size % codes.itemsize:
+            raise WeightsError(
+                f"tensor {name!r} has {array.size} bytes",
+                f"{dtype} has {codes.itemsize} each",
+                hint="its end was cut off, or its dtype is another",
+            )
+        array = array.view(codes)
+    if array.dtype != codes:
+        raise WeightsError(
+            f"tensor {name!r} has elements of {array.itemsize} bytes",
+            f"{dtype} has {codes.itemsize}",
+            hint="name the dtype of its own width in dtypes",
+        )
+    flat = np.require(array.reshape(-1), requirements=["C", "A"])
+    try:
+        return Tensor(dtype, array.shape, flat)
+    except ValueError as error:
+        raise WeightsError(f"tensor {name!r} is not allowed", str(error), hint="see the limits in delta.md") from None
+
+
+def bits_of(name: str, value: Any) -> tuple[Array, str]:
+    """A view of a value's memory as unsigned integers, in its shape and strides; and its dtype's name here, or "".
+
+    Writable where the memory is. Raises `WeightsError` for what has no bits to view.
+    """
+    if is_torch(value):
+        return _torch_bits(name, value)
+    if isinstance(value, np.ndarray):
+        array = value
+    else:
+        try:
+            view = memoryview(value)
+        except TypeError:
+            raise WeightsError(
+                f"tensor {name!r} is a {type(value).__name__}",
+                "which has no buffer",
+                hint="give numpy arrays, torch tensors, or bytes with their dtype in dtypes",
+            ) from None
+        array = np.asarray(view) if view.format else np.frombuffer(view, np.uint8)
+    kind = array.dtype
+    if kind.itemsize not in (1, 2, 4, 8) or kind.hasobject or kind.names:
+        raise WeightsError(
+            f"tensor {name!r} is of dtype {kind}", "no unsigned integer has its width", hint="view it as what has"
+        )
+    if not kind.isnative:
+        array = array.astype(kind.newbyteorder("="))
+    return array.view(f"u{kind.itemsize}"), name_of(kind.name)
+
+
+def like(tensor: Tensor, array: Any = None) -> Array:
+    """A tensor's bits in its shape: of numpy's dtype where it has one, or of `array`'s where that has the same name.
+
+    >>> like(Tensor("f32", (1,), np.array([0x3F800000], np.uint32)))
+    array([1.], dtype=float32)
+    """
+    shaped: Array = tensor.codes.reshape(tensor.shape)
+    if isinstance(array, np.ndarray) and array.dtype.isnative and array.itemsize == shaped.itemsize:
+        own = name_of(array.dtype.name)
+        if own == tensor.dtype or (own and own[0] == "u"):
+            return shaped.view(array.dtype)
+    return shaped.view(NUMPY.get(tensor.dtype, tensor.codes.dtype))
+
+
+def name_of(dtype: str) -> str:
+    """Our name of a dtype as numpy or torch call it; "" where there is none.
+
+    >>> name_of("torch.bfloat16"), name_of("uint8"), name_of("complex64")
+    ('bf16', 'u8', '')
+    """
+    return _NAMES.get(dtype.removeprefix("torch."), "")
+
+
+def is_torch(value: object) -> bool:
+    """Whether a value is a torch tensor. Asks the module that made it: whoever has one has imported torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _torch_bits(name: str, value: Any) -> tuple[Array, str]:
+    torch = sys.modules["torch"]
+    if value.device.type != "cpu":
+        raise WeightsError(
+            f"tensor {name!r} is on {value.device}",
+            "its memory cannot be read from here",
+            hint="give it .cpu(); `etude.weights.follow.targets` writes to devices",
+        )
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if value.element_size() not in signed or value.layout != torch.strided:
+        raise WeightsError(
+            f"tensor {name!r} is of dtype {value.dtype}",
+            "no unsigned integer has its width",
+            hint="view it as what has",
+        )
+    array = value.detach().view(signed[value.element_size()]).numpy()
+    return array.view(f"u{array.itemsize}"), name_of(str(value.dtype))

@@ -1,0 +1,108 @@
+"""What a writer chooses before it codes: each tensor's form, its tiles, their classes. A sample of the change decides.
+
+Only writers are bound by this, and only so that both kernels make the same bytes: a reader takes any choice. All of it
+is integer arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from etude.weights.delta.layout import (
+    DELTA,
+    JOINED,
+    MAX_CLASSES,
+    MAX_TILE,
+    SAME,
+    WHOLE,
+    Counts,
+    Grid,
+    Kernels,
+    Layout,
+    table_of,
+)
+from etude.weights.tensors import DTYPES, Codes, Spec
+
+Mode = Literal["best", "fast"]
+"""`best`: classes by the old exponent. `fast`: one class, which is quicker to code and a third longer."""
+
+_SAMPLE, _MAX_STRIDE = 1 << 13, 1 << 10  # items that a sample has at least; blocks of 64 of which one is looked at
+_TILE_BITS = 1 << 18  # of payload, as far as the sample tells
+_LEAST_TILE = 1 << 16
+_MOST_JOINED = 1 << 21
+_WHOLE_ROW, _PART_OF_ROW = 4096, 2048  # columns that a tile takes whole; of longer rows, at least so many
+
+
+@dataclass
+class _Group:
+    """Tensors of one dtype that share a tile."""
+
+    tensor: int  # the first
+    counts: Counts  # items by exponent
+    bits: int
+    size: int
+
+
+def choose(
+    new: Sequence[Codes | None], old: Sequence[Codes | None], specs: Sequence[Spec], kernels: Kernels, mode: Mode
+) -> Layout:
+    """The layout of a delta from items to items. `old` is None where there is none, `new` where nothing changed."""
+    forms = [SAME] * len(specs)
+    grids: dict[int, Grid] = {}
+    groups: dict[str, _Group] = {}
+    for i, (spec, after, before) in enumerate(zip(specs, new, old, strict=True)):
+        if after is None:
+            continue
+        if before is None:
+            forms[i] = WHOLE
+            continue
+        forms[i] = DELTA
+        counts, bits = _sample(before, after, spec, kernels)
+        grid = _grid(spec, after.size, bits, counts, mode)
+        if after.size > grid.tile_rows * grid.tile_cols:  # not one tile: alone
+            grids[i] = grid
+            continue
+        group = groups.get(spec.dtype)
+        if group and group.bits + bits <= _TILE_BITS and group.size + after.size <= _MOST_JOINED:
+            forms[i] = JOINED
+            group.counts, group.bits, group.size = group.counts + counts, group.bits + bits, group.size + after.size
+        else:
+            group = groups[spec.dtype] = _Group(i, counts, bits, after.size)
+            grids[i] = grid
+        high, classes = _classes(group.counts, mode)
+        first = grids[group.tensor]
+        grids[group.tensor] = Grid(high, classes, first.tile_rows, first.tile_cols)
+    return Layout(specs, forms, grids)
+
+
+def _sample(old: Codes, new: Codes, spec: Spec, kernels: Kernels) -> tuple[Counts, int]:
+    """About how many items have each exponent, and how many bits the delta will have."""
+    stride = min(_MAX_STRIDE, max(1, old.size // _SAMPLE))
+    counts, changed = kernels.sample(old, new, DTYPES[spec.dtype], stride)
+    some = np.flatnonzero(changed)
+    pairs = zip(counts[some].tolist(), changed[some].tolist(), strict=True)
+    bits = sum(k * ((n // k).bit_length() + 3) for n, k in pairs)
+    return counts * stride, bits * old.size // int(counts.sum())
+
+
+def _grid(spec: Spec, size: int, bits: int, counts: Counts, mode: Mode) -> Grid:
+    """Tiles of about `_TILE_BITS`: far shorter ones are mostly headers, far longer ones give a reader too much."""
+    tile = MAX_TILE
+    while tile > _LEAST_TILE and tile * bits > _TILE_BITS * size:
+        tile //= 2
+    rows, cols = table_of(spec)
+    tile_cols = cols if cols <= _WHOLE_ROW else min(cols, max(_PART_OF_ROW, tile // rows))
+    return Grid(*_classes(counts, mode), min(rows, max(1, tile // tile_cols)), tile_cols)
+
+
+def _classes(counts: Counts, mode: Mode) -> tuple[int, int]:
+    """The exponent of the first class, and how many there are: what is rare at either end joins its neighbour."""
+    total = int(counts.sum())
+    from_above, from_below = np.cumsum(counts[::-1])[::-1], np.cumsum(counts)
+    high = int(np.flatnonzero(from_above * 256 >= total)[-1])
+    low = int(np.flatnonzero(from_below * 16384 >= total)[0])
+    return high, 1 if mode == "fast" else min(MAX_CLASSES, max(1, high - low + 1))

@@ -1,0 +1,296 @@
+"""`encode`, `apply` and `bound`: deltas between two sets of named arrays, in one file's bytes each.
+
+For who has a trainer and an engine of his own and moves bytes as he likes. A delta says what it applies to: `apply`
+compares the base's digests first, proves every tensor it made, and only then writes. Knows nothing of channels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from etude.errors import WeightsError, nearest
+from etude.weights.delta import codec
+from etude.weights.delta.arrays import Array, Arrays, bits_of, like, tensor_of
+from etude.weights.delta.bound import bound_bytes
+from etude.weights.delta.choices import Mode
+from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
+from etude.weights.tensors import Codes, Spec, Tensor, tensor_digest
+
+OBJECT_ELEMENTS = 1 << 26
+"""Tensors are gathered into objects of about so many elements: what a side holds beside base and target."""
+
+LIMIT_BYTES = 64 << 30
+
+
+def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best") -> bytes:
+    """The bytes from which `apply` makes `new` out of `old`, bit for bit.
+
+    `dtypes` names what the arrays' own dtypes do not say, for both sides. Tensors may come, go, and change their dtype
+    or shape. `mode`: "best" is for networks, "fast" where time counts more than bytes. Raises `WeightsError`.
+
+    >>> old = {"w": np.array([0x3F80, 0x3F81], np.uint16)}
+    >>> new = {"w": np.array([0x3F80, 0x3F82], np.uint16)}
+    >>> delta = encode(old, new, {"w": "bf16"})
+    >>> apply(old, delta)["w"].tolist()
+    [16256, 16258]
+    """
+    return b"".join(parts(old, new, dtypes, mode))
+
+
+def parts(
+    old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best", *, note: bytes = b""
+) -> Iterator[bytes]:
+    """The same bytes piece by piece, for a file: beside what is mapped, one object's tensors are in memory at a time.
+
+    `note` is kept in the file for whoever reads it there. Every array is read twice.
+    """
+    before, after = tensors(old, dtypes), tensors(new, dtypes)
+    entries = [_entry(name, before.get(name), after.get(name)) for name in _sorted(before.keys() | after.keys())]
+    coded = [entry.name for entry in entries if entry.coded]
+    spans = groups([after[name] for name in coded])
+    proof = hashlib.sha256()
+    for piece in _pieces(write_head(entries, note, len(spans)), before, after, [coded[a:b] for a, b in spans], mode):
+        proof.update(piece)
+        yield piece
+    yield proof.digest()
+
+
+def apply(
+    old: Arrays, delta: bytes | memoryview, out: Mapping[str, Any] | None = None, *, limit_bytes: int = LIMIT_BYTES
+) -> dict[str, Array]:
+    """The arrays that `encode` was given as new, by name, in numpy's dtype where it has one, else as unsigned codes.
+
+    Without `out` unchanged tensors are the base's own memory. With `out`, a writable buffer for every tensor of the
+    target, everything is written there; a buffer that is the base's own (`out=old`) is changed in place, and takes the
+    changes alone; of one that is no numpy array the flat codes are returned. Nothing is written before all is proven.
+    Raises `WeightsError`: bytes that are damaged, another base, a target of more than `limit_bytes`, buffers that do
+    not fit.
+    """
+    file = read(delta)
+    if file.target_bytes > limit_bytes:
+        raise WeightsError(
+            f"the delta's target needs {file.target_bytes} bytes",
+            f"the limit is {limit_bytes}",
+            hint="raise limit_bytes if this is the model you expect",
+        )
+    base = prove_base(file, old)
+    if out is None:
+        made = {name: tensor for group in decoded(file, base) for name, tensor in group.items()}
+        return {
+            entry.name: like(made.get(entry.name) or base[entry.name], old.get(entry.name))
+            for entry in file.entries
+            if entry.new
+        }
+    places = {e.name: _place(e.name, e.new, out) for e in file.entries if e.new}
+    _refuse_overlaps(file, base, places)
+    writes = [_Write(places[e.name], base[e.name].codes) for e in file.entries if e.kind is Kind.SAME]
+    writes += [_Write(places[name], *made) for name, made in _proven_changes(file, base)]
+    for write in writes:
+        write.put()
+    return {name: out[name] if isinstance(out[name], np.ndarray) else place for name, place in places.items()}
+
+
+def bound(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) -> float:
+    """The bytes that no delta of this kind can go below; the formula stands at the head of `bound.py`.
+
+    >>> w = {"w": np.zeros(8, np.float32)}
+    >>> bound(w, w)
+    0.0
+    """
+    before, after = tensors(old, dtypes), tensors(new, dtypes)
+    return bound_bytes(list(after.values()), [before.get(name) for name in after])
+
+
+def tensors(arrays: Arrays, dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:
+    """Every array as a tensor. Raises `WeightsError` that names the one that cannot be."""
+    return {name: tensor_of(name, array, (dtypes or {}).get(name)) for name, array in arrays.items()}
+
+
+def prove_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
+    """The base's tensors as the delta names them, each with the digest that the delta states. Raises `WeightsError`."""
+    base: dict[str, Tensor] = {}
+    for entry in file.entries:
+        if entry.old is None or entry.old_digest is None:
+            continue
+        if entry.name not in old:
+            raise _wrong_base(f"it has no tensor {entry.name!r}", nearest(entry.name, old))
+        tensor = base[entry.name] = _shaped(entry.name, old[entry.name], entry.old)
+        if (found := tensor_digest(tensor)) != entry.old_digest:
+            raise _wrong_base(f"{entry.name!r} has digest {found[:12]}, the delta is for {entry.old_digest[:12]}")
+    extra = old.keys() - base.keys()
+    if extra:
+        raise _wrong_base(f"it has a tensor {min(extra)!r} that the delta does not know")
+    return base
+
+
+def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The coded tensors, object by object, each proven. Raises `WeightsError`."""
+    for entries, data in _objects(file):
+        specs = [entry.new for entry in entries if entry.new]
+        made = codec.decode(data, specs, [base.get(entry.name) for entry in entries])
+        for entry, tensor in zip(entries, made, strict=True):
+            _prove(entry, tensor)
+        yield {entry.name: tensor for entry, tensor in zip(entries, made, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Write:
+    """What goes into one buffer: a tensor's codes, unless they are its own memory, and then changes."""
+
+    target: Codes
+    whole: Codes
+    changes: codec.Changes | None = None
+
+    def put(self) -> None:
+        if self.target.ctypes.data != self.whole.ctypes.data:
+            self.target[:] = self.whole
+        if self.changes is not None:
+            self.target[self.changes.positions] = self.changes.codes
+
+
+def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
+    old_digest, new_digest = (tensor_digest(side) if side else None for side in (old, new))
+    return Entry(name, old.spec if old else None, old_digest, new.spec if new else None, new_digest)
+
+
+def _pieces(
+    head: bytes, before: Mapping[str, Tensor], after: Mapping[str, Tensor], groups: Sequence[Sequence[str]], mode: Mode
+) -> Iterator[bytes]:
+    yield head
+    for names in groups:
+        data = codec.encode([after[name] for name in names], [before.get(name) for name in names], mode)
+        yield write_object_head(len(data), len(names))
+        yield data
+
+
+def _proven_changes(
+    file: DeltaFile, base: Mapping[str, Tensor]
+) -> Iterator[tuple[str, tuple[Codes, codec.Changes | None]]]:
+    """Of each coded tensor its codes and what changes in them; for the proof one tensor at a time is made whole."""
+    for entries, data in _objects(file):
+        held = [base.get(entry.name) for entry in entries]
+        found = codec.changes(data, [entry.new for entry in entries if entry.new], held)
+        for entry, old, made in zip(entries, held, found, strict=True):
+            if isinstance(made, Tensor):
+                _prove(entry, made)
+                yield entry.name, (made.codes, None)
+            elif old is not None:
+                codes = old.codes.copy()
+                codes[made.positions] = made.codes
+                _prove(entry, Tensor(old.dtype, old.shape, codes))
+                yield entry.name, (old.codes, made)
+
+
+def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], bytes]]:
+    """Each object with the entries that it covers."""
+    coded = iter([entry for entry in file.entries if entry.coded])
+    for count, data in file.objects:
+        yield [next(coded) for _ in range(count)], bytes(data)
+
+
+def _prove(entry: Entry, tensor: Tensor) -> None:
+    if (found := tensor_digest(tensor)) != entry.new_digest:
+        raise damaged(f"{entry.name!r} became {found[:12]}, not {str(entry.new_digest)[:12]}")
+
+
+def _shaped(name: str, value: Any, spec: Spec) -> Tensor:
+    """A base's value as what the delta says it was; a flat buffer stands for every shape of its size."""
+    tensor = tensor_of(name, value, None if isinstance(value, Tensor) else spec.dtype)
+    if tensor.spec != spec and len(tensor.shape) == 1 and tensor.spec.size == spec.size and tensor.dtype == spec.dtype:
+        tensor = Tensor(spec.dtype, spec.shape, tensor.codes)
+    if tensor.spec != spec:
+        raise _wrong_base(f"{name!r} is {_told(tensor.spec)}, the delta is for {_told(spec)}")
+    return tensor
+
+
+def _place(name: str, spec: Spec | None, out: Mapping[str, Any]) -> Codes:
+    """Where a tensor goes: the buffer's own memory as flat codes."""
+    assert spec is not None
+    if name not in out:
+        raise WeightsError(f"out has no tensor {name!r}", f"the delta makes {_told(spec)}", hint=nearest(name, out))
+    bits = bits_of(name, out[name])[0]
+    codes = np.dtype(f"u{spec.num_bytes // spec.size}") if spec.size else bits.dtype
+    if bits.ndim == 1 and bits.itemsize == 1 and bits.flags.c_contiguous and bits.nbytes == spec.num_bytes:
+        bits = bits.view(codes)
+    fits = bits.dtype == codes and (bits.shape == spec.shape or bits.shape == (spec.size,))
+    native = getattr(getattr(out[name], "dtype", None), "isnative", True)  # of others' bytes the bits are a copy
+    if not (fits and native and bits.flags.c_contiguous and bits.flags.writeable and bits.flags.aligned):
+        raise WeightsError(
+            f"out[{name!r}] cannot take the tensor",
+            f"it is {bits.shape} of {bits.itemsize} bytes, the tensor {_told(spec)}",
+            hint="give a writable, contiguous buffer of the target's size",
+        )
+    return bits.reshape(-1)
+
+
+def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mapping[str, Codes]) -> None:
+    """Buffers are apart, or the same for tensors with the same bits; and what is read under one name is not written
+    under another. Raises `WeightsError`."""
+    digests = {entry.name: entry.new_digest for entry in file.entries}
+    spans = sorted((*_span(codes), name) for name, codes in places.items() if codes.size)
+    for (start, stop, first), (after, end, second) in pairwise(spans):
+        same = (start, stop, digests[first]) == (after, end, digests[second])
+        if after < stop and not same:
+            raise WeightsError(
+                f"out[{first!r}] and out[{second!r}] are the same memory",
+                f"their tensors differ: {str(digests[first])[:12]} and {str(digests[second])[:12]}",
+                hint="the checkpoint does not tie them: give each a buffer of its own",
+            )
+    starts = [start for start, _, _ in spans]
+    for name in base.keys() & places.keys():
+        start, stop = _span(base[name].codes)
+        own = _span(places[name]) == (start, stop)
+        near = _overlapping(spans, starts, start, stop)
+        torn = next((other for a, b, other in near if not own or (a, b) != (start, stop)), None)
+        if torn is not None:
+            raise WeightsError(
+                f"out[{torn!r}] is memory of the base's {name!r}",
+                "which is read after it would be written",
+                hint="give `old` itself as out, or buffers of their own",
+            )
+
+
+def _overlapping(
+    spans: Sequence[tuple[int, int, str]], starts: Sequence[int], start: int, stop: int
+) -> Iterator[tuple[int, int, str]]:
+    """Those of sorted spans, apart or the same, that share a byte with [start, stop)."""
+    at = bisect_left(starts, stop)
+    while start < stop and at and spans[at - 1][1] > start:
+        at -= 1
+        yield spans[at]
+
+
+def _span(codes: Codes) -> tuple[int, int]:
+    return codes.ctypes.data, codes.ctypes.data + codes.nbytes
+
+
+def _wrong_base(facts: str, more: str = "") -> WeightsError:
+    hint = "apply it to the version that it was made from; nothing was changed"
+    return WeightsError("this delta is for another base", facts, hint=f"{hint}{'; ' + more if more else ''}")
+
+
+def _told(spec: Spec) -> str:
+    return f"{spec.dtype} {list(spec.shape)}"
+
+
+def _sorted(names: set[str]) -> list[str]:
+    return sorted(names, key=str.encode)
+
+
+def groups(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """[start, stop) of each object's tensors; none for none."""
+    found: list[tuple[int, int]] = []
+    start = size = 0
+    for i, tensor in enumerate(tensors):
+        if i > start and size + tensor.codes.size > OBJECT_ELEMENTS:
+            found.append((start, i))
+            start, size = i, 0
+        size += tensor.codes.size
+    return [*found, (start, len(tensors))] if tensors else []

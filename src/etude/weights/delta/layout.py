@@ -1,0 +1,311 @@
+"""Where things are in a delta: its header, the grid of tiles, and what a writer chooses before it codes a tile.
+
+Both kernels, numpy's and the native ones, are given tiles by this file, and so make the same bytes. A tile is a
+rectangle of one tensor, or a few small tensors of one dtype: coded by itself, so that a reader fetches, checks and
+decodes the part that it needs. Knows nothing of how a tile's bits are coded (`tiles.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.weights.delta.streams import Reader, damaged, varint
+from etude.weights.tensors import DTYPES, Codes, DType, Spec
+
+MAGIC = b"etd\x02"
+"""First four bytes; the last of them is the format."""
+
+FIXED_BYTES = 8
+"""Of the header: the magic, and how long the header is."""
+
+SAME, DELTA, WHOLE, JOINED = 0, 1, 2, 3  # forms of a tensor
+
+MAX_TILE = 1 << 23
+"""Items of a tile: what bounds the memory that one tile needs."""
+
+MAX_CLASSES = 16
+
+WHOLE_TILE = 1 << 20
+"""Elements of a tile of a whole tensor."""
+
+PAGE_BYTES = 1 << 18
+"""From so many bytes on a page is closed."""
+
+_MAX_TILE_BYTES = 1 + 4 * MAX_TILE  # a raw one; a writer makes no longer ones
+_DIGEST_BYTES = 32
+
+Counts = npt.NDArray[np.int64]
+"""[256] something counted by exponent."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of one tensor's items: row `r` is at `start + r * stride`, `cols` long."""
+
+    tensor: int  # index into the arrays that go with the tiles
+    start: int
+    rows: int
+    cols: int
+    stride: int
+
+    @property
+    def size(self) -> int:
+        """Items of the rectangle."""
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Items that are coded together, piece after piece, each row by row; and the classes they are coded in.
+
+    An item's class is `high` minus the exponent of its old code, not below 0, below `classes`.
+    """
+
+    high: int
+    classes: int  # 1 to MAX_CLASSES
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Items of all pieces."""
+        return sum(piece.size for piece in self.pieces)
+
+
+class Kernels(Protocol):
+    """The inner loops. All arrays hold items (`tensors.to_items`), 1-D and contiguous; `tiles` are of one dtype."""
+
+    def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
+        """By exponent of the old item: how many there are, and how many of them changed.
+
+        Counts every `stride`-th block of 64 items; a last, shorter block only where the stride is 1.
+        """
+        ...
+
+    def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], new: Sequence[Codes]) -> list[bytes]:
+        """Each tile in its coded form; nothing for a tile in which nothing changed."""
+        ...
+
+    def changes(
+        self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
+    ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
+        """For each tile, coded or raw, the places in it that change, in order, and the new items there.
+
+        Raises `WeightsError` for bytes that no writer made.
+        """
+        ...
+
+    def apply(
+        self,
+        kind: DType,
+        tiles: Sequence[Tile],
+        old: Sequence[Codes],
+        new: Sequence[Codes],
+        payloads: Sequence[memoryview],
+    ) -> None:
+        """Write the changes into `new`, which holds the old items; when it raises, `new` is neither old nor new."""
+        ...
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a delta tensor is cut, as the header says it."""
+
+    high: int
+    classes: int
+    tile_rows: int
+    tile_cols: int
+
+
+def table_of(spec: Spec) -> tuple[int, int]:
+    """Rows and columns of a tensor's items: all dimensions but the last are rows."""
+    cols = (spec.shape[-1] if spec.shape else 1) * DTYPES[spec.dtype].parts
+    return math.prod(spec.shape[:-1]), cols
+
+
+class Layout:
+    """Which tile holds what. Tiles are numbered as they follow each other in the object.
+
+    `grids`: one for each tensor of form DELTA. Raises `WeightsError` where a grid is none.
+    """
+
+    def __init__(self, specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Grid]) -> None:
+        self.specs, self.forms, self.grids = specs, forms, grids
+        self._joined = _joined(specs, forms, grids)
+        counts = [self._count(i) for i in range(len(specs))]
+        ends = np.cumsum([0, *counts]).tolist()
+        self._ranges = [range(start, stop) for start, stop in itertools.pairwise(ends)]
+        self.num_tiles: int = ends[-1]
+
+    def tiles(self, kind: DType) -> Iterator[tuple[int, Tile]]:
+        """The numbers and the items of all delta tiles of a dtype."""
+        for tensor in self.grids:
+            if self.specs[tensor].dtype == kind.name:
+                for number in self._ranges[tensor]:
+                    yield number, self.tile(tensor, number)
+
+    def tile(self, tensor: int, number: int) -> Tile:
+        """One of the tiles of a tensor of form DELTA."""
+        grid, (rows, cols) = self.grids[tensor], table_of(self.specs[tensor])
+        down, right = divmod(number - self._ranges[tensor].start, -(-cols // grid.tile_cols))
+        row, col = down * grid.tile_rows, right * grid.tile_cols
+        height, width = min(grid.tile_rows, rows - row), min(grid.tile_cols, cols - col)
+        pieces = [Piece(tensor, row * cols + col, height, width, cols)]
+        for joined in self._joined.get(tensor, ()):
+            size = math.prod(table_of(self.specs[joined]))
+            pieces.append(Piece(joined, 0, 1, size, size))
+        return Tile(grid.high, grid.classes, tuple(pieces))
+
+    def tiles_over(self, tensor: int, rows: range, cols: range) -> Iterator[tuple[int, Tile]]:
+        """The delta tiles that hold a rectangle of a tensor's table; of a joined tensor the one that it shares."""
+        host = next((host for host, joined in self._joined.items() if tensor in joined), None)
+        if host is not None:
+            yield self._ranges[host].start, self.tile(host, self._ranges[host].start)
+            return
+        grid, first = self.grids[tensor], self._ranges[tensor].start
+        across = -(-table_of(self.specs[tensor])[1] // grid.tile_cols)
+        for down in range(rows.start // grid.tile_rows, -(-rows.stop // grid.tile_rows) if rows else 0):
+            for right in range(cols.start // grid.tile_cols, -(-cols.stop // grid.tile_cols) if cols else 0):
+                number = first + down * across + right
+                yield number, self.tile(tensor, number)
+
+    def wholes(self, tensor: int) -> Iterator[tuple[int, int, int]]:
+        """For each tile of a tensor of form WHOLE its number, its first element and the one after its last."""
+        size = self.specs[tensor].size
+        for i, number in enumerate(self._ranges[tensor]):
+            yield number, i * WHOLE_TILE, min(size, (i + 1) * WHOLE_TILE)
+
+    def _count(self, tensor: int) -> int:
+        spec = self.specs[tensor]
+        if self.forms[tensor] == WHOLE:
+            return -(-spec.size // WHOLE_TILE)
+        return _grid_count(spec, self.grids[tensor]) if tensor in self.grids else 0
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before the tiles."""
+
+    layout: Layout
+    offsets: npt.NDArray[np.int64]  # [tiles + 1] where each tile starts in the object; the object's end
+    pages: tuple[bytes, ...]  # SHA-256 of each
+
+    def check_pages(self, start: int, data: bytes | memoryview) -> None:
+        """Prove that `data`, which starts at a page's start and ends at one's end, is what the writer wrote there."""
+        bounds, view = page_bounds(self.offsets), memoryview(data)
+        for (first, last), digest in zip(bounds, self.pages, strict=True):
+            within = start <= first and last <= start + len(view)
+            if within and hashlib.sha256(view[first - start : last - start]).digest() != digest:
+                raise damaged(f"its bytes from {first} to {last} have another digest")
+
+
+def page_bounds(offsets: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Where each page starts and stops: whole tiles, closed as soon as they are `PAGE_BYTES` long."""
+    bounds = []
+    start, stop = int(offsets[0]), int(offsets[-1])
+    while start < stop:
+        end = int(offsets[min(int(np.searchsorted(offsets, start + PAGE_BYTES)), offsets.size - 1)])
+        bounds.append((start, end))
+        start = end
+    return bounds
+
+
+def write(layout: Layout, tiles: Sequence[bytes]) -> bytes:
+    """The object: the header and the tiles."""
+    body = b"".join(tiles)
+    offsets = np.cumsum([0, *map(len, tiles)], dtype=np.int64)
+    view = memoryview(body)
+    fields = [
+        varint(len(layout.forms)),
+        _forms_bytes(layout.forms),
+        *(
+            bytes((grid.high, grid.classes)) + varint(grid.tile_rows) + varint(grid.tile_cols)
+            for grid in layout.grids.values()
+        ),
+        *(varint(len(tile)) for tile in tiles),
+        *(hashlib.sha256(view[start:stop]).digest() for start, stop in page_bounds(offsets)),
+    ]
+    num_bytes = FIXED_BYTES + sum(map(len, fields))
+    return b"".join((MAGIC, struct.pack("<I", num_bytes), *fields, body))
+
+
+def header_bytes(data: bytes | memoryview) -> int:
+    """How long the header is, from its first `FIXED_BYTES`. Raises `WeightsError`."""
+    reader = Reader(data)
+    if bytes(reader.take(len(MAGIC))) != MAGIC:
+        raise damaged(f"it does not start as a delta of format {MAGIC[-1]} does")
+    (num_bytes,) = struct.unpack("<I", reader.take(4))
+    return int(num_bytes)
+
+
+def read_header(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
+    """The header at the front of an object, or of what was fetched of it. Raises `WeightsError`.
+
+    Needs memory in proportion to the header's bytes and the number of specs, whatever is written there.
+    """
+    num_bytes = header_bytes(data)
+    reader = Reader(Reader(data).take(num_bytes))
+    reader.take(FIXED_BYTES)
+    if reader.varint(len(specs)) != len(specs):
+        raise damaged(f"it is not for these {len(specs)} tensors")
+    packed = np.frombuffer(reader.take(-(-len(specs) // 4)), np.uint8)
+    forms = (packed[:, None] >> np.array([0, 2, 4, 6], np.uint8) & 3).reshape(-1)[: len(specs)].tolist()
+    grids = {i: _read_grid(reader, specs[i]) for i, form in enumerate(forms) if form == DELTA}
+    layout = Layout(specs, forms, grids)
+    if layout.num_tiles > reader.left:
+        raise damaged(f"{layout.num_tiles} tiles in a header of {num_bytes} bytes")
+    sizes = [reader.varint(_MAX_TILE_BYTES) for _ in range(layout.num_tiles)]
+    offsets = num_bytes + np.cumsum([0, *sizes], dtype=np.int64)
+    pages = tuple(bytes(reader.take(_DIGEST_BYTES)) for _ in page_bounds(offsets))
+    reader.end()
+    return Header(layout, offsets, pages)
+
+
+def _read_grid(reader: Reader, spec: Spec) -> Grid:
+    high, classes = reader.byte(), reader.byte(MAX_CLASSES)
+    grid = Grid(high, classes, reader.varint(1 << 42), reader.varint(1 << 42))
+    rows, cols = table_of(spec)
+    if not classes or not grid.tile_rows or not grid.tile_cols:
+        raise damaged("a tile of no items, or without a class")
+    if min(rows, grid.tile_rows) * min(cols, grid.tile_cols) > MAX_TILE:
+        raise damaged(f"a tile of more than {MAX_TILE} items")
+    return grid
+
+
+def _forms_bytes(forms: Sequence[int]) -> bytes:
+    padded = [*forms, 0, 0, 0]
+    return bytes(sum(padded[i + j] << 2 * j for j in range(4)) for i in range(0, len(forms), 4))
+
+
+def _grid_count(spec: Spec, grid: Grid) -> int:
+    rows, cols = table_of(spec)
+    return -(-rows // grid.tile_rows) * -(-cols // grid.tile_cols)
+
+
+def _joined(specs: Sequence[Spec], forms: Sequence[int], grids: Mapping[int, Grid]) -> dict[int, list[int]]:
+    """By tensor of form DELTA: those that share its tile, the last of their dtype before them that is one tile."""
+    hosts: dict[str, int] = {}
+    joined: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {}
+    for i, (spec, form) in enumerate(zip(specs, forms, strict=True)):
+        size = math.prod(table_of(spec))
+        if form == DELTA and _grid_count(spec, grids[i]) == 1:
+            hosts[spec.dtype] = i
+            sizes[i] = size
+        elif form == JOINED:
+            if spec.dtype not in hosts:
+                raise damaged("a tensor joins another's tile, and there is none")
+            host = hosts[spec.dtype]
+            joined.setdefault(host, []).append(i)
+            sizes[host] += size
+            if sizes[host] > MAX_TILE:
+                raise damaged(f"a tile of more than {MAX_TILE} items")
+    return joined

@@ -1,0 +1,238 @@
+"""The kernels in Rust (`native/`), called through ctypes without the interpreter's lock: the same bytes as numpy's.
+
+The library lies beside this file: the package's build puts it there where a Rust toolchain is, and wheels carry it.
+Where it is missing, `load` says why and `NumpyKernels` serves. Only addresses cross the border: nothing is copied but
+what is made. Knows nothing of the format; `native/src/abi.rs` is the other side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.weights.delta.layout import MAX_TILE, Counts, Tile
+from etude.weights.delta.streams import damaged
+from etude.weights.tensors import Codes, DType
+
+ABI_VERSION = 1
+LEVELS = ("portable", "avx2", "avx512")
+"""Instructions that the kernels may use; a later one is faster."""
+
+_SUFFIX = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+LIBRARY = Path(__file__).with_name(f"libetude_native.{_SUFFIX}")
+
+_PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride")])
+_TILE = np.dtype([("first_piece", "u8"), ("num_pieces", "u4"), ("high", "u1"), ("classes", "u1"), ("unused", "u2")])
+_PAYLOAD = np.dtype([("start", "u8"), ("num_bytes", "u8")])
+
+
+class _Kind(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint32) for name in ("bits", "shift", "exponent_mask", "width")]
+
+
+class _Request(ctypes.Structure):
+    _fields_ = [
+        ("kind", _Kind),
+        ("level", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("pieces", ctypes.c_void_p),
+        ("num_pieces", ctypes.c_uint64),
+        ("tiles", ctypes.c_void_p),
+        ("num_tiles", ctypes.c_uint64),
+    ]
+
+
+class _Refusal(ctypes.Structure):
+    _fields_ = [("tile", ctypes.c_uint64), ("why", ctypes.c_char * 64)]
+
+
+class NativeKernels:
+    """`layout.Kernels` in Rust. Safe between threads.
+
+    `threads`: over which tiles are spread; None: as many as this process may use cores. `level`: the instructions to
+    use, None: the best there are. Raises `OSError` where the library is missing or of another version, `ValueError`
+    for a level that this machine lacks.
+    """
+
+    def __init__(self, threads: int | None = None, level: str | None = None, library: Path = LIBRARY) -> None:
+        self._library = _open(library)
+        best = self._library.etude_best_level()
+        self._level = best if level is None else LEVELS.index(level)
+        if self._level > best:
+            raise ValueError(f"this machine has no {level}; its best is {LEVELS[best]}")
+        self._threads = threads or len(os.sched_getaffinity(0))
+
+    @property
+    def level(self) -> str:
+        """One of `LEVELS`."""
+        return LEVELS[self._level]
+
+    def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
+        counts = np.zeros((2, 256), np.int64)
+        _aligned(old, new)
+        refused = self._library.etude_sample(
+            ctypes.byref(_kind(kind)), old.ctypes.data, new.ctypes.data, old.size, stride,
+            counts[0].ctypes.data, counts[1].ctypes.data,
+        )  # fmt: skip
+        assert not refused, "a dtype that the native kernels do not have"
+        return counts[0], counts[1]
+
+    def encode(self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], new: Sequence[Codes]) -> list[bytes]:
+        if not tiles:
+            return []
+        asked = _Asked(self, kind, tiles, old, new)
+        sizes = np.zeros(len(tiles), np.uint64)
+        made = self._library.etude_encode(asked.reference, sizes.ctypes.data)
+        assert made, "a request that the native kernels do not take"
+        coded = np.empty(int(sizes.sum()), np.uint8)
+        self._library.etude_encoded_take(made, coded.ctypes.data)
+        ends = np.cumsum(sizes).astype(np.intp)
+        return [part.tobytes() for part in np.split(coded, ends[:-1])]
+
+    def changes(
+        self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
+    ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
+        if not tiles:
+            return []
+        asked, told = _Asked(self, kind, tiles, old, old), _Told(payloads)
+        counts, refusal = np.zeros(len(tiles), np.uint64), _Refusal()
+        made = self._library.etude_decode(
+            asked.reference, told.table.ctypes.data, counts.ctypes.data, ctypes.byref(refusal)
+        )
+        if not made:
+            raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
+        total = int(counts.sum())
+        places, items = np.empty(total, np.uint32), np.empty(total, kind.items)
+        self._library.etude_listed_take(made, places.ctypes.data, items.ctypes.data)
+        ends = np.cumsum(counts)[:-1].astype(np.intp)
+        return list(zip(np.split(places, ends), np.split(items, ends), strict=True))
+
+    def apply(
+        self,
+        kind: DType,
+        tiles: Sequence[Tile],
+        old: Sequence[Codes],
+        new: Sequence[Codes],
+        payloads: Sequence[memoryview],
+    ) -> None:
+        """Write the changes into `new`, which holds the old items or *is* `old`, without a list between.
+
+        Raises `WeightsError` for bytes that no writer made; then `new` is neither old nor new: not for live weights.
+        """
+        for items in new:
+            assert items.flags.writeable
+        asked, told, refusal = _Asked(self, kind, tiles, old, new), _Told(payloads), _Refusal()
+        if self._library.etude_apply(asked.reference, told.table.ctypes.data, ctypes.byref(refusal)):
+            raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
+
+    def count_changed(self, old: Codes, new: Codes) -> int:
+        """Items that differ: one pass over both, which encoding is measured against. One thread."""
+        _aligned(old, new)
+        count: int = self._library.etude_count_changed(old.ctypes.data, new.ctypes.data, old.size, old.itemsize)
+        return count
+
+
+@cache
+def load() -> NativeKernels | None:
+    """The native kernels of this process; None where there is no library for it (`why_not`)."""
+    return None if why_not() else NativeKernels()
+
+
+@cache
+def why_not() -> str:
+    """Why the native kernels do not serve here, in words; empty where they do."""
+    try:
+        _open(LIBRARY)
+    except OSError as error:
+        return f"no native kernels ({error}): numpy serves, with the same bytes and some 20 times slower"
+    return ""
+
+
+class _Asked:
+    """A request and the tables that it points to, which must outlive the call."""
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        kind: DType,
+        tiles: Sequence[Tile],
+        old: Sequence[Codes],
+        new: Sequence[Codes],
+    ) -> None:
+        _aligned(*old, *new)
+        starts = [[items.ctypes.data for items in arrays] for arrays in (old, new)]
+        pieces = [
+            (piece.tensor, piece.start, piece.rows, piece.cols, piece.stride) for t in tiles for piece in t.pieces
+        ]
+        for tensor, start, rows, cols, stride in pieces:
+            end = start + (rows - 1) * stride + cols if rows and cols else start
+            if not 0 <= start <= end <= min(old[tensor].size, new[tensor].size) or rows * cols > MAX_TILE:
+                raise ValueError(f"a piece from {start} to {end} lies outside of tensor {tensor}, or is too large")
+        width = kind.items.itemsize
+        self._pieces = np.array(
+            [(*(s[tensor] + start * width for s in starts), *shape) for tensor, start, *shape in pieces], _PIECE
+        )
+        firsts = np.cumsum([0, *(len(tile.pieces) for tile in tiles)])
+        self._tiles = np.array(
+            [(first, len(tile.pieces), tile.high, tile.classes, 0) for first, tile in zip(firsts, tiles, strict=False)],
+            _TILE,
+        )
+        self._request = _Request(
+            _kind(kind), kernels._level, kernels._threads,
+            self._pieces.ctypes.data, self._pieces.size, self._tiles.ctypes.data, self._tiles.size,
+        )  # fmt: skip
+        self.reference = ctypes.byref(self._request)
+
+
+class _Told:
+    """The table of payloads, and the bytes it points to."""
+
+    def __init__(self, payloads: Sequence[memoryview]) -> None:
+        self._held = [np.frombuffer(payload, np.uint8) for payload in payloads]
+        self.table = np.array([(held.ctypes.data, held.size) for held in self._held], _PAYLOAD)
+
+
+def _kind(kind: DType) -> _Kind:
+    shift = kind.exponent_shift or 0
+    mask = 0 if kind.exponent_shift is None else (1 << (kind.width - 1 - shift)) - 1
+    return _Kind(kind.width, shift, mask, kind.items.itemsize)
+
+
+def _aligned(*arrays: Codes) -> None:
+    for items in arrays:
+        assert items.ndim == 1
+        assert items.flags.c_contiguous
+        assert items.flags.aligned
+
+
+def _open(path: Path) -> Any:
+    """The library with its signatures. Raises `OSError`."""
+    library = ctypes.CDLL(str(path))
+    try:
+        version = library.etude_abi_version()
+    except AttributeError:
+        version = None
+    if version != ABI_VERSION:
+        raise OSError(f"{path.name} has interface {version}, not {ABI_VERSION}: build it again")
+    pointer, count = ctypes.c_void_p, ctypes.c_uint64
+    for name, result, arguments in (
+        ("etude_best_level", ctypes.c_uint32, ()),
+        ("etude_sample", ctypes.c_uint32, (pointer, pointer, pointer, count, count, pointer, pointer)),
+        ("etude_encode", pointer, (pointer, pointer)),
+        ("etude_encoded_take", None, (pointer, pointer)),
+        ("etude_decode", pointer, (pointer, pointer, pointer, pointer)),
+        ("etude_listed_take", None, (pointer, pointer, pointer)),
+        ("etude_apply", ctypes.c_uint32, (pointer, pointer, pointer)),
+        ("etude_count_changed", count, (pointer, pointer, count, ctypes.c_uint32)),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: read and written as raw codes, compared, followed."""

@@ -1,0 +1,227 @@
+"""A checkpoint: the safetensors files of a directory, in one piece or in shards with an index, as one set of tensors.
+
+What Hugging Face, vLLM and SGLang load. Read by mapping, so that a terabyte costs no memory; written beside and moved
+into place, so that a directory holds a checkpoint whole or not at all. Knows nothing of models, deltas and channels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from etude.errors import CheckpointError, NoCheckpoint
+from etude.weights.files.disk import refused, sync_folder, write_synced
+from etude.weights.files.safetensors_file import Place, map_file, parse_header, read_header, write_header
+from etude.weights.tensors import Tensor
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
+MAX_INDEX_BYTES = 1 << 30
+
+_HINT_INDEX = "copy the directory again: index and shards are of different checkpoints, or damaged"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors by name, and the files they are in."""
+
+    path: Path
+    headers: Mapping[str, str]  # file name -> its header's text
+    places: Mapping[str, tuple[str, Place]]  # tensor -> file name, where in it
+    tensors: Mapping[str, Tensor]  # views of the mapped files
+    index: str | None  # the index's text, where there is one
+
+    def file(self, name: str) -> Path:
+        """Where a file of `headers` is."""
+        return self.path / name if self.path.is_dir() else self.path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether there is something that `read_checkpoint` would try to read."""
+    return path.is_file() if path.suffix == ".safetensors" else path.is_dir() and bool(_names(path))
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a directory, or in one .safetensors file. Raises `CheckpointError`."""
+    if not is_checkpoint(path):
+        hint = "give a directory with *.safetensors, or one such file"
+        raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
+    if path.is_file():
+        names, index = [WEIGHTS], None
+    else:
+        names = _names(path)
+        index = _read_index(path / INDEX) if (path / INDEX).is_file() else None
+    headers: dict[str, str] = {}
+    places: dict[str, tuple[str, Place]] = {}
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        file = path if path.is_file() else path / name
+        headers[name], found = read_header(file)
+        for tensor in found:
+            if tensor in places:
+                raise CheckpointError(
+                    f"{path} has {tensor!r} twice",
+                    f"in {places[tensor][0]} and in {name}",
+                    hint=f"it holds two checkpoints: keep one, or add {INDEX}",
+                )
+            places[tensor] = name, found[tensor]
+        tensors |= map_file(file, found)
+    if index is not None:
+        _check_index(path, json.loads(index)["weight_map"], places)
+    return Checkpoint(path, headers, places, dict(sorted(tensors.items())), index)
+
+
+def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
+    """Headers for files of at most so many bytes (or one tensor), by file name: what a writer without a model uses."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name in sorted(tensors):
+        if shards[-1] and size + tensors[name].num_bytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensors[name]
+        size += tensors[name].num_bytes
+    names = (
+        [WEIGHTS]
+        if len(shards) == 1
+        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    )
+    return {
+        name: write_header({key: tensor.spec for key, tensor in shard.items()}, {"format": "pt"})
+        for name, shard in zip(names, shards, strict=True)
+    }
+
+
+def index_of(headers: Mapping[str, str]) -> str | None:
+    """The index of files with these headers; None for one file, which needs none."""
+    if len(headers) < 2:
+        return None
+    found = {file: parse_header(text) for file, text in headers.items()}
+    total = sum(place.stop - place.start for places in found.values() for place in places.values())
+    weight_map = {name: file for file, places in found.items() for name in places}
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    )
+
+
+def copy_others(source: Path, target: Path) -> list[str]:
+    """Copy what is no weights (config, tokeniser, templates) from one directory to another; their names."""
+    copied = []
+    for file in sorted(source.iterdir()):
+        weights = file.suffix in (".safetensors", ".tmp") or file.name == INDEX
+        if file.is_file() and not weights and not file.name.startswith("."):
+            shutil.copyfile(file, target / file.name)
+            copied.append(file.name)
+    return copied
+
+
+class CheckpointWriter:
+    """Writes files of given headers, tensor by tensor in any order. They appear, all synced, at the end of the block.
+
+    An error in the block leaves what was there. Raises `CheckpointError` for a tensor that the headers do not have, or
+    has another spec, one that was not put, or a disk that refuses.
+    """
+
+    def __init__(self, folder: Path, headers: Mapping[str, str], index: str | None = None) -> None:
+        self._folder, self._index = folder, index
+        self._headers = dict(headers)
+        self._places = {
+            name: (file, place) for file, text in headers.items() for name, place in parse_header(text).items()
+        }
+        self._left = set(self._places)
+        self._files: dict[str, BinaryIO] = {}
+
+    def __enter__(self) -> Self:
+        with refused(f"{self._folder} cannot be written"):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                for name, text in self._headers.items():
+                    data = text.encode()
+                    file = self._files[name] = (self._folder / f"{name}.tmp").open("wb")
+                    file.write(len(data).to_bytes(8, "little") + data)
+            except BaseException:
+                self._abandon()
+                raise
+        return self
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor to its place."""
+        file, place = self._places.get(name, (None, None))
+        if file is None or place is None or place.spec != tensor.spec:
+            what = f"{tensor.dtype} {list(tensor.shape)}"
+            where = f"the header has {place.dtype} {list(place.shape)}" if place else "no header has it"
+            raise CheckpointError(f"{name!r} is {what}", where, hint="the headers are of another checkpoint")
+        with refused(f"{self._folder} cannot be written"):
+            self._files[file].seek(place.start)
+            self._files[file].write(tensor.codes.data.cast("B") if tensor.codes.size else b"")
+        self._left.discard(name)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            self._abandon()
+            return
+        try:
+            if self._left:
+                raise CheckpointError(f"{min(self._left)!r} was not written", hint="this is a defect of its writer")
+            with refused(f"{self._folder} cannot be written"):
+                for file in self._files.values():
+                    file.flush()
+                    os.fsync(file.fileno())
+                    file.close()
+                for name in self._headers:
+                    os.replace(self._folder / f"{name}.tmp", self._folder / name)
+                if self._index is not None:
+                    write_synced(self._folder / INDEX, self._index.encode())
+                sync_folder(self._folder)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        for name, file in self._files.items():
+            with suppress(OSError):  # its buffer found no space: it is thrown away
+                file.close()
+            (self._folder / f"{name}.tmp").unlink(missing_ok=True)
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a directory that its checkpoint is in."""
+    if (folder / INDEX).is_file():
+        return sorted(set(json.loads(_read_index(folder / INDEX))["weight_map"].values()))
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    return sorted(file.name for file in folder.glob("*.safetensors"))
+
+
+def _read_index(path: Path) -> str:
+    """The text of an index that names files of its own directory. Raises `CheckpointError`."""
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise ValueError(f"it has {path.stat().st_size} bytes")
+        text = path.read_text("utf-8")
+        shards = json.loads(text)["weight_map"].values()
+        if not all(isinstance(shard, str) and Path(shard).name == shard for shard in shards):
+            raise ValueError("a name in it is no file name")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read", str(error.strerror), hint=_HINT_INDEX) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} names no shards", repr(error), hint=_HINT_INDEX) from None
+    return text
+
+
+def _check_index(path: Path, said: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:
+    """Raises `CheckpointError` where an index names a tensor that is not in the file it names."""
+    for name, file in said.items():
+        found = places[name][0] if name in places else "none"
+        if found != file:
+            raise CheckpointError(
+                f"{path / INDEX} says that {name!r} is in {file}", f"it is in {found}", hint=_HINT_INDEX
+            )

@@ -1,0 +1,156 @@
+"""Deltas between two checkpoints on disk, streamed: neither the checkpoints nor the delta lie in memory at once.
+
+The delta's note keeps how the target's files are laid out, so that what `apply_delta` writes is equal to the target to
+the last byte of its weight files. `docs/formats/delta_file.md` has the note.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import CheckpointError, EtudeError, InputError, StoreError, WeightsError
+from etude.weights.delta import deltas
+from etude.weights.delta.choices import Mode
+from etude.weights.delta.delta_file import DeltaFile, damaged, read
+from etude.weights.files.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointWriter, copy_others, read_checkpoint
+from etude.weights.files.disk import refused, sync_folder
+from etude.weights.files.safetensors_file import Place, parse_header
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What a delta file led to."""
+
+    num_tensors: int
+    num_changed: int  # of them, those that an object covers
+    target_bytes: int
+    copied: tuple[str, ...]  # files that are no weights
+
+
+def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
+    """Write the delta file that makes checkpoint `b` out of `a`; its bytes. Raises `CheckpointError`, `StoreError`."""
+    old, new = read_checkpoint(a), read_checkpoint(b)
+    beside = out.with_name(out.name + ".tmp")
+    with refused(f"{out} cannot be written"):
+        try:
+            with beside.open("wb") as file:
+                for part in deltas.parts(old.tensors, new.tensors, mode=mode, note=_write_note(old, new)):
+                    file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+                num_bytes = file.tell()
+            os.replace(beside, out)
+            sync_folder(out.parent)
+        finally:
+            beside.unlink(missing_ok=True)
+    return num_bytes
+
+
+def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
+    """Write the target checkpoint to `out`, which must not be there yet: whole and synced, or not at all.
+
+    Raises `WeightsError` for another base or a damaged file, `CheckpointError`, `StoreError`.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists", hint="name a directory that is not there yet")
+    base = read_checkpoint(a)
+    with opened(delta) as file:
+        headers, index = _read_note(file, base)
+        if out.suffix == ".safetensors" and [*headers] != [WEIGHTS]:
+            raise CheckpointError(f"the target has {len(headers)} files", hint=f"name a directory, not {out.name}")
+        _check_room(file, out.parent)
+        held = deltas.prove_base(file, base.tensors)
+        beside = out.with_name(out.name + ".tmp")
+        with refused(f"{out} cannot be written"):
+            shutil.rmtree(beside, ignore_errors=True)  # a killed one's
+            try:
+                with CheckpointWriter(beside, headers, index) as writer:
+                    for entry in file.entries:
+                        if entry.new and not entry.coded:
+                            writer.put(entry.name, held[entry.name])
+                    for made in deltas.decoded(file, held):
+                        for name, tensor in made.items():
+                            writer.put(name, tensor)
+                copied = copy_others(a, beside) if a.is_dir() else []
+                if out.suffix == ".safetensors":
+                    os.replace(beside / WEIGHTS, out)
+                else:
+                    os.rename(beside, out)
+                sync_folder(out.parent)
+            finally:
+                shutil.rmtree(beside, ignore_errors=True)
+        num_coded = sum(entry.coded for entry in file.entries)
+        return Applied(
+            sum(entry.new is not None for entry in file.entries), num_coded, file.target_bytes, tuple(copied)
+        )
+
+
+def verify_delta(delta: Path, a: Path) -> Applied:
+    """Do all that `apply_delta` does but for writing: every digest of base and target is compared. Raises the same."""
+    base = read_checkpoint(a)
+    with opened(delta) as file:
+        _read_note(file, base)
+        held = deltas.prove_base(file, base.tensors)
+        num_coded = sum(len(made) for made in deltas.decoded(file, held))
+        return Applied(sum(entry.new is not None for entry in file.entries), num_coded, file.target_bytes, ())
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[DeltaFile]:
+    """A delta file, mapped and parsed. Raises `WeightsError`."""
+    try:
+        with path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise WeightsError(
+            f"{path} cannot be read", str(error), hint="name what `etude weights encode` wrote"
+        ) from None
+    try:
+        found = read(memoryview(memory))
+    except EtudeError as error:
+        raise WeightsError(f"{path}: {error.what}", error.facts, hint=error.hint) from None
+    yield found
+
+
+def _check_room(file: DeltaFile, folder: Path) -> None:
+    """A target that the disk cannot hold is refused before anything of it is decoded. Raises `StoreError`."""
+    with refused(f"{folder} cannot be written"):
+        free = shutil.disk_usage(folder).free
+    if file.target_bytes > free:
+        raise StoreError(
+            f"the delta's target needs {file.target_bytes} bytes", f"{free} are free", hint="free space, and try again"
+        )
+
+
+def _write_note(old: Checkpoint, new: Checkpoint) -> bytes:
+    before = {**old.headers, INDEX: old.index}
+    after = {**new.headers, **({INDEX: new.index} if new.index is not None else {})}
+    files = {name: None if before.get(name) == text else text for name, text in after.items()}
+    return json.dumps({"files": files}, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _read_note(file: DeltaFile, base: Checkpoint) -> tuple[dict[str, str], str | None]:
+    """The target's headers by file name, and its index. Raises `WeightsError`."""
+    try:
+        files = json.loads(file.note)["files"]
+        texts = {name: base.index if name == INDEX and text is None else text for name, text in files.items()}
+        index = texts.pop(INDEX, None)
+        headers = {name: base.headers[name] if text is None else text for name, text in texts.items()}
+        places: dict[str, Place] = {}
+        for name, text in headers.items():
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise ValueError(f"{name!r} is no file name")
+            places |= parse_header(text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(f"its note lays out no files: {error!r}") from None
+    specs = {entry.name: entry.new for entry in file.entries if entry.new}
+    if {name: place.spec for name, place in places.items()} != specs:
+        raise damaged("its note lays out other tensors than it makes")
+    return headers, index

@@ -1,0 +1,223 @@
+"""A checkpoint directory that is kept at a channel's head: safetensors files, changed in place, killed anywhere.
+
+In place, for a step changes one weight in a hundred and a directory may have a terabyte. Every adoption is written down
+first, in full, in a journal that appears whole and synced; then the files are written, then the version is noted, then
+the journal goes. Its writes are absolute, so that whoever opens the directory after a kill does them again and has the
+new version; a kill before the journal is there leaves the old. `docs/formats/checkpoint_folder.md` has the files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from etude.errors import StoreError, WeightsError
+from etude.records.completion import Version
+from etude.weights.chain.undo import compare
+from etude.weights.files.checkpoint import (
+    INDEX,
+    Checkpoint,
+    CheckpointWriter,
+    index_of,
+    is_checkpoint,
+    layout,
+    read_checkpoint,
+)
+from etude.weights.files.disk import refused, sync_folder, write_synced
+from etude.weights.files.journal import Change, Journal, read_journal, write_journal
+from etude.weights.follow.parts import split
+from etude.weights.tensors import Tensor, content_digest, tensor_digest
+
+STATE, JOURNAL, LOCK, NEXT = ".etude-version.json", ".etude-journal", ".etude-lock", ".etude-next"
+FORMAT = 1
+
+After = Callable[[str], None]
+
+
+class _State(msgspec.Struct, frozen=True):
+    format: int
+    version: Version
+
+
+class CheckpointFolder:
+    """The one keeper of a directory. Opening it ends what a killed keeper began. Not safe between threads.
+
+    Raises `WeightsError` where another process keeps it, `StoreError` for a disk that refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with refused(f"{path} cannot be kept"):
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise WeightsError(
+                f"{path} is kept by another process", "it holds its lock", hint=f"stop it: fuser {path / LOCK} names it"
+            ) from None
+        try:
+            self._recover()
+            self._state = self._read_state()
+            self._held = read_checkpoint(path) if is_checkpoint(path) else None
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another process keep it."""
+        os.close(self._lock)
+
+    @property
+    def version(self) -> Version | None:
+        """The version that was adopted last; None before the first."""
+        return self._state.version if self._state else None
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What the files hold, as views of them: the next adoption changes what they show."""
+        return self._held.tensors if self._held else MappingProxyType({})
+
+    def adopt(self, version: Version, tensors: Mapping[str, Tensor], *, after: After | None = None) -> int:
+        """Hold these tensors; durable when it returns. Bytes of weights that were written.
+
+        `tensors`: proven already; those that are `self.tensors`' own objects are known to be unchanged. `after` is
+        called with "journal", "file ...", "files", "version" and "end" when each is durable. Raises `StoreError`: then
+        the directory holds the old version, or opening it again leads to the new one.
+        """
+        done = after or (lambda step: None)
+        changed, replaced = compare(self.tensors, tensors)
+        if replaced or self.tensors.keys() - tensors.keys() or self._held is None:
+            journal, num_bytes = self._lay_out(version, tensors)
+        else:
+            changes = [_change(self._held, name, *lists, tensors[name]) for name, lists in changed.items()]
+            journal, num_bytes = Journal(version, changes), sum(change.codes.nbytes for change in changes)
+        with refused(f"{self.path} cannot be written"):
+            write_synced(self.path / JOURNAL, write_journal(journal))
+            done("journal")
+            self._follow(journal, done)
+        self._state = _State(FORMAT, version)
+        self._held = read_checkpoint(self.path)
+        return num_bytes
+
+    def verify(self, names: Iterable[str] | None = None) -> None:
+        """Compare the digest of every byte of weights with the version. Raises `WeightsError` naming both.
+
+        `names`: of the version's table, where it was published in parts (`parts`).
+        """
+        tensors = self.tensors if names is None else split(self.tensors, names)
+        found = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
+        if self.version is not None and found != self.version.digest:
+            raise WeightsError(
+                f"{self.path} does not hold {self.version}",
+                f"its files have digest {found[:12]}, the version {self.version.digest[:12]}",
+                hint=f"something else wrote them: remove {self.path / STATE}, and follow again",
+            )
+
+    def _lay_out(self, version: Version, tensors: Mapping[str, Tensor]) -> tuple[Journal, int]:
+        """Write all tensors into files beside; the journal that moves them into place."""
+        headers = layout(tensors)
+        index = index_of(headers)
+        with CheckpointWriter(self.path / NEXT, headers, index) as writer:
+            for name, tensor in tensors.items():
+                writer.put(name, tensor)
+        moves = [*headers, *([INDEX] if index else [])]
+        old = [*(self._held.headers if self._held else ()), INDEX]
+        removes = [name for name in old if name not in moves and (self.path / name).exists()]
+        return Journal(version, [], moves, removes), sum(tensor.num_bytes for tensor in tensors.values())
+
+    def _recover(self) -> None:
+        """End what a journal says was begun; remove what was never begun. Doing it twice does no harm."""
+        with refused(f"{self.path} cannot be recovered"):
+            if (self.path / JOURNAL).exists():
+                try:
+                    journal = read_journal((self.path / JOURNAL).read_bytes())
+                except ValueError as error:
+                    raise StoreError(
+                        f"{self.path / JOURNAL} is damaged",
+                        str(error),
+                        hint=f"the disk altered it: remove {self.path}'s weights and {JOURNAL}, and follow again",
+                    ) from None
+                self._follow(journal, lambda step: None)
+            shutil.rmtree(self.path / NEXT, ignore_errors=True)
+            (self.path / (JOURNAL + ".tmp")).unlink(missing_ok=True)
+
+    def _follow(self, journal: Journal, done: After) -> None:
+        """Do what a journal says, from wherever it was left."""
+        by_file: dict[str, list[Change]] = {}
+        for change in journal.changes:
+            by_file.setdefault(change.file, []).append(change)
+        for file, changes in by_file.items():
+            _write_changes(self.path / file, changes)
+            done(f"file {file}")
+        for name in journal.moves:
+            if (self.path / NEXT / name).exists():
+                os.replace(self.path / NEXT / name, self.path / name)
+        for name in journal.removes:
+            (self.path / name).unlink(missing_ok=True)
+        sync_folder(self.path)
+        done("files")
+        write_synced(self.path / STATE, msgspec.json.encode(_State(FORMAT, journal.version)))
+        done("version")
+        (self.path / JOURNAL).unlink()
+        shutil.rmtree(self.path / NEXT, ignore_errors=True)
+        sync_folder(self.path)
+        done("end")
+
+    def _read_state(self) -> _State | None:
+        try:
+            state = msgspec.json.decode((self.path / STATE).read_bytes(), type=_State)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise StoreError(
+                f"{self.path / STATE} is damaged", str(error), hint="remove it, and follow again: all is fetched anew"
+            ) from None
+        if state.format != FORMAT:
+            raise WeightsError(
+                f"{self.path} is of format {state.format}",
+                f"readable is {FORMAT}",
+                hint="update etude where it is read",
+            )
+        return state
+
+
+def _change(held: Checkpoint, name: str, places: Any, codes: Any, tensor: Tensor) -> Change:
+    file, place = held.places[name]
+    start = place.start
+    if places.nbytes + codes.nbytes >= tensor.num_bytes:
+        return Change(file, start, None, tensor.codes)
+    return Change(file, start, places, codes)
+
+
+def _write_changes(path: Path, changes: list[Change]) -> None:
+    """Write absolute codes into a mapped file, and sync it."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        for change in changes:
+            kind, count = change.codes.dtype, change.codes.size
+            if change.places is None:
+                flat: Any = np.frombuffer(memory, kind, count, change.start)
+                flat[:] = change.codes
+            else:
+                last = int(change.places.max(initial=-1))
+                flat = np.frombuffer(memory, kind, last + 1, change.start)
+                flat[change.places] = change.codes
+            del flat  # a view keeps the file from being closed
+        memory.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,79 @@
+"""A checkpoint directory that follows a channel: what `etude weights follow STORE --apply DIR` runs.
+
+For engines that load from disk, for a mirror in another region, for a standby. What it holds at its start is proven and
+gone on from, so that a restart fetches only what it missed. Tensors that were published in parts are whole in it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from etude.records.completion import Version
+from etude.seams import BlobStore
+from etude.weights.files.folder import CheckpointFolder
+from etude.weights.follow.follower import LIMIT_BYTES, Follower, Update
+from etude.weights.follow.parts import assemble, split
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """One version that the directory holds now, and what it took."""
+
+    version: Version
+    fetched_bytes: int
+    written_bytes: int
+    list_bytes: int  # places and codes that were decoded: memory beside the weights
+    fetch_s: float  # fetching, decoding, proving
+    write_s: float
+    healed: tuple[str, ...]  # why ways that were tried first failed
+
+
+class FolderFollower:
+    """Moves a folder to the head of a channel. Not safe between threads.
+
+    `public_key`: only pointers that its owner signed are believed. Raises `StoreError`.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        folder: CheckpointFolder,
+        name: str = "policy",
+        *,
+        branch: str = "",
+        limit_bytes: int = LIMIT_BYTES,
+        public_key: bytes | None = None,
+    ) -> None:
+        self._folder = folder
+        self._follower = Follower(store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key)
+        self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
+        """Whether what the folder held is a version of the channel, to go on from."""
+        self._pending: Update | None = None  # proven, and not yet taken by the disk
+
+    def advance(self) -> Adopted | None:
+        """Come to the head; None when it is held, or there is none. Raises what `Follower.advance` raises, and
+        `StoreError` for a disk that refuses; then the folder is what it was, or opening it anew leads to the head, and
+        so does the next call."""
+        update = self._pending = self._follower.advance() or self._pending
+        if update is None:
+            return None
+        started = time.perf_counter()
+        published = self._follower.tensors
+        written = self._folder.adopt(update.version, assemble(published))
+        self._follower.hold(split(self._folder.tensors, published))
+        self._pending = None
+        return Adopted(
+            version=update.version,
+            fetched_bytes=update.fetched_bytes,
+            written_bytes=written,
+            list_bytes=list_bytes(update),
+            fetch_s=update.fetch_s,
+            write_s=time.perf_counter() - started,
+            healed=update.healed,
+        )
+
+
+def list_bytes(update: Update) -> int:
+    """What an update holds beside the weights: places and codes that changed."""
+    return sum(places.nbytes + codes.nbytes for places, codes in update.changed.values())

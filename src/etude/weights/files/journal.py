@@ -1,0 +1,101 @@
+"""What a checkpoint folder is about to do, written down so that doing it again from anywhere leads to the same files.
+
+A header in JSON, then the lists themselves, then a digest of it all: see `docs/formats/checkpoint_folder.md`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from etude.records.completion import Version
+from etude.weights.follow.live import Places
+from etude.weights.tensors import Codes
+
+MAGIC = b"etdj"
+FORMAT = 1
+_HEAD = struct.Struct("<4sHHI")
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Change:
+    """Codes of one tensor, to be written into a file."""
+
+    file: str
+    start: int  # bytes from the file's start to the tensor's
+    places: Places | None  # numbers of elements; None: the codes are all of them
+    codes: Codes
+
+
+@dataclass(frozen=True)
+class Journal:
+    """The version that the folder will hold, and how it gets there."""
+
+    version: Version
+    changes: list[Change] = field(default_factory=list)
+    moves: list[str] = field(default_factory=list)  # files that lie ready beside, to be moved into place
+    removes: list[str] = field(default_factory=list)  # files that are no more
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    file: str
+    start: int
+    itemsize: int
+    count: int
+    whole: bool
+
+
+class _Header(msgspec.Struct, frozen=True):
+    version: Version
+    changes: list[_Listed]
+    moves: list[str]
+    removes: list[str]
+
+
+def write_journal(journal: Journal) -> bytes:
+    """Its bytes."""
+    listed = [_Listed(c.file, c.start, c.codes.itemsize, c.codes.size, c.places is None) for c in journal.changes]
+    header = msgspec.json.encode(_Header(journal.version, listed, journal.moves, journal.removes))
+    parts = [_HEAD.pack(MAGIC, FORMAT, 0, len(header)), header]
+    for change in journal.changes:
+        if change.places is not None:
+            parts.append(change.places.astype("<i8", copy=False).tobytes())
+        parts.append(change.codes.astype(change.codes.dtype.newbyteorder("<"), copy=False).tobytes())
+    body = b"".join(parts)
+    return body + hashlib.sha256(body).digest()
+
+
+def read_journal(data: bytes) -> Journal:
+    """The inverse. Raises `ValueError` for bytes that `write_journal` did not write."""
+    body, said = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    if len(data) < _HEAD.size + _DIGEST_BYTES or hashlib.sha256(body).digest() != said:
+        raise ValueError(f"its {len(data)} bytes have another digest than it says")
+    magic, form, flags, header_bytes = _HEAD.unpack_from(body)
+    if (magic, form, flags) != (MAGIC, FORMAT, 0):
+        raise ValueError(f"it is of format {form}.{flags}")
+    at = _HEAD.size + header_bytes
+    try:
+        header = msgspec.json.decode(body[_HEAD.size : at], type=_Header)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
+    changes = []
+    for one in header.changes:
+        if one.itemsize not in (1, 2, 4, 8) or one.count < 0 or one.start < 0:
+            raise ValueError(f"a change of {one.count} elements of {one.itemsize} bytes at {one.start}")
+        places = None
+        if not one.whole:
+            places = np.frombuffer(body, "<i8", one.count, at).astype(np.int64) if one.count else np.empty(0, np.int64)
+            at += 8 * one.count
+        codes = (
+            np.frombuffer(body, f"<u{one.itemsize}", one.count, at) if one.count else np.empty(0, f"u{one.itemsize}")
+        )
+        at += one.itemsize * one.count
+        changes.append(Change(one.file, one.start, places, codes.astype(f"u{one.itemsize}", copy=False)))
+    if at != len(body):
+        raise ValueError(f"{len(body) - at} bytes are left over")
+    return Journal(header.version, changes, header.moves, header.removes)

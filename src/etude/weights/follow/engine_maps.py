@@ -1,0 +1,99 @@
+"""Maps of engines that many use: which names of a Hugging Face checkpoint are where in their parameters.
+
+By the parameters' names and shapes alone: no engine is imported. What an engine does to weights beyond fusing and
+stacking (quantising, prepacking for a kernel) it must declare itself, by `Derived` hooks or a piece's `reorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from etude.errors import WeightsError
+from etude.weights.follow.runtime_map import Piece, Pieces, fused, joined, named, piece
+from etude.weights.tensors import Spec
+
+
+def transformers_pieces(live: Mapping[str, Any]) -> Pieces:
+    """`model.state_dict()` of a `transformers` model (5.x): as in the checkpoint, but for experts, which are stacked
+    (`experts.gate_up_proj` [E, 2I, H], `experts.down_proj` [E, H, I])."""
+    return joined(
+        *(_experts(name, value, ".gate_up_proj", ".down_proj") or named({name: value}) for name, value in live.items())
+    )
+
+
+def fused_pieces(live: Mapping[str, Any], *, query_rows: int, key_rows: int) -> Pieces:
+    """Parameters of vLLM and SGLang: q, k, v fused in `qkv_proj`, gate and up in `gate_up_proj`, experts stacked in
+    `experts.w13_weight` [E, 2I, H] and `experts.w2_weight` [E, H, I].
+
+    `query_rows`, `key_rows`: rows of q_proj, and of k_proj as of v_proj, on this rank. Raises `WeightsError`.
+    """
+    return joined(*(_fused(name, value, query_rows, key_rows) for name, value in live.items()))
+
+
+def sharded(pieces: Pieces, specs: Mapping[str, Spec], *, rank: int, size: int) -> Pieces:
+    """The pieces of one of `size` tensor-parallel ranks: each holds its part along the one axis in which its memory
+    and the checkpoint's tensor differ.
+
+    Parts follow one another by rank; the last may be padded (vocabularies are); where there are fewer parts than ranks
+    (heads of keys and values), neighbours hold the same. `specs`: the checkpoint's tensors. Raises `WeightsError`.
+    """
+    return {
+        name: [_shard(name, one, specs[name], rank, size) if name in specs else one for one in found]
+        for name, found in pieces.items()
+    }
+
+
+def _shard(name: str, one: Piece, spec: Spec, rank: int, size: int) -> Piece:
+    live = one.window.shape
+    axes = [i for i, (a, b) in enumerate(zip(live, spec.shape, strict=False)) if a != b]
+    if len(live) != len(spec.shape) or len(axes) > 1 or one.box is not None:
+        raise WeightsError(
+            f"{name!r} is {list(live)} on rank {rank}, and {list(spec.shape)} in the checkpoint",
+            "ranks hold parts along one axis",
+            hint="map it by hand, with a box",
+        )
+    if not axes:
+        return one
+    (axis,) = axes
+    part, whole = live[axis], spec.shape[axis]
+    replicas = max(1, part * size // whole) if whole % part == 0 else 1
+    start = min(rank // replicas * part, whole)
+    stop = min(start + part, whole)
+    box = tuple((start, stop) if i == axis else (0, n) for i, n in enumerate(spec.shape))
+    return replace(one, window=one.window.narrowed(axis, stop - start), box=box)
+
+
+def _fused(name: str, value: Any, query_rows: int, key_rows: int) -> Pieces:
+    experts = _experts(name, value, ".w13_weight", ".w2_weight")
+    if experts:
+        return experts
+    module, _, last = name.rpartition(".")
+    parent, _, kind = module.rpartition(".")
+    if kind == "qkv_proj":
+        rows = {"q_proj": query_rows, "k_proj": key_rows, "v_proj": key_rows}
+    elif kind == "gate_up_proj":
+        rows = {"gate_proj": value.shape[0] // 2, "up_proj": value.shape[0] // 2}
+    else:
+        return named({name: value})
+    return fused(value, {f"{parent}.{part}.{last}": size for part, size in rows.items()})
+
+
+def _experts(name: str, value: Any, both: str, down: str) -> Pieces:
+    """Each expert's part of a stacked parameter; none where the name is of no such."""
+    stem, dot, _ = name.rpartition(".")
+    if not stem.endswith("experts") or dot + name.rpartition(".")[2] not in (both, down):
+        return {}
+    if len(value.shape) != 3:
+        raise WeightsError(
+            f"{name!r} has shape {list(value.shape)}", "stacked experts have three dimensions", hint="map it by hand"
+        )
+    if name.endswith(down):
+        return {f"{stem}.{e}.down_proj.weight": [piece(name, value[e])] for e in range(value.shape[0])}
+    half = value.shape[1] // 2
+    parts = (
+        fused(value[e], {f"{stem}.{e}.gate_proj.weight": half, f"{stem}.{e}.up_proj.weight": half})
+        for e in range(value.shape[0])
+    )
+    return joined(*parts)

@@ -1,0 +1,253 @@
+"""The reader's side: holds one version's exact tensors and moves to the head, whole or not at all.
+
+Everything is fetched, decoded and proven before anything of the follower changes, so a failed advance costs nothing
+and an engine's pause contains the scatter alone. A lost or damaged delta heals from the nearest anchor that works.
+What the last update overwrote is kept, so that it can be undone. A pointer that moves back is not followed, unless
+whoever moved it said by a new generation that it was meant. Knows nothing of engines: it says which codes changed, and
+where.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from etude.errors import WeightsError
+from etude.records.completion import Version
+from etude.seams import BlobStore
+from etude.weights.chain import history, plans
+from etude.weights.chain.manifest import Manifest, Pointer, table
+from etude.weights.chain.undo import Changes, Undo, compare, retain
+from etude.weights.follow.parts import split
+from etude.weights.tensors import Tensor
+
+LIMIT_BYTES = 64 << 30
+_MAX_TRIES = 3
+
+
+class Behind(WeightsError):
+    """The channel is not yet at the version that was asked for."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is different between the version held before and the one held now. Proven before it is made."""
+
+    version: Version
+    changed: Changes  # name -> sorted flat positions (int64), their new codes
+    replaced: Mapping[str, Tensor]  # tensors that are new, or had another dtype or shape; all of them at the start
+    removed: tuple[str, ...]  # names that are no more
+    fetch_s: float  # fetching, decoding, proving
+    fetched_bytes: int  # objects that were fetched, those of plans that failed not counted
+    healed: tuple[str, ...] = ()  # why plans before the one that worked failed
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version, its tensors, and the way back from it."""
+
+    manifest: Manifest
+    tensors: dict[str, Tensor]
+    undo: Undo | None = None
+    before: Manifest | None = None
+
+
+class Follower:
+    """Follows one channel of a store, or a branch of it. Not safe between threads.
+
+    `limit_bytes`: a version whose tensors need more is refused before anything of it is fetched. `public_key`: only
+    pointers that its owner signed are believed. `can_undo`: keep what the last update overwrote (`undo_bytes`).
+
+    >>> from etude.stores import MemoryStore
+    >>> Follower(MemoryStore()).advance() is None
+    True
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        name: str = "policy",
+        *,
+        branch: str = "",
+        limit_bytes: int = LIMIT_BYTES,
+        public_key: bytes | None = None,
+        can_undo: bool = True,
+    ) -> None:
+        self._store, self._name, self._branch, self._can_undo = store, name, branch, can_undo
+        self._limit_bytes, self._public_key = limit_bytes, public_key
+        self._held: Held | None = None
+        self._seen: tuple[Pointer, int] | None = None  # the pointer that was followed last, and its head's serial
+
+    @property
+    def version(self) -> Version | None:
+        """What is held; None at the start."""
+        return self._held.manifest.version if self._held else None
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The held version's tensors by name."""
+        return MappingProxyType(self._held.tensors if self._held else {})
+
+    @property
+    def undo_bytes(self) -> int:
+        """What is kept to undo the last update."""
+        return self._held.undo.num_bytes if self._held and self._held.undo else 0
+
+    def pointer(self) -> Version | None:
+        """The head's version; None before the first publish. One read of some hundred bytes."""
+        pointer = self._read_pointer()
+        return pointer.head.version if pointer else None
+
+    def advance(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
+        """Move to the head; None when it is held already or there is none.
+
+        `at_least`: a head that was published before this version is not moved to. `exactly`: move to this version,
+        wherever the head is. Raises `Behind` for a version that is not there yet, `WeightsError` when the pointer
+        moved back, or no plan leads to the target, naming why each failed; what was held is held still.
+        """
+        started = time.perf_counter()
+        for tries_left in reversed(range(_MAX_TRIES)):
+            pointer = self._read_pointer()
+            if pointer is None:
+                if at_least or exactly:
+                    raise _behind(at_least or exactly, None)
+                return None
+            if exactly is not None and exactly != pointer.head.version:
+                return self._move(self._find(exactly), started)
+            if pointer.head.version == self.version:
+                self._seen = self._admitted(pointer, self._held.manifest) if self._held else None
+                return None
+            try:
+                target = history.load(self._store, pointer.head)
+                seen = self._admitted(pointer, target)
+                if at_least is not None and self._is_before(target, at_least):
+                    raise _behind(at_least, target.version)
+                update = self._move(target, started)
+            except Behind:
+                raise
+            except WeightsError:
+                if tries_left and self._read_pointer() != pointer:
+                    continue  # it went on meanwhile, and garbage collection may have taken what it left
+                raise
+            self._seen = seen
+            return update
+        raise AssertionError("the last try returns or raises")
+
+    def undo(self) -> Update:
+        """Go back to the version held before the last update, without the store. Raises `WeightsError` where nothing
+        is kept: at the start, and after an undo. The next `advance` goes to the head again."""
+        held, started = self._held, time.perf_counter()
+        if held is None or held.undo is None or held.before is None:
+            raise WeightsError(
+                "there is nothing to undo",
+                f"{self.version} is held" if held else "nothing is held",
+                hint="one update can be undone, if it is kept; `advance(exactly=...)` goes to any that is stored",
+            )
+        tensors = plans.prove(held.before, held.undo.apply(held.tensors))
+        update = update_of(held.before.version, held.tensors, tensors, started)
+        self._held = Held(held.before, tensors)
+        return update
+
+    def start_from(self, version: Version, tensors: Mapping[str, Tensor]) -> bool:
+        """Hold a version that was kept elsewhere, for instance on a disk, so that only what came since is fetched.
+
+        False, and nothing is held: the store does not know it, or these are not its tensors. Raises `StoreError`.
+        """
+        manifest = history.find(self._store, self._name, version)
+        if manifest is None:
+            return False
+        held = split(tensors, (entry.name for entry in manifest.tensors))
+        if len(held) < len(tensors) or {*table(held)} != {*manifest.tensors}:
+            return False
+        self._held = Held(manifest, held)
+        return True
+
+    def hold(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep the held version in other memory: tensors of the same names and bits, for instance a shared image."""
+        assert self._held is not None, "there is a version to be held"
+        self._held = Held(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
+
+    def _read_pointer(self) -> Pointer | None:
+        return history.head(self._store, self._name, self._branch, public_key=self._public_key)
+
+    def _move(self, target: Manifest, started: float) -> Update | None:
+        """Come to a version and hold it; None when it is held."""
+        if target.version == self.version:
+            return None
+        self._check_size(target)
+        before = self._held.tensors if self._held else {}
+        reached = plans.reach(self._store, target, self.version, before, self._check_size)
+        update = update_of(target.version, before, reached.tensors, started, reached)
+        undo = retain(before, reached.tensors, update.changed) if self._held and self._can_undo else None
+        self._held = Held(target, reached.tensors, undo, self._held.manifest if self._held else None)
+        return update
+
+    def _admitted(self, pointer: Pointer, target: Manifest) -> tuple[Pointer, int]:
+        """The pointer, unless it moved back. Raises `WeightsError`."""
+        if self._seen is not None:
+            seen, serial = self._seen
+            known = target.serial and serial and pointer.head.version != seen.head.version
+            if pointer.generation < seen.generation or (
+                pointer.generation == seen.generation and known and target.serial <= serial
+            ):
+                raise WeightsError(
+                    f"{history.pointer_key(self._name, self._branch)} moved back to {target.version}",
+                    f"{seen.head.version} was followed; the pointer's generation is {pointer.generation} after"
+                    f" {seen.generation}, the version's serial {target.serial} after {serial}",
+                    hint="a stale cache or a restored copy of the store does this; a rollback that is meant is made by"
+                    " `etude.weights.chain.branches.point`, under a new generation",
+                )
+        return pointer, target.serial
+
+    def _is_before(self, target: Manifest, version: Version) -> bool:
+        """Whether a head was published before a version, as far as can be told."""
+        if target.version == version:
+            return False
+        other = history.find(self._store, self._name, version)
+        if other is None or not other.serial or not target.serial:
+            return target.version.step < version.step
+        return (target.generation, target.serial) < (other.generation, other.serial)
+
+    def _find(self, version: Version) -> Manifest:
+        manifest = history.find(self._store, self._name, version)
+        if manifest is None:
+            raise _behind(version, self.pointer())
+        return manifest
+
+    def _check_size(self, manifest: Manifest) -> None:
+        if manifest.snapshot_bytes > self._limit_bytes:
+            raise WeightsError(
+                f"{manifest.version} needs {manifest.snapshot_bytes} bytes",
+                f"the limit is {self._limit_bytes}",
+                hint="raise limit_bytes if this is the model you expect",
+            )
+
+
+def update_of(
+    version: Version,
+    before: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    started: float,
+    reached: plans.Reached | None = None,
+) -> Update:
+    """What is different between two sets of tensors."""
+    changed, replaced = compare(before, tensors)
+    return Update(
+        version=version,
+        changed=changed,
+        replaced=replaced,
+        removed=tuple(sorted(before.keys() - tensors.keys())),
+        fetch_s=time.perf_counter() - started,
+        fetched_bytes=reached.fetched_bytes if reached else 0,
+        healed=reached.failures if reached else (),
+    )
+
+
+def _behind(wanted: Version | None, head: Version | None) -> Behind:
+    return Behind(
+        f"{wanted} is not there",
+        f"the channel is at {head}" if head else "nothing was published",
+        hint="ask again: its writer may still be publishing it, or this store lags behind another",
+    )

@@ -1,0 +1,90 @@
+"""The child of a `FollowerProcess`: ``python -m etude.weights.follow.follower_child FD``, FD its end of the socket.
+
+The first message is what `FollowerProcess` was made with, pickled, from the parent that started it and nobody else;
+then come `Ask`s. It imports what the store needs, and no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from etude.errors import EtudeError
+from etude.records.completion import Version
+from etude.weights.follow.follower import Follower, Update
+from etude.weights.follow.follower_process import MAX_MESSAGE_BYTES, Answer, Ask
+from etude.weights.follow.image import read_image, write_image
+
+_MAX_FACTS = 8192
+
+
+def main(argv: Sequence[str]) -> None:
+    """Answer until the parent is gone."""
+    for ending in (signal.SIGINT, signal.SIGTERM):  # they are for the parent, whose end is seen here
+        signal.signal(ending, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(argv[1]))
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    store, name, limit_bytes, poll_s = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
+    follower = Follower(store, name, limit_bytes=limit_bytes, can_undo=False)
+    while data := connection.recv(MAX_MESSAGE_BYTES):
+        answer, fds = reply(follower, msgspec.msgpack.decode(data, type=Ask), poll_s)
+        socket.send_fds(connection, [msgspec.msgpack.encode(answer)], fds)
+        for fd in fds:
+            os.close(fd)
+
+
+def reply(follower: Follower, ask: Ask, poll_s: float) -> tuple[Answer, list[int]]:
+    """The answer, and the image's file descriptor if there is one."""
+    end = time.monotonic() + ask.wait_s
+    try:
+        while (head := follower.pointer()) is None or head == ask.held:
+            if time.monotonic() >= end:
+                return Answer(), []
+            time.sleep(poll_s)
+        fd, table_at = write_image(_news(follower, ask.held), follower.tensors)
+        follower.hold(read_image(fd, table_at).tensors)
+        return Answer(table_at=table_at), [fd]
+    except EtudeError as error:
+        return Answer(trouble=(error.what, error.facts[:_MAX_FACTS], error.hint)), []
+    except (OSError, MemoryError) as error:
+        hint = "free memory on the engine's machine; it is tried again"
+        return Answer(trouble=("new weights have no room in memory", str(error), hint)), []
+
+
+def _news(follower: Follower, held: Version | None) -> Update:
+    """The update from `held` to the head. What the asker holds counts: from anything else, everything is new."""
+    before, started = follower.version, time.perf_counter()
+    update = follower.advance()
+    if update is not None and before in (held, None):
+        return update
+    assert follower.version is not None, "there is a head, and it is held now"
+    return Update(
+        version=follower.version,
+        changed={},
+        replaced=dict(follower.tensors),
+        removed=(),
+        fetch_s=time.perf_counter() - started,
+        fetched_bytes=update.fetched_bytes if update else 0,
+        healed=update.healed if update else (),
+    )
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process the moment the other side of the socket is closed, whatever it is doing."""
+    watch = select.poll()
+    watch.register(connection, 0)  # no more than hang-ups, which need no asking for
+    watch.poll()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

@@ -1,0 +1,172 @@
+"""A `Follower` in a process of its own, so that decoding takes neither the interpreter nor the core of who waits.
+
+The child (`follower_child`) follows the chain, decodes, proves, and hands over sealed images (`image`); here they are
+only mapped. It has its parent's priority: at a lower one it starves where cores are short. Asking is by turns over a
+socket pair: one question and one answer at a time, so nothing can pile up. The question names the version held, which
+decides what the answer says: a child that was killed is started again and catches up, and nothing is lost with it. A
+child ends with its parent, however that ends: it sees the socket close. Linux only: memfd.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Self
+
+import msgspec
+
+from etude.errors import EtudeError, WeightsError
+from etude.records.completion import Version
+from etude.seams import BlobStore
+from etude.weights.follow.follower import LIMIT_BYTES, Update
+from etude.weights.follow.image import read_image
+from etude.weights.tensors import Tensor
+
+MAX_MESSAGE_BYTES = 1 << 16
+DEADLINE_S = 600.0
+POLL_S, WAIT_S = 0.05, 0.2
+_END_S = 10.0
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Is there another version than the one held? Wait so long for one."""
+
+    held: Version | None
+    wait_s: float
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """An image, whose file descriptor comes along; or what went wrong; or, with neither, that there is no news."""
+
+    table_at: int | None = None
+    trouble: tuple[str, str, str] | None = None  # what, facts, hint
+
+
+class FollowerProcess:
+    """Like a `Follower` of the same channel. Starts its child at once. Not safe between threads, but for `close`.
+
+    `store` is sent to the child: it must be one that pickle takes. `poll_s`: how often the pointer is read while
+    `advance` waits for news, `wait_s` at most. `deadline_s`: a child that needs longer for an answer is killed.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        name: str = "policy",
+        *,
+        limit_bytes: int = LIMIT_BYTES,
+        poll_s: float = POLL_S,
+        wait_s: float = WAIT_S,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._hello = pickle.dumps((store, name, limit_bytes, poll_s))
+        self._wait_s, self._deadline_s = wait_s, deadline_s
+        self._version: Version | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._closed = False
+        self._child: _Child | None = _Child(self._hello)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def version(self) -> Version | None:
+        """What is held; None at the start."""
+        return self._version
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The held version's tensors by name, in shared memory that nobody can change."""
+        return MappingProxyType(self._tensors)
+
+    @property
+    def pid(self) -> int | None:
+        """The child's; None between the end of one and the start of the next."""
+        return self._child.pid if self._child else None
+
+    def advance(self) -> Update | None:
+        """Move to the head; None when it is held already, or there is none, and `wait_s` brought no news.
+
+        Among the update's replaced tensors are also those of which so much changed that a list would be longer.
+        Raises `WeightsError` as `Follower.advance` does, and when the child died or hung; what was held is held
+        still, and the next call starts another child.
+        """
+        if self._closed:
+            raise WeightsError("the follower is closed", hint="make another")
+        child = self._child = self._child or _Child(self._hello)
+        try:
+            answer, fds = child.ask(Ask(self._version, self._wait_s), self._wait_s + self._deadline_s)
+        except (OSError, EOFError) as error:
+            raise self._lost(child, error) from None
+        try:
+            if answer.trouble is not None:
+                what, facts, hint = answer.trouble
+                raise WeightsError(what, facts, hint=hint)
+            if answer.table_at is None:
+                return None
+            image = read_image(fds[0], answer.table_at)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._version, self._tensors = image.update.version, image.tensors
+        return image.update
+
+    def close(self) -> None:
+        """End the child. Idempotent; an `advance` in another thread raises."""
+        self._closed = True
+        if self._child is not None:
+            self._child.end()
+
+    def _lost(self, child: _Child, error: Exception) -> EtudeError:
+        self._child = None
+        if isinstance(error, TimeoutError):
+            what, facts = f"the follower gave no answer within {self._deadline_s:g} s", "it was killed"
+            child.end()
+        else:
+            what, facts = "the follower's process ended", f"exit code {child.end()}"
+        return WeightsError(what, facts, hint="it is started again by itself; if it stays, see its standard error")
+
+
+class _Child:
+    """One child process and the socket to it."""
+
+    def __init__(self, hello: bytes) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fd = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "etude.weights.follow.follower_child", str(fd)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[fd],
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+            )
+        self._socket.send(hello)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, question: Ask, deadline_s: float) -> tuple[Answer, list[int]]:
+        """The answer and the file descriptors that came with it. Raises `OSError`, `EOFError`, `TimeoutError`."""
+        self._socket.settimeout(deadline_s)
+        self._socket.send(msgspec.msgpack.encode(question))
+        flags = socket.MSG_CMSG_CLOEXEC
+        data, fds, _, _ = socket.recv_fds(self._socket, MAX_MESSAGE_BYTES, 1, flags)
+        if not data:
+            raise EOFError
+        return msgspec.msgpack.decode(data, type=Answer), fds
+
+    def end(self) -> int:
+        """Kill it and wait for its end; the exit code."""
+        self._process.kill()
+        exit_code = self._process.wait(_END_S)
+        self._socket.close()
+        return exit_code

@@ -1,0 +1,191 @@
+"""Live memory: a tensor that an engine computes with, seen as integers that can be read and written by place.
+
+A `Window` is a strided view of somebody's storage, in host memory (numpy, torch, a mapped file) or on a device (torch).
+It is known by its storage's address, so that two names of one storage are found to be one. What is slow (finding
+places, copying to a device) happens in `writer`; the writer it makes only scatters. torch is used where the tensor is
+torch's, and imported nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from etude.errors import WeightsError
+from etude.weights.delta.arrays import bits_of, is_torch, name_of
+from etude.weights.tensors import Codes
+
+Places = npt.NDArray[np.int64]
+Shape = tuple[int, ...]
+
+_SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # what torch computes with, of each width
+
+
+@dataclass(frozen=True)
+class Window:
+    """A view of live memory. `flat` covers its span, element by element of the storage; places count in it."""
+
+    device: str  # "cpu", "cuda:0"
+    address: int  # of its first element
+    shape: Shape
+    strides: Shape  # in elements
+    itemsize: int
+    dtype: str  # its name here, "" where the memory does not say
+    view: Any  # of that shape: unsigned integers of numpy, or signed ones of torch
+    flat: Any  # the same memory from its first element to its last, 1-D
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for windows that are the same elements in the same order."""
+        return self.device, self.address, self.shape, self.strides, self.itemsize
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether an element's place is its number in C order."""
+        return self.size < 2 or all(
+            stride == expected
+            for n, stride, expected in zip(self.shape, self.strides, c_strides(self.shape), strict=True)
+            if n > 1
+        )
+
+    def narrowed(self, axis: int, length: int) -> Window:
+        """The first `length` along an axis."""
+        view = self.view[(*(slice(None),) * axis, slice(length))]
+        shape = tuple(view.shape)
+        return replace(self, shape=shape, view=view, flat=self.flat[: _span(shape, self.strides)])
+
+    def places(self, positions: Places) -> Places:
+        """Where the elements of these numbers (in C order of `shape`) are in `flat`."""
+        if self.contiguous:
+            return positions
+        found = np.zeros(positions.shape, np.int64)
+        for index, stride in zip(np.unravel_index(positions, self.shape), self.strides, strict=True):
+            found += index * stride
+        return found
+
+    def read(self, places: Places | None = None) -> Codes:
+        """The codes at places, or all in C order of `shape`; a copy in host memory."""
+        if isinstance(self.flat, np.ndarray):
+            taken: Codes = self.view.flatten() if places is None else self.flat[places]
+            return taken
+        if places is None:
+            return _host(self.view.contiguous().view(-1)).copy()
+        return _host(self.flat[_sent(places, self.flat.device)])
+
+    def equals(self, codes: Codes) -> bool:
+        """Whether these codes, of this shape in any strides, are what is there."""
+        if isinstance(self.view, np.ndarray):
+            return np.array_equal(self.view, codes)
+        return bool(_torch().equal(self.view, _sent(codes.view(_SIGNED[self.itemsize]), self.view.device)))
+
+    def writer(self, places: Places, codes: Codes) -> Callable[[], None]:
+        """A call that writes codes at places. On a device both are there already when it is made."""
+        flat = self.flat
+        if isinstance(flat, np.ndarray):
+
+            def write() -> None:
+                flat[places] = codes
+
+            return write
+        index, values = _sent(places, flat.device), _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
+
+        def send() -> None:
+            flat.index_copy_(0, index, values)
+
+        return send
+
+    def fill(self, codes: Codes) -> None:
+        """Write all: codes of this shape, in any strides. Needs no memory on a host."""
+        if isinstance(self.view, np.ndarray):
+            np.copyto(self.view, codes)
+        else:
+            self.view.copy_(_sent(codes.view(_SIGNED[self.itemsize]), self.view.device))
+
+
+def window(name: str, value: Any) -> Window:
+    """A window on a numpy array or a torch tensor of any strides. Raises `WeightsError` for what cannot be written."""
+    if is_torch(value) and not in_host_memory(value):
+        return _device_window(name, value)
+    bits, dtype = bits_of(name, value)
+    strides = tuple(stride // bits.itemsize for stride in bits.strides)
+    _check(name, bits.shape, strides, bits.flags.writeable and getattr(getattr(value, "dtype", None), "isnative", True))
+    flat = np.lib.stride_tricks.as_strided(bits, (_span(bits.shape, strides),), (bits.itemsize,))
+    return Window("cpu", bits.ctypes.data, bits.shape, strides, bits.itemsize, dtype, bits, flat)
+
+
+def in_host_memory(value: Any) -> bool:
+    """Whether numpy can see a torch tensor's memory."""
+    return bool(value.device.type == "cpu")
+
+
+def c_strides(shape: Shape) -> Shape:
+    """Strides in elements of an array in C order.
+
+    >>> c_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _device_window(name: str, value: Any) -> Window:
+    torch = _torch()
+    itemsize = value.element_size()
+    if itemsize not in _SIGNED or value.layout != torch.strided:
+        raise WeightsError(
+            f"{name!r} is of dtype {value.dtype}", "no integer has its width", hint="view it as what has"
+        )
+    bits = value.detach().view(getattr(torch, _SIGNED[itemsize]))
+    shape, strides = tuple(bits.shape), tuple(bits.stride())
+    _check(name, shape, strides, True)
+    flat = bits.as_strided((_span(shape, strides),), (1,))
+    return Window(str(value.device), bits.data_ptr(), shape, strides, itemsize, name_of(str(value.dtype)), bits, flat)
+
+
+def _check(name: str, shape: Shape, strides: Shape, writable: bool) -> None:
+    if not writable:
+        raise WeightsError(
+            f"{name!r} cannot be written", "its memory is read-only", hint="give the engine's own memory"
+        )
+    if math.prod(shape) and any(stride <= 0 for n, stride in zip(shape, strides, strict=True) if n > 1):
+        raise WeightsError(
+            f"{name!r} has strides {list(strides)}",
+            "elements would share memory, or lie backwards",
+            hint="give the tensor that was expanded or flipped, not its view",
+        )
+
+
+def _span(shape: Shape, strides: Shape) -> int:
+    """Elements from the first to the last of a view, both included."""
+    if not math.prod(shape):
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+def _host(flat: Any) -> Codes:
+    if isinstance(flat, np.ndarray):
+        return flat
+    array: Codes = flat.cpu().numpy()
+    return array.view(f"u{array.itemsize}")
+
+
+def _sent(array: npt.NDArray[Any], device: Any) -> Any:
+    """A copy on a device; torch takes only arrays that it may write."""
+    return _torch().from_numpy(np.require(array, requirements=["C", "W"])).to(device)
+
+
+def _torch() -> Any:
+    return sys.modules["torch"]

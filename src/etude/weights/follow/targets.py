@@ -1,0 +1,235 @@
+"""An update into live memory: prepared before the pause, written inside it, then kept or undone.
+
+Writes are absolute and by storage: a storage that two names share is written once, writing twice does no harm, and
+undoing is writing what was there. `prepare` does all that takes time or can fail; `Swap.apply` scatters, lets what is
+derived be computed anew, and asks the probe. No second image of the model, no reload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from etude.errors import EtudeError, WeightsError, nearest
+from etude.records.completion import Version
+from etude.weights.follow.follower import Update
+from etude.weights.follow.live import Places
+from etude.weights.follow.runtime_map import Derived, Map, Piece
+from etude.weights.tensors import Codes, Tensor
+
+Probe = Callable[[], bool]
+_Said = tuple[str, tuple[Places, Codes] | None, Piece]  # what a name wants written: changes, or None for all
+
+DENSE = 16
+"""From one change in so many bytes on, copying a whole piece takes less of the pause than scattering (measured)."""
+
+
+class Target:
+    """An engine's live weights, by its map. Nobody else writes them between `prepare` and the end of a swap.
+
+    >>> live = {"w": np.array([1, 2, 3], np.uint16)}
+    >>> from etude.weights.follow.runtime_map import named
+    >>> target = Target(Map(named(live)))
+    >>> target.differing({"w": Tensor("u16", (3,), np.array([1, 2, 4], np.uint16))})
+    ['w']
+    """
+
+    def __init__(self, where: Map) -> None:
+        self._map = where
+
+    def prepare(self, update: Update, tensors: Mapping[str, Tensor], *, undoable: bool = True) -> Swap:
+        """Everything to be written, resolved, checked, and on its device; nothing is written yet.
+
+        `tensors`: the version's, all of them (`Follower.tensors`). `undoable` False keeps nothing of what was there:
+        for the first version, before which there was none. Raises `WeightsError` for a tensor that the engine has no
+        place for, one that it needs and that is not published, or tied tensors with different bits.
+        """
+        self._check_complete(update.version, tensors)
+        swap = Swap(update.version)
+        written: dict[object, _Said] = {}
+        for name in sorted({*update.changed, *update.replaced}):
+            self._check_ties(name, update, tensors)
+            for piece in self._places_of(name, tensors):
+                tensor = tensors[name]
+                change = None if name in update.replaced else piece.take(tensor.spec, *update.changed[name])
+                key = piece.window.key
+                if key in written:
+                    _check_equal(written[key], (name, change, piece), tensors)
+                    continue
+                written[key] = name, change, piece
+                if change is None or len(change[0]):
+                    swap.writes.append(_write(piece, change, tensor, undoable))
+        touched = {*update.changed, *update.replaced}
+        for one in self._map.derived:
+            if one.sources & touched:
+                swap.derived.append(_Hook(one, [window.read() for window in one.outputs] if undoable else []))
+        swap.undoable = undoable
+        return swap
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Names whose live memory does not hold these tensors' bits: what proves an update, or tells a flipped bit."""
+        return [
+            name
+            for name, tensor in sorted(tensors.items())
+            for piece in self._places_of(name, tensors)
+            if not piece.holds(tensor.spec, tensor.codes)
+        ]
+
+    def _check_complete(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+        for name in self._map.pieces.keys() - tensors.keys():
+            if not any(tie in tensors for tie in self._map.tied.get(name, ())):
+                raise WeightsError(
+                    f"{version} has no {name!r}",
+                    f"the engine computes with it; {len(tensors)} tensors are published",
+                    hint="it is of another architecture; what the engine makes by itself is not to be mapped",
+                )
+
+    def _places_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[Piece, ...]:
+        pieces = self._map.pieces.get(name, ())
+        if not pieces and name not in self._map.ignored:
+            raise WeightsError(
+                f"the engine has no place for {name!r}",
+                f"it has places for {len(self._map.pieces)} tensors",
+                hint=f"map it, or name it among the ignored; {nearest(name, self._map.pieces)}",
+            )
+        for piece in pieces:
+            piece.check(name, tensors[name].spec)
+        return pieces
+
+    def _check_ties(self, name: str, update: Update, tensors: Mapping[str, Tensor]) -> None:
+        """A name that shares a storage moves with the others of it that are published."""
+        for tie in self._map.tied.get(name, ()):
+            if tie in tensors and tie not in update.changed and tie not in update.replaced:
+                raise _untied(name, tie, "one of them changed")
+
+
+@dataclass
+class Swap:
+    """An update that is ready. `apply` inside the pause; then `commit`, or `undo`, also inside it."""
+
+    version: Version
+    writes: list[_Write] = field(default_factory=list)
+    derived: list[_Hook] = field(default_factory=list)
+    undoable: bool = True
+    applied: bool = False
+
+    @property
+    def list_bytes(self) -> int:
+        """What is held to be written: places and codes. A follower's memory beyond the model; tensors that are written
+        whole are the follower's own, and count nothing."""
+        return sum(write.num_bytes for write in self.writes)
+
+    @property
+    def undo_bytes(self) -> int:
+        """What is held to be undone: old codes, and outputs of hooks."""
+        kept = [write.old for write in self.writes if write.old is not None]
+        return sum(codes.nbytes for codes in (*kept, *(codes for hook in self.derived for codes in hook.old)))
+
+    def apply(self, probe: Probe | None = None) -> None:
+        """Write, compute what is derived, ask the probe. Undone, and a `WeightsError`, where a hook or the probe fails.
+
+        Without anything to undo by (`undoable` False) the memory stays as written, and is not to be served.
+        """
+        self.applied = True
+        try:
+            for write in self.writes:
+                write.put()
+            for hook in self.derived:
+                hook.derived.compute()
+            sound = probe is None or probe()
+        except Exception as error:
+            told = error.what if isinstance(error, EtudeError) else repr(error)
+            raise self._refused(told) from error
+        if not sound:
+            raise self._refused("the probe said no")
+
+    def undo(self) -> None:
+        """Write back what was there. Raises `WeightsError` where nothing was applied or kept."""
+        if not self.applied or not self.undoable:
+            why = "it is committed, or was prepared without" if self.applied else "it was not applied"
+            raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that is wanted")
+        for write in self.writes:
+            write.put_back()
+        for hook in self.derived:
+            hook.put_back()
+        self.applied = False
+
+    def commit(self) -> None:
+        """Let go of what was kept for an undo."""
+        self.writes.clear()
+        self.derived.clear()
+        self.undoable = False
+
+    def _refused(self, why: str) -> WeightsError:
+        """Undo what can be undone, and say what the memory is now."""
+        hint = "the live weights are not whole: adopt again before anything is served"
+        with suppress(Exception):  # a hook that fails over the old weights, too
+            self.undo()
+            hint = "the live weights are what they were; see why it failed, then adopt again"
+        return WeightsError(f"{self.version} was not adopted", why, hint=hint)
+
+
+@dataclass(frozen=True)
+class _Write:
+    put: Callable[[], None]
+    put_back: Callable[[], None]
+    num_bytes: int
+    old: Codes | None
+
+
+@dataclass(frozen=True)
+class _Hook:
+    derived: Derived
+    old: list[Codes]  # of its outputs
+
+    def put_back(self) -> None:
+        if self.derived.outputs:
+            for window, codes in zip(self.derived.outputs, self.old, strict=True):
+                window.fill(codes.reshape(window.shape))
+        else:
+            self.derived.compute()
+
+
+def _write(piece: Piece, change: tuple[Places, Codes] | None, tensor: Tensor, undoable: bool) -> _Write:
+    """Absolute writes of changes, or of the whole piece where there is no list or scattering it takes longer."""
+    window = piece.window
+    fill = partial(piece.fill, tensor.spec, tensor.codes)
+    if change is None:
+        old = window.read() if undoable else None
+        return _Write(fill, _nothing if old is None else partial(window.fill, old.reshape(window.shape)), 0, old)
+    places, codes = change
+    old = window.read(places) if undoable else None
+    return _Write(
+        put=fill if len(places) * DENSE > window.num_bytes else window.writer(places, codes),
+        put_back=_nothing if old is None else window.writer(places, old),
+        num_bytes=places.nbytes + codes.nbytes,
+        old=old,
+    )
+
+
+def _nothing() -> None:
+    """What is written back where nothing was kept."""
+
+
+def _check_equal(first: _Said, second: _Said, tensors: Mapping[str, Tensor]) -> None:
+    """Raises `WeightsError` where a storage would be told two things."""
+    (name, change, _), (other, again, _) = first, second
+    if change is not None and again is not None:
+        same = all(map(np.array_equal, change, again))
+    else:
+        a, b = (one.part(tensors[key].spec, tensors[key].codes) for key, _, one in (first, second))
+        same = np.array_equal(a, b)
+    if not same:
+        raise _untied(name, other, "their bits differ")
+
+
+def _untied(name: str, other: str, why: str) -> WeightsError:
+    return WeightsError(
+        f"{name!r} and {other!r} are one storage in the engine",
+        f"and two tensors in what was published: {why}",
+        hint="the checkpoint does not tie them: build the engine with tie_word_embeddings off",
+    )

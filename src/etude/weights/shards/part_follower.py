@@ -1,0 +1,196 @@
+"""A follower of some of a version's tensors: what a rank of an engine needs, by range reads.
+
+For a rank that holds some experts, or some rows of tensors that are published in parts (`parts`). Of each object it
+reads the header, then the pages that hold the tiles it needs. The unit is an entry of the manifest's table, since that
+is what has a digest: what is read is proven without the rest. Small tensors share tiles, and a tile is decoded by the
+old codes of all of them: those come along, and are read and proven like what was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from etude.errors import EtudeError, WeightsError
+from etude.records.completion import Version
+from etude.seams import BlobStore
+from etude.weights.chain import plans
+from etude.weights.chain.manifest import Manifest, StoredObject, TensorEntry
+from etude.weights.delta.ranges import Parts
+from etude.weights.follow.follower import LIMIT_BYTES, Follower, Held, Update, update_of
+from etude.weights.tensors import Tensor, tensor_digest
+
+Wants = Callable[[str], bool]
+"""Whether a tensor, or part of one, of this name is wanted."""
+
+
+class PartFollower(Follower):
+    """Follows a channel as `Follower` does, and holds only what it wants. Not safe between threads.
+
+    `wants` is asked for each name of the manifest's table; of `w[512:1024]` `parts.part_of` says which rows these are.
+    Nothing is kept for an undo.
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        wants: Wants,
+        name: str = "policy",
+        *,
+        branch: str = "",
+        limit_bytes: int = LIMIT_BYTES,
+        public_key: bytes | None = None,
+    ) -> None:
+        super().__init__(store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key, can_undo=False)
+        self._wants = wants
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The held version's tensors that are wanted."""
+        held = self._held.tensors if self._held else {}
+        return MappingProxyType({name: tensor for name, tensor in held.items() if self._wants(name)})
+
+    def _move(self, target: Manifest, started: float) -> Update | None:
+        if target.version == self.version:
+            return None
+        before, held = self.tensors, self._held.tensors if self._held else {}
+        reached = reach_some(self._store, target, self._wants, self.version, held, self._check_size)
+        self._held = Held(target, reached.tensors)
+        return update_of(target.version, before, self.tensors, started, reached)
+
+    def _check_size(self, manifest: Manifest) -> None:
+        _check_size(manifest, self._wants, self._limit_bytes)
+
+
+def reach_some(
+    store: BlobStore,
+    target: Manifest,
+    wants: Wants,
+    held: Version | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    check: Callable[[Manifest], None] | None = None,
+) -> plans.Reached:
+    """The target's tensors that are wanted, proven, and those that later ones may be decoded by. As `plans.reach`."""
+    search, failures = plans.Search(store, target), list[str]()
+    while (plan := search.cheapest(held)) is not None:
+        walk = _Walk(store, wants)
+        try:
+            if check is not None:
+                check(target)
+            made = walk.take(plan, tensors or {} if plan.start else {})
+            return plans.Reached(_proven(target, made), walk.fetched_bytes, tuple(failures))
+        except _NotHeld:  # another tensor than before shares a tile with what is wanted
+            if plan.start is None:
+                search.close((walk.at or plan.hops[0]).way)
+            held = None
+        except plans.Unproven as error:
+            failures.append(error.what)
+            later = [hop.way for hop in plan.hops if hop.way not in hop.manifest.ways]
+            for way in later or ([plan.hops[0].way] if plan.start is None else []):
+                search.close(way)
+            held = held if later else None
+        except EtudeError as error:
+            failures.append(f"{error.what} ({error.facts})" if error.facts else error.what)
+            search.close(walk.at.way if walk.at else plan.hops[-1].way)
+    raise WeightsError(
+        f"no way leads to the wanted part of {target.version}" + (f" from {held}" if held else ""),
+        "; ".join(failures) or "there is neither an anchor nor a delta from what is held",
+        hint="`etude weights verify` names what is damaged; publishing again writes a fresh anchor",
+    )
+
+
+class _NotHeld(WeightsError):
+    """An old tensor that is needed to decode is not at hand."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An object whose header was read, and what it covers."""
+
+    entries: Sequence[TensorEntry]
+    parts: Parts
+
+
+class _Walk:
+    """One plan, taken for what is wanted of it."""
+
+    def __init__(self, store: BlobStore, wants: Wants) -> None:
+        self._store, self._wants = store, wants
+        self.fetched_bytes = 0
+        self.at: plans.Hop | None = None  # where it is, for whoever is told of a failure
+
+    def take(self, plan: plans.Plan, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """From the plan's start to its end."""
+        last = {entry.name for entry in plan.hops[-1].manifest.tensors}
+        needed = {name for name in last if name in base or self._wants(name)}
+        opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
+        for self.at in reversed(plan.hops):  # what a hop needs of its base, the hop before has to make
+            objects = [self._open(*pair) for pair in _covering(self.at, needed)]
+            for one in objects:
+                names = [entry.name for entry in one.entries]
+                needed |= {names[k] for i, name in enumerate(names) if name in needed for k in one.parts.needs_old(i)}
+            opened.append((self.at, objects, frozenset(needed)))
+        made = dict(base)
+        for self.at, objects, names_there in reversed(opened):
+            made = _applied(self.at, objects, names_there, made)
+        return made
+
+    def _open(self, item: StoredObject, entries: Sequence[TensorEntry]) -> _Opened:
+        def read(offset: int, count: int) -> bytes:
+            try:
+                data = self._store.get(item.key, offset, offset + count)
+            except KeyError:
+                raise plans.Lost("an object is gone", item.key, hint="copy that file back, or publish again") from None
+            self.fetched_bytes += len(data)
+            return data
+
+        return _Opened(entries, Parts(read, [entry.spec for entry in entries]))
+
+
+def _covering(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Sequence[TensorEntry]]]:
+    """The objects of a hop that hold some of these names, and all that they hold."""
+    found: list[tuple[StoredObject, Sequence[TensorEntry]]] = []
+    start = 0
+    for item in hop.way.objects:
+        entries = hop.manifest.tensors[start : start + item.num_tensors]
+        start += item.num_tensors
+        if any(entry.name in names for entry in entries):
+            found.append((item, entries))
+    return found
+
+
+def _applied(
+    hop: plans.Hop, objects: Sequence[_Opened], names: frozenset[str], base: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The target's tensors of these names."""
+    made: dict[str, Tensor] = {}
+    for one in objects:
+        old = [base.get(entry.name) if hop.way.base else None for entry in one.entries]
+        wanted = [i for i, entry in enumerate(one.entries) if entry.name in names]
+        for i in {needed for k in wanted for needed in one.parts.needs_old(k)}:
+            if old[i] is None:
+                raise _NotHeld(f"{one.entries[i].name!r} is not held", hint="fetch it anew")
+        made.update((one.entries[i].name, tensor) for i, tensor in one.parts.tensors(wanted, old).items())
+    return made
+
+
+def _proven(target: Manifest, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was made, once each has the digest that the manifest states. Raises `Unproven`."""
+    for entry in target.tensors:
+        if entry.name in made and tensor_digest(made[entry.name]) != entry.sha256:
+            raise plans.Unproven(
+                f"tensor {entry.name!r} of {target.version} has another digest than published",
+                hint="an object is damaged, or the base was another one: fetch it anew",
+            )
+    return dict(made)
+
+
+def _check_size(manifest: Manifest, wants: Wants, limit_bytes: int) -> None:
+    num_bytes = sum(entry.spec.num_bytes for entry in manifest.tensors if wants(entry.name))
+    if num_bytes > limit_bytes:
+        raise WeightsError(
+            f"what is wanted of {manifest.version} needs {num_bytes} bytes",
+            f"the limit is {limit_bytes}",
+            hint="raise limit_bytes if this is the model you expect",
+        )

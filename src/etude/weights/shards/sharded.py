@@ -1,0 +1,336 @@
+"""Publishing from shards: each rank writes its own delta of its own bytes; only descriptions meet.
+
+Every rank of a sharded trainer holds whole tensors (experts) or rows of tensors (`parts`), after quantisation, and what
+it published last of them. It encodes and puts its objects by itself, then tells rank 0 what they are: names, shapes,
+digests, sizes. Rank 0 makes of these one manifest and commits it, exactly as `Channel` does. No weight is sent between
+ranks, rank 0 needs no memory for the others', and the time is that of the largest shard.
+
+How ranks talk is the trainer's business (`Exchange`): two collectives of bytes, for which torch.distributed has
+`gather_object` and `broadcast_object_list`. A rank that fails says so in the gather, and rank 0 in the next broadcast:
+all of them raise, none waits for ever. Knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from etude.errors import EtudeError, WeightsError
+from etude.records.completion import Version
+from etude.records.sample import Published
+from etude.seams import BlobStore
+from etude.weights.chain import history
+from etude.weights.chain.channel import Channel, Head, changed_share
+from etude.weights.chain.manifest import Facts, Manifest, Ref, StoredObject, TensorEntry, Way, table
+from etude.weights.chain.objects import put_objects
+from etude.weights.chain.signing import Signer
+from etude.weights.delta.bound import bound_bytes
+from etude.weights.follow.parts import wholes
+from etude.weights.shards.part_follower import reach_some
+from etude.weights.tensors import Tensor
+
+
+class Exchange(Protocol):
+    """How the ranks of a trainer talk. Both calls are collective, and raise when a rank does not come in time."""
+
+    rank: int
+
+    def gather(self, data: bytes) -> Sequence[bytes]:
+        """Every rank's bytes, by rank, on rank 0; elsewhere nothing."""
+        ...
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Rank 0's bytes, on every rank; what others give is ignored."""
+        ...
+
+
+class Alone:
+    """One rank."""
+
+    rank = 0
+
+    def gather(self, data: bytes) -> Sequence[bytes]:
+        return [data]
+
+    def broadcast(self, data: bytes) -> bytes:
+        return data
+
+
+class _Shard(msgspec.Struct, frozen=True):
+    """What a rank has to publish; or why it cannot."""
+
+    entries: tuple[TensorEntry, ...] = ()
+    trouble: tuple[str, str, str] | None = None
+
+
+class _Order(msgspec.Struct, frozen=True, tag="order"):
+    """What each rank is to write now. `base` None: no delta."""
+
+    nonce: str
+    base: Ref | None
+    anchor: bool
+
+
+class _Written(msgspec.Struct, frozen=True):
+    """What a rank has put for an order."""
+
+    delta: tuple[StoredObject, ...] = ()
+    anchor: tuple[StoredObject, ...] = ()
+    facts: Facts | None = None
+    num_elements: int = 0
+    lost: bool = False  # it can no longer have its part of the base
+    trouble: tuple[str, str, str] | None = None
+
+
+class _End(msgspec.Struct, frozen=True, tag="end"):
+    """How the publish ended. `version`: what is published, or may be."""
+
+    version: Version | None = None
+    published: Published | None = None
+    trouble: tuple[str, str, str] | None = None
+
+
+class ShardedChannel:
+    """The ranks of one writer; each makes one, with a store of its own that leads to the same place. `publish` is a
+    collective call. Not safe between threads.
+
+    `incarnation`, `signer`, `anchors` as for `Channel`; rank 0's count.
+
+    >>> import numpy as np
+    >>> from etude.stores import MemoryStore
+    >>> from etude.weights.follow.follower import Follower
+    >>> store = MemoryStore()
+    >>> mine = {"w[0:1]": Tensor("bf16", (1, 2), np.array([0x3F80, 0x3F81], np.uint16))}
+    >>> published = ShardedChannel(store, Alone()).publish(mine, step=0, parent=None, rollout_ids=[])
+    >>> Follower(store).advance().version == published.version
+    True
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        exchange: Exchange,
+        name: str = "policy",
+        incarnation: str | None = None,
+        *,
+        signer: Signer | None = None,
+        anchors: bool = True,
+    ) -> None:
+        self._exchange = exchange
+        self._writer = _ShardWriter(store, name)
+        self._leader: _Leader | None = None
+        if exchange.rank == 0:
+            self._leader = _Leader(store, exchange, self._writer, name, incarnation, signer=signer, anchors=anchors)
+
+    def publish(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        step: int,
+        parent: Version | None,
+        rollout_ids: Sequence[str],
+        owned: bool = False,
+    ) -> Published:
+        """Publish this rank's tensors and parts, and all others'; as `Channel.publish`, with the same arguments on
+        each rank but for the tensors, which are copied unless they are `owned`.
+
+        A name is one rank's alone, and the parts of a tensor follow each other without a gap: else `WeightsError`. A
+        rank that failed makes all raise, and nothing is published.
+        """
+        said = self._writer.offer(tensors, owned)
+        shards = self._exchange.gather(msgspec.json.encode(said))
+        if self._leader is not None:
+            return self._leader.lead(shards, step, parent, rollout_ids)
+        while True:
+            message = msgspec.json.decode(self._exchange.broadcast(b""), type=_Order | _End)
+            if isinstance(message, _End):
+                return self._writer.settle(message)
+            self._exchange.gather(msgspec.json.encode(self._writer.write(message)))
+
+
+class _ShardWriter:
+    """One rank's tensors: what it published last, and what it is about to."""
+
+    def __init__(self, store: BlobStore, name: str) -> None:
+        self._store, self._name = store, name
+        self._offered: dict[str, Tensor] = {}
+        self._held: dict[Version, dict[str, Tensor]] = {}  # what was published last, and what may have been since
+
+    def offer(self, tensors: Mapping[str, Tensor], owned: bool) -> _Shard:
+        try:
+            self._offered = {name: one if owned else one.copy() for name, one in sorted(tensors.items())}
+            return _Shard(table(self._offered))
+        except EtudeError as error:
+            return _Shard(trouble=_told(error))
+
+    def write(self, order: _Order) -> _Written:
+        """Encode and put what an order asks for."""
+        new = list(self._offered.values())
+        try:
+            old: list[Tensor | None] = [None] * len(new)
+            delta: tuple[StoredObject, ...] = ()
+            anchor: tuple[StoredObject, ...] = ()
+            encode_s = more_s = 0.0
+            if order.base is not None:
+                base = self._base(order.base)
+                if base is None:
+                    return _Written(lost=True)
+                old = [base.get(name) for name in self._offered]
+                delta, encode_s = self._put(new, old, order)
+            if order.anchor:
+                anchor, more_s = self._put(new, [None] * len(new), order)
+            facts = Facts(bound_bytes(new, old), changed_share(new, old), encode_s + more_s)
+            return _Written(delta, anchor, facts, sum(tensor.codes.size for tensor in new))
+        except EtudeError as error:
+            return _Written(trouble=_told(error))
+
+    def hold(self, end: _End) -> None:
+        """Keep what is published, or may be, for the next delta."""
+        if end.version is not None:
+            last = {} if end.published is not None else self._held
+            self._held = {**last, end.version: self._offered}
+
+    def settle(self, end: _End) -> Published:
+        """Hold what was published; raise why it was not."""
+        self.hold(end)
+        if end.published is not None:
+            return end.published
+        what, facts, hint = end.trouble or ("rank 0 failed", "", "see its log")
+        raise WeightsError(what, facts, hint=hint)
+
+    def _put(
+        self, new: list[Tensor], old: list[Tensor | None], order: _Order
+    ) -> tuple[tuple[StoredObject, ...], float]:
+        if not new:
+            return (), 0.0
+        return put_objects(self._store, self._name, order.nonce, new, lambda a, b: old[a:b])
+
+    def _base(self, ref: Ref) -> dict[str, Tensor] | None:
+        """This rank's tensors of the version that was published last: kept, or read back from the store after a
+        restart. None where the store can no longer give them."""
+        if ref.version not in self._held:
+            try:
+                at = history.load(self._store, ref)
+                self._held[ref.version] = reach_some(self._store, at, self._offered.__contains__).tensors
+            except WeightsError:
+                return None
+        return self._held[ref.version]
+
+
+class _Leader(Channel):
+    """Rank 0's channel: it commits what all ranks wrote, and holds no tensors."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        exchange: Exchange,
+        writer: _ShardWriter,
+        name: str,
+        incarnation: str | None,
+        *,
+        signer: Signer | None,
+        anchors: bool,
+    ) -> None:
+        super().__init__(store, name, incarnation, signer=signer, anchors=anchors)
+        self._exchange, self._writer = exchange, writer
+        self._counts: list[int] = []  # entries of each rank
+
+    def lead(self, shards: Sequence[bytes], step: int, parent: Version | None, rollout_ids: Sequence[str]) -> Published:
+        """Publish; whatever happens, the other ranks hear of it."""
+        end = _End()
+        try:
+            entries = self._merge([msgspec.json.decode(data, type=_Shard) for data in shards])
+            published = self._publish(entries, {}, step, parent, rollout_ids, _nothing)
+            end = _End(published.version, published)
+        except EtudeError as error:
+            end = _End(self._doubted, None, _told(error))
+            raise
+        finally:
+            self._writer.hold(end)
+            self._exchange.broadcast(msgspec.json.encode(end))
+        return published
+
+    @property
+    def _doubted(self) -> Version | None:
+        """What was committed without an answer."""
+        return self._doubt.ref.version if self._doubt is not None and self._doubt.ref is not None else None
+
+    def _merge(self, shards: Sequence[_Shard]) -> tuple[TensorEntry, ...]:
+        """One table, shard after shard."""
+        for rank, shard in enumerate(shards):
+            _refuse(rank, shard.trouble)
+        self._counts = [len(shard.entries) for shard in shards]
+        entries = tuple(entry for shard in shards for entry in shard.entries)
+        owners: dict[str, int] = {}
+        for rank, shard in enumerate(shards):
+            for entry in shard.entries:
+                if owners.setdefault(entry.name, rank) != rank:
+                    raise WeightsError(
+                        f"ranks {owners[entry.name]} and {rank} both publish {entry.name!r}",
+                        hint="a tensor that several ranks hold is published by one of them",
+                    )
+        wholes({entry.name: entry.spec for entry in entries})
+        return entries
+
+    def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
+        """Nothing: each rank has its own."""
+        return {}
+
+    def _write(
+        self, head: Head, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
+    ) -> tuple[tuple[Way, ...], Facts]:
+        """Have all ranks write, and put together what they wrote. An anchor is due by what was published so far: that
+        is one version later than `Channel` finds it, which knows this version's delta, too."""
+        base = head.ref if head.tensors is not None else None
+        order = _Order(nonce, base, base is None or (self._anchors and head.debt.is_due))
+        written = self._ask(order)
+        if any(one.lost for one in written):
+            self.mended = "a rank cannot read back what it published last: this version is an anchor"
+            order = _Order(nonce, None, True)
+            written = self._ask(order)
+        ways = []
+        if order.base is not None:
+            ways.append(Way(order.base, tuple(item for one in written for item in one.delta)))
+        if order.anchor:
+            ways.append(Way(None, tuple(item for one in written for item in one.anchor)))
+        return tuple(ways), _together(written)
+
+    def _ask(self, order: _Order) -> list[_Written]:
+        self._exchange.broadcast(msgspec.json.encode(order))
+        said = self._exchange.gather(msgspec.json.encode(self._writer.write(order)))
+        written = [msgspec.json.decode(data, type=_Written) for data in said]
+        for rank, (one, count) in enumerate(zip(written, self._counts, strict=True)):
+            _refuse(rank, one.trouble)
+            for objects in (one.delta, one.anchor):
+                if objects and sum(item.num_tensors for item in objects) != count:
+                    raise WeightsError(
+                        f"rank {rank} did not write all of its {count} tensors", hint="restart the ranks"
+                    )
+        return written
+
+
+def _together(written: Sequence[_Written]) -> Facts:
+    """Of all shards: the bounds' sum, the share of all elements, the slowest encode."""
+    facts = [(one.facts, one.num_elements) for one in written if one.facts is not None]
+    total = max(1, sum(size for _, size in facts))
+    return Facts(
+        bound_bytes=sum(fact.bound_bytes for fact, _ in facts),
+        changed_share=sum(fact.changed_share * size for fact, size in facts) / total,
+        encode_s=max((fact.encode_s for fact, _ in facts), default=0.0),
+    )
+
+
+def _refuse(rank: int, trouble: tuple[str, str, str] | None) -> None:
+    if trouble is not None:
+        what, facts, hint = trouble
+        raise WeightsError(f"rank {rank} cannot publish: {what}", facts, hint=hint)
+
+
+def _told(error: EtudeError) -> tuple[str, str, str]:
+    return error.what, error.facts, error.hint
+
+
+def _nothing(step: str) -> None:
+    """Nobody asked when things are durable."""
