@@ -4,7 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-CARGO_LINT := cargo clippy --release --quiet --locked --offline --all-targets -- -D warnings
+NATIVE := src/etude/weights/delta/libetude_native
+CARGO  := --release --quiet --locked --offline
 
 .PHONY: run test test-all lint bench wheel clean
 .DELETE_ON_ERROR:
@@ -27,13 +28,15 @@ run: $(VENV)/.run
 	$(BIN)/etude run examples/laptop/config.toml
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks hatch_build.py
+	$(BIN)/ruff format --check src tests benchmarks hatch_build.py
 	$(BIN)/mypy
-	@if command -v cargo > /dev/null; then cd native && cargo fmt --check && $(CARGO_LINT); fi
+	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo fmt --version > /dev/null 2>&1; then cd native && cargo fmt --check; fi
+	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo clippy --version > /dev/null 2>&1; then \
+		cd native && cargo clippy $(CARGO) --all-targets -- -D warnings; fi
 
 test: lint
-	@if command -v cargo > /dev/null; then cd native && cargo test --release --quiet --locked --offline; fi
+	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo --version > /dev/null 2>&1; then cd native && cargo test $(CARGO); fi
 	$(BIN)/pytest -m "not slow"
 
 test-all: lint
@@ -47,5 +50,5 @@ wheel: $(VENV)/.python
 	$(BIN)/python -m build --wheel --no-isolation
 
 clean:
-	rm -rf $(VENV) build dist native/target src/etude/weights/delta/libetude_native.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist native/target $(NATIVE).* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
