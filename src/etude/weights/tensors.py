@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,8 +169,14 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def tensor_digest(tensor: Tensor) -> str:
     """64 hex characters: SHA-256 of ``"bf16 2,2\\n"`` and the little-endian bytes of the codes."""
-    digest = hashlib.sha256(f"{tensor.dtype} {','.join(map(str, tensor.shape))}\n".encode())
-    digest.update(np.ascontiguousarray(tensor.codes, dtype=tensor.codes.dtype.newbyteorder("<")).data)
+    return digest_of_parts(tensor.spec, (tensor.codes,))
+
+
+def digest_of_parts(spec: Spec, parts: Iterable[Codes]) -> str:
+    """The same of a tensor whose codes come part by part, in order."""
+    digest = hashlib.sha256(f"{spec.dtype} {','.join(map(str, spec.shape))}\n".encode())
+    for codes in parts:
+        digest.update(np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).data)
     return digest.hexdigest()
 
 

@@ -15,7 +15,7 @@ from etude.weights import Channel, Follower, Tensor
 from etude.weights.chain.branches import drop, listed, point
 from etude.weights.chain.history import head
 from etude.weights.chain.signing import Signer, new_key
-from etude.weights.follow.follower import Behind
+from etude.weights.follow.head import Behind
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]

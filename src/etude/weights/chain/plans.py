@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from etude.errors import EtudeError, WeightsError
 from etude.records.completion import Version
@@ -39,6 +40,7 @@ from etude.weights.tensors import Tensor, tensor_digest
 
 AHEAD = 2  # objects that are fetched while another is decoded
 Tensors = Mapping[str, Tensor]
+Made = TypeVar("Made")
 _HINT_OBJECT = "copy that file back; without a copy, the next publish writes a fresh anchor"
 
 
@@ -156,16 +158,38 @@ def reach(
     `check` may refuse a manifest on the way before anything of it is fetched, by raising. Raises `WeightsError` that
     names why each plan failed.
     """
+
+    def start(plan: Plan) -> dict[str, Tensor]:
+        return dict(tensors or {}) if plan.start else {}
+
+    def step(hop: Hop, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        if check is not None:
+            check(hop.manifest)
+        return take(store, hop.manifest, hop.way, made, proving=hop.manifest is target)
+
+    return Reached(*travel(store, target, held, start, step))
+
+
+def travel(
+    store: BlobStore,
+    target: Manifest,
+    held: Version | None,
+    start: Callable[[Plan], Made],
+    step: Callable[[Hop, Made], Made],
+) -> tuple[Made, int, tuple[str, ...]]:
+    """What the steps along the cheapest plan that works make; its bytes, and why plans before it failed.
+
+    `step` fetches a hop's objects (`fetched`) and raises `Unproven` where the target, whose hop is the last, is not
+    what was published. Raises `WeightsError` that names why each plan failed.
+    """
     search, failures = Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
         at = None
         try:
-            made = dict(tensors or {}) if plan.start else {}
+            made = start(plan)
             for at in plan.hops:
-                if check is not None:
-                    check(at.manifest)
-                made = take(store, at.manifest, at.way, made, proving=at is plan.hops[-1])
-            return Reached(made, plan.num_bytes, tuple(failures))
+                made = step(at, made)
+            return made, plan.num_bytes, tuple(failures)
         except Unproven as error:
             failures.append(_said(error))
             later = [hop.way for hop in plan.hops if hop.way not in hop.manifest.ways]
@@ -204,7 +228,12 @@ def prove(manifest: Manifest, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _prove(manifest: Manifest, entry: TensorEntry, tensor: Tensor) -> None:
-    if tensor_digest(tensor) != entry.sha256:
+    check_digest(manifest, entry, tensor_digest(tensor))
+
+
+def check_digest(manifest: Manifest, entry: TensorEntry, found: str) -> None:
+    """Raises `Unproven` where a tensor's digest is not the one that the manifest states."""
+    if found != entry.sha256:
         raise Unproven(
             f"tensor {entry.name!r} of {manifest.version} has another digest than published",
             hint="its objects fit their own digests, so the base was another one: rebuild from an anchor",
@@ -212,9 +241,21 @@ def _prove(manifest: Manifest, entry: TensorEntry, tensor: Tensor) -> None:
 
 
 def take(store: BlobStore, manifest: Manifest, way: Way, base: Tensors, *, proving: bool = False) -> dict[str, Tensor]:
-    """The target of one way. Its objects are proven; its tensors, too, if `proving`. What is next is fetched while an
-    object is decoded. Raises `WeightsError`, `StoreError`."""
+    """The target of one way; its tensors are proven if `proving`. Raises `WeightsError`, `StoreError`."""
     made: dict[str, Tensor] = {}
+    for data, covered in fetched(store, manifest, way):
+        old = [base.get(entry.name) if way.base else None for entry in covered]
+        decoded = codec.decode(data, [entry.spec for entry in covered], old)
+        for entry, tensor in zip(covered, decoded, strict=True):
+            if proving:
+                _prove(manifest, entry, tensor)
+            made[entry.name] = tensor
+    return made
+
+
+def fetched(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[bytes, list[TensorEntry]]]:
+    """Each object of a way, proven, and the tensors that it covers. What is next is fetched while its taker is busy
+    with one. Raises `WeightsError`, `StoreError`."""
     entries = iter(manifest.tensors)
     for item, fetch in _ahead(store, way.objects):
         try:
@@ -223,14 +264,7 @@ def take(store: BlobStore, manifest: Manifest, way: Way, base: Tensors, *, provi
             raise Lost(f"an object of {manifest.version} is gone", item.key, hint=_HINT_OBJECT) from None
         if len(data) != item.num_bytes or hashlib.sha256(data).hexdigest() != item.sha256:
             raise Lost(f"an object of {manifest.version} is not what was published", item.key, hint=_HINT_OBJECT)
-        covered = [next(entries) for _ in range(item.num_tensors)]
-        old = [base.get(entry.name) if way.base else None for entry in covered]
-        decoded = codec.decode(data, [entry.spec for entry in covered], old)
-        for entry, tensor in zip(covered, decoded, strict=True):
-            if proving:
-                _prove(manifest, entry, tensor)
-            made[entry.name] = tensor
-    return made
+        yield data, [next(entries) for _ in range(item.num_tensors)]
 
 
 def _ahead(store: BlobStore, items: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, Callable[[], bytes]]]:

@@ -13,6 +13,9 @@ from etude.weights.tensors import Codes, DType, from_items
 Found = tuple[npt.NDArray[np.int64], Codes]
 """Positions of items in their tensor, and the new items there."""
 
+Listed = tuple[npt.NDArray[np.uint32], Codes]
+"""Places of items in their tile, and the new items there."""
+
 
 @dataclass(frozen=True, eq=False)
 class Changes:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.weights.delta import layout, native, wholes
-from etude.weights.delta.changes import Changes, Found, of_items
+from etude.weights.delta.changes import Changes, Found, Listed, of_items
 from etude.weights.delta.choices import Mode, choose
 from etude.weights.delta.layout import SAME, WHOLE, Header, Kernels, Tile
 from etude.weights.delta.streams import damaged
@@ -101,15 +101,22 @@ def changes(
     header, held = _open(data, specs, old)
     found: list[list[Found]] = [[] for _ in specs]
     for kind, batch, payloads in changing(header, data):
-        for tile, (places, items) in zip(batch, kernels.changes(kind, batch, held, payloads), strict=True):
-            for tensor, positions, part in scattered(tile, places, items):
-                found[tensor].append((positions, part))
-    return [
-        Tensor(spec.dtype, spec.shape, whole(header, data, i))
-        if header.layout.forms[i] == WHOLE
-        else of_items(found[i], held[i], DTYPES[spec.dtype])
-        for i, spec in enumerate(specs)
-    ]
+        _collect(batch, kernels.changes(kind, batch, held, payloads), found)
+    made: list[Changes | Tensor] = []
+    for i, spec in enumerate(specs):
+        if header.layout.forms[i] == WHOLE:
+            made.append(Tensor(spec.dtype, spec.shape, whole(header, data, i)))
+        else:
+            parts, found[i] = found[i], []  # let go of, tensor by tensor
+            made.append(of_items(parts, held[i], DTYPES[spec.dtype]))
+    return made
+
+
+def _collect(batch: Sequence[Tile], listed: Iterable[Listed], found: list[list[Found]]) -> None:
+    """What tiles list, to the tensors that it is of."""
+    for tile, (places, items) in zip(batch, listed, strict=True):
+        for tensor, positions, part in scattered(tile, places, items):
+            found[tensor].append((positions, part))
 
 
 def _sides(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> tuple[list[Codes | None], list[Codes | None]]:

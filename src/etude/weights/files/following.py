@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.follow.follower import LIMIT_BYTES, Follower, Update
+from etude.weights.follow.follower import Follower, Update
+from etude.weights.follow.head import LIMIT_BYTES
 from etude.weights.follow.parts import assemble, split
 
 

@@ -18,17 +18,11 @@ from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.chain import history, plans
-from etude.weights.chain.manifest import Manifest, Pointer, table
+from etude.weights.chain.manifest import Manifest, table
 from etude.weights.chain.undo import Changes, Undo, compare, retain
+from etude.weights.follow.head import LIMIT_BYTES, Head, check_size
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Tensor
-
-LIMIT_BYTES = 64 << 30
-_MAX_TRIES = 3
-
-
-class Behind(WeightsError):
-    """The channel is not yet at the version that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +69,9 @@ class Follower:
         public_key: bytes | None = None,
         can_undo: bool = True,
     ) -> None:
-        self._store, self._name, self._branch, self._can_undo = store, name, branch, can_undo
-        self._limit_bytes, self._public_key = limit_bytes, public_key
+        self._store, self._name, self._limit_bytes, self._can_undo = store, name, limit_bytes, can_undo
+        self._head = Head(store, name, branch, public_key)
         self._held: Held | None = None
-        self._seen: tuple[Pointer, int] | None = None  # the pointer that was followed last, and its head's serial
 
     @property
     def version(self) -> Version | None:
@@ -97,8 +90,7 @@ class Follower:
 
     def pointer(self) -> Version | None:
         """The head's version; None before the first publish. One read of some hundred bytes."""
-        pointer = self._read_pointer()
-        return pointer.head.version if pointer else None
+        return self._head.version()
 
     def advance(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
         """Move to the head; None when it is held already or there is none.
@@ -108,32 +100,8 @@ class Follower:
         moved back, or no plan leads to the target, naming why each failed; what was held is held still.
         """
         started = time.perf_counter()
-        for tries_left in reversed(range(_MAX_TRIES)):
-            pointer = self._read_pointer()
-            if pointer is None:
-                if at_least or exactly:
-                    raise _behind(at_least or exactly, None)
-                return None
-            if exactly is not None and exactly != pointer.head.version:
-                return self._move(self._find(exactly), started)
-            if pointer.head.version == self.version:
-                self._seen = self._admitted(pointer, self._held.manifest) if self._held else None
-                return None
-            try:
-                target = history.load(self._store, pointer.head)
-                seen = self._admitted(pointer, target)
-                if at_least is not None and self._is_before(target, at_least):
-                    raise _behind(at_least, target.version)
-                update = self._move(target, started)
-            except Behind:
-                raise
-            except WeightsError:
-                if tries_left and self._read_pointer() != pointer:
-                    continue  # it went on meanwhile, and garbage collection may have taken what it left
-                raise
-            self._seen = seen
-            return update
-        raise AssertionError("the last try returns or raises")
+        held = self._held.manifest if self._held else None
+        return self._head.follow(held, lambda to: self._move(to, started), at_least=at_least, exactly=exactly)
 
     def undo(self) -> Update:
         """Go back to the version held before the last update, without the store. Raises `WeightsError` where nothing
@@ -169,9 +137,6 @@ class Follower:
         assert self._held is not None, "there is a version to be held"
         self._held = Held(self._held.manifest, dict(tensors), self._held.undo, self._held.before)
 
-    def _read_pointer(self) -> Pointer | None:
-        return history.head(self._store, self._name, self._branch, public_key=self._public_key)
-
     def _move(self, target: Manifest, started: float) -> Update | None:
         """Come to a version and hold it; None when it is held."""
         if target.version == self.version:
@@ -184,45 +149,8 @@ class Follower:
         self._held = Held(target, reached.tensors, undo, self._held.manifest if self._held else None)
         return update
 
-    def _admitted(self, pointer: Pointer, target: Manifest) -> tuple[Pointer, int]:
-        """The pointer, unless it moved back. Raises `WeightsError`."""
-        if self._seen is not None:
-            seen, serial = self._seen
-            known = target.serial and serial and pointer.head.version != seen.head.version
-            if pointer.generation < seen.generation or (
-                pointer.generation == seen.generation and known and target.serial <= serial
-            ):
-                raise WeightsError(
-                    f"{history.pointer_key(self._name, self._branch)} moved back to {target.version}",
-                    f"{seen.head.version} was followed; the pointer's generation is {pointer.generation} after"
-                    f" {seen.generation}, the version's serial {target.serial} after {serial}",
-                    hint="a stale cache or a restored copy of the store does this; a rollback that is meant is made by"
-                    " `etude.weights.chain.branches.point`, under a new generation",
-                )
-        return pointer, target.serial
-
-    def _is_before(self, target: Manifest, version: Version) -> bool:
-        """Whether a head was published before a version, as far as can be told."""
-        if target.version == version:
-            return False
-        other = history.find(self._store, self._name, version)
-        if other is None or not other.serial or not target.serial:
-            return target.version.step < version.step
-        return (target.generation, target.serial) < (other.generation, other.serial)
-
-    def _find(self, version: Version) -> Manifest:
-        manifest = history.find(self._store, self._name, version)
-        if manifest is None:
-            raise _behind(version, self.pointer())
-        return manifest
-
     def _check_size(self, manifest: Manifest) -> None:
-        if manifest.snapshot_bytes > self._limit_bytes:
-            raise WeightsError(
-                f"{manifest.version} needs {manifest.snapshot_bytes} bytes",
-                f"the limit is {self._limit_bytes}",
-                hint="raise limit_bytes if this is the model you expect",
-            )
+        check_size(manifest, self._limit_bytes)
 
 
 def update_of(
@@ -242,12 +170,4 @@ def update_of(
         fetch_s=time.perf_counter() - started,
         fetched_bytes=reached.fetched_bytes if reached else 0,
         healed=reached.failures if reached else (),
-    )
-
-
-def _behind(wanted: Version | None, head: Version | None) -> Behind:
-    return Behind(
-        f"{wanted} is not there",
-        f"the channel is at {head}" if head else "nothing was published",
-        hint="ask again: its writer may still be publishing it, or this store lags behind another",
     )

@@ -23,7 +23,8 @@ import msgspec
 from etude.errors import EtudeError, WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
-from etude.weights.follow.follower import LIMIT_BYTES, Update
+from etude.weights.follow.follower import Update
+from etude.weights.follow.head import LIMIT_BYTES
 from etude.weights.follow.image import read_image
 from etude.weights.tensors import Tensor
 

@@ -18,7 +18,8 @@ from etude.seams import BlobStore
 from etude.weights.chain import plans
 from etude.weights.chain.manifest import Manifest, StoredObject, TensorEntry
 from etude.weights.delta.ranges import Parts
-from etude.weights.follow.follower import LIMIT_BYTES, Follower, Held, Update, update_of
+from etude.weights.follow.follower import Follower, Held, Update, update_of
+from etude.weights.follow.head import LIMIT_BYTES
 from etude.weights.tensors import Tensor, tensor_digest
 
 Wants = Callable[[str], bool]
