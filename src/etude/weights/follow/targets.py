@@ -19,9 +19,10 @@ from etude.records.completion import Version
 from etude.weights.follow.follower import Update
 from etude.weights.follow.live import Places
 from etude.weights.follow.runtime_map import Derived, Map, Piece
-from etude.weights.tensors import Codes, Tensor
+from etude.weights.tensors import Codes, Spec, Tensor
 
 Probe = Callable[[], bool]
+Known = Mapping[str, Tensor | Spec]
 _Said = tuple[str, tuple[Places, Codes] | None, Piece]  # what a name wants written: changes, or None for all
 
 DENSE = 16
@@ -41,28 +42,28 @@ class Target:
     def __init__(self, where: Map) -> None:
         self._map = where
 
-    def prepare(self, update: Update, tensors: Mapping[str, Tensor], *, undoable: bool = True) -> Swap:
+    def prepare(self, update: Update, tensors: Known, *, undoable: bool = True) -> Swap:
         """Everything to be written, resolved, checked, and on its device; nothing is written yet.
 
-        `tensors`: the version's, all of them (`Follower.tensors`). `undoable` False keeps nothing of what was there:
-        for the first version, before which there was none. Raises `WeightsError` for a tensor that the engine has no
-        place for, one that it needs and that is not published, or tied tensors with different bits.
+        `tensors`: the version's, all of them (`Follower.tensors`); or their specs, where there is no image of it
+        (`LiveFollower.specs`): then changes are scattered, however many they are. `undoable` False keeps nothing of
+        what was there: for the first version, before which there was none. Raises `WeightsError` for a tensor that the
+        engine has no place for, one that it needs and that is not published, or tied tensors with different bits.
         """
         self._check_complete(update.version, tensors)
-        swap = Swap(update.version)
+        known, swap = {**tensors, **update.replaced}, Swap(update.version)
         written: dict[object, _Said] = {}
         for name in sorted({*update.changed, *update.replaced}):
-            self._check_ties(name, update, tensors)
-            for piece in self._places_of(name, tensors):
-                tensor = tensors[name]
-                change = None if name in update.replaced else piece.take(tensor.spec, *update.changed[name])
+            self._check_ties(name, update, known)
+            for piece in self._places_of(name, known):
+                change = None if name in update.replaced else piece.take(_spec(known[name]), *update.changed[name])
                 key = piece.window.key
                 if key in written:
-                    _check_equal(written[key], (name, change, piece), tensors)
+                    _check_equal(written[key], (name, change, piece), known)
                     continue
                 written[key] = name, change, piece
                 if change is None or len(change[0]):
-                    swap.writes.append(_write(piece, change, tensor, undoable))
+                    swap.writes.append(_write(piece, change, known[name], undoable))
         touched = {*update.changed, *update.replaced}
         for one in self._map.derived:
             if one.sources & touched:
@@ -79,7 +80,7 @@ class Target:
             if not piece.holds(tensor.spec, tensor.codes)
         ]
 
-    def _check_complete(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
+    def _check_complete(self, version: Version, tensors: Known) -> None:
         for name in self._map.pieces.keys() - tensors.keys():
             if not any(tie in tensors for tie in self._map.tied.get(name, ())):
                 raise WeightsError(
@@ -88,7 +89,7 @@ class Target:
                     hint="it is of another architecture; what the engine makes by itself is not to be mapped",
                 )
 
-    def _places_of(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[Piece, ...]:
+    def _places_of(self, name: str, tensors: Known) -> tuple[Piece, ...]:
         pieces = self._map.pieces.get(name, ())
         if not pieces and name not in self._map.ignored:
             raise WeightsError(
@@ -97,10 +98,10 @@ class Target:
                 hint=f"map it, or name it among the ignored; {nearest(name, self._map.pieces)}",
             )
         for piece in pieces:
-            piece.check(name, tensors[name].spec)
+            piece.check(name, _spec(tensors[name]))
         return pieces
 
-    def _check_ties(self, name: str, update: Update, tensors: Mapping[str, Tensor]) -> None:
+    def _check_ties(self, name: str, update: Update, tensors: Known) -> None:
         """A name that shares a storage moves with the others of it that are published."""
         for tie in self._map.tied.get(name, ()):
             if tie in tensors and tie not in update.changed and tie not in update.replaced:
@@ -194,35 +195,43 @@ class _Hook:
             self.derived.compute()
 
 
-def _write(piece: Piece, change: tuple[Places, Codes] | None, tensor: Tensor, undoable: bool) -> _Write:
+def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, undoable: bool) -> _Write:
     """Absolute writes of changes, or of the whole piece where there is no list or scattering it takes longer."""
     window = piece.window
-    fill = partial(piece.fill, tensor.spec, tensor.codes)
+    fill = partial(piece.fill, known.spec, known.codes) if isinstance(known, Tensor) else None
     if change is None:
+        assert fill is not None, "what is replaced comes whole"
         old = window.read() if undoable else None
         return _Write(fill, _nothing if old is None else partial(window.fill, old.reshape(window.shape)), 0, old)
     places, codes = change
     old = window.read(places) if undoable else None
     return _Write(
-        put=fill if len(places) * DENSE > window.num_bytes else window.writer(places, codes),
+        put=fill if fill and len(places) * DENSE > window.num_bytes else window.writer(places, codes),
         put_back=_nothing if old is None else window.writer(places, old),
         num_bytes=places.nbytes + codes.nbytes,
         old=old,
     )
 
 
+def _spec(known: Tensor | Spec) -> Spec:
+    return known.spec if isinstance(known, Tensor) else known
+
+
 def _nothing() -> None:
     """What is written back where nothing was kept."""
 
 
-def _check_equal(first: _Said, second: _Said, tensors: Mapping[str, Tensor]) -> None:
+def _check_equal(first: _Said, second: _Said, tensors: Known) -> None:
     """Raises `WeightsError` where a storage would be told two things."""
     (name, change, _), (other, again, _) = first, second
     if change is not None and again is not None:
         same = all(map(np.array_equal, change, again))
     else:
-        a, b = (one.part(tensors[key].spec, tensors[key].codes) for key, _, one in (first, second))
-        same = np.array_equal(a, b)
+        known = [(one, tensors[key]) for key, _, one in (first, second)]
+        parts = [one.part(tensor.spec, tensor.codes) for one, tensor in known if isinstance(tensor, Tensor)]
+        if len(parts) < 2:
+            raise _untied(name, other, "one came whole, and of the other there is no image to compare it with")
+        same = np.array_equal(parts[0], parts[1])
     if not same:
         raise _untied(name, other, "their bits differ")
 
