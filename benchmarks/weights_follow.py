@@ -7,12 +7,13 @@ weights and no more, follows version by version, each publish being the move of 
     process    by a `FollowerProcess`: a child decodes and proves, and hands over an image
     library    by a `Follower` in the engine's own process
     on live    the same, which holds the live memory itself between updates (`Follower.hold`)
+    lists      by a `LiveFollower` in the engine's own process: no image ever, the live memory is what it decodes from
 
 *Advance* is fetching, decoding, proving; *prepare* makes the lists of what goes where; the *pause* is `Swap.apply`: the
 scatter. Extra memory is the proportional set size of the engine and its children less that of the engine before
 anything was followed, and less the lists: while it waits, and at most while it moves, looked at every 10 ms during the
 first updates; times are of the others. `--copies 20` is 1 GB and needs about 8 GB of memory.
-`python -m benchmarks.weights_follow [--copies N] [--ways process library on_live]`
+`python -m benchmarks.weights_follow [--copies N] [--ways process library on_live lists]`
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ import numpy as np
 from benchmarks import delta_pairs
 from benchmarks.report import report
 from etude.loop.usage import Processes, pss_bytes
+from etude.records import Version
 from etude.stores import DirectoryStore
-from etude.weights import Channel, Follower, FollowerProcess, Tensor, chain
+from etude.weights import Channel, Follower, FollowerProcess, Tensor, Update, chain
 from etude.weights.chain.compactor import SPANS, Compactor
 from etude.weights.chain.history import pointer_key
+from etude.weights.follow.live_follower import LiveFollower
 from etude.weights.follow.runtime_map import Map, named
 from etude.weights.follow.targets import Target
 
 CHANNEL = "policy"
-WAYS = ("process", "library", "on_live")
+WAYS = ("process", "library", "on_live", "lists")
 WATCHED, TIMED = 2, 4
 """Updates whose memory is looked at, and updates whose times are taken."""
 
@@ -77,20 +80,27 @@ def engine(root: Path, way: str, first: dict[str, tuple[int, ...]], told: Connec
     target, store = Target(Map(named(live))), DirectoryStore(root)
     _turn(told, {})
     with ExitStack() as running:
-        follower: Follower | FollowerProcess
-        if way == "process":
+        follower: Follower | FollowerProcess | LiveFollower
+        if way == "lists":
+            views = {name: Tensor("bf16", memory.shape, memory.reshape(-1)) for name, memory in live.items()}
+            follower = LiveFollower(store, views, CHANNEL)
+            if not follower.start_from(_load(store, target)):
+                raise SystemExit("the first version was not loaded")
+        elif way == "process":
             follower = running.enter_context(FollowerProcess(store, CHANNEL))
         else:
             follower = Follower(store, CHANNEL, can_undo=way == "library")
-        _update(follower, target, live if way == "on_live" else None, undoable=False)
+        if way != "lists":
+            _update(follower, target, live if way == "on_live" else None, undoable=False)
         _turn(told, {})
         for _ in range(WATCHED + TIMED):
             _turn(told, _update(follower, target, live if way == "on_live" else None))
-    _turn(told, {"differing": target.differing(follower.tensors)})
+    found = follower.check() if isinstance(follower, LiveFollower) else target.differing(follower.tensors)
+    _turn(told, {"differing": found})
 
 
 def _update(
-    follower: Follower | FollowerProcess,
+    follower: Follower | FollowerProcess | LiveFollower,
     target: Target,
     live: dict[str, np.ndarray[Any, Any]] | None,
     *,
@@ -98,16 +108,19 @@ def _update(
 ) -> dict[str, Any]:
     """Come to the head, write it, commit; what that took."""
     started, end = time.perf_counter(), time.monotonic() + PATIENCE_S
-    while (update := follower.advance()) is None:
+    while (update := _next(follower)) is None:
         if time.monotonic() > end:
             raise SystemExit(f"waited {PATIENCE_S:g} s for a version")
     advanced = time.perf_counter()
-    swap = target.prepare(update, follower.tensors, undoable=undoable)
+    tensors = follower.specs if isinstance(follower, LiveFollower) else follower.tensors
+    swap = target.prepare(update, tensors, undoable=undoable)
     prepared = time.perf_counter()
     swap.apply()
     applied = time.perf_counter()
     lists, undo = swap.list_bytes, swap.undo_bytes
     swap.commit()
+    if isinstance(follower, LiveFollower):
+        follower.adopted(update)
     if live is not None and isinstance(follower, Follower):
         follower.hold({n: Tensor(t.dtype, t.shape, live[n].reshape(-1)) for n, t in follower.tensors.items()})
     return {
@@ -117,6 +130,18 @@ def _update(
         "list_bytes": lists,
         "undo_bytes": undo,
     }
+
+
+def _load(store: DirectoryStore, target: Target) -> Version:
+    """The head into live memory, as an engine loads a checkpoint: by another's image, which is let go of."""
+    with FollowerProcess(store, CHANNEL) as loader:
+        _update(loader, target, None, undoable=False)
+        assert loader.version is not None
+        return loader.version
+
+
+def _next(follower: Follower | FollowerProcess | LiveFollower) -> Update | None:
+    return follower.prepare() if isinstance(follower, LiveFollower) else follower.advance()
 
 
 def _turn(told: Connection, said: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "weights-alone.md"
 
 def test_the_guides_code_runs_from_top_to_bottom() -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.S)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     exec("\n".join(blocks), {})
 
 

@@ -20,6 +20,7 @@ from etude.weights.chain.manifest import FORMAT, Pointer, Ref
 from etude.weights.delta.codec import encode
 from etude.weights.follow.head import Behind
 from etude.weights.follow.live_follower import LiveFollower
+from etude.weights.follow.parts import parted
 from etude.weights.follow.runtime_map import Map, named
 from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, same_bits
@@ -309,6 +310,24 @@ def test_what_was_loaded_elsewhere_is_held_once_it_is_proven(policy: Policy) -> 
     assert update is not None
     assert update.changed.keys() == {"embed", "norm"}
     assert not update.replaced
+
+
+def test_what_was_published_in_parts_is_followed_over_whole_live_tensors() -> None:
+    store, codes = MemoryStore(), np.arange(12, dtype=np.uint16) + np.uint16(0x3C00)
+    first = {"w[0:1]": Tensor("bf16", (1, 3), codes[:3]), "w[1:4]": Tensor("bf16", (3, 3), codes[3:])}
+    names = publish(store, [first])
+    memory = codes.copy().reshape(4, 3)
+    follower = LiveFollower(store, {"w": Tensor("bf16", (4, 3), memory.reshape(-1))})
+    assert follower.start_from(names[0])
+    second = {**first, "w[1:4]": Tensor("bf16", (3, 3), codes[3:] + (np.arange(9) == 5).astype(np.uint16))}
+    Channel(store).publish(second, step=1, parent=names[0], rollout_ids=[])
+    update = follower.prepare()
+    assert update is not None
+    assert {name: where.tolist() for name, (where, _) in update.changed.items()} == {"w[1:4]": [5]}
+    Target(Map(parted(named({"w": memory}), follower.specs))).prepare(update, follower.specs).apply()
+    follower.adopted(update)
+    assert follower.check() == []
+    assert memory[2, 2] == codes[8] + 1
 
 
 def test_pointers_are_followed_by_the_rules_of_every_follower(policy: Policy) -> None:

@@ -153,6 +153,17 @@ def test_a_checkpoint_may_name_one_of_a_tie_only() -> None:
     target.prepare(update(both, old), old)  # the tie's other name may go
 
 
+def test_tied_tensors_of_which_one_comes_whole_are_refused_where_no_image_can_be_compared() -> None:
+    shared, one = np.zeros((6, 4), np.uint16), tensor(6, 4)
+    target = Target(Map(named({"embed": shared, "head": shared})))
+    new = {"embed": stepped(one), "head": stepped(one)}
+    of_both = update({"embed": one}, new)
+    target.prepare(of_both, new)
+    with pytest.raises(WeightsError, match="are one storage in the engine") as caught:
+        target.prepare(of_both, {name: each.spec for name, each in new.items()})
+    assert "no image" in caught.value.facts
+
+
 @pytest.mark.parametrize("head", [0, 7])
 def test_what_the_engine_ties_and_the_checkpoint_does_not_is_refused(head: int) -> None:
     shared = np.zeros((6, 4), np.uint16)
