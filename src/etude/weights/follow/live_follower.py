@@ -6,8 +6,9 @@ weights that takes the lists, the objects that are on their way, and one piece. 
 update (`targets.Target`) and says so: until `adopted`, and after `undone`, the version before is what is held.
 
 Over several deltas at once lists are merged, for which one object's tensors (`objects.OBJECT_ELEMENTS`) are made at a
-time; so they are from an anchor, and those of packed 4 bits are unpacked one object at a time, always. A tensor that comes whole becomes a list against the live one, where that is the
-shorter; else it is in the update as it is, and at the start that may be all of them.
+time; so they are from an anchor, and those of packed 4 bits are unpacked one object at a time, always. A tensor that
+comes whole becomes a list against the live one, where that is the shorter; else it is in the update as it is, and at
+the start that may be all of them.
 """
 
 from __future__ import annotations
