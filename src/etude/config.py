@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import tomllib
 import types
 import typing
@@ -105,7 +106,7 @@ def build(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:
         if key not in fields:
             raise ConfigError(f"unknown key {place!r}", hint=nearest(key, fields, where))
         values[key] = _convert(hints[key], value, place)
-        _check_range(fields[key], values[key], place)
+        _check_range(fields[key].metadata, values[key], place)
     missing = [
         n
         for n, f in fields.items()
@@ -120,19 +121,27 @@ def build(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:
         raise ConfigError(f"[{where or 'config'}]", str(error), hint="change one of the values it names") from None
 
 
-def _check_range(field: dataclasses.Field[Any], value: Any, place: str) -> None:
-    low, high = field.metadata.get("low"), field.metadata.get("high")
-    if value is None or not isinstance(value, int | float):
+def _check_range(limits: Mapping[str, Any], value: Any, place: str) -> None:
+    """Raises `ConfigError` for a number out of its field's range, and for one that is no number or without end."""
+    low, high = limits.get("low"), limits.get("high")
+    if isinstance(value, tuple):
+        for i, item in enumerate(value):
+            _check_range({}, item, f"{place}[{i}]")
+    if not isinstance(value, int | float):
         return
-    if (low is not None and value < low) or (high is not None and value > high):
-        span = (
-            f"from {low} to {high}"
-            if None not in (low, high)
-            else f"at least {low}"
-            if high is None
-            else f"at most {high}"
-        )
-        raise ConfigError(f"{place} = {value!r} is out of range", hint=f"it must be {span}")
+    finite = isinstance(value, int) or math.isfinite(value)
+    if not finite or (low is not None and value < low) or (high is not None and value > high):
+        what = "is out of range" if finite else "is not a finite number"
+        raise ConfigError(f"{place} = {value!r} {what}", hint=f"it must be {_span(low, high)}")
+
+
+def _span(low: float | None, high: float | None) -> str:
+    """A range in words."""
+    if low is None and high is None:
+        return "a finite number"
+    if high is None:
+        return f"at least {low}"
+    return f"at most {high}" if low is None else f"from {low} to {high}"
 
 
 _KINDS: dict[Any, tuple[str, str]] = {
@@ -173,7 +182,10 @@ def _convert(kind: Any, value: Any, place: str) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf  # its range refuses it
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         words, example = _KINDS[kind]
         hint = f"write e.g. {place} = {example}"

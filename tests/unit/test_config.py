@@ -36,6 +36,8 @@ class Outer:
     seed: int = 0
     start: Path | None = None
     exact: bool = False
+    free: float = 0.0
+    many: tuple[float, ...] = ()
     inner: Inner = field(default_factory=Inner)
 
 
@@ -56,6 +58,11 @@ def test_what_is_left_out_has_its_default_and_overrides_win(tmp_path):
     [
         ("sede = 1", "unknown key 'sede'\n  hint: did you mean 'seed'?"),
         ("[inner]\nstpes = 1", "unknown key 'inner.stpes'\n  hint: did you mean 'inner.steps'?"),
+        ("[inner]\nrate = nan", "inner.rate = nan is not a finite number\n  hint: it must be at least 0.0"),
+        ("[inner]\nrate = inf", "inner.rate = inf is not a finite number\n  hint: it must be at least 0.0"),
+        (f"[inner]\nrate = 1{'0' * 400}", "inner.rate = inf is not a finite number"),
+        ("free = -inf", "free = -inf is not a finite number\n  hint: it must be a finite number"),
+        ("many = [1.0, nan]", "many[1] = nan is not a finite number"),
         ("seed = 'x'", 'seed: a whole number is wanted, not "x"'),
         ("seed = 1.5", "seed: a whole number is wanted, not 1.5"),
         ("seed = true", "seed: a whole number is wanted, not true"),
