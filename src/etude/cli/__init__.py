@@ -232,7 +232,7 @@ def _store_commands(weights: Commands[Parser]) -> None:
     for parser in (follow, relay):
         parser.add_argument("--cache", type=Path, metavar="DIR", help="where all of a region share downloads")
 
-    key = _add(weights, "key", "weights_store:key", "draw a private key for signing, and say its public one")
+    key = _add(weights, "key", "weights:key", "draw a private key for signing, and say its public one")
     key.add_argument("file", type=Path, metavar="FILE")
 
 

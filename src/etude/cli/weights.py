@@ -1,4 +1,4 @@
-"""``etude weights log | diff | verify | repair``. What needs no run is in `weights_files` and `weights_store`."""
+"""``etude weights log | diff | verify | repair | key``. What needs no run is in `weights_files` and `weights_store`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.dashboard.glossary import legend
 from etude.errors import InputError, WeightsError
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
-from etude.weights.chain import fsck, inspect
+from etude.weights.chain import fsck, inspect, signing
 
 
 def log(args: argparse.Namespace) -> int:
@@ -98,3 +98,9 @@ def repair(args: argparse.Namespace) -> int:
         run.unlock()
     print(f"the pointer names {version} again" if version else "the pointer is whole: nothing to repair")
     return 0
+
+
+def key(args: argparse.Namespace) -> int:
+    """Draw a private key into a new file. Without the library that draws it there is no file."""
+    signing.require_library()
+    return weights_store.key(args)

@@ -44,6 +44,11 @@ def new_key() -> bytes:
     return bytes(_ed25519().Ed25519PrivateKey.generate().private_bytes_raw())
 
 
+def require_library() -> None:
+    """Raises `WeightsError` where there is no `cryptography`: to be asked before anything is made for a key."""
+    _ed25519()
+
+
 def verified(public_key: bytes, text: bytes, signature: str) -> bool:
     """Whether the key's owner signed the text. Any signature may be asked about. Raises `WeightsError`."""
     _check_length(public_key, "public")
