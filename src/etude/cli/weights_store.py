@@ -100,6 +100,8 @@ def gc(args: argparse.Namespace) -> int:
         f"{done.num_deleted} keys deleted; {done.num_kept} versions can be rebuilt, of {done.num_old} older ones only"
         f" the manifest is left; {done.num_adrift} keys belong to nothing yet"
     )
+    if done.needs_key:
+        print("the channel is signed: deleting what killed publishes left needs the key that signs: --key FILE")
     return 0
 
 

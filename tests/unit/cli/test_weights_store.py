@@ -194,3 +194,33 @@ def test_times_are_written_with_their_unit(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["weights", "gc", "store", "--keep", "7"])
     assert "is no time: write 90s" in capsys.readouterr().err
+
+
+def test_a_signed_channel_is_moved_with_its_key_alone(steps, capsys) -> None:
+    main(["weights", "key", "private"])
+    public = capsys.readouterr().out.split()[-1]
+    main(["weights", "key", "other"])
+    publish = ["weights", "publish", "c1", "store"]
+    main(["weights", "publish", "c0", "store", "--key", "private"])
+    capsys.readouterr()
+    for move in (publish, ["weights", "point", "store", "0"]):
+        assert main(move) == 1
+        assert "is signed: it names v000000-" in capsys.readouterr().err
+    for move in (publish, ["weights", "point", "store", "0"], ["weights", "gc", "store"]):
+        assert main([*move, "--key", "other"]) == 1
+        said = capsys.readouterr().err
+        assert "is signed with another key" in said
+        assert "private key" in said
+    assert main([*publish, "--key", "private"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once", "--public-key", public]) == 0
+    assert holds("live", "c1")
+
+
+def test_garbage_collection_of_a_signed_channel_says_that_it_needs_the_key(steps, capsys) -> None:
+    main(["weights", "key", "private"])
+    main(["weights", "publish", "c0", "store", "--key", "private"])
+    capsys.readouterr()
+    assert main(["weights", "gc", "store"]) == 0
+    assert "needs the key that signs: --key FILE" in capsys.readouterr().out
+    assert main(["weights", "gc", "store", "--key", "private"]) == 0
+    assert "--key" not in capsys.readouterr().out

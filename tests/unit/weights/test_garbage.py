@@ -166,7 +166,7 @@ def test_what_a_killed_publish_left_goes_once_it_is_old_and_its_manifest_with_it
 def test_without_the_key_of_a_signed_channel_nothing_adrift_is_taken(policy: Policy) -> None:
     signer = Signer(new_key())
     store, _, versions = filled(policy, 3, signer)
-    _killed_publish(store, policy, versions)
+    _killed_publish(store, policy, versions, signer)
     num_adrift = collect(store, "policy", keep_s=DAY, now=0.0).num_adrift
     assert collect(store, "policy", keep_s=DAY, now=DAY).num_deleted == 0
     assert collect(store, "policy", keep_s=DAY, now=DAY, signer=signer).num_deleted == num_adrift >= 2
@@ -334,13 +334,13 @@ class Killed(BaseException):
     """What no handler may catch."""
 
 
-def _killed_publish(store: MemoryStore, policy: Policy, versions: list[Version]) -> None:
+def _killed_publish(store: MemoryStore, policy: Policy, versions: list[Version], signer: Signer | None = None) -> None:
     def die(done: str) -> None:
         if done == "manifest":
             raise Killed
 
     with pytest.raises(Killed):
-        Channel(store).publish(policy(50), step=50, parent=versions[-1], rollout_ids=[], after=die)
+        Channel(store, signer=signer).publish(policy(50), step=50, parent=versions[-1], rollout_ids=[], after=die)
 
 
 def _named(store: MemoryStore) -> set[str]:

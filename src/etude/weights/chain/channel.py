@@ -39,7 +39,7 @@ from etude.weights.chain.manifest import (
     write_manifest,
 )
 from etude.weights.chain.objects import put_objects
-from etude.weights.chain.signing import Signer, write_signed
+from etude.weights.chain.signing import Signer, check_signer, write_signed
 from etude.weights.delta.bound import bound_bytes
 from etude.weights.tensors import Tensor
 
@@ -106,9 +106,9 @@ class Channel:
         then nobody may write to them any more.
 
         `parent`: the version these weights were trained from, None for a root. `after` is called with "objects",
-        "manifest" and "pointer" when each is durable. Raises `WeightsError` when another writer moved the pointer,
-        `StoreError` when the store refuses; then nothing is published and the call may be repeated. Where the store
-        fell silent at the commit (`commit.Unsure`), the next call finds out.
+        "manifest" and "pointer" when each is durable. Raises `WeightsError` when another writer moved the pointer, or
+        signed it with another key, `StoreError` when the store refuses; then nothing is published and the call may be
+        repeated. Where the store fell silent at the commit (`commit.Unsure`), the next call finds out.
         """
         done = after or (lambda name: None)
         entries = table(tensors)
@@ -173,6 +173,7 @@ class Channel:
         except Damaged as error:
             self.mended = f"the pointer was damaged ({error.facts}): the version published next replaces it"
             return self._beyond(Head(data))
+        check_signer(self._key, pointer, self._signer)
         try:
             at = history.load(self._store, pointer.head)
             tensors = self._rebuild(at)

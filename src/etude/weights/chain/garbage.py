@@ -27,7 +27,7 @@ from etude.weights.chain import history, plans, sweeps
 from etude.weights.chain.commit import Outcome, commit, read
 from etude.weights.chain.manifest import FORMAT, Manifest, Ref, later_key, read_pointer
 from etude.weights.chain.objects import objects_prefix
-from etude.weights.chain.signing import Signer, write_signed
+from etude.weights.chain.signing import Signer, check_signer, write_signed
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Collected:
     num_kept: int  # versions that can be rebuilt
     num_old: int  # versions whose manifest alone is left
     num_adrift: int  # keys that nothing leads to and that are too young to go, or whose pointer cannot be fenced
+    needs_key: bool  # the pointer is signed and no key was given: what is adrift stays
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
     """Delete what was not needed `keep_s` before `now` and is not needed now. Call it now and then: the first call
     only looks. `signer`: needed to delete what killed publishes left in a channel whose pointer is signed.
 
-    Raises `WeightsError` where a pointer or a kept manifest cannot be read: nothing is deleted then.
+    Raises `WeightsError` where a pointer or a kept manifest cannot be read, or another key signed: nothing is deleted
+    then.
     """
     records = sweeps.read_seen(store, name)
     past = [(key, seen) for key, seen in records if seen.time_s <= now - keep_s]
@@ -72,6 +74,9 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
     kept_records = [seen for _, seen in records if since is not None and since.time_s <= seen.time_s <= now]
     marks = mark(store, name, kept_records)
     pointers = history.pointers(store, name)
+    own = pointers.get(history.pointer_key(name))
+    if own is not None and signer is not None:
+        check_signer(history.pointer_key(name), own, signer)
     heads = {key: pointer.head for key, pointer in pointers.items()}
     sweeps.write_seen(
         store, name, sweeps.Seen(format=FORMAT, time_s=now, heads=heads, adrift=tuple(sorted(marks.adrift)))
@@ -88,7 +93,8 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
         if doomed.time_s <= now - keep_s:
             sweeps.note_taken(store, name, now, set(doomed.keys) - marks.stored)
             store.delete(key)
-    return Collected(deleted, len(marks.kept), len(marks.old), len(marks.adrift))
+    needs_key = own is not None and bool(own.signature) and signer is None
+    return Collected(deleted, len(marks.kept), len(marks.old), len(marks.adrift), needs_key)
 
 
 def mark(store: BlobStore, name: str, records: Collection[sweeps.Seen]) -> Marks:

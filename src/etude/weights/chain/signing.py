@@ -70,6 +70,22 @@ def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
     return write_pointer(msgspec.structs.replace(pointer, signature=signature))
 
 
+def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:
+    """Raises `WeightsError` where a pointer is signed and `signer` is not who signed it: whoever believes signatures
+    would refuse what is written next."""
+    if not pointer.signature:
+        return
+    named = f"it names {pointer.head.version}"
+    if signer is None:
+        raise WeightsError(f"{key} is signed", named, hint="give the signer's private key: --key FILE")
+    if not verified(signer.public_key, signed_text(key, pointer), pointer.signature):
+        raise WeightsError(
+            f"{key} is signed with another key than the one given",
+            f"{named}; the public key of the one given is {signer.public_key.hex()}",
+            hint="give the private key that signed it: --key FILE",
+        )
+
+
 def _check_length(key: bytes, kind: str) -> None:
     if len(key) != KEY_BYTES:
         raise WeightsError(
