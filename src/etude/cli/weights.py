@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.table import Table
 
@@ -11,15 +12,17 @@ from etude.cli import weights_files, weights_store
 from etude.cli.places import console, open_run
 from etude.dashboard import RunView
 from etude.dashboard.glossary import legend
-from etude.errors import InputError, WeightsError
+from etude.errors import InputError, NoRun, WeightsError
 from etude.run import RunFolder
+from etude.seams import BlobStore
 from etude.stores import DirectoryStore
 from etude.weights.chain import fsck, inspect, signing
+from etude.weights.chain.manifest import Kind
 
 
 def log(args: argparse.Namespace) -> int:
     """Every version, the newest last: bytes, ratio, share of the bound, what it was trained on."""
-    store = weights_store.named_store(args.run)
+    store = _store(args.run)
     table = Table("version", "kind", "bytes", "ratio", "share of bound", "changed", "rollouts")
     for row in inspect.log(store, args.name):
         table.add_row(
@@ -27,7 +30,7 @@ def log(args: argparse.Namespace) -> int:
             row.kind,
             f"{row.object_bytes:,}",
             f"{row.ratio:.2f}" if row.changed_share else "unchanged",
-            f"{row.share_of_bound:.3f}" if row.changed_share else "unchanged",
+            _share(row),
             f"{row.changed_share:.3f}",
             str(len(row.rollout_ids)),
         )
@@ -39,6 +42,24 @@ def log(args: argparse.Namespace) -> int:
     return 0
 
 
+def _share(row: inspect.LogRow) -> str:
+    """Of the bound, which is one of changes: whole weights have none."""
+    if row.kind is Kind.ANCHOR:
+        return "–"
+    return f"{row.share_of_bound:.3f}" if row.changed_share else "unchanged"
+
+
+def _store(text: str | None) -> BlobStore:
+    """The store that a RUN|STORE argument means. Raises `InputError`."""
+    try:
+        return weights_store.named_store(text)
+    except NoRun as error:
+        if text is None:
+            raise
+        hint = "name a run, as runs/ has them, or a store: its directory, s3://bucket/prefix, http://relay:8800"
+        raise InputError(f"{text} is not a run or a store", "no run.json and no pointers/ there", hint=hint) from error
+
+
 def diff(args: argparse.Namespace) -> int:
     """What changed between two checkpoints, or between two versions of a run or a store, by tensor."""
     if weights_files.are_checkpoints(args.a, args.b):
@@ -46,7 +67,7 @@ def diff(args: argparse.Namespace) -> int:
     if args.plot:
         raise InputError("--plot draws checkpoints", f"{args.a} is none", hint="etude export RUN@STEP writes one")
     table = Table("tensor", "dtype", "elements", "changed", "longest step (ULP)")
-    for row in inspect.diff(weights_store.named_store(args.run), args.a, args.b, args.name):
+    for row in inspect.diff(_store(args.run), args.a, args.b, args.name):
         share = row.num_changed / max(1, row.num_elements)
         longest = "" if row.max_step is None else str(row.max_step)
         table.add_row(row.name, row.dtype, str(row.num_elements), f"{share:.3f}", longest)
@@ -88,15 +109,23 @@ def _cure(run: RunFolder, problems: Sequence[str]) -> str:
 
 
 def repair(args: argparse.Namespace) -> int:
-    """Set a lost or damaged pointer to the newest version that surely was published."""
-    run = open_run(args.run)
-    run.lock()
-    told = [str(event.get("version")) for event in RunView(run.path).of("weights.publish")]
-    try:
-        version = inspect.repair(DirectoryStore(run / "weights"), told=told)
-    finally:
-        run.unlock()
+    """Set a lost or damaged pointer, a run's or a store's, to the newest version that surely was published."""
+    signer = weights_store.signer_of(args.key)
+    if weights_store.is_store(args.run):
+        version = inspect.repair(weights_store.named_store(args.run), args.name, signer=signer)
+    else:
+        run = open_run(None if args.run is None else Path(args.run))
+        run.lock()
+        told = [str(event.get("version")) for event in RunView(run.path).of("weights.publish")]
+        try:
+            version = inspect.repair(DirectoryStore(run / "weights"), args.name, told, signer=signer)
+        finally:
+            run.unlock()
     print(f"the pointer names {version} again" if version else "the pointer is whole: nothing to repair")
+    if version is not None:
+        later = inspect.later_than(weights_store.named_store(args.run), version, args.name)
+        for one in later:
+            print(f"{one} is stored, too, and nothing proves that it was published: etude weights point goes there")
     return 0
 
 

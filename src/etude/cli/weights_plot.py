@@ -15,12 +15,15 @@ from etude.weights.files.disk import refused
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
+<meta name="generator" content="etude weights diff"><meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title} · etude</title><style>{css}</style></head>
 <body><header><p class="kicker">etude · weights diff</p><h1>{title}</h1><p class="lead">{lead}</p></header>
 <main><div class="panels">{panels}</div></main></body></html>
 """
+
+MARK = b'<meta name="generator" content="etude weights diff">'
+"""What a page of ours has in its beginning."""
 
 
 def write_plot(path: Path, title: str, rows: Sequence[Cost], total: Cost) -> None:
@@ -40,7 +43,13 @@ def write_plot(path: Path, title: str, rows: Sequence[Cost], total: Cost) -> Non
             changed,
             {"delta": lambda c: c.bits_per_weight, "bound": lambda c: c.bound_bits_per_weight},
         ),
-        _panel("Ratio ÷ bound", "1 is as small as it gets", changed, {"share": lambda c: c.share_of_bound}, log=False),
+        _panel(
+            "Ratio ÷ bound",
+            "1 is the bound: a delta may go below by a few per cent",
+            changed,
+            {"share": lambda c: c.share_of_bound},
+            log=False,
+        ),
     ]
     css = (files("etude.dashboard") / "report.css").read_text(encoding="utf-8")
     page = _PAGE.format(title=html.escape(title), css=css, lead=html.escape(lead), panels="".join(panels))

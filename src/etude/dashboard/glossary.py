@@ -12,7 +12,8 @@ GLOSSARY = {
     "lag": "the learner's step when a rollout is trained minus the step of its oldest token",
     "idle": "share of the RL phase in which a process did not compute",
     "delta": "what an engine that holds the version before fetches of a new one",
-    "bound": "the fewest bytes that any code of single changes needs for a delta; 100 % of it cannot be beaten",
+    "bound": "the bytes of a code of single changes that knows how many there are at each exponent; ours adapts "
+    "to each tile, too, and may go below by a few per cent",
     "pause": "how long an engine with requests in flight stands still to take a new version",
     "probe": "a fixed text that engines and learner compute: r is the ratio of their probabilities, 1 when equal",
     "k3": "an estimate of the KL divergence from the policy that sampled to the one that is trained; 0 when they agree",

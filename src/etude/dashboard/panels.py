@@ -122,9 +122,8 @@ def deltas(view: RunView) -> Panel | None:
     reached = f" In all {percent(share)} of the bound." if share else " No weight has changed."
     return Panel(
         "Weights on the wire",
-        "Bytes of each version's delta, and the information-theoretic bound that no code of its kind can beat."
-        + reached
-        + whole,
+        "Bytes of each version's delta, and the bound of a code that knows how many changes there are at each "
+        "exponent; ours adapts to each tile, too, and may go below it by a few per cent." + reached + whole,
         line_chart(
             [Series("sent", sent, 1), Series("bound", bound, 2)],
             title="Delta bytes by step",

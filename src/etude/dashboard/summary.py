@@ -102,7 +102,7 @@ def is_delta(event: Event) -> bool:
 
 
 def weights(view: RunView) -> dict[str, Any]:
-    """What travelled. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the bound's ratio, 1 is perfect) are
+    """What travelled. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the bound's ratio, 1 is at it) are
     over deltas, and None where no weight changed in any; pauses are of the engines that had requests in flight when
     they swapped."""
     published = view.of("weights.publish")

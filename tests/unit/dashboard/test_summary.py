@@ -9,6 +9,7 @@ from rich.console import Console
 
 from etude.dashboard import RunView, explained, plain_line, render, result_lines, summarise
 from etude.dashboard.glossary import GLOSSARY
+from etude.dashboard.report import page
 from etude.dashboard.terminal import words_in
 from etude.dashboard.utilisation import cpu_s, idle, lanes
 
@@ -171,3 +172,10 @@ def test_the_words_of_the_view_are_explained_where_they_are_used_as_the_list_of_
         assert f"| {word} | {meaning} |" in rows
     assert GLOSSARY["bound"] in " ".join(shown(view, explained).split())
     assert GLOSSARY["bound"] not in " ".join(shown(view).split())
+
+
+def test_a_share_of_the_bound_over_one_is_not_called_impossible(writer):
+    writer.everything()
+    said = "\n".join([*result_lines(writer.path), page(RunView(writer.path))])
+    assert "may go below" in said
+    assert "beat" not in said

@@ -1,0 +1,43 @@
+"""What `etude weights log` says of a store's versions, and of what is no store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etude.cli import main
+from etude.stores import DirectoryStore
+from etude.weights import Channel, Tensor
+
+
+def test_a_delta_has_a_share_of_the_bound_and_an_anchor_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    channel, codes = Channel(DirectoryStore(tmp_path / "store")), np.arange(4096, dtype=np.uint16)
+    first = channel.publish({"w": Tensor("bf16", (4096,), codes)}, step=0, parent=None, rollout_ids=[])
+    changed = codes.copy()
+    changed[::7] += 1
+    channel.publish({"w": Tensor("bf16", (4096,), changed)}, step=1, parent=first.version, rollout_ids=[])
+    assert main(["weights", "log", str(tmp_path / "store")]) == 0
+    said = capsys.readouterr().out
+    anchor, delta = ([cell.strip() for cell in line.split("│")] for line in said.splitlines() if "│ v00000" in line)
+    assert (anchor[2], anchor[5]) == ("anchor", "–")
+    assert delta[2] == "delta"
+    assert float(delta[5]) > 0
+    assert "may go below by a few per cent" in " ".join(said.split())
+    assert "cannot be beaten" not in said
+
+
+@pytest.mark.parametrize("name", ["nope", "empty"])
+@pytest.mark.parametrize("command", [["log"], ["diff", "0", "1"]])
+def test_what_is_neither_a_run_nor_a_store_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    assert main(["weights", *command, name]) == 2
+    said = capsys.readouterr().err
+    assert f"{name} is not a run or a store" in said
+    assert "s3://bucket/prefix" in said
