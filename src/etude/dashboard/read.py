@@ -118,6 +118,14 @@ class RunView:
         """Unix seconds of the last event: a view needs no clock, and that of a dead run stands still."""
         return max((float(events[-1]["t"]) for events in self._events.values()), default=None)
 
+    @property
+    def wall_s(self) -> float:
+        """Seconds of all sessions so far. What lay between one's last sign of life and the next is not among them."""
+        if self.began is None or self.now is None:
+            return 0.0
+        starts = {_time(event) for event in self.of("session")}
+        return self.now - self.began - sum(t - self._last_before(t) for t in starts)
+
     def phases(self) -> list[PhaseSpan]:
         """The phases that have begun, in the order of their last starts."""
         ended = {
@@ -146,8 +154,12 @@ class RunView:
         after = min((t for event in self.of("session") if (t := _time(event)) > start), default=None)
         if after is None:
             return start
-        before = ((events, bisect.bisect_left(events, after, key=_time)) for events in self._events.values())
-        return max(_time(events[i - 1]) for events, i in before if i)
+        return self._last_before(after)
+
+    def _last_before(self, t: float) -> float:
+        """The time of the last event before `t`; `t` where there is none."""
+        before = ((events, bisect.bisect_left(events, t, key=_time)) for events in self._events.values())
+        return max((_time(events[i - 1]) for events, i in before if i), default=t)
 
     def phase(self, name: str) -> PhaseSpan | None:
         """A phase that has begun, by name."""

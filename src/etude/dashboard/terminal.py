@@ -40,7 +40,7 @@ def plain_line(view: RunView) -> str:
     if phase is None:
         return "starting"
     at = progress(view)
-    found = [words.duration((view.now or 0.0) - (view.began or 0.0)), phase.name]
+    found = [words.duration(view.wall_s), phase.name]
     if at is not None:
         left = f" ({words.duration(at.left_s)} left)" if at.left_s and at.phase.end is None else ""
         found.append(f"{at.done}/{at.total}{left}")
@@ -90,7 +90,7 @@ def _title(view: RunView) -> RenderableType:
     line = Table.grid(expand=True)
     line.add_column(no_wrap=True, overflow="ellipsis")
     line.add_column(justify="right", style="dim", no_wrap=True)
-    line.add_row(Text(view.path.name, "bold"), words.duration((view.now or 0.0) - (view.began or 0.0)))
+    line.add_row(Text(view.path.name, "bold"), words.duration(view.wall_s))
     return line
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -89,6 +90,20 @@ def test_the_wall_time_of_a_phase_is_that_of_all_its_sessions_and_not_of_the_hou
     assert (span.start, span.end, span.wall_s) == (90_010.0, 90_013.0, 9.0)
     assert summarise(writer.path)["wall_s"] == {"total": 10.0, "corpus": 1.0, "rl": 9.0}
     assert "10 s in all: corpus 1.0 s, rl 9.0 s" in result_lines(writer.path)
+
+
+def test_time_between_sessions_is_not_the_runs(writer):
+    resumed(writer)
+    view = RunView(writer.path)
+    assert view.wall_s == 14.0 + 12.0 + 13.0
+    assert plain_line(view).startswith("39 s  rl")
+    writer.event(180_000.0, "conductor", "session")  # an ended run that is resumed has nothing to do
+    writer.event(180_000.5, "conductor", "usage", processes={})
+    view.refresh()
+    assert view.wall_s == 39.5
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(view))
+    assert console.export_text().splitlines()[0].endswith("40 s")
 
 
 def test_a_phase_without_steps_has_no_progress(writer):
