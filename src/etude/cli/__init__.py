@@ -56,6 +56,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def step(text: str) -> int:
+    """An argument that is a version's step."""
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no step: a number from 0 on, of at most 9 digits")
+    return int(text)
+
+
 def port(text: str) -> int:
     """An argument that is a TCP port, 0 being any free one."""
     if not text.isdigit() or int(text) > MAX_PORT:
@@ -197,16 +204,17 @@ def _weights_commands(commands: Commands[Parser]) -> None:
     verify = _add(weights, "verify", "weights:verify", "check every digest of a run's chain, or of a delta file")
     verify.add_argument("run", nargs="?", type=Path, metavar="RUN|FILE", help="(default: the newest in runs/)")
     verify.add_argument("--base", type=Path, metavar="A", help="the checkpoint that a delta FILE is for")
-    _run_argument(
-        _add(weights, "repair", "weights:repair", "set a lost or damaged pointer to the newest published version")
-    )
+    repair = _add(weights, "repair", "weights:repair", "set a lost or damaged pointer to the newest published version")
+    repair.add_argument("run", nargs="?", metavar="RUN|STORE", help="(default: the newest in runs/)")
+    _channel_argument(repair)
+    repair.add_argument("--key", type=Path, metavar="FILE", help="the private key, if the channel's pointer was signed")
     _store_commands(weights)
 
 
 def _store_commands(weights: Commands[Parser]) -> None:
     publish = _add(weights, "publish", "weights_store:publish", "publish a checkpoint as a channel's next version")
     publish.add_argument("checkpoint", type=Path, metavar="DIR", help="a checkpoint directory, or a .safetensors file")
-    publish.add_argument("--step", type=int, metavar="N", help="(default: the head's and one)")
+    publish.add_argument("--step", type=step, metavar="N", help="above the head's (default: the head's and one)")
     follow = _add(weights, "follow", "weights_store:follow", "keep a checkpoint directory at a channel's head")
     gc = _add(weights, "gc", "weights_store:gc", "delete what no version needs any more; the first call only looks")
     gc.add_argument("--keep", type=duration, default="7d", metavar="TIME", help="every head within it can be rebuilt")

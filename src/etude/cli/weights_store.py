@@ -15,7 +15,7 @@ from etude.errors import EtudeError, InputError, WeightsError
 from etude.seams import BlobStore
 from etude.stores import DirectoryStore, open_store
 from etude.weights import Channel, Follower
-from etude.weights.chain import branches, fsck, garbage, inspect, signing
+from etude.weights.chain import branches, fsck, garbage, history, inspect, signing
 from etude.weights.files.checkpoint import read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
 from etude.weights.files.following import Adopted, FolderFollower
@@ -26,8 +26,14 @@ def publish(args: argparse.Namespace) -> int:
     tensors = read_checkpoint(args.checkpoint).tensors
     store = open_store(args.store)
     head = Follower(store, args.name).pointer()
+    if head is None:
+        inspect.require_pointer(store, args.name)
+    elif args.step is not None and args.step <= head.step:
+        raise InputError(
+            f"--step {args.step} is not above the head's", f"it is {head}", hint=f"{head.step + 1} is the next"
+        )
     step = args.step if args.step is not None else head.step + 1 if head else 0
-    told = Channel(store, args.name, signer=_signer(args.key)).publish(
+    told = Channel(store, args.name, signer=signer_of(args.key)).publish(
         tensors, step=step, parent=head, rollout_ids=[], owned=True
     )
     ratio = f", {told.snapshot_bytes / max(1, told.object_bytes):.1f} times less than the weights"
@@ -41,6 +47,8 @@ def publish(args: argparse.Namespace) -> int:
 def follow(args: argparse.Namespace) -> int:
     """Keep a checkpoint directory at the head; a line for each version. Ends by Ctrl-C; with `--once` at the head."""
     store = existing_store(args.store, cache=args.cache)
+    if args.branch or args.once:
+        _require_head(store, args)
     with CheckpointFolder(args.apply) as folder:
         follower = FolderFollower(store, folder, args.name, branch=args.branch, public_key=args.public_key)
         if follower.resumed:
@@ -52,6 +60,8 @@ def follow(args: argparse.Namespace) -> int:
                 trouble = ""
                 if adopted is not None:
                     print(_line(adopted), flush=True)
+                elif folder.version is not None:
+                    _require_head(store, args)
             except EtudeError as error:
                 if args.once:
                     raise
@@ -59,12 +69,23 @@ def follow(args: argparse.Namespace) -> int:
                     trouble = str(error)
                     print(f"waiting: {error}", flush=True)
             if args.once:
-                if folder.version is None:
-                    raise WeightsError(
-                        f"channel {args.name!r} of {args.store} has no version", hint="etude weights publish makes one"
-                    )
                 return 0
             pause.wait(args.poll)
+
+
+def _require_head(store: BlobStore, args: argparse.Namespace) -> None:
+    """Raises `WeightsError` where there is nothing to follow: no such branch, a pointer that is gone, no version."""
+    if history.head(store, args.name, args.branch, public_key=args.public_key) is not None:
+        return
+    if args.branch:
+        there = ", ".join(sorted(branches.listed(store, args.name)))
+        raise InputError(
+            f"channel {args.name!r} of {args.store} has no branch {args.branch!r}",
+            f"its branches: {there}" if there else "it has none",
+            hint="etude weights point STORE VERSION --branch NAME makes one",
+        )
+    inspect.require_pointer(store, args.name)
+    raise WeightsError(f"channel {args.name!r} of {args.store} has no version", hint="etude weights publish makes one")
 
 
 def relay(args: argparse.Namespace) -> int:
@@ -94,7 +115,8 @@ def relay(args: argparse.Namespace) -> int:
 
 def gc(args: argparse.Namespace) -> int:
     """Delete what no version needs that was a head within `--keep`. The first call only looks."""
-    store, signer = existing_store(args.store), _signer(args.key)
+    store, signer = existing_store(args.store), signer_of(args.key)
+    inspect.require_pointer(store, args.name)
     done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
     print(
         f"{done.num_deleted} keys deleted; {done.num_kept} versions can be rebuilt, of {done.num_old} older ones only"
@@ -109,10 +131,11 @@ def point(args: argparse.Namespace) -> int:
     """Let a branch, or the channel itself, name a version that is stored: a canary, a rollback."""
     store = existing_store(args.store)
     version = inspect.find(store, args.version, args.name).version
-    branches.point(store, args.name, version, branch=args.branch, signer=_signer(args.key))
+    branches.point(store, args.name, version, branch=args.branch, signer=signer_of(args.key))
     print(
         f"{args.name}{'/' + args.branch if args.branch else ''} names {version}; its followers go there by themselves"
     )
+    print("what no pointer leads to now can be pointed at again, by step or name, until `etude weights gc` takes it")
     return 0
 
 
@@ -156,9 +179,15 @@ def tell(found: fsck.Check) -> None:
 
 def named_store(text: str | None) -> BlobStore:
     """The store that a RUN|STORE argument means: a URL, a store's directory, or a run's weights."""
-    if text is not None and ("://" in text or (Path(text) / "pointers").is_dir()):
+    if text is not None and is_store(text):
         return open_store(text)
     return DirectoryStore(open_run(None if text is None else Path(text)) / "weights")
+
+
+def is_store(text: str | None) -> bool:
+    """Whether a RUN|STORE argument means a store: a URL, or a directory with pointers or manifests."""
+    folders = ("pointers", "manifests")
+    return text is not None and ("://" in text or any((Path(text) / folder).is_dir() for folder in folders))
 
 
 def existing_store(place: str, *, cache: Path | None = None) -> BlobStore:
@@ -168,7 +197,7 @@ def existing_store(place: str, *, cache: Path | None = None) -> BlobStore:
     return open_store(place, cache=cache)
 
 
-def _signer(path: Path | None) -> signing.Signer | None:
+def signer_of(path: Path | None) -> signing.Signer | None:
     """Who signs with the private key in a file. Raises `InputError`, which quotes nothing of it."""
     if path is None:
         return None

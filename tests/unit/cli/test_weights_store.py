@@ -224,3 +224,104 @@ def test_garbage_collection_of_a_signed_channel_says_that_it_needs_the_key(steps
     assert "needs the key that signs: --key FILE" in capsys.readouterr().out
     assert main(["weights", "gc", "store", "--key", "private"]) == 0
     assert "--key" not in capsys.readouterr().out
+
+
+def test_a_stores_damaged_pointer_is_repaired_and_every_command_says_how(steps, capsys) -> None:
+    for step in steps[:3]:
+        main(["weights", "publish", step, "store"])
+    Path("store/pointers/policy").write_bytes(b"garbage")
+    capsys.readouterr()
+    for command in (["publish", "c3", "store"], ["log", "store"], ["gc", "store"], ["fsck", "store"]):
+        assert main(["weights", *command]) == 1
+        assert "`etude weights repair RUN|STORE`" in capsys.readouterr().err
+    assert main(["weights", "repair", "store"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("the pointer names v000001-")
+    assert "v000002-" in said.splitlines()[1]
+    assert main(["weights", "point", "store", "2"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c2")
+    assert main(["weights", "repair", "store"]) == 0
+    assert "nothing to repair" in capsys.readouterr().out
+
+
+def test_where_the_pointer_is_lost_nothing_is_published_collected_or_followed(steps, capsys) -> None:
+    for step in steps[:3]:
+        main(["weights", "publish", step, "store"])
+    main(["weights", "follow", "store", "--apply", "live", "--once"])
+    before = sorted(Path("store").rglob("*"))
+    Path("store/pointers/policy").unlink()
+    follow = ["follow", "store", "--once", "--apply"]
+    for command in (["publish", "c3", "store"], ["gc", "store"], [*follow, "live"], [*follow, "new"]):
+        capsys.readouterr()
+        assert main(["weights", *command]) == 1
+        said = capsys.readouterr().err
+        assert "the pointer of 'policy' is gone" in said
+        assert "etude weights repair" in said
+    assert len([*Path("store").rglob("*")]) == len(before) - 1
+    assert not Path("new").exists()
+    Path("store/pointers").rmdir()
+    assert main(["weights", "repair", "store"]) == 0
+    assert main(["weights", "publish", "c3", "store"]) == 0
+
+
+def test_a_rollback_can_be_undone(steps, capsys) -> None:
+    for step in steps[:3]:
+        main(["weights", "publish", step, "store"])
+    newest = capsys.readouterr().out.splitlines()[-1].split(":")[0]
+    assert main(["weights", "point", "store", "0"]) == 0
+    assert "until `etude weights gc` takes it" in capsys.readouterr().out
+    for text, checkpoint in (("2", "c2"), ("0", "c0"), (newest, "c2")):
+        assert main(["weights", "point", "store", text]) == 0
+        assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+        assert holds("live", checkpoint)
+
+
+def test_a_step_rises_and_a_name_of_several_versions_names_none(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    main(["weights", "publish", "c1", "store", "--step", "5"])
+    for step in ("5", "0"):
+        assert main(["weights", "publish", "c2", "store", "--step", step]) == 2
+        assert f"--step {step} is not above the head's: it is v000005-" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as left:
+        main(["weights", "publish", "c2", "store", "--step", "-3"])
+    assert left.value.code == 2
+    assert "'-3' is no step" in capsys.readouterr().err
+    for checkpoint in ("c2", "c3"):  # each a version ahead of the rolled back head, of the same step
+        main(["weights", "point", "store", "0"])
+        main(["weights", "publish", checkpoint, "store"])
+    main(["weights", "point", "store", "0"])
+    assert [path.name[:7] for path in sorted(Path("store/manifests/policy").iterdir())].count("v000001") == 2
+    for text in ("1", "v00000"):
+        capsys.readouterr()
+        assert main(["weights", "point", "store", text]) == (2 if text == "1" else 0)
+    assert main(["weights", "point", "store", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("v000001-") == 2
+    assert "write the whole name" in said
+
+
+@pytest.mark.parametrize("argv", [["point", "store", "17"], ["diff", "0", "99", "store"]])
+def test_a_version_that_is_not_there_is_bad_input(steps, capsys, argv) -> None:
+    main(["weights", "publish", "c0", "store"])
+    assert main(["weights", *argv]) == 2
+    said = capsys.readouterr().err
+    assert f"no version '{'17' if '17' in argv else '99'}' in channel 'policy'" in said
+    assert "v000000-" in said
+
+
+def test_a_branch_that_is_not_there_is_named_beside_those_that_are(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    main(["weights", "point", "store", "0", "--branch", "canary"])
+    assert main(["weights", "follow", "store", "--apply", "live", "--branch", "canery"]) == 2
+    said = capsys.readouterr().err
+    assert "no branch 'canery': its branches: canary" in said
+    assert not Path("live").exists()
+
+
+def test_the_only_version_is_found_again_behind_a_damaged_pointer(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    Path("store/pointers/policy").write_bytes(b"garbage")
+    assert main(["weights", "repair", "store"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c0")

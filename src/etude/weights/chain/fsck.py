@@ -22,7 +22,7 @@ from etude.weights.tensors import Tensor
 
 _TRAIL = 16  # versions that a way may lead back without its base being rebuilt anew
 
-HINT_POINTER = "`etude weights repair RUN` sets it to the newest version that was surely published"
+HINT_POINTER = "`etude weights repair RUN|STORE` sets it to the newest version that was surely published"
 
 
 @dataclass(frozen=True)

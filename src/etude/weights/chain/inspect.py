@@ -4,13 +4,13 @@ without a writer. Prints nothing."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from etude.errors import WeightsError, nearest
+from etude.errors import InputError, WeightsError, nearest
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.chain import history, plans
@@ -21,6 +21,10 @@ from etude.weights.delta.steps import steps_between
 from etude.weights.tensors import DTYPES, Tensor, to_items
 
 __all__ = ["Check", "Finding", "broken_at", "diff", "find", "log", "repair", "require_pointer", "verify"]
+
+
+class NoVersion(WeightsError, InputError):
+    """A text that names no version of a channel, or several."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,11 @@ def repair(
     else:
         return None
     sure = {ref.key for ref, _ in history.committed(store, name)}
+    stored = [*history.stored(store, name)]
+    if torn is not None and len(stored) == 1:  # a pointer was there, and can have named nothing else
+        sure.add(stored[0][0].key)
     order = {version: at for at, version in enumerate(told)}
-    known = [one for one in history.stored(store, name) if one[0].key in sure or str(one[0].version) in order]
+    known = [one for one in stored if one[0].key in sure or str(one[0].version) in order]
     bases = {manifest.base.key for _, manifest in known if manifest.base}
     known.sort(key=lambda one: (order.get(str(one[0].version), -1), one[0].key not in bases, one[0].version.step))
     for ref, manifest in reversed(known):
@@ -128,31 +135,53 @@ def repair(
     raise WeightsError(
         f"no version of channel {name!r} can be pointed at",
         f"{len(known)} were surely published, none can be rebuilt",
-        hint="`etude run CONFIG --resume RUN` publishes anew from the run's checkpoint",
+        hint="`etude run CONFIG --resume RUN` publishes anew from the run's checkpoint; without a run,"
+        " publish under another --name",
     )
+
+
+def later_than(store: BlobStore, version: Version, name: str = "policy") -> list[Version]:
+    """The stored versions that were written on top of one: after a repair, those that may have been published."""
+    stored = [manifest for _, manifest in history.stored(store, name)]
+    return [manifest.version for manifest in stored if manifest.base is not None and manifest.base.version == version]
 
 
 def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
-    """The version of a channel's chain or lineage that a text names: "v000003", "3", or a longer prefix.
+    """The version of a channel that a text names: "v000003", "3", or more of its name, up to all of it.
 
-    Where several match, the last of the lineage, else the last of the chain. Raises `WeightsError` that names the
-    nearest.
+    The head's lineage is searched first, then the rest of its chain, then all that is stored, which a rollback leaves
+    ahead of the head. Raises `NoVersion` that names the nearest, or those that the text fits alike; `WeightsError`
+    where damage hides older ones.
     """
-    trained = {manifest.version: manifest for manifest in history.readable(store, name)[0]}
+    trained, _ = history.readable(store, name)
     require_pointer(store, name)
     chain, _ = history.readable(store, name, trained=False)
-    abandoned = [manifest for manifest in chain if manifest.version not in trained]
-    known = {manifest.version: manifest for manifest in (*abandoned, *trained.values())}
     prefix = f"v{int(version):06d}-" if re.fullmatch("[0-9]{1,9}", version) else version
-    for manifest in reversed(known.values()):
-        if str(manifest.version).startswith(prefix):
-            return manifest
-    damage = broken_at(store, name)
-    raise WeightsError(
-        f"no version {version!r} in channel {name!r}",
-        f"what is older is out of reach: {damage.what} ({damage.facts})" if damage else "",
-        hint=nearest(version, [str(v) for v in [*known][-8:]]),
+    for manifests in (trained, chain):
+        if found := _named(manifests, version, prefix, name):
+            return found
+    stored = [manifest for _, manifest in history.stored(store, name)]
+    if found := _named(stored, version, prefix, name):
+        return found
+    if damage := broken_at(store, name):
+        facts = f"what is older is out of reach: {damage.what} ({damage.facts})"
+        raise WeightsError(f"no version {version!r} in channel {name!r}", facts, hint=damage.hint)
+    known = sorted(stored, key=lambda manifest: (manifest.generation, manifest.serial))
+    raise NoVersion(
+        f"no version {version!r} in channel {name!r}", hint=nearest(version, [str(m.version) for m in known[-8:]])
     )
+
+
+def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) -> Manifest | None:
+    """The one whose name begins so; None where there is none. Raises `NoVersion` where there are several."""
+    fitting = {str(m.version): m for m in manifests if str(m.version).startswith(prefix)}
+    if len(fitting) > 1:
+        raise NoVersion(
+            f"{version!r} fits {len(fitting)} versions of channel {name!r}",
+            ", ".join([*fitting][-8:]),
+            hint="write the whole name of the one that is meant",
+        )
+    return next(iter(fitting.values()), None)
 
 
 def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:

@@ -251,7 +251,8 @@ def _read(data: bytes, kind: type[T], limit: int) -> T:
 
 
 def _damaged(name: str, facts: str) -> Damaged:
-    hint = "`etude weights repair RUN` sets the pointer anew" if name == "pointer" else "see `etude weights verify RUN`"
+    tools = {"pointer": "`etude weights repair RUN|STORE` sets the pointer anew"}
+    hint = tools.get(name, "see `etude weights verify RUN` or `etude weights fsck STORE`")
     return Damaged(f"{name} is damaged", facts, hint=hint)
 
 
