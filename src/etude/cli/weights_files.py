@@ -9,13 +9,14 @@ from pathlib import Path
 from rich.table import Table
 
 from etude.cli.places import console
-from etude.cli.weights_plot import write_plot
+from etude.cli.weights_plot import MARK, write_plot
 from etude.dashboard.words import size
 from etude.errors import InputError
 from etude.weights.delta import native
 from etude.weights.delta.measure import Cost, measure
 from etude.weights.files.checkpoint import is_checkpoint, read_checkpoint
 from etude.weights.files.checkpoint_delta import apply_delta, encode_delta, verify_delta
+from etude.weights.files.outputs import check_file
 
 ROWS = 40
 """The heaviest tensors that a table shows unless all are asked for."""
@@ -38,6 +39,8 @@ def say_if_slow() -> None:
 
 def diff(args: argparse.Namespace) -> int:
     """What each tensor's delta costs, the heaviest first, and all of them together."""
+    if args.plot:
+        check_file(args.plot, (Path(args.a), Path(args.b)), MARK, "plot")
     say_if_slow()
     old, new = read_checkpoint(Path(args.a)), read_checkpoint(Path(args.b))
     rows, total = measure(old.tensors, new.tensors, args.mode)

@@ -22,8 +22,8 @@ _PAGE = """<!doctype html>
 <main><div class="panels">{panels}</div></main></body></html>
 """
 
-MARK = b'<meta name="generator" content="etude weights diff">'
-"""What a page of ours has in its beginning."""
+MARK = _PAGE[: _PAGE.index("{title}")].encode()
+"""What a page of ours begins with."""
 
 
 def write_plot(path: Path, title: str, rows: Sequence[Cost], total: Cost) -> None:

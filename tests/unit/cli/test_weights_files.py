@@ -101,20 +101,48 @@ def test_a_plot_is_one_page_that_fetches_nothing(pair, capsys) -> None:
     [
         (["diff", "a", "none"], 2, "no checkpoint at none"),
         (["encode", "a", "none", "-o", "d"], 2, "no checkpoint at none"),
-        (["apply", "a", "none", "-o", "c"], 1, "none cannot be read"),
+        (["apply", "a", "none", "-o", "c"], 2, "none cannot be read: No such file or directory\n"),
+        (["apply", "a", "a", "-o", "c"], 2, "a cannot be read: Is a directory\n"),
+        (["apply", "a", "d", "-o", "no/where"], 2, "no directory no"),
+        (["apply", "a", "d", "-o", "a/made"], 2, "a/made lies in a"),
         (["apply", "a", "d", "-o", "b"], 2, "b exists"),
         (["apply", "b", "d", "-o", "c"], 1, "this delta is for another base"),
         (["verify", "d", "--base", "b"], 1, "this delta is for another base"),
         (["verify", "d"], 2, "d is a file"),
         (["verify", "--base", "a"], 2, "no delta file"),
-        (["encode", "a", "b", "-o", "no/where"], 1, "no/where cannot be written"),
-        (["diff", "a", "b", "--plot", "no/where"], 1, "no/where cannot be written"),
+        (["encode", "a", "b", "-o", "no/where"], 2, "no directory no"),
+        (["encode", "a", "b", "-o", "d/where"], 2, "no directory d"),
+        (["encode", "a", "b", "-o", "other"], 2, "other is a directory"),
+        (["encode", "a", "b", "-o", "pipe"], 2, "pipe is no regular file"),
+        (["encode", "a", "b", "-o", "b/model.safetensors"], 2, "b/model.safetensors lies in b"),
+        (["encode", "a", "b", "-o", "a/config.json"], 2, "a/config.json lies in a"),
+        (["encode", "a/model.safetensors", "b", "-o", "a/model.safetensors"], 2, "is an input"),
+        (["encode", "a", "b", "-o", "notes.txt"], 2, "notes.txt exists, and is no delta file"),
+        (["diff", "a", "b", "--plot", "no/where"], 2, "no directory no"),
+        (["diff", "a", "b", "--plot", "b/out.html"], 2, "b/out.html lies in b"),
+        (["diff", "a", "b", "--plot", "other/model.safetensors"], 2, "exists, and is no plot"),
+        (["diff", "a", "b", "--plot", "notes.txt"], 2, "exists, and is no plot"),
     ],
 )
-def test_what_does_not_fit_is_said_in_three_parts(pair, capsys, argv, code, says) -> None:
+def test_what_does_not_fit_is_said_in_three_parts_and_changes_no_file(pair, capsys, argv, code, says) -> None:
+    shutil.copytree("a", "other")
+    os.mkfifo("pipe")
+    Path("notes.txt").write_text("<!doctype html>\n<html>mine</html>")
     main(["weights", "encode", "a", "b", "-o", "d"])
     capsys.readouterr()
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
     assert main(["weights", *argv]) == code
     said = capsys.readouterr().err
     assert says in said
     assert "\n  hint: " in said
+    assert "Errno" not in said
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+def test_a_delta_and_a_plot_of_ours_are_replaced(pair) -> None:
+    Path("empty").touch()
+    for _ in range(2):
+        assert main(["weights", "encode", "a", "b", "-o", "d"]) == 0
+        assert main(["weights", "encode", "a", "b", "-o", "empty"]) == 0
+        assert main(["weights", "diff", "a", "b", "--plot", "out.html"]) == 0
+    assert main(["weights", "verify", "empty", "--base", "a"]) == 0

@@ -107,7 +107,6 @@ def test_a_target_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
         b'{"files": {"model.safetensors": 3}}',
         b'{"files": {"../model.safetensors": null}}',
         b'{"files": {"model.safetensors": "{}"}}',
-        b'{"files": {"other.safetensors": null}}',
         b'{"files": {}}',
     ],
 )
@@ -141,9 +140,11 @@ def test_what_is_no_delta_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "text").write_bytes(b"x" * 200)
     (tmp_path / "bare").write_bytes(encode({}, {}))
-    for name in ("empty", "text", "bare", "none"):
+    for name in ("empty", "text", "bare"):
         with pytest.raises(WeightsError):
             verify_delta(tmp_path / name, a)
+    with pytest.raises(InputError, match="none cannot be read"):
+        verify_delta(tmp_path / "none", a)
 
 
 def test_costs_add_up_and_stay_above_their_bounds() -> None:
@@ -167,3 +168,23 @@ def test_of_packed_numbers_each_is_a_weight_of_its_own() -> None:
     new = Tensor("f4_e2m1x2", (4,), np.array([0x22, 0x43, 0x65, 0x66], np.uint8))
     rows, _ = measure({"w": old}, {"w": new})
     assert (rows[0].num_elements, rows[0].num_changed) == (8, 3)
+
+
+@pytest.mark.parametrize("shards", [1 << 30, 2500])
+def test_a_base_of_other_shapes_or_files_is_another_base_and_not_a_damaged_file(tmp_path: Path, shards: int) -> None:
+    a, b = checkpoint(tmp_path / "a", tensors(0), shards), checkpoint(tmp_path / "b", tensors(1), shards)
+    encode_delta(a, b, tmp_path / "d.etdf")
+    shapes = {name: Tensor(t.dtype, t.shape[::-1], t.codes) for name, t in tensors(0).items()}
+    other = checkpoint(tmp_path / "shapes", shapes)
+    for use in (verify_delta, lambda delta, base: apply_delta(base, delta, tmp_path / "made")):
+        with pytest.raises(WeightsError, match="this delta is for another base") as found:
+            use(tmp_path / "d.etdf", other)
+        assert "'layers.0.w' is bf16 [10, 50], the delta is for bf16 [50, 10]" in str(found.value)
+
+
+def test_a_base_whose_files_are_laid_out_otherwise_is_named_as_such(tmp_path: Path) -> None:
+    a, b = checkpoint(tmp_path / "a", tensors(0), 2500), checkpoint(tmp_path / "b", tensors(1), 2500)
+    encode_delta(a, b, tmp_path / "d.etdf")
+    with pytest.raises(WeightsError, match="this delta is for another base") as found:
+        verify_delta(tmp_path / "d.etdf", checkpoint(tmp_path / "one", tensors(0)))
+    assert "model-00001-of-00003.safetensors" in str(found.value)

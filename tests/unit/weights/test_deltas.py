@@ -248,3 +248,14 @@ def test_a_target_over_the_limit_is_refused_before_anything_is_decoded() -> None
 def test_tensors_of_a_channel_will_do() -> None:
     old, new = (Tensor("bf16", (2,), np.array(codes, np.uint16)) for codes in ([1, 2], [1, 3]))
     assert apply({"w": old}, encode({"w": old}, {"w": new}))["w"].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("wrong", [[1], np.zeros(3), {1: np.zeros(3)}, None])
+def test_what_maps_no_names_to_arrays_is_said_to_be_none(wrong) -> None:
+    good = {"w": np.zeros(3)}
+    delta = encode(good, good)
+    for call in (lambda: encode(wrong, good), lambda: encode(good, wrong), lambda: bound(wrong, good)):
+        with pytest.raises(WeightsError, match="no mapping of names to arrays"):
+            call()
+    with pytest.raises(WeightsError, match="no mapping of names to arrays"):
+        apply(wrong, delta)

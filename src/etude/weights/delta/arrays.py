@@ -86,6 +86,18 @@ def tensor_of(name: str, value: Any, dtype: str | None = None) -> Tensor:
         raise WeightsError(f"tensor {name!r} is not allowed", str(error), hint="see the limits in delta.md") from None
 
 
+def check_arrays(arrays: object) -> None:
+    """Raises `WeightsError` for what is no mapping of names to arrays."""
+    if not isinstance(arrays, Mapping):
+        facts = f"a {type(arrays).__name__}"
+    else:
+        nameless = [name for name in arrays if not isinstance(name, str)]
+        if not nameless:
+            return
+        facts = f"a name in it is {nameless[0]!r:.40}, a {type(nameless[0]).__name__}"
+    raise WeightsError("this is no mapping of names to arrays", facts, hint='give {"w": array}')
+
+
 def bits_of(name: str, value: Any) -> tuple[Array, str]:
     """A view of a value's memory as unsigned integers, in its shape and strides; and its dtype's name here, or "".
 

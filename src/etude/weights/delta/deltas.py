@@ -17,7 +17,7 @@ import numpy as np
 
 from etude.errors import WeightsError, nearest
 from etude.weights.delta import codec
-from etude.weights.delta.arrays import Array, Arrays, bits_of, like, tensor_of
+from etude.weights.delta.arrays import Array, Arrays, bits_of, check_arrays, like, tensor_of
 from etude.weights.delta.bound import bound_bytes
 from etude.weights.delta.choices import Mode
 from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
@@ -110,23 +110,33 @@ def bound(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) -> 
 
 def tensors(arrays: Arrays, dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:
     """Every array as a tensor. Raises `WeightsError` that names the one that cannot be."""
+    check_arrays(arrays)
     return {name: tensor_of(name, array, (dtypes or {}).get(name)) for name, array in arrays.items()}
 
 
 def prove_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
     """The base's tensors as the delta names them, each with the digest that the delta states. Raises `WeightsError`."""
+    base = fit_base(file, old)
+    for entry in file.entries:
+        if entry.old_digest is not None and (found := tensor_digest(base[entry.name])) != entry.old_digest:
+            raise wrong_base(f"{entry.name!r} has digest {found[:12]}, the delta is for {entry.old_digest[:12]}")
+    return base
+
+
+def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
+    """The base's tensors as the delta names them, by name, dtype and shape alone: no bits are read yet. Raises
+    `WeightsError`."""
+    check_arrays(old)
     base: dict[str, Tensor] = {}
     for entry in file.entries:
-        if entry.old is None or entry.old_digest is None:
+        if entry.old is None:
             continue
         if entry.name not in old:
-            raise _wrong_base(f"it has no tensor {entry.name!r}", nearest(entry.name, old))
-        tensor = base[entry.name] = _shaped(entry.name, old[entry.name], entry.old)
-        if (found := tensor_digest(tensor)) != entry.old_digest:
-            raise _wrong_base(f"{entry.name!r} has digest {found[:12]}, the delta is for {entry.old_digest[:12]}")
+            raise wrong_base(f"it has no tensor {entry.name!r}", nearest(entry.name, old))
+        base[entry.name] = _shaped(entry.name, old[entry.name], entry.old)
     extra = old.keys() - base.keys()
     if extra:
-        raise _wrong_base(f"it has a tensor {min(extra)!r} that the delta does not know")
+        raise wrong_base(f"it has a tensor {min(extra)!r} that the delta does not know")
     return base
 
 
@@ -206,7 +216,7 @@ def _shaped(name: str, value: Any, spec: Spec) -> Tensor:
     if tensor.spec != spec and len(tensor.shape) == 1 and tensor.spec.size == spec.size and tensor.dtype == spec.dtype:
         tensor = Tensor(spec.dtype, spec.shape, tensor.codes)
     if tensor.spec != spec:
-        raise _wrong_base(f"{name!r} is {_told(tensor.spec)}, the delta is for {_told(spec)}")
+        raise wrong_base(f"{name!r} is {_told(tensor.spec)}, the delta is for {_told(spec)}")
     return tensor
 
 
@@ -271,7 +281,8 @@ def _span(codes: Codes) -> tuple[int, int]:
     return codes.ctypes.data, codes.ctypes.data + codes.nbytes
 
 
-def _wrong_base(facts: str, more: str = "") -> WeightsError:
+def wrong_base(facts: str, more: str = "") -> WeightsError:
+    """The error of a base that the delta was not made from; `more` ends its hint."""
     hint = "apply it to the version that it was made from; nothing was changed"
     return WeightsError("this delta is for another base", facts, hint=f"{hint}{'; ' + more if more else ''}")
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from etude.errors import CheckpointError, EtudeError, InputError, StoreError, WeightsError
 from etude.weights.delta import deltas
 from etude.weights.delta.choices import Mode
-from etude.weights.delta.delta_file import DeltaFile, damaged, read
+from etude.weights.delta.delta_file import MAGIC, DeltaFile, damaged, read
 from etude.weights.files.checkpoint import INDEX, WEIGHTS, Checkpoint, CheckpointWriter, copy_others, read_checkpoint
 from etude.weights.files.disk import refused, sync_folder
+from etude.weights.files.outputs import check_file, check_output
 from etude.weights.files.safetensors_file import Place, parse_header
 
 
@@ -35,7 +36,12 @@ class Applied:
 
 
 def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
-    """Write the delta file that makes checkpoint `b` out of `a`; its bytes. Raises `CheckpointError`, `StoreError`."""
+    """Write the delta file that makes checkpoint `b` out of `a`; its bytes.
+
+    Raises `InputError` for an `out` that is a checkpoint's own, or anything else but an earlier delta file,
+    `CheckpointError`, `StoreError`.
+    """
+    check_file(out, (a, b), MAGIC, "delta file")
     old, new = read_checkpoint(a), read_checkpoint(b)
     beside = out.with_name(out.name + ".tmp")
     with refused(f"{out} cannot be written"):
@@ -56,12 +62,14 @@ def encode_delta(a: Path, b: Path, out: Path, mode: Mode = "best") -> int:
 def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
     """Write the target checkpoint to `out`, which must not be there yet: whole and synced, or not at all.
 
-    Raises `WeightsError` for another base or a damaged file, `CheckpointError`, `StoreError`.
+    Raises `WeightsError` for another base or a damaged file, `InputError`, `CheckpointError`, `StoreError`.
     """
     if out.exists():
         raise InputError(f"{out} exists", hint="name a directory that is not there yet")
+    check_output(out, (a, delta))
     base = read_checkpoint(a)
     with opened(delta) as file:
+        deltas.fit_base(file, base.tensors)
         headers, index = _read_note(file, base)
         if out.suffix == ".safetensors" and [*headers] != [WEIGHTS]:
             raise CheckpointError(f"the target has {len(headers)} files", hint=f"name a directory, not {out.name}")
@@ -96,6 +104,7 @@ def verify_delta(delta: Path, a: Path) -> Applied:
     """Do all that `apply_delta` does but for writing: every digest of base and target is compared. Raises the same."""
     base = read_checkpoint(a)
     with opened(delta) as file:
+        deltas.fit_base(file, base.tensors)
         _read_note(file, base)
         held = deltas.prove_base(file, base.tensors)
         num_coded = sum(len(made) for made in deltas.decoded(file, held))
@@ -104,14 +113,15 @@ def verify_delta(delta: Path, a: Path) -> Applied:
 
 @contextmanager
 def opened(path: Path) -> Iterator[DeltaFile]:
-    """A delta file, mapped and parsed. Raises `WeightsError`."""
+    """A delta file, mapped and parsed. Raises `InputError` where there is none to read, `WeightsError`."""
+    hint = "name what `etude weights encode` wrote"
     try:
         with path.open("rb") as file:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:  # ValueError: it is empty
-        raise WeightsError(
-            f"{path} cannot be read", str(error), hint="name what `etude weights encode` wrote"
-        ) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read", str(error.strerror), hint=hint) from None
+    except ValueError:
+        raise WeightsError(f"{path} is no delta file", "it is empty", hint=hint) from None
     try:
         found = read(memoryview(memory))
     except EtudeError as error:
@@ -142,15 +152,22 @@ def _read_note(file: DeltaFile, base: Checkpoint) -> tuple[dict[str, str], str |
         files = json.loads(file.note)["files"]
         texts = {name: base.index if name == INDEX and text is None else text for name, text in files.items()}
         index = texts.pop(INDEX, None)
-        headers = {name: base.headers[name] if text is None else text for name, text in texts.items()}
-        places: dict[str, Place] = {}
-        for name, text in headers.items():
+        for name in texts:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise ValueError(f"{name!r} is no file name")
+        shared = [name for name, text in texts.items() if text is None]
+        absent = next((name for name in shared if name not in base.headers), None)
+        if absent is not None:
+            raise deltas.wrong_base(f"its tensors are not in a file {absent}", "its files are laid out otherwise")
+        headers = {name: base.headers[name] if text is None else text for name, text in texts.items()}
+        places: dict[str, Place] = {}
+        for text in headers.values():
             places |= parse_header(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(f"its note lays out no files: {error!r}") from None
     specs = {entry.name: entry.new for entry in file.entries if entry.new}
     if {name: place.spec for name, place in places.items()} != specs:
+        if shared:
+            raise deltas.wrong_base(f"other tensors are in its {shared[0]}", "its files are laid out otherwise")
         raise damaged("its note lays out other tensors than it makes")
     return headers, index

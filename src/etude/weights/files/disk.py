@@ -15,6 +15,9 @@ _HINTS = {
     errno.EDQUOT: "the disk quota is used up: free space and try again",
     errno.EFBIG: "the process's file size limit (ulimit -f) is too small",
     errno.EACCES: "give the user that runs this write access there",
+    errno.ENOENT: "make its directory first",
+    errno.ENOTDIR: "a part of the path is a file: name a directory",
+    errno.EISDIR: "it is a directory: name a file",
     errno.EROFS: "the filesystem is mounted read-only",
 }
 
