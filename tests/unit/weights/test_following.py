@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.errors import StoreError, WeightsError
+from etude.errors import InputError, StoreError, WeightsError
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, Update
 from etude.weights.chain.history import pointer_key
-from etude.weights.files.checkpoint import read_checkpoint
+from etude.weights.files.checkpoint import CheckpointWriter, index_of, layout, read_checkpoint
 from etude.weights.files.folder import STATE, CheckpointFolder
 from etude.weights.files.following import FolderFollower, list_bytes
 from etude.weights.tensors import same_bits
@@ -153,3 +153,51 @@ def test_decoded_lists_are_told_in_bytes() -> None:
     changed = int((tensors(0)["w"].codes != tensors(1)["w"].codes).sum())
     assert list_bytes(update) == 10 * changed
     assert store.get(pointer_key("policy"))
+
+
+@pytest.mark.parametrize("other", ["names", "shapes", "dtypes"])
+def test_a_directory_of_another_model_is_refused_and_stays_as_it_was(tmp_path: Path, other: str) -> None:
+    held = {
+        "names": {"v": tensors(0)["w"], "odd": tensors(0)["odd"]},
+        "shapes": {"w": Tensor("bf16", (200, 100), tensors(0)["w"].codes), "odd": tensors(0)["odd"]},
+        "dtypes": {"w": Tensor("f16", (100, 200), tensors(0)["w"].codes), "odd": tensors(0)["odd"]},
+    }[other]
+    write(tmp_path, held)
+    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
+    store = MemoryStore()
+    publish(Channel(store), 0)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder)
+        for _ in range(2):
+            with pytest.raises(InputError, match="holds another checkpoint than channel 'policy'") as found:
+                follower.advance()
+        assert repr("v" if other == "names" else "w") in found.value.facts
+    assert {file: file.read_bytes() for file in before} == before
+    assert not (tmp_path / STATE).exists()
+
+
+def test_a_copy_that_was_put_there_first_keeps_its_shards(tmp_path: Path) -> None:
+    write(tmp_path, tensors(0), 100)
+    files = {file.name for file in tmp_path.iterdir()}
+    assert len(files) == 3
+    store = MemoryStore()
+    publish(Channel(store), 1)
+    with CheckpointFolder(tmp_path) as folder:
+        assert FolderFollower(store, folder).advance() is not None
+    assert {file.name for file in tmp_path.glob("model*")} == files
+    assert_holds(tmp_path, 1)
+
+
+def write(path: Path, held: Tensors, shard_bytes: int = 1 << 30) -> None:
+    headers = layout(held, shard_bytes)
+    with CheckpointWriter(path, headers, index_of(headers)) as writer:
+        for name, tensor in held.items():
+            writer.put(name, tensor)
+
+
+def test_a_file_is_no_directory_to_keep(tmp_path: Path) -> None:
+    (tmp_path / "mk.py").write_text("mine")
+    for path in (tmp_path / "mk.py", tmp_path / "mk.py" / "live"):
+        with pytest.raises(InputError, match="is no directory"):
+            CheckpointFolder(path)
+    assert (tmp_path / "mk.py").read_text() == "mine"

@@ -20,7 +20,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from etude.errors import StoreError, WeightsError
+from etude.errors import InputError, StoreError, WeightsError
 from etude.records.completion import Version
 from etude.weights.chain.undo import compare
 from etude.weights.files.checkpoint import (
@@ -51,11 +51,15 @@ class _State(msgspec.Struct, frozen=True):
 class CheckpointFolder:
     """The one keeper of a directory. Opening it ends what a killed keeper began. Not safe between threads.
 
-    Raises `WeightsError` where another process keeps it, `StoreError` for a disk that refuses.
+    Raises `InputError` for a path that is no directory, `WeightsError` where another process keeps it, `StoreError` for
+    a disk that refuses.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        taken = next((place for place in (path, *path.parents) if place.exists()), path)
+        if taken.exists() and not taken.is_dir():
+            raise InputError(f"{taken} is no directory", "weights are kept in one", hint="name another, or a new one")
         with refused(f"{path} cannot be kept"):
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from etude.errors import InputError
 from etude.records.completion import Version
 from etude.seams import BlobStore
+from etude.weights.chain import history
 from etude.weights.files.folder import CheckpointFolder
 from etude.weights.follow.follower import Follower, Update
 from etude.weights.follow.head import LIMIT_BYTES
-from etude.weights.follow.parts import assemble, split
+from etude.weights.follow.parts import assemble, split, wholes
+from etude.weights.tensors import Spec
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class FolderFollower:
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
     ) -> None:
-        self._folder = folder
+        self._store, self._name, self._folder = store, name, folder
         self._follower = Follower(store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key)
         self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
         """Whether what the folder held is a version of the channel, to go on from."""
@@ -55,7 +58,9 @@ class FolderFollower:
     def advance(self) -> Adopted | None:
         """Come to the head; None when it is held, or there is none. Raises what `Follower.advance` raises, and
         `StoreError` for a disk that refuses; then the folder is what it was, or opening it anew leads to the head, and
-        so does the next call."""
+        so does the next call. Raises `InputError`, before anything is fetched, for a folder that never followed and
+        holds another model's checkpoint."""
+        self._refuse_others()
         update = self._pending = self._follower.advance() or self._pending
         if update is None:
             return None
@@ -73,6 +78,28 @@ class FolderFollower:
             write_s=time.perf_counter() - started,
             healed=update.healed,
         )
+
+    def _refuse_others(self) -> None:
+        """A checkpoint that nothing here put there must have the channel's tensors. Raises `InputError`."""
+        held = {name: tensor.spec for name, tensor in self._folder.tensors.items()}
+        head = self._follower.pointer() if held and self._folder.version is None else None
+        manifest = history.find(self._store, self._name, head) if head else None
+        if manifest is None:
+            return
+        published = wholes({entry.name: entry.spec for entry in manifest.tensors})
+        different = [name for name in sorted(held | published) if held.get(name) != published.get(name)]
+        if different:
+            name = different[0]
+            sides = f"{_told(held.get(name))} there, {_told(published.get(name))} in the channel"
+            raise InputError(
+                f"{self._folder.path} holds another checkpoint than channel {self._name!r}",
+                f"{len(different)} tensors differ; {name!r}: {sides}",
+                hint="name a new directory, or one with a copy of the channel's model; nothing was changed",
+            )
+
+
+def _told(spec: Spec | None) -> str:
+    return f"{spec.dtype} {list(spec.shape)}" if spec else "none"
 
 
 def list_bytes(update: Update) -> int:
