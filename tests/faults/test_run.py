@@ -246,12 +246,12 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
         (tmp_path / name / "config.json").write_text(json.dumps(about))
         return tmp_path / name
 
-    def start(path: Path) -> str:
-        return refuse(1, "run", game.config, "--name", "new", "--set", f"start={path}")
+    def start(path: Path, code: int = 1) -> str:
+        return refuse(code, "run", game.config, "--name", "new", "--set", f"start={path}")
 
     llama = damaged("llama", model_type="llama", architectures=["LlamaForCausalLM"])
-    assert "architecture LlamaForCausalLM" in start(llama)
-    assert "norm_topk_prob" in start(damaged("variant", norm_topk_prob=False))
+    assert "architecture LlamaForCausalLM" in start(llama, 2)
+    assert "norm_topk_prob" in start(damaged("variant", norm_topk_prob=False), 2)
     mute = damaged("mute")
     (mute / "tokenizer.json").unlink()
     assert "no tokeniser" in start(mute)

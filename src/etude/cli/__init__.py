@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import NoReturn
 
 from etude import __version__
-from etude.errors import EtudeError, Exit
+from etude.errors import EtudeError, Exit, InputError, StoreError
 
 MAX_PORT = 65_535
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors that have an explanation are printed in three parts, all others keep their traceback."""
-    args = _parser().parse_args(argv)
     try:
+        args = _parser().parse_args(argv)
         return int(_command(args.command)(args) or 0)
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -76,6 +76,39 @@ def duration(text: str) -> float:
     if not found:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write 90s, 10m, 24h or 7d")
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
+
+
+def channel(text: str) -> str:
+    """An argument that is a channel's name."""
+    return _plain_name(text, "channel")
+
+
+def branch(text: str) -> str:
+    """An argument that is a branch's name, or the empty one for the channel itself."""
+    return _plain_name(text, "branch") if text else text
+
+
+def _plain_name(text: str, kind: str) -> str:
+    if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", text):
+        raise InputError(f"{kind} name {text!r} is not allowed", hint="use a-z, 0-9, _ and -, at most 64 of them")
+    return text
+
+
+def place(text: str) -> str:
+    """An argument that is a store, and may be something else by a path. A URL that no store speaks is refused."""
+    scheme, has_scheme, _ = text.partition("://")
+    if has_scheme and scheme != "file":
+        from etude.stores import open_store
+        from etude.stores.places import parse_place
+
+        try:
+            if scheme in ("http", "https", "memory"):
+                open_store(text)
+            else:
+                parse_place(text)
+        except StoreError as error:
+            raise InputError(error.what, error.facts, hint=error.hint) from None
+    return text
 
 
 def public_key(text: str) -> bytes:
@@ -182,12 +215,14 @@ def _weights_commands(commands: Commands[Parser]) -> None:
         required=True, metavar="COMMAND"
     )
     log = _add(weights, "log", "weights:log", "every version: bytes, ratio, share of the bound")
-    log.add_argument("run", nargs="?", metavar="RUN|STORE", help="(default: the newest in runs/)")
+    log.add_argument("run", nargs="?", type=place, metavar="RUN|STORE", help="(default: the newest in runs/)")
     _channel_argument(log)
     diff = _add(weights, "diff", "weights:diff", "what changed between two checkpoints, or two versions, by tensor")
     diff.add_argument("a", metavar="A", help="a checkpoint directory, a .safetensors file, or a version or its step")
     diff.add_argument("b", metavar="B")
-    diff.add_argument("run", nargs="?", metavar="RUN|STORE", help="whose versions (default: the newest in runs/)")
+    diff.add_argument(
+        "run", nargs="?", type=place, metavar="RUN|STORE", help="whose versions (default: the newest in runs/)"
+    )
     _channel_argument(diff)
     diff.add_argument("--plot", type=Path, metavar="OUT.html", help="draw it on a page of its own (checkpoints)")
     diff.add_argument("--all", action="store_true", help="every tensor, not the heaviest alone (checkpoints)")
@@ -223,13 +258,17 @@ def _store_commands(weights: Commands[Parser]) -> None:
     relay = _add(weights, "relay", "weights_store:relay", "serve a store, read-only, to machines that share no disk")
     relay.add_argument("--listen", required=True, metavar="HOST:PORT", help="$ETUDE_TOKEN guards what others can reach")
     for parser in (publish, follow, relay, gc, fsck, point):
-        parser.add_argument("store", metavar="STORE", help="a directory, s3://bucket/prefix, gs://, az:// or http://")
+        parser.add_argument(
+            "store", type=place, metavar="STORE", help="a directory, s3://bucket/prefix, gs://, az:// or http://"
+        )
     for parser in (publish, follow, gc, fsck, point):
         _channel_argument(parser)
     follow.add_argument("--apply", type=Path, required=True, metavar="DIR", help="made if it is not there")
     point.add_argument("version", metavar="VERSION", help="v000003, 3, or more of its name")
     for parser in (follow, point):
-        parser.add_argument("--branch", default="", metavar="NAME", help="a canary, say (default: the channel itself)")
+        parser.add_argument(
+            "--branch", type=branch, default="", metavar="NAME", help="a canary, say (default: the channel itself)"
+        )
     for parser in (publish, gc, point):
         parser.add_argument(
             "--key", type=Path, metavar="FILE", help="the private key that signs the channel's pointers"
@@ -245,7 +284,7 @@ def _store_commands(weights: Commands[Parser]) -> None:
 
 
 def _channel_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--name", default="policy", metavar="CHANNEL", help="(default: policy)")
+    parser.add_argument("--name", type=channel, default="policy", metavar="CHANNEL", help="(default: policy)")
 
 
 def _model_commands(commands: Commands[Parser]) -> None:

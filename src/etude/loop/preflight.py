@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 from etude.environments import MachineGrader, NamespaceRuntime
 from etude.errors import CheckpointError, ConfigError, RunError, TaskError
@@ -75,7 +76,7 @@ def check_start(checkpoint: Path, *, context_tokens: int) -> None:
         raise CheckpointError(f"{path} is damaged", str(error), hint="copy or download the checkpoint again") from None
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
-    model = ModelConfig.from_hf(raw)
+    model = _computable(checkpoint, raw)
     check_weights(checkpoint, model)
     if context_tokens > model.context_tokens:
         raise ConfigError(
@@ -84,6 +85,15 @@ def check_start(checkpoint: Path, *, context_tokens: int) -> None:
             hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
         )
     ChatFormat.load(checkpoint)
+
+
+def _computable(checkpoint: Path, raw: dict[str, Any]) -> ModelConfig:
+    """The model that a checkpoint describes. One that is whole and of another architecture is no `start`."""
+    try:
+        return ModelConfig.from_hf(raw)
+    except CheckpointError as error:
+        facts = f"{error.what}{': ' if error.facts else ''}{error.facts}"
+        raise ConfigError(f"start = {str(checkpoint)!r}", facts, hint=error.hint) from None
 
 
 def _used_splits(config: RunConfig) -> list[Split]:

@@ -1,0 +1,29 @@
+"""What a run refuses to begin from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from etude.errors import Exit, InputError
+from etude.loop.preflight import check_start
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob = False"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": True}, "does not describe a Qwen3-MoE"),
+    ],
+)
+def test_a_start_of_another_architecture_is_a_setting_that_cannot_be(
+    tmp_path: Path, about: dict[str, object], says: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(InputError, match="start = ") as refused:
+        check_start(tmp_path, context_tokens=64)
+    assert refused.value.exit_code == Exit.BAD_INPUT
+    assert says in str(refused.value)
