@@ -11,11 +11,12 @@ from pathlib import Path
 
 from etude.cli.places import open_run
 from etude.dashboard.words import size
-from etude.errors import EtudeError, InputError, WeightsError
+from etude.errors import EtudeError, InputError, StoreError, WeightsError
 from etude.seams import BlobStore
 from etude.stores import DirectoryStore, open_store
 from etude.weights import Channel, Follower
 from etude.weights.chain import branches, fsck, garbage, history, inspect, signing
+from etude.weights.chain.manifest import Damaged
 from etude.weights.files.checkpoint import read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
 from etude.weights.files.following import Adopted, FolderFollower
@@ -47,8 +48,11 @@ def publish(args: argparse.Namespace) -> int:
 def follow(args: argparse.Namespace) -> int:
     """Keep a checkpoint directory at the head; a line for each version. Ends by Ctrl-C; with `--once` at the head."""
     store = existing_store(args.store, cache=args.cache)
-    if args.branch or args.once:
+    try:
         _require_head(store, args)
+    except (_NoVersionYet, StoreError, Damaged):  # all of these pass by themselves
+        if args.once:
+            raise
     with CheckpointFolder(args.apply) as folder:
         follower = FolderFollower(store, folder, args.name, branch=args.branch, public_key=args.public_key)
         if follower.resumed:
@@ -73,6 +77,10 @@ def follow(args: argparse.Namespace) -> int:
             pause.wait(args.poll)
 
 
+class _NoVersionYet(WeightsError):
+    """A channel before its first publish."""
+
+
 def _require_head(store: BlobStore, args: argparse.Namespace) -> None:
     """Raises `WeightsError` where there is nothing to follow: no such branch, a pointer that is gone, no version."""
     if history.head(store, args.name, args.branch, public_key=args.public_key) is not None:
@@ -85,7 +93,7 @@ def _require_head(store: BlobStore, args: argparse.Namespace) -> None:
             hint="etude weights point STORE VERSION --branch NAME makes one",
         )
     inspect.require_pointer(store, args.name)
-    raise WeightsError(f"channel {args.name!r} of {args.store} has no version", hint="etude weights publish makes one")
+    raise _NoVersionYet(f"channel {args.name!r} of {args.store} has no version", hint="etude weights publish makes one")
 
 
 def relay(args: argparse.Namespace) -> int:
