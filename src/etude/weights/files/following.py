@@ -49,7 +49,8 @@ class FolderFollower:
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
     ) -> None:
-        self._store, self._name, self._folder = store, name, folder
+        self._folder = folder
+        self._store, self._name, self._branch, self._public_key = store, name, branch, public_key
         self._follower = Follower(store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key)
         self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
         """Whether what the folder held is a version of the channel, to go on from."""
@@ -82,10 +83,12 @@ class FolderFollower:
     def _refuse_others(self) -> None:
         """A checkpoint that nothing here put there must have the channel's tensors. Raises `InputError`."""
         held = {name: tensor.spec for name, tensor in self._folder.tensors.items()}
-        head = self._follower.pointer() if held and self._folder.version is None else None
-        manifest = history.find(self._store, self._name, head) if head else None
-        if manifest is None:
+        if not held or self._folder.version is not None:
             return
+        pointer = history.head(self._store, self._name, self._branch, public_key=self._public_key)
+        if pointer is None:
+            return
+        manifest = history.load(self._store, pointer.head)
         published = wholes({entry.name: entry.spec for entry in manifest.tensors})
         different = [name for name in sorted(held | published) if held.get(name) != published.get(name)]
         if different:
@@ -93,7 +96,7 @@ class FolderFollower:
             sides = f"{_told(held.get(name))} there, {_told(published.get(name))} in the channel"
             raise InputError(
                 f"{self._folder.path} holds another checkpoint than channel {self._name!r}",
-                f"{len(different)} tensors differ; {name!r}: {sides}",
+                f"tensors that differ: {len(different)}, {name!r} first: {sides}",
                 hint="name a new directory, or one with a copy of the channel's model; nothing was changed",
             )
 

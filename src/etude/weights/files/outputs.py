@@ -25,12 +25,12 @@ def check_file(out: Path, inputs: Sequence[Path], ours: bytes, kind: str) -> Non
     Raises `InputError` for anything else that is there already.
     """
     if out.is_dir():
-        raise InputError(f"{out} is a directory", f"{kind} is one file", hint="name a file that is not there yet")
+        raise InputError(f"{out} is a directory", f"a {kind} is one file", hint="name a file that is not there yet")
     check_output(out, inputs)
     if not out.exists():
         return
     if not out.is_file():
-        raise InputError(f"{out} is no regular file", f"{kind} is one", hint="name a file that is not there yet")
+        raise InputError(f"{out} is no regular file", f"a {kind} is one", hint="name a file that is not there yet")
     try:
         with out.open("rb") as file:
             found = file.read(len(ours))
@@ -38,5 +38,5 @@ def check_file(out: Path, inputs: Sequence[Path], ours: bytes, kind: str) -> Non
         raise InputError(f"{out} cannot be read", str(error.strerror), hint="name another file") from None
     if found not in (b"", ours):
         raise InputError(
-            f"{out} exists, and is no {kind}", "only such a file is replaced", hint="name another, or remove it first"
+            f"{out} exists, and is no {kind}", "only such a file is replaced", hint="name a file that is not there yet"
         )
