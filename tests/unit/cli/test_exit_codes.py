@@ -52,6 +52,7 @@ def test_the_guide_lists_every_exit_code() -> None:
         ("eval runs", Exit.BAD_INPUT),
         ("export a runs", Exit.BAD_INPUT),  # not empty
         ("export a@last out", Exit.BAD_INPUT),
+        ("export a@77 out", Exit.BAD_INPUT),  # no such version
         ("tasks check nosuch", Exit.BAD_INPUT),
         ("tasks check humaneval:nosuch.jsonl", Exit.BAD_INPUT),
         ("tasks show repair --index -1", Exit.BAD_INPUT),
