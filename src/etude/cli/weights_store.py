@@ -67,7 +67,7 @@ def follow(args: argparse.Namespace) -> int:
                 elif folder.version is not None:
                     _require_head(store, args)
             except EtudeError as error:
-                if args.once:
+                if args.once or isinstance(error, InputError):  # waiting mends no wrong directory
                     raise
                 if str(error) != trouble:
                     trouble = str(error)

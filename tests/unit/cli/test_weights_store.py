@@ -355,3 +355,15 @@ def test_a_follower_waits_for_a_damaged_pointer_to_be_mended(steps) -> None:
         child.kill()
         child.communicate()
     assert holds("live", "c0")
+
+
+def test_a_follower_does_not_wait_over_a_directory_of_another_model(steps) -> None:
+    assert main(["weights", "publish", "c0", "store"]) == 0
+    Path("other").mkdir()
+    save_file({"layers.0.w": torch.zeros(3)}, "other/model.safetensors")
+    before = Path("other/model.safetensors").read_bytes()
+    command = [sys.executable, "-m", "etude.cli", "weights", "follow", "store", "--apply", "other"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "other holds another checkpoint than channel 'policy'" in done.stderr
+    assert Path("other/model.safetensors").read_bytes() == before
