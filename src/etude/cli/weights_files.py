@@ -56,8 +56,8 @@ def diff(args: argparse.Namespace) -> int:
     if gone:
         screen.print(f"(gone: {len(gone)}, {', '.join(gone[:3])}{' …' if len(gone) > 3 else ''})")
     screen.print(
-        "(density: share of weights that changed; ratio: bytes of the weights over those of the delta; bound: what no"
-        " delta of this kind goes below; a tensor's own numbers are of it coded alone)"
+        "(density: share of weights that changed; ratio: bytes of the weights over those of the delta; bound: what a"
+        " coder needs that knows each old exponent and no more; a tensor's own numbers are of it coded alone)"
     )
     if args.plot:
         write_plot(args.plot, f"{args.a} → {args.b}", rows, total)

@@ -48,7 +48,7 @@ class Cost:
 
     @property
     def share_of_bound(self) -> float:
-        """The delta's ratio over the bound's: 1.0 is as small as order-0 coding gets; 0 where nothing had to change."""
+        """The delta's ratio over the bound's: 1.0 is as small as a coder gets that knows each old exponent and no more; 0 where nothing had to change."""
         return self.bound_bytes / max(1, self.delta_bytes)
 
 
