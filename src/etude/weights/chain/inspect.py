@@ -51,7 +51,7 @@ class LogRow:
 
     @property
     def share_of_bound(self) -> float:
-        """The bound over object bytes: 1.0 is as small as a coder gets that knows each old exponent and no more; 0 where nothing had to change."""
+        """The bound over object bytes: 1.0 is a coder that knows each old exponent and no more; 0: nothing changed."""
         return self.bound_bytes / max(1, self.object_bytes)
 
 

@@ -98,7 +98,7 @@ def apply(
 
 
 def bound(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) -> float:
-    """The bytes that a coder needs which knows each old exponent and no more; the formula stands at the head of `bound.py`.
+    """The bytes of a coder that knows each old exponent and no more; the formula stands at the head of `bound.py`.
 
     >>> w = {"w": np.zeros(8, np.float32)}
     >>> bound(w, w)

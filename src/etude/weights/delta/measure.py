@@ -48,7 +48,7 @@ class Cost:
 
     @property
     def share_of_bound(self) -> float:
-        """The delta's ratio over the bound's: 1.0 is as small as a coder gets that knows each old exponent and no more; 0 where nothing had to change."""
+        """The delta's ratio over the bound's: 1.0 is a coder that knows each old exponent alone; 0: nothing changed."""
         return self.bound_bytes / max(1, self.delta_bytes)
 
 
