@@ -15,6 +15,13 @@ class LiveWeights(enum.StrEnum):
     F32 = "f32"
 
 
+class PolicyLossKind(enum.StrEnum):
+    """The loss of sampled tokens; `training.losses` has each one with its source."""
+
+    CISPO = "cispo"
+    PPO = "ppo"
+
+
 @dataclass(frozen=True)
 class LearnerConfig:
     """The `[learner]` section. Defaults are the laptop example's, chosen on validation tasks."""
@@ -22,8 +29,10 @@ class LearnerConfig:
     lr: float = ranged(5e-4, low=0.0)  # constant, then linear to a tenth over the last 40 % of the steps
     warmup_steps: int = ranged(0, low=0)
     grad_clip: float = ranged(1.0, low=0.0)  # largest norm of the whole gradient
-    clip_low: float = ranged(0.8, low=0.0, high=1.0)
-    clip_high: float = ranged(1.28, low=1.0)
+    policy_loss: PolicyLossKind = PolicyLossKind.CISPO  # the one that loses least to staleness: docs/lab/LOG.md
+    ratio_cap: float = ranged(2.0, low=1.0)  # cispo: the most that a stale token's ratio weighs
+    clip_low: float = ranged(0.8, low=0.0, high=1.0)  # ppo
+    clip_high: float = ranged(1.28, low=1.0)  # ppo
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
     replay_routes: bool = True
     balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward

@@ -25,8 +25,8 @@ from etude.models.naming import hf_views
 from etude.models.transformer import Forward, Transformer
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
-from etude.training.config import LearnerConfig, LiveWeights
-from etude.training.losses import PolicyLoss, entropy, policy_loss
+from etude.training.config import LearnerConfig, LiveWeights, PolicyLossKind
+from etude.training.losses import PolicyLoss, cispo_loss, entropy, ppo_loss
 from etude.training.optimizer import AdamW
 from etude.training.report import Tally
 from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
@@ -117,14 +117,7 @@ class TorchLearner:
         )
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
-        policy = policy_loss(
-            logprobs_R,
-            rows.sampler_logprobs_R,
-            rows.advantages_R,
-            normaliser=normaliser,
-            clip_low=self.config.clip_low,
-            clip_high=self.config.clip_high,
-        )
+        policy = self._policy_loss(logprobs_R, rows, normaliser)
         fresh = self._fresh_ratio(samples, rows, policy)
         loss = policy.loss
         if self.config.balance and done.balance is not None:
@@ -132,6 +125,15 @@ class TorchLearner:
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             tally.add(rows, done, policy, logprobs_R - rows.sampler_logprobs_R, entropy(logprobs_RV), loss, fresh)
+
+    def _policy_loss(self, logprobs_R: torch.Tensor, rows: Rows, normaliser: float) -> PolicyLoss:
+        tokens = (logprobs_R, rows.sampler_logprobs_R, rows.advantages_R)
+        match self.config.policy_loss:
+            case PolicyLossKind.CISPO:
+                return cispo_loss(*tokens, normaliser=normaliser, cap=self.config.ratio_cap)
+            case PolicyLossKind.PPO:
+                low, high = self.config.clip_low, self.config.clip_high
+                return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high)
 
     def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
         scores = logits_RV if self._temperature == 1.0 else logits_RV / self._temperature

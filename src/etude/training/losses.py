@@ -16,10 +16,10 @@ class PolicyLoss:
 
     loss: torch.Tensor
     ratio_R: torch.Tensor  # trainer's probability over sampler's
-    clipped_R: torch.Tensor  # bool: the ratio lies outside the clip range
+    clipped_R: torch.Tensor  # bool: the ratio lies outside the range that the loss takes as it is
 
 
-def policy_loss(
+def ppo_loss(
     logprobs_R: torch.Tensor,
     sampler_logprobs_R: torch.Tensor,
     advantages_R: torch.Tensor,
@@ -31,12 +31,32 @@ def policy_loss(
     """PPO's clipped surrogate a token (arXiv 1707.06347, eq. 7) with a higher upper clip (DAPO, arXiv 2503.14476),
     summed over tokens and divided by a constant (Dr. GRPO, arXiv 2503.20783): no length normalisation.
 
-    The ratio is taken against the version that sampled the token, so a stale token is corrected by it.
+    The ratio is taken against the version that sampled the token, so a stale token is corrected by it; one whose
+    ratio has left the range on the side that its advantage pulls to teaches nothing.
     """
     ratio = (logprobs_R - sampler_logprobs_R).exp()
     gain = torch.minimum(ratio * advantages_R, ratio.clamp(clip_low, clip_high) * advantages_R)
     seen = ratio.detach()
     return PolicyLoss(loss=-gain.sum() / normaliser, ratio_R=seen, clipped_R=(seen < clip_low) | (seen > clip_high))
+
+
+def cispo_loss(
+    logprobs_R: torch.Tensor,
+    sampler_logprobs_R: torch.Tensor,
+    advantages_R: torch.Tensor,
+    *,
+    normaliser: float,
+    cap: float = 2.0,
+) -> PolicyLoss:
+    """CISPO (arXiv 2506.13585, eq. 4, without a lower bound, as there): the policy gradient of every token, weighted
+    by its ratio, which is cut at `cap` and not differentiated. The same normaliser as PPO's.
+
+    On-policy it is PPO's gradient; a stale token is weighted by its ratio and never silenced by it.
+    """
+    now = logprobs_R.detach()
+    ratio = (now - sampler_logprobs_R).exp()
+    gain = ratio.clamp(max=cap) * advantages_R * (logprobs_R - now).exp()  # by 1, whose gradient is the logprob's
+    return PolicyLoss(loss=-gain.sum() / normaliser, ratio_R=ratio, clipped_R=ratio > cap)
 
 
 def k1(log_ratio_R: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from etude.training.losses import entropy, k1, k3, policy_loss
+from etude.training.losses import cispo_loss, entropy, k1, k3, ppo_loss
 
 SAMPLER = torch.log(torch.tensor([0.5, 0.5, 0.5, 0.5], dtype=torch.float64))
 
 
 def loss_of(logprobs: torch.Tensor, advantages: list[float]) -> torch.Tensor:
-    return policy_loss(logprobs, SAMPLER, torch.tensor(advantages, dtype=torch.float64), normaliser=8).loss
+    return ppo_loss(logprobs, SAMPLER, torch.tensor(advantages, dtype=torch.float64), normaliser=8).loss
 
 
 def test_on_policy_the_gradient_is_reinforce_over_the_constant_normaliser() -> None:
@@ -28,9 +28,29 @@ def test_a_clipped_ratio_has_no_gradient_where_it_would_go_further() -> None:
     assert (logprobs.grad != 0).tolist() == [False, True, True, False]
 
 
+def test_cispo_is_ppo_on_policy() -> None:
+    grads = []
+    for loss in (ppo_loss, cispo_loss):
+        logprobs = SAMPLER.clone().requires_grad_()
+        loss(logprobs, SAMPLER, torch.tensor([1.0, -2.0, 0.5, 0.0], dtype=torch.float64), normaliser=8).loss.backward()
+        grads.append(logprobs.grad)
+    assert torch.equal(grads[0], grads[1])
+
+
+def test_cispo_weights_every_token_by_its_ratio_up_to_the_cap() -> None:
+    ratios = torch.tensor([0.1, 1.4, 1.9, 1.9], dtype=torch.float64)
+    logprobs = (SAMPLER + ratios.log()).requires_grad_()
+    advantages = torch.tensor([1.0, 1.0, 1.0, -2.0], dtype=torch.float64)
+    done = cispo_loss(logprobs, SAMPLER, advantages, normaliser=1, cap=1.5)
+    done.loss.backward()
+    assert logprobs.grad is not None
+    assert torch.allclose(logprobs.grad, -torch.tensor([0.1, 1.4, 1.5, -3.0], dtype=torch.float64))
+    assert done.clipped_R.tolist() == [False, False, True, True]
+
+
 def test_the_upper_clip_is_higher_than_the_lower() -> None:
     ratios = torch.tensor([1.27, 1.29, 0.81, 0.79], dtype=torch.float64)
-    clipped = policy_loss(SAMPLER + ratios.log(), SAMPLER, torch.ones(4), normaliser=1).clipped_R
+    clipped = ppo_loss(SAMPLER + ratios.log(), SAMPLER, torch.ones(4), normaliser=1).clipped_R
     assert clipped.tolist() == [False, True, False, True]
 
 
