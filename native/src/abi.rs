@@ -10,11 +10,12 @@ use crate::encode::Encoder;
 use crate::kind::{Code, Kind, MAX_CLASSES};
 use crate::level;
 use crate::scan::{Classes, Level};
+use crate::scatter::{self, RawScatter};
 use crate::threads;
 use crate::tile::{MAX_ELEMENTS, Piece, num_elements};
 
 /// Changes whenever a signature or a structure here does.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -384,6 +385,15 @@ pub unsafe extern "C" fn etude_count_changed(old: *const c_void, new: *const c_v
         unsafe { level::count_changed(Level::best(), slice::<T>(old.cast(), count), slice::<T>(new.cast(), count)) }
     }
     unsafe { by_width!(width, run(old, new, count), else 0) }
+}
+
+/// Write codes to places of live memory. 0: done; 1: a place was outside, or a width is none.
+///
+/// # Safety
+/// As `scatter::scatter`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_scatter(rows: *const RawScatter, num_rows: u64, threads: u32) -> u32 {
+    shielded(1, || unsafe { !scatter::scatter(slice(rows, num_rows), threads as usize) as u32 })
 }
 
 /// Have codes ready soon that lie far from each other. Any address will do.

@@ -11,5 +11,6 @@ pub mod encode;
 pub mod kind;
 pub mod level;
 pub mod scan;
+pub mod scatter;
 pub mod threads;
 pub mod tile;

@@ -182,6 +182,31 @@ def test_a_request_for_memory_that_is_not_there_is_refused_before_the_kernels_se
             kernels.encode(DTYPES["bf16"], [Tile(120, 4, (piece,))], [items], [items])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_codes_are_scattered_as_numpy_does(threads: int) -> None:
+    rng = np.random.default_rng(threads)
+    rows, expected = [], []
+    for dtype, size in ((np.uint8, 70_000), (np.uint16, 200_001), (np.uint32, 9), (np.uint64, 50_000), (np.uint16, 0)):
+        memory = rng.integers(0, 200, size).astype(dtype)
+        places = rng.permutation(size)[: size // 2].astype(np.uint32)
+        new = rng.integers(0, 200, len(places)).astype(dtype)
+        rows.append((memory, places, new))
+        expected.append(memory.copy())
+        expected[-1][places] = new
+    write = NativeKernels(threads=threads).scatter(rows)
+    write()
+    write()
+    assert all(np.array_equal(memory, right) for (memory, _, _), right in zip(rows, expected, strict=True))
+
+
+def test_a_scatter_outside_of_its_memory_is_refused_before_it_is_one() -> None:
+    memory, codes = np.zeros(4, np.uint16), np.ones(2, np.uint16)
+    for places, new in (([0, 4], codes), ([0, 1, 2], codes), ([0, 1], codes.astype(np.uint32))):
+        with pytest.raises(ValueError):  # noqa: PT011
+            NativeKernels().scatter([(memory, np.array(places, np.uint32), new)])
+    assert not memory.any()
+
+
 def test_no_tiles_are_no_work() -> None:
     kernels, kind = NativeKernels(), DTYPES["bf16"]
     assert kernels.encode(kind, [], [], []) == []

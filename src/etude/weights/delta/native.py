@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from etude.weights.delta.layout import MAX_TILE, Counts, Tile
 from etude.weights.delta.streams import damaged
 from etude.weights.tensors import Codes, DType
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LEVELS = ("portable", "avx2", "avx512")
 """Instructions that the kernels may use; a later one is faster."""
 
@@ -32,6 +32,7 @@ LIBRARY = Path(__file__).with_name(f"libetude_native.{_SUFFIX}")
 _PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride")])
 _TILE = np.dtype([("first_piece", "u8"), ("num_pieces", "u4"), ("high", "u1"), ("classes", "u1"), ("unused", "u2")])
 _PAYLOAD = np.dtype([("start", "u8"), ("num_bytes", "u8")])
+_SCATTER = np.dtype([(name, "u8") for name in ("to", "len", "places", "codes", "count", "width")])
 
 
 class _Kind(ctypes.Structure):
@@ -133,6 +134,31 @@ class NativeKernels:
         if self._library.etude_apply(asked.reference, told.table.ctypes.data, ctypes.byref(refusal)):
             raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
 
+    def scatter(
+        self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]]
+    ) -> Callable[[], None]:
+        """A call that writes, for each (memory, places, codes), codes to places of the flat memory, over threads.
+
+        No element may be in two places. Everything is checked here, `ValueError` for a place outside; the call can
+        be made again and again.
+        """
+        for memory, places, codes in rows:
+            _aligned(memory, places, codes)
+            if memory.dtype != codes.dtype or len(places) != len(codes) or not memory.flags.writeable:
+                raise ValueError(f"{len(codes)} {codes.dtype} do not go to {len(places)} places of {memory.dtype}")
+            if len(places) and int(places.max()) >= len(memory):
+                raise ValueError(f"place {places.max()} lies outside of {len(memory)}")
+        table = np.array(
+            [(m.ctypes.data, m.size, p.ctypes.data, c.ctypes.data, c.size, c.itemsize) for m, p, c in rows], _SCATTER
+        )
+        held = list(rows)
+
+        def write() -> None:
+            refused = self._library.etude_scatter(table.ctypes.data, len(held), self._threads)
+            assert not refused, "what was checked does not change"
+
+        return write
+
     def count_changed(self, old: Codes, new: Codes) -> int:
         """Items that differ: one pass over both, which encoding is measured against. One thread."""
         _aligned(old, new)
@@ -232,6 +258,7 @@ def _open(path: Path) -> Any:
         ("etude_listed_take", None, (pointer, pointer, pointer)),
         ("etude_apply", ctypes.c_uint32, (pointer, pointer, pointer)),
         ("etude_count_changed", count, (pointer, pointer, count, ctypes.c_uint32)),
+        ("etude_scatter", ctypes.c_uint32, (pointer, count, ctypes.c_uint32)),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -10,21 +10,58 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from etude.errors import WeightsError
+from etude.weights.delta import native
 from etude.weights.delta.arrays import bits_of, is_torch, name_of
 from etude.weights.tensors import Codes
 
 Places = npt.NDArray[np.int64]
 Shape = tuple[int, ...]
+Call = Callable[[], None]
 
 _SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # what torch computes with, of each width
+
+
+@dataclass(frozen=True, eq=False)
+class Scatter:
+    """Codes that go to places of flat host memory."""
+
+    flat: Codes
+    places: npt.NDArray[Any]  # uint32 where the native kernels write, else int64
+    codes: Codes
+
+    @property
+    def num_bytes(self) -> int:
+        """What is held: places and codes."""
+        return self.places.nbytes + self.codes.nbytes
+
+    def __call__(self) -> None:
+        self.flat[self.places] = self.codes
+
+
+def together(calls: Sequence[Call]) -> Call:
+    """One call that makes them all; scatters into host memory over all cores where the native kernels are."""
+    kernels = native.load()
+    rows = [(c.flat, c.places, c.codes) for c in calls if _is_native(c)]
+    if kernels is not None and rows:
+        calls = [kernels.scatter(rows), *(c for c in calls if not _is_native(c))]
+
+    def make() -> None:
+        for call in calls:
+            call()
+
+    return make
+
+
+def _is_native(call: Call) -> TypeGuard[Scatter]:
+    return isinstance(call, Scatter) and call.places.dtype == np.uint32
 
 
 @dataclass(frozen=True)
@@ -92,15 +129,15 @@ class Window:
             return np.array_equal(self.view, codes)
         return bool(_torch().equal(self.view, _sent(codes.view(_SIGNED[self.itemsize]), self.view.device)))
 
-    def writer(self, places: Places, codes: Codes) -> Callable[[], None]:
-        """A call that writes codes at places. On a device both are there already when it is made."""
+    def writer(self, places: Places, codes: Codes) -> Call:
+        """A call that writes codes at places: a `Scatter` in host memory. On a device both are there when it is made.
+
+        What the native kernels will write has places of half the size.
+        """
         flat = self.flat
         if isinstance(flat, np.ndarray):
-
-            def write() -> None:
-                flat[places] = codes
-
-            return write
+            small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
+            return Scatter(flat, places.astype(np.uint32) if small else places, codes)
         index, values = _sent(places, flat.device), _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
 
         def send() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from etude.errors import EtudeError, WeightsError, nearest
 from etude.records.completion import Version
 from etude.weights.follow.follower import Update
-from etude.weights.follow.live import Places
+from etude.weights.follow.live import Call, Places, Scatter, together
 from etude.weights.follow.runtime_map import Derived, Map, Piece
 from etude.weights.tensors import Codes, Spec, Tensor
 
@@ -69,6 +69,8 @@ class Target:
             if one.sources & touched:
                 swap.derived.append(_Hook(one, [window.read() for window in one.outputs] if undoable else []))
         swap.undoable = undoable
+        swap.put = together([write.put for write in swap.writes])
+        swap.put_back = together([write.put_back for write in swap.writes])
         return swap
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -117,6 +119,8 @@ class Swap:
     derived: list[_Hook] = field(default_factory=list)
     undoable: bool = True
     applied: bool = False
+    put: Call = lambda: None  # all of `writes` in one
+    put_back: Call = lambda: None
 
     @property
     def list_bytes(self) -> int:
@@ -137,8 +141,7 @@ class Swap:
         """
         self.applied = True
         try:
-            for write in self.writes:
-                write.put()
+            self.put()
             for hook in self.derived:
                 hook.derived.compute()
             sound = probe is None or probe()
@@ -153,8 +156,7 @@ class Swap:
         if not self.applied or not self.undoable:
             why = "it is committed, or was prepared without" if self.applied else "it was not applied"
             raise WeightsError(f"{self.version} cannot be undone", why, hint="adopt the version that is wanted")
-        for write in self.writes:
-            write.put_back()
+        self.put_back()
         for hook in self.derived:
             hook.put_back()
         self.applied = False
@@ -163,6 +165,7 @@ class Swap:
         """Let go of what was kept for an undo."""
         self.writes.clear()
         self.derived.clear()
+        self.put = self.put_back = _nothing
         self.undoable = False
 
     def _refused(self, why: str) -> WeightsError:
@@ -176,8 +179,8 @@ class Swap:
 
 @dataclass(frozen=True)
 class _Write:
-    put: Callable[[], None]
-    put_back: Callable[[], None]
+    put: Call
+    put_back: Call
     num_bytes: int
     old: Codes | None
 
@@ -204,13 +207,12 @@ def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Sp
         old = window.read() if undoable else None
         return _Write(fill, _nothing if old is None else partial(window.fill, old.reshape(window.shape)), 0, old)
     places, codes = change
+    put, back = window.writer(places, codes), _nothing
     old = window.read(places) if undoable else None
-    return _Write(
-        put=fill if fill and len(places) * DENSE > window.num_bytes else window.writer(places, codes),
-        put_back=_nothing if old is None else window.writer(places, old),
-        num_bytes=places.nbytes + codes.nbytes,
-        old=old,
-    )
+    if old is not None:
+        back = replace(put, codes=old) if isinstance(put, Scatter) else window.writer(places, old)
+    num_bytes = put.num_bytes if isinstance(put, Scatter) else places.nbytes + codes.nbytes
+    return _Write(fill if fill and len(places) * DENSE > window.num_bytes else put, back, num_bytes, old)
 
 
 def _spec(known: Tensor | Spec) -> Spec:

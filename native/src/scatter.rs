@@ -1,0 +1,130 @@
+//! Codes to places in live memory, over threads: what an engine is paused for.
+
+use std::ffi::c_void;
+
+use crate::threads;
+
+/// Changes that a thread takes at a time.
+const RUN: usize = 1 << 14;
+/// How far ahead of a write its line of memory is asked for: places rise, yet lie too far apart to be guessed.
+const AHEAD: usize = 24;
+
+/// `count` codes of `width` bytes (1, 2, 4 or 8) that go to `places` of memory that is `len` codes long.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct RawScatter {
+    pub to: *mut c_void,
+    pub len: u64,
+    pub places: *const u32,
+    pub codes: *const c_void,
+    pub count: u64,
+    pub width: u64,
+}
+
+struct Rows<'a>(&'a [RawScatter]);
+
+unsafe impl Sync for Rows<'_> {}
+
+/// Whether every place was inside; one that is not is left out, with what its thread still had to do.
+///
+/// # Safety
+/// Each row describes memory that is there, aligned to its width; no element is in two of all the places.
+pub unsafe fn scatter(rows: &[RawScatter], num_threads: usize) -> bool {
+    let runs: Vec<(usize, usize)> = rows
+        .iter()
+        .enumerate()
+        .flat_map(|(i, row)| (0..row.count as usize).step_by(RUN).map(move |start| (i, start)))
+        .collect();
+    let rows = Rows(rows);
+    let done = threads::over(
+        num_threads,
+        runs.len(),
+        || &rows,
+        |rows, r| {
+            let (i, start) = runs[r];
+            let row = &rows.0[i];
+            unsafe {
+                match row.width {
+                    1 => run::<u8>(row, start),
+                    2 => run::<u16>(row, start),
+                    4 => run::<u32>(row, start),
+                    8 => run::<u64>(row, start),
+                    _ => false,
+                }
+            }
+        },
+    );
+    done.into_iter().all(|inside| inside)
+}
+
+unsafe fn run<T: Copy>(row: &RawScatter, start: usize) -> bool {
+    let count = RUN.min(row.count as usize - start);
+    let (places, codes) = unsafe {
+        (
+            std::slice::from_raw_parts(row.places.add(start), count),
+            std::slice::from_raw_parts(row.codes.cast::<T>().add(start), count),
+        )
+    };
+    let to = row.to.cast::<T>();
+    for (i, (&place, &code)) in places.iter().zip(codes).enumerate() {
+        if let Some(&next) = places.get(i + AHEAD) {
+            fetch(to.wrapping_add(next as usize));
+        }
+        if place as u64 >= row.len {
+            return false;
+        }
+        unsafe { *to.add(place as usize) = code };
+    }
+    true
+}
+
+/// Have a line of memory ready soon. Any address will do.
+#[inline(always)]
+fn fetch<T>(at: *mut T) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row<T>(to: &mut [T], places: &[u32], codes: &[T]) -> RawScatter {
+        RawScatter {
+            to: to.as_mut_ptr().cast(),
+            len: to.len() as u64,
+            places: places.as_ptr(),
+            codes: codes.as_ptr().cast(),
+            count: places.len() as u64,
+            width: size_of::<T>() as u64,
+        }
+    }
+
+    #[test]
+    fn each_code_goes_to_its_place_over_any_number_of_threads() {
+        let places: Vec<u32> = (0..3 * RUN as u32).map(|i| i * 5 + 1).collect();
+        let codes: Vec<u16> = (0..places.len()).map(|i| i as u16 ^ 0x5555).collect();
+        let (few, eights) = ([0u32, 2], [u64::MAX, 7]);
+        for threads in 1..4 {
+            let (mut to, mut other) = (vec![9u16; 15 * RUN + 1], [1u64, 2, 3]);
+            let rows = [row(&mut to, &places, &codes), row(&mut other, &few, &eights)];
+            assert!(unsafe { scatter(&rows, threads) });
+            let mut expected = vec![9u16; to.len()];
+            places.iter().zip(&codes).for_each(|(&place, &code)| expected[place as usize] = code);
+            assert!(to == expected && other == [u64::MAX, 2, 7]);
+        }
+    }
+
+    #[test]
+    fn nothing_is_written_outside() {
+        let mut to = [1u8, 2, 3, 4];
+        let inside = row(&mut to[..3], &[0, 3], &[9, 9]);
+        assert!(!unsafe { scatter(&[inside], 1) });
+        assert_eq!(to, [9, 2, 3, 4]);
+    }
+}
