@@ -392,8 +392,8 @@ pub unsafe extern "C" fn etude_count_changed(old: *const c_void, new: *const c_v
 /// # Safety
 /// As `scatter::scatter`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn etude_scatter(rows: *const RawScatter, num_rows: u64, threads: u32) -> u32 {
-    shielded(1, || unsafe { !scatter::scatter(slice(rows, num_rows), threads as usize) as u32 })
+pub unsafe extern "C" fn etude_scatter(rows: *const RawScatter, num_rows: u64) -> u32 {
+    shielded(1, || unsafe { !scatter::scatter(slice(rows, num_rows)) as u32 })
 }
 
 /// Have codes ready soon that lie far from each other. Any address will do.

@@ -31,7 +31,7 @@ from etude.training.optimizer import AdamW
 from etude.training.report import Tally
 from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
-from etude.weights.tensors import Tensor
+from etude.weights.tensors import Codes, Tensor
 
 FORMAT = 1
 STATE, ABOUT = "learner.safetensors", "learner.json"
@@ -214,17 +214,24 @@ class TorchLearner:
 
 
 def export(model: Transformer, weights: LiveWeights) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded."""
+    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded.
+
+    Memory that several tensors share is converted once: under an optimiser that is all of it.
+    """
     kind, codes = {
         LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
         LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
     }[weights]
-    return {
-        name: Tensor(
-            str(weights), tuple(view.shape), view.to(kind).view(codes[0]).numpy(force=True).view(codes[1]).ravel()
-        )
-        for name, view in hf_views(model).items()
-    }
+    memory: dict[int, Codes] = {}  # by address
+    tensors = {}
+    for name, view in hf_views(model).items():
+        storage, start = view.untyped_storage(), view.storage_offset()
+        if storage.data_ptr() not in memory:
+            whole = torch.empty(0, dtype=view.dtype).set_(storage)
+            memory[storage.data_ptr()] = whole.to(kind).view(codes[0]).numpy(force=True).view(codes[1])
+        own = memory[storage.data_ptr()][start : start + view.numel()]
+        tensors[name] = Tensor(str(weights), tuple(view.shape), own)
+    return tensors
 
 
 def _read_about(path: Path, weights: LiveWeights) -> tuple[int, Version | None]:

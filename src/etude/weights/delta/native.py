@@ -137,10 +137,9 @@ class NativeKernels:
     def scatter(
         self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]]
     ) -> Callable[[], None]:
-        """A call that writes, for each (memory, places, codes), codes to places of the flat memory, over threads.
+        """A call that writes, for each (memory, places, codes), codes to places of the flat memory, in one thread.
 
-        No element may be in two places. Everything is checked here, `ValueError` for a place outside; the call can
-        be made again and again.
+        Everything is checked here, `ValueError` for a place outside; the call can be made again and again.
         """
         for memory, places, codes in rows:
             _aligned(memory, places, codes)
@@ -154,7 +153,7 @@ class NativeKernels:
         held = list(rows)
 
         def write() -> None:
-            refused = self._library.etude_scatter(table.ctypes.data, len(held), self._threads)
+            refused = self._library.etude_scatter(table.ctypes.data, len(held))
             assert not refused, "what was checked does not change"
 
         return write
@@ -258,7 +257,7 @@ def _open(path: Path) -> Any:
         ("etude_listed_take", None, (pointer, pointer, pointer)),
         ("etude_apply", ctypes.c_uint32, (pointer, pointer, pointer)),
         ("etude_count_changed", count, (pointer, pointer, count, ctypes.c_uint32)),
-        ("etude_scatter", ctypes.c_uint32, (pointer, count, ctypes.c_uint32)),
+        ("etude_scatter", ctypes.c_uint32, (pointer, count)),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

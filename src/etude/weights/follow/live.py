@@ -47,7 +47,7 @@ class Scatter:
 
 
 def together(calls: Sequence[Call]) -> Call:
-    """One call that makes them all; scatters into host memory over all cores where the native kernels are."""
+    """One call that makes them all; scatters into host memory in one where the native kernels are."""
     kernels = native.load()
     rows = [(c.flat, c.places, c.codes) for c in calls if _is_native(c)]
     if kernels is not None and rows:
