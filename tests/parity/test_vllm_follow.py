@@ -1,0 +1,25 @@
+"""A real vLLM that follows a channel under live requests computes what a fresh one does with the same version."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from benchmarks.vllm_follow import measure
+
+VLLM = os.environ.get("ETUDE_VLLM", "")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not VLLM, reason="ETUDE_VLLM names no virtual environment with vLLM")
+def test_vllm_swapped_under_requests_scores_like_a_fresh_one() -> None:
+    found = measure(Path(VLLM), num_versions=2)
+    assert found["adopted"] == 3
+    assert found["wrong_tensors"] == 0
+    assert found["requests"]["failed"] == 0
+    assert found["requests"]["over_a_swap"] > 0
+    assert found["all_complete"]
+    assert found["max_difference_from_a_fresh_engine"] == 0
+    assert found["max_difference_from_the_first_version"] > 0
