@@ -94,13 +94,19 @@ def _wait_for(path: Path, engine: subprocess.Popen[bytes]) -> None:
         if engine.poll() is not None:
             raise SystemExit(f"vLLM ended with status {engine.returncode} before it had adopted {path.suffix[1:]}")
         if time.monotonic() > end:
-            raise DeadlineExceeded(f"vLLM did not adopt version {path.suffix[1:]} within {DEADLINE_S:g} s")
+            what = f"vLLM did not adopt version {path.suffix[1:]} within {DEADLINE_S:g} s"
+            raise DeadlineExceeded(what, hint="its own output says what it does")
         time.sleep(0.02)
 
 
 def _end(engine: subprocess.Popen[bytes]) -> None:
-    if engine.wait(DEADLINE_S):
-        raise SystemExit(f"vLLM ended with status {engine.returncode}")
+    try:
+        status = engine.wait(DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        what = f"vLLM did not end within {DEADLINE_S:g} s"
+        raise DeadlineExceeded(what, hint="its own output says what it does") from None
+    if status:
+        raise SystemExit(f"vLLM ended with status {status}")
 
 
 def main() -> None:

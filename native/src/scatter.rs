@@ -23,7 +23,7 @@ pub struct RawScatter {
 /// # Safety
 /// Each row describes memory that is there, aligned to its width.
 pub unsafe fn scatter(rows: &[RawScatter]) -> bool {
-    rows.iter().all(|row| unsafe {
+    rows.iter().filter(|row| row.count > 0).all(|row| unsafe {
         match row.width {
             1 => write::<u8>(row),
             2 => write::<u16>(row),

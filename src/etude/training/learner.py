@@ -216,7 +216,8 @@ class TorchLearner:
 def export(model: Transformer, weights: LiveWeights) -> dict[str, Tensor]:
     """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded.
 
-    Memory that several tensors share is converted once: under an optimiser that is all of it.
+    Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
+    codes are views of the live weights: copy what is kept.
     """
     kind, codes = {
         LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
@@ -227,7 +228,7 @@ def export(model: Transformer, weights: LiveWeights) -> dict[str, Tensor]:
     for name, view in hf_views(model).items():
         storage, start = view.untyped_storage(), view.storage_offset()
         if storage.data_ptr() not in memory:
-            whole = torch.empty(0, dtype=view.dtype).set_(storage)
+            whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
             memory[storage.data_ptr()] = whole.to(kind).view(codes[0]).numpy(force=True).view(codes[1])
         own = memory[storage.data_ptr()][start : start + view.numel()]
         tensors[name] = Tensor(str(weights), tuple(view.shape), own)

@@ -203,6 +203,8 @@ def test_a_scatter_outside_of_its_memory_is_refused_before_it_is_one() -> None:
     for places, new in (([0, 4], codes), ([0, 1, 2], codes), ([0, 1], codes.astype(np.uint32))):
         with pytest.raises(ValueError):  # noqa: PT011
             NativeKernels().scatter([(memory, np.array(places, np.uint32), new)])
+    with pytest.raises(ValueError, match="int64 places"):
+        NativeKernels().scatter([(memory, np.array([0, 1]), codes)])  # type: ignore[list-item]
     assert not memory.any()
 
 

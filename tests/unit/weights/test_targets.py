@@ -145,6 +145,17 @@ def test_wider_live_memory_holds_the_same_values() -> None:
     assert memory["w"].tolist() == torch.from_numpy(shaped(new["w"]).view(np.int16)).view(torch.bfloat16).tolist()
 
 
+def test_what_is_computed_from_a_tied_name_is_computed_when_the_published_one_changes() -> None:
+    shared, ran = np.zeros((6, 4), np.uint16), []
+    hook = Derived(frozenset({"head"}), lambda: ran.append("head"))
+    old = {"embed": tensor(6, 4)}
+    target = Target(Map(named({"embed": shared, "head": shared}), derived=[hook]))
+    target.prepare(update({}, old), old, undoable=False).apply()
+    new = {"embed": stepped(old["embed"])}
+    target.prepare(update(old, new), new).apply()
+    assert ran == ["head", "head"]
+
+
 def test_tied_tensors_are_written_once(zeros) -> None:
     shared = zeros(6, 4)
     old = {"embed": tensor(6, 4), "head": tensor(6, 4)}

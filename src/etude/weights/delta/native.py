@@ -142,9 +142,12 @@ class NativeKernels:
         Everything is checked here, `ValueError` for a place outside; the call can be made again and again.
         """
         for memory, places, codes in rows:
-            _aligned(memory, places, codes)
-            if memory.dtype != codes.dtype or len(places) != len(codes) or not memory.flags.writeable:
-                raise ValueError(f"{len(codes)} {codes.dtype} do not go to {len(places)} places of {memory.dtype}")
+            flat = all(
+                one.ndim == 1 and one.flags.c_contiguous and one.flags.aligned for one in (memory, places, codes)
+            )
+            same = memory.dtype == codes.dtype and len(places) == len(codes) and places.dtype == np.uint32
+            if not (flat and same and memory.flags.writeable):
+                raise ValueError(f"{codes.dtype} {codes.shape} do not go to {places.dtype} places of {memory.dtype}")
             if len(places) and int(places.max()) >= len(memory):
                 raise ValueError(f"place {places.max()} lies outside of {len(memory)}")
         table = np.array(

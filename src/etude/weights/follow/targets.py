@@ -65,6 +65,7 @@ class Target:
                 if change is None or len(change[0]):
                     swap.writes.append(_write(piece, change, known[name], undoable))
         touched = {*update.changed, *update.replaced}
+        touched |= {tie for name in touched for tie in self._map.tied.get(name, ())}
         for one in self._map.derived:
             if one.sources & touched:
                 swap.derived.append(_Hook(one, [window.read() for window in one.outputs] if undoable else []))
@@ -207,12 +208,14 @@ def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Sp
         old = window.read() if undoable else None
         return _Write(fill, _nothing if old is None else partial(window.fill, old.reshape(window.shape)), 0, old)
     places, codes = change
-    put, back = window.writer(places, codes), _nothing
     old = window.read(places) if undoable else None
+    whole = fill is not None and len(places) * DENSE > window.num_bytes
+    put = fill if fill is not None and whole else window.writer(places, codes)
+    back = _nothing
     if old is not None:
         back = replace(put, codes=old) if isinstance(put, Scatter) else window.writer(places, old)
-    num_bytes = put.num_bytes if isinstance(put, Scatter) else places.nbytes + codes.nbytes
-    return _Write(fill if fill and len(places) * DENSE > window.num_bytes else put, back, num_bytes, old)
+    held = next((call for call in (put, back) if isinstance(call, Scatter)), None)
+    return _Write(put, back, held.num_bytes if held else places.nbytes + codes.nbytes, old)
 
 
 def _spec(known: Tensor | Spec) -> Spec:

@@ -6,31 +6,39 @@ requests in flight keep their KV. `etude_prepare` fetches, decodes and proves in
 packed for its kernels, in memory whose order is nobody's business: there a plain copy is written, and what was touched
 is packed anew by vLLM's own functions. (Its own reload does not pack experts again, and answers as if all were well:
 measured with 0.32, mean |change of a logprob| .0057 became .305.) Knows what a Hugging Face checkpoint's names are in
-vLLM for decoders with q/k/v, gate/up and experts; quantised weights are refused. Tried with vLLM 0.32 on CPU; on a GPU
-not yet. etude itself, without torch, has to be importable in vLLM's environment (`pip install etude --no-deps
-zstandard msgspec numpy`).
+vLLM for decoders with q/k/v, gate/up and experts; what it cannot map to the bit (quantised weights, experts that a
+GPU's kernels had rearranged, absorbed attention) it refuses. Tried with vLLM 0.32 on CPU; on a GPU not yet.
+docs/guides/weights-alone.md says what has to be installed beside vLLM.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.stores import open_store
 from etude.weights.follow.engine_maps import fused_pieces, sharded
 from etude.weights.follow.follower import Follower
-from etude.weights.follow.runtime_map import Derived, Map, Piece
+from etude.weights.follow.live import Call
+from etude.weights.follow.runtime_map import Derived, Map, joined
 from etude.weights.follow.targets import Swap, Target
+
+_AS_LOADED = ("TRITON", "BATCHED_TRITON")
+"""vLLM's backends whose experts stay in the order that they were loaded in."""
 
 
 class WorkerExtension:
-    """What vLLM adds to its worker class. Not safe between threads: vLLM calls one after another."""
+    """What vLLM adds to its worker class. Not safe between threads: vLLM calls one after another.
+
+    A version is a mapping of `step`, `incarnation` and `digest`. Before `etude_follow` every other method raises
+    `WeightsError`.
+    """
 
     model_runner: Any  # vLLM's
     vllm_config: Any
@@ -39,35 +47,40 @@ class WorkerExtension:
     def etude_follow(self, store: str, name: str = "policy", branch: str = "", public_key: str = "") -> None:
         """Follow a channel of a store (as `open_store` takes it); `public_key`: hexadecimal, to believe only what its
         owner signed. Nothing is fetched yet. Raises `WeightsError` for a model that has no map."""
-        key = bytes.fromhex(public_key) or None
+        try:
+            key = bytes.fromhex(public_key) or None
+        except ValueError as error:
+            hint = "give the public key's 64 hexadecimal digits"
+            raise WeightsError(f"{public_key!r} is no public key", str(error), hint=hint) from None
         follower = partial(Follower, open_store(store), name, branch=branch, public_key=key, can_undo=False)
         rows = _rows(self.vllm_config)
         self.etude_following = _Following(follower, _memory(self.model_runner.model), rows, self.rank % rows.size)
 
-    def etude_prepare(self) -> None:
-        """Begin to fetch and prove the newest version, beside the requests, unless one is under way or waits to be
-        adopted."""
-        self.etude_following.prepare()
+    def etude_prepare(self, version: Mapping[str, Any] | None = None) -> None:
+        """Begin to fetch and prove the newest version, or this one, beside the requests, unless one is under way or
+        waits to be adopted; another one that waits is given up for the version that is named."""
+        _of(self).prepare(None if version is None else Version(**version))
 
-    def etude_prepared(self) -> str | None:
+    def etude_prepared(self) -> dict[str, Any] | None:
         """The version that waits to be adopted; None while there is none. Raises what preparing failed with."""
-        swap = self.etude_following.prepared()
-        return str(swap.version) if swap else None
+        swap = _of(self).prepared()
+        return None if swap is None else _told(swap.version)
 
     def etude_adopt(self) -> dict[str, Any]:
         """Write what was prepared: its `version`, and `pause_s`, in which nothing else ran. Raises `WeightsError` when
-        nothing waits, or when it was not adopted: then the weights are what they were."""
-        return self.etude_following.adopt()
+        nothing waits, or when it was not adopted: its facts say whether the weights are what they were (the first
+        version, and the first after an undo or a failure, cannot be undone)."""
+        return _of(self).adopt()
 
     def etude_undo(self) -> None:
-        """Write back what was there before the last adoption, and forget what is held: the next version comes from an
-        anchor. Raises `WeightsError` where nothing is kept."""
-        self.etude_following.undo()
+        """Write back what was there before the last adoption, give up what waits, and forget what is held: the next
+        version comes from an anchor. Raises `WeightsError` where nothing is kept."""
+        _of(self).undo()
 
     def etude_check(self) -> list[str]:
         """Names of the checkpoint whose memory does not hold, bit for bit, what was adopted. Raises `WeightsError`
-        while the next version is prepared."""
-        return self.etude_following.check()
+        while nothing is adopted, or the next version is prepared."""
+        return _of(self).check()
 
 
 @dataclass(frozen=True)
@@ -81,10 +94,10 @@ class _Rows:
 
 @dataclass
 class _Memory:
-    """Live memory under the checkpoint's modules' names, and what has to be done once some of it was written."""
+    """Live memory under the checkpoint's modules' names, and what has to be called once some of it was written."""
 
     parameters: dict[str, Any] = field(default_factory=dict)
-    packing: dict[str, Any] = field(default_factory=dict)  # by the parameter that it packs
+    packing: list[tuple[tuple[str, ...], Call]] = field(default_factory=list)
 
 
 class _Following:
@@ -96,18 +109,23 @@ class _Following:
         self._target: Target | None = None
         self._adopted: Swap | None = None
 
-    def prepare(self) -> None:
-        if self._preparing is None or (self.prepared() is None and self._preparing.done()):
-            self._preparing = self._thread.submit(self._prepare)
+    def prepare(self, version: Version | None) -> None:
+        if self._preparing is not None and not self._preparing.done():
+            return
+        waiting = self.prepared()
+        if waiting is not None:
+            if version is None or version == waiting.version:
+                return
+            self._forget()
+        self._preparing = self._thread.submit(self._prepare, version)
 
     def prepared(self) -> Swap | None:
-        if self._preparing is None or not self._preparing.done():
+        preparing = self._preparing
+        if preparing is None or not preparing.done():
             return None
-        try:
-            return self._preparing.result()
-        except BaseException:
-            self._preparing = None  # what was held is held still: it may be tried again
-            raise
+        if preparing.exception() is not None or preparing.result() is None:
+            self._preparing = None  # it may be asked for again
+        return preparing.result()
 
     def adopt(self) -> dict[str, Any]:
         swap = self.prepared()
@@ -115,7 +133,7 @@ class _Following:
             raise WeightsError("no version waits to be adopted", hint="etude_prepare, then ask etude_prepared")
         started = time.perf_counter()
         try:
-            swap.apply()
+            swap.apply(_settled)
         except BaseException:
             self._forget()
             raise
@@ -123,44 +141,73 @@ class _Following:
         if self._adopted is not None:
             self._adopted.commit()
         self._adopted, self._preparing = swap, None
-        return {"version": str(swap.version), "pause_s": pause_s, "list_bytes": swap.list_bytes}
+        return {"version": _told(swap.version), "pause_s": pause_s, "list_bytes": swap.list_bytes}
 
     def undo(self) -> None:
-        if self._adopted is None or self._preparing is not None:
-            why = "nothing was adopted" if self._adopted is None else "the next version is prepared already"
-            raise WeightsError("nothing is undone", why, hint="undo before the next etude_prepare")
+        if self._adopted is None:
+            raise WeightsError("nothing is undone", "nothing was adopted since", hint="one adoption can be undone")
+        if self._preparing is not None and not self._preparing.done():
+            hint = "wait until etude_prepared tells of it"
+            raise WeightsError("nothing is undone yet", "the next version is being prepared", hint=hint)
         self._adopted.undo()
         self._forget()
+
+    def check(self) -> list[str]:
+        if self._target is None or self._adopted is None or self._preparing is not None:
+            why = "nothing is adopted" if self._adopted is None else "the next version is prepared"
+            hint = "check after an adoption, before the next etude_prepare"
+            raise WeightsError("what is held cannot be checked", why, hint=hint)
+        return self._target.differing(self._follower.tensors)
 
     def _forget(self) -> None:
         """Hold nothing: the next version comes from an anchor and is written whole."""
         self._follower, self._preparing, self._adopted = self._make(), None, None
 
-    def check(self) -> list[str]:
-        if self._preparing is not None:
-            hint = "check after an adoption, before the next etude_prepare"
-            raise WeightsError("what is held cannot be checked", "the next version is prepared", hint=hint)
-        return self._target.differing(self._follower.tensors) if self._target else []
-
-    def _prepare(self) -> Swap | None:
+    def _prepare(self, version: Version | None) -> Swap | None:
         first = self._follower.version is None
-        update = self._follower.advance()
-        if update is None:
-            return None
-        if self._target is None:
-            self._target = self._made(update.version)
-        return self._target.prepare(update, self._follower.tensors, undoable=not first)
+        try:
+            update = self._follower.advance(exactly=version)
+            if update is None:
+                return None
+            if self._target is None:
+                self._target = self._made()
+            return self._target.prepare(update, self._follower.tensors, undoable=not first)
+        except BaseException:
+            self._follower = self._make()  # it may be ahead of the memory: what comes next is written whole
+            raise
 
-    def _made(self, version: Version) -> Target:
+    def _made(self) -> Target:
         specs = {name: tensor.spec for name, tensor in self._follower.tensors.items()}
-        pieces: dict[str, Sequence[Piece]] = {}
-        derived = []
-        for name, value in self._memory.parameters.items():
-            of_one = fused_pieces({name: value}, query_rows=self._rows.query, key_rows=self._rows.key)
-            pieces |= of_one
-            if name in self._memory.packing:
-                derived.append(Derived(frozenset(of_one), self._memory.packing[name]))
-        return Target(Map(sharded(pieces, specs, rank=self._rank, size=self._rows.size), derived=derived))
+        parts = {
+            name: fused_pieces({name: value}, query_rows=self._rows.query, key_rows=self._rows.key)
+            for name, value in self._memory.parameters.items()
+        }
+        derived = [
+            Derived(frozenset(source for name in names for source in parts[name]), pack)
+            for names, pack in self._memory.packing
+        ]
+        pieces = sharded(joined(*parts.values()), specs, rank=self._rank, size=self._rows.size)
+        return Target(Map(pieces, derived=derived))
+
+
+def _of(worker: Any) -> _Following:
+    following = getattr(worker, "etude_following", None)
+    if following is None:
+        raise WeightsError("this worker follows no channel", hint='collective_rpc("etude_follow", args=(store,)) first')
+    return cast(_Following, following)
+
+
+def _told(version: Version) -> dict[str, Any]:
+    return {"step": version.step, "incarnation": version.incarnation, "digest": version.digest}
+
+
+def _settled() -> bool:
+    """What was queued on a GPU is done: a swap's probe."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return True
 
 
 def _rows(config: Any) -> _Rows:
@@ -183,47 +230,52 @@ def _memory(model: Any) -> _Memory:
     """vLLM's parameters; on the CPU build plain ones in place of those that it packed away."""
     from vllm.platforms import current_platform  # type: ignore[import-not-found]  # in vLLM's environment alone
 
-    found, packed = _Memory(), _packed if current_platform.is_cpu() else _plain
+    found, on_cpu = _Memory(), current_platform.is_cpu()
     for module_name, module in model.named_modules():
+        _refuse_rearranged(module_name, module, on_cpu=on_cpu)
         stem = module_name.replace(".routed_experts", "")
-        parameters = dict(module.named_parameters(recurse=False))
-        for name, value, pack in packed(module, parameters):
+        plain = {name: value.data for name, value in module.named_parameters(recurse=False)}
+        unpacked, pack = _unpacked(module, plain) if on_cpu else ({}, None)
+        for name, value in {**plain, **unpacked}.items():
             found.parameters[f"{stem}.{name}"] = value
-            if pack is not None:
-                found.packing[f"{stem}.{name}"] = pack
+        if pack is not None:
+            found.packing.append((tuple(f"{stem}.{name}" for name in unpacked), pack))
     return found
 
 
-def _plain(module: Any, parameters: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    return [(name, value.data, None) for name, value in parameters.items()]
+def _refuse_rearranged(name: str, module: Any, *, on_cpu: bool) -> None:
+    """Raises `WeightsError` for memory that only looks like the checkpoint's, or has copies that nobody renews."""
+    backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+    if hasattr(module, "W_UV") or hasattr(module, "W_UK_T"):
+        facts = "its attention keeps products of kv_b_proj"
+    elif not on_cpu and hasattr(module, "w13_weight") and getattr(backend, "name", "") not in _AS_LOADED:
+        facts = f"its experts are laid out for {getattr(backend, 'name', type(module).__name__)}"
+    else:
+        return
+    hint = f"take one of {', '.join(_AS_LOADED)} for experts, or map it by `etude.weights.follow.runtime_map`"
+    raise WeightsError(f"{name or 'the model'} has weights that this map does not reach", facts, hint=hint)
 
 
-def _packed(module: Any, parameters: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """As `_plain`, for what the CPU build does in `process_weights_after_loading` of linears, heads and experts."""
+def _unpacked(module: Any, plain: Mapping[str, Any]) -> tuple[dict[str, Any], Call | None]:
+    """For what the CPU build packs in `process_weights_after_loading` (linears, embeddings and heads, experts): memory
+    in the order of the checkpoint, and the call that packs it."""
     import torch
     from vllm.model_executor.layers.linear import LinearBase  # type: ignore[import-not-found]
 
-    left = dict(parameters)
-    made: list[tuple[str, Any, Any]] = []
     if isinstance(module, LinearBase) and hasattr(module, "cpu_linear"):
         rows = getattr(module, "output_size_per_partition", module.output_size)
         columns = getattr(module, "input_size_per_partition", module.input_size)
         weight = torch.empty(rows, columns, dtype=module.params_dtype)
-        left.pop("weight")
-        made.append(("weight", weight, partial(_pack_linear, module, weight)))
-    elif hasattr(module, "cpu_linear"):  # the head: its weight stays, beside what was packed
-        pack = partial(module.quant_method.process_weights_after_loading, module)
-        made.append(("weight", left.pop("weight").data, pack))
-    elif "w13_weight" in left:
-        sizes = module.moe_config
-        experts, inner, hidden = left["w13_weight"].shape[0], sizes.intermediate_size_per_partition, sizes.hidden_dim
-        kind = left.pop("w13_weight").dtype
-        left.pop("w2_weight")
-        both = torch.empty(experts, 2 * inner, hidden, dtype=kind)
-        down = torch.empty(experts, hidden, inner, dtype=kind)
-        pack = partial(_pack_experts, module, both, down)
-        made += [("w13_weight", both, pack), ("w2_weight", down, pack)]
-    return [*made, *_plain(module, left)]
+        return {"weight": weight}, partial(_pack_linear, module, weight)
+    if hasattr(module, "cpu_linear"):  # its weight stays, beside what was packed
+        return {"weight": plain["weight"]}, partial(module.quant_method.process_weights_after_loading, module)
+    if "w13_weight" in plain:
+        sizes, packed = module.moe_config, plain["w13_weight"]
+        experts, inner, hidden = packed.shape[0], sizes.intermediate_size_per_partition, sizes.hidden_dim
+        both = torch.empty(experts, 2 * inner, hidden, dtype=packed.dtype)
+        down = torch.empty(experts, hidden, inner, dtype=packed.dtype)
+        return {"w13_weight": both, "w2_weight": down}, partial(_pack_experts, module, both, down)
+    return {}, None
 
 
 def _pack_linear(module: Any, weight: Any) -> None:
