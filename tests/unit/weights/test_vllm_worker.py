@@ -1,0 +1,159 @@
+"""The worker extension's way through versions, over plain memory in place of vLLM's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from etude.errors import WeightsError
+from etude.records.completion import Version
+from etude.stores import MemoryStore
+from etude.weights import Channel, Follower, Tensor
+from etude.weights.follow import vllm_worker
+from etude.weights.follow.targets import Target
+from etude.weights.follow.vllm_worker import WorkerExtension, _Following, _Memory, _Rows
+
+ROWS = _Rows(query=4, key=2, size=1)
+
+
+class Worker(WorkerExtension):
+    """Follows a store into a fused projection, a tied head and stacked experts, each with a packing of its own."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.qkv, self.embed = np.zeros((8, 3), np.uint16), np.zeros((5, 3), np.uint16)
+        self.w13, self.w2 = np.zeros((2, 4, 3), np.uint16), np.zeros((2, 3, 2), np.uint16)
+        self.packed: list[str] = []
+        memory = _Memory(
+            {
+                "a.qkv_proj.weight": self.qkv,
+                "embed.weight": self.embed,
+                "head.weight": self.embed,
+                "b.experts.w13_weight": self.w13,
+                "b.experts.w2_weight": self.w2,
+            },
+            [
+                (("a.qkv_proj.weight",), partial(self.packed.append, "qkv")),
+                (("head.weight",), partial(self.packed.append, "head")),
+                (("b.experts.w13_weight", "b.experts.w2_weight"), partial(self.packed.append, "experts")),
+            ],
+        )
+        self.etude_following = _Following(partial(Follower, store, can_undo=False), memory, ROWS, 0)
+
+    def come(self, version: Version | None = None) -> dict[str, object] | None:
+        """Prepare, and wait for what comes of it."""
+        self.etude_prepare(vllm_worker._told(version) if version else None)
+        waiting = self.etude_following._preparing
+        if waiting is not None:
+            waiting.exception(10)
+        return self.etude_prepared()
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def channel(store: MemoryStore) -> Channel:
+    return Channel(store)
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    rng = np.random.default_rng(seed)
+    shapes = {"a.q_proj.weight": (4, 3), "a.k_proj.weight": (2, 3), "a.v_proj.weight": (2, 3), "embed.weight": (5, 3)}
+    for e in range(2):
+        shapes |= {f"b.experts.{e}.{part}_proj.weight": (2, 3) for part in ("gate", "up")}
+        shapes |= {f"b.experts.{e}.down_proj.weight": (3, 2)}
+    return {
+        name: Tensor("bf16", shape, rng.integers(0x3C00, 0x3E00, int(np.prod(shape))).astype(np.uint16))
+        for name, shape in shapes.items()
+    }
+
+
+def publish(channel: Channel, step: int, parent: Version | None) -> Version:
+    return channel.publish(weights(step), step=step, parent=parent, rollout_ids=[]).version
+
+
+def holds(worker: Worker, step: int) -> bool:
+    expected = weights(step)
+    parts = [expected[f"a.{x}_proj.weight"].codes.reshape(-1, 3) for x in "qkv"]
+    down = expected["b.experts.1.down_proj.weight"].codes.reshape(3, 2)
+    return (
+        np.array_equal(worker.qkv, np.concatenate(parts))
+        and np.array_equal(worker.embed.ravel(), expected["embed.weight"].codes)
+        and np.array_equal(worker.w2[1], down)
+    )
+
+
+def test_each_version_is_written_packed_once_and_proven(store: MemoryStore, channel: Channel) -> None:
+    worker, version = Worker(store), None
+    for step in range(3):
+        version = publish(channel, step, version)
+        assert worker.come() == vllm_worker._told(version)
+        assert worker.etude_adopt()["version"] == vllm_worker._told(version)
+        assert holds(worker, step)
+        assert sorted(worker.packed) == ["experts", "head", "qkv"]
+        assert worker.etude_check() == []
+        worker.packed.clear()
+    assert worker.come() is None
+    assert worker.etude_check() == []
+
+
+def test_a_preparation_that_fails_is_told_and_the_next_writes_everything(
+    store: MemoryStore, channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(store)
+    first = publish(channel, 0, None)
+    worker.come()
+    worker.etude_adopt()
+    second = publish(channel, 1, first)
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "prepare", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            worker.come()
+    publish(channel, 2, second)
+    worker.come()
+    worker.etude_adopt()
+    assert holds(worker, 2)
+
+
+def test_an_undo_brings_back_the_version_before_and_the_next_is_right(store: MemoryStore, channel: Channel) -> None:
+    worker = Worker(store)
+    first = publish(channel, 0, None)
+    worker.come()
+    worker.etude_adopt()
+    publish(channel, 1, first)
+    worker.come()
+    worker.etude_adopt()
+    worker.etude_undo()
+    assert holds(worker, 0)
+    with pytest.raises(WeightsError, match="cannot be checked"):
+        worker.etude_check()
+    worker.come()
+    worker.etude_adopt()
+    assert holds(worker, 1)
+
+
+def test_another_version_is_prepared_in_place_of_one_that_waits(store: MemoryStore, channel: Channel) -> None:
+    worker = Worker(store)
+    first = publish(channel, 0, None)
+    worker.come()
+    second = publish(channel, 1, first)
+    assert worker.come() == vllm_worker._told(first), "one that waits is not passed over by itself"
+    assert worker.come(second) == vllm_worker._told(second)
+    worker.etude_adopt()
+    assert holds(worker, 1)
+
+
+def test_what_cannot_be_done_yet_is_said(store: MemoryStore) -> None:
+    with pytest.raises(WeightsError, match="follows no channel"):
+        WorkerExtension().etude_prepare()
+    worker = Worker(store)
+    with pytest.raises(WeightsError, match="is no public key"):
+        worker.etude_follow("memory://", public_key="zz")
+    for call in (worker.etude_adopt, worker.etude_undo, worker.etude_check):
+        with pytest.raises(WeightsError):
+            call()
+    assert worker.come() is None
