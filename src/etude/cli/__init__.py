@@ -6,6 +6,8 @@ Exit codes are those of `etude.errors.Exit`; every error's class has one.
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors that have an explanation are printed in three parts, all others keep their traceback."""
     try:
         args = _parser().parse_args(argv)
-        return int(_command(args.command)(args) or 0)
+        code = int(_command(args.command)(args) or 0)
+        sys.stdout.flush()
+        return code
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -32,6 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
+        return Exit.FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
+        print(f"error: the output was cut off\n  {error.strerror}\n  hint: make room where it goes", file=sys.stderr)
         return Exit.FAILED
 
 

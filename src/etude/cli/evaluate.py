@@ -15,7 +15,7 @@ from etude.records.task import Split
 
 def evaluate(args: argparse.Namespace) -> int:
     """Solve rate of a checkpoint or of a run's newest one; JSON on stdout, which says what was evaluated."""
-    from etude.loop.preflight import check_start
+    from etude.loop.preflight import check_start, check_tasks
     from etude.loop.standalone import evaluate_checkpoint, version_of
 
     place = existing(args.checkpoint)
@@ -38,6 +38,7 @@ def evaluate(args: argparse.Namespace) -> int:
         given = overridden(args.set, to_plain(read_config(run)))
     config = build(RunConfig, given)
     check_start(checkpoint, context_tokens=config.engine.context_tokens)
+    check_tasks(config, [Split(args.split)])
     result = asyncio.run(
         evaluate_checkpoint(
             checkpoint, config, split=Split(args.split), num_tasks=args.tasks, tries=args.tries, out=None

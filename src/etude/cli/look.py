@@ -6,10 +6,10 @@ import argparse
 
 from rich.table import Table
 
-from etude.cli.places import console, open_run
-from etude.errors import LedgerError
+from etude.cli.places import console, open_ledger, open_run
+from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
-from etude.experience import Ledger, audit
+from etude.experience import audit
 from etude.experience.audit import steps_of
 from etude.stores import DirectoryStore
 from etude.weights.chain.history import readable
@@ -41,26 +41,27 @@ def report(args: argparse.Namespace) -> int:
     """Write summary.json and report.html again, from what the run folder holds."""
     from etude.loop.phases import leave_report
 
-    print(leave_report(open_run(args.run)))
+    run = open_run(args.run)
+    if not (run / "events" / "conductor.jsonl").exists():
+        hint = "put them back; summary.json and report.html are left as they are"
+        raise RunError(f"{run.path} has no events", "a report is made of events/conductor.jsonl", hint=hint)
+    print(leave_report(run))
     return 0
 
 
 def ledger_audit(args: argparse.Namespace) -> int:
     """Recompute from traces and manifests: lost, trained twice. Exit code 1 when anything is."""
     run = open_run(args.run)
-    path = run / "ledger.sqlite"
-    if not path.exists():
-        raise LedgerError(
-            f"{run.path} has no ledger",
-            "it has not begun RL",
-            hint=f"audit it once it has: etude status {run.path} says where it is",
-        )
+    ledger = open_ledger(run)
+    if not (run / "weights").exists():
+        hint = "put it back: what was trained is what its manifests list"
+        raise RunError(f"{run.path} has a ledger and no weights folder", "nothing can be audited against it", hint=hint)
     store = DirectoryStore(run / "weights")
     manifests, damaged = readable(store, "policy")
     require_pointer(store)
     from_traces = steps_of(run / "traces", damaged.version.step) if damaged is not None else []
     chain = [*from_traces, *(list(manifest.rollout_ids) for manifest in manifests)]
-    found = audit(Ledger.reading(path), run / "traces", chain)
+    found = audit(ledger, run / "traces", chain)
     unproven = len(found.missing) + len(found.ungraded)
     print(
         (f"not sound: {unproven} without a proof ({(*found.missing, *found.ungraded)[0]}); " if unproven else "")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from etude.errors import NoCheckpoint, NoRun
+from etude.errors import LedgerError, NoCheckpoint, NoRun
 from etude.run import RunFolder
+
+if TYPE_CHECKING:
+    from etude.experience import Ledger
 
 RUNS = Path("runs")
 
@@ -17,6 +21,20 @@ def open_run(path: Path | None) -> RunFolder:
     if path is None:
         return newest_run()
     return RunFolder.open(path if path.exists() or not (RUNS / path).exists() else RUNS / path)
+
+
+def open_ledger(run: RunFolder) -> Ledger:
+    """A run's ledger, to be read. Raises `RunError` where it is gone, `LedgerError` where it is damaged or not there
+    yet."""
+    from etude.experience import Ledger
+    from etude.loop.preflight import check_ledger
+
+    check_ledger(run)
+    path = run / "ledger.sqlite"
+    if not path.exists():
+        hint = f"ask again once it has: etude status {run.path} says where it is"
+        raise LedgerError(f"{run.path} has no ledger", "it has not begun RL", hint=hint)
+    return Ledger.reading(path)
 
 
 def existing(path: Path) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from etude.cli.places import console, open_run
+from etude.cli.places import console, open_ledger, open_run
 from etude.errors import EtudeError, InputError, nearest
 from etude.evals import EvalRow, read_rows
 from etude.experience import Finished, Ledger
@@ -35,7 +35,7 @@ def listed(args: argparse.Namespace) -> int:
     if args.eval is not None:
         console().print(_evaluated(read_rows(_evaluation(run, args.eval)), args.limit))
         return 0
-    ledger = Ledger.reading(run / "ledger.sqlite")
+    ledger = open_ledger(run)
     table = Table("rollout", "state", "reward", "step", "attempt", "reason")
     for row in [row for row in ledger.rows() if args.state in (None, row.state)][-args.limit :]:
         reward = "" if row.reward is None else f"{row.reward:g}"

@@ -23,6 +23,7 @@ from etude.weights.chain.manifest import Kind
 def log(args: argparse.Namespace) -> int:
     """Every version, the newest last: bytes, ratio, share of the bound, what it was trained on."""
     store = _store(args.run)
+    inspect.require_channel(store, args.name)
     table = Table("version", "kind", "bytes", "ratio", "share of bound", "changed", "rollouts")
     for row in inspect.log(store, args.name):
         table.add_row(

@@ -124,6 +124,7 @@ def relay(args: argparse.Namespace) -> int:
 def gc(args: argparse.Namespace) -> int:
     """Delete what no version needs that was a head within `--keep`. The first call only looks."""
     store, signer = existing_store(args.store), signer_of(args.key)
+    inspect.require_channel(store, args.name)
     inspect.require_pointer(store, args.name)
     done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
     print(
@@ -164,7 +165,9 @@ def key(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Read all of a channel and rebuild every version by every way. Exit code 1 for a version that is lost."""
-    found = fsck.verify(existing_store(args.store), args.name)
+    store = existing_store(args.store)
+    inspect.require_channel(store, args.name)
+    found = fsck.verify(store, args.name)
     tell(found)
     if found.found:
         first = found.found[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,20 @@ def preflight(config: RunConfig, *, adopted: bool = False) -> None:
     if config.start is not None and not adopted:
         check_start(config.start, context_tokens=config.engine.context_tokens)
     standard_tools(config.harness.tools)
+    asyncio.run(_prove(check_tasks(config, _used_splits(config)), config))
+
+
+def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
+    """The config's tasks, some in each of these splits. Raises `ConfigError`, `TaskError`."""
     source = open_tasks(config)
-    for split in _used_splits(config):
+    for split in splits:
         if source.size(split) == 0:
             raise TaskError(
                 f"{config.tasks.source} has no {split} task",
                 "the run needs some",
                 hint="add tasks; `split` in a task.toml puts one where you want it",
             )
-    asyncio.run(_prove(source, config))
+    return source
 
 
 def check_ledger(run: RunFolder) -> None:

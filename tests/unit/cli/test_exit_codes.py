@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import etude.cli.tasks
 from etude.cli import main
 from etude.config import to_toml
 from etude.errors import Exit
+from etude.experience import Ledger
 from etude.loop.config import RunConfig
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -122,3 +126,36 @@ def test_why_a_task_does_not_prove_itself_is_said_once(
     said = "".join(capsys.readouterr())
     assert said.count(why) == 1
     assert "error: 1 of 1 train tasks of own do not prove themselves\n  hint: look at it with" in said
+
+
+def test_what_a_run_has_lost_is_named_and_nothing_is_replaced(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "summary.json").write_text("{}")
+    assert main(["report", "a"]) == Exit.FAILED
+    assert "has no events" in capsys.readouterr().err
+    assert (run / "summary.json").read_text() == "{}"
+    (run / "weights" / "pointers").mkdir(parents=True)
+    (run / "weights" / "pointers" / "policy").write_text("{}")
+    assert main(["ledger", "audit", "a"]) == Exit.FAILED
+    assert "has published weights and no ledger.sqlite" in capsys.readouterr().err
+    shutil.rmtree(run / "weights")
+    Ledger(run / "ledger.sqlite", capacity=8).close()
+    assert main(["ledger", "audit", "a"]) == Exit.FAILED
+    assert "no weights folder" in capsys.readouterr().err
+
+
+def test_rollouts_of_a_run_that_has_not_begun_rl_are_not_there_yet(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rollouts", "list", "a"]) == Exit.FAILED
+    assert "it has not begun RL" in capsys.readouterr().err
+
+
+def test_an_output_that_has_no_room_is_an_error_in_three_parts(run: RunFolder) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "etude.cli", "status", "a"], stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == Exit.FAILED
+    assert b"Traceback" not in done.stderr
+    assert done.stderr.startswith(b"error: the output was cut off\n")
+    assert b"hint: " in done.stderr

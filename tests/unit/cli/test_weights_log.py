@@ -41,3 +41,15 @@ def test_what_is_neither_a_run_nor_a_store_is_called_so(
     said = capsys.readouterr().err
     assert f"{name} is not a run or a store" in said
     assert "s3://bucket/prefix" in said
+
+
+@pytest.mark.parametrize("command", ["log", "fsck", "gc"])
+def test_a_channel_that_is_not_there_is_named_with_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    weights = {"w": Tensor("bf16", (8,), np.arange(8, dtype=np.uint16))}
+    Channel(DirectoryStore(tmp_path / "store")).publish(weights, step=0, parent=None, rollout_ids=[])
+    assert main(["weights", command, str(tmp_path / "store"), "--name", "polcy"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no channel 'polcy'" in said
+    assert "did you mean 'policy'?" in said

@@ -20,7 +20,18 @@ from etude.weights.chain.signing import Signer, write_signed
 from etude.weights.delta.steps import steps_between
 from etude.weights.tensors import DTYPES, Tensor, to_items
 
-__all__ = ["Check", "Finding", "broken_at", "diff", "find", "log", "repair", "require_pointer", "verify"]
+__all__ = [
+    "Check",
+    "Finding",
+    "broken_at",
+    "diff",
+    "find",
+    "log",
+    "repair",
+    "require_channel",
+    "require_pointer",
+    "verify",
+]
 
 
 class NoVersion(WeightsError, InputError):
@@ -64,6 +75,15 @@ class DiffRow:
     num_elements: int
     num_changed: int
     max_step: int | None  # the longest change in ULP; None where one side has no such tensor
+
+
+def require_channel(store: BlobStore, name: str) -> None:
+    """Raises `InputError` for a channel that is not there beside others that are: a misspelt name."""
+    if history.head(store, name) is None and not history.committed(store, name):
+        others = sorted(key.removeprefix("pointers/") for key in store.list("pointers/"))
+        if others:
+            hint = f"give --name; {nearest(name, others)}"
+            raise InputError(f"there is no channel {name!r}", f"there is {', '.join(others)}", hint=hint)
 
 
 def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
