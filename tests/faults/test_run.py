@@ -218,6 +218,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("experience.group_size=1", "from 2 to 1024"),
         ("experience.credit=grop", "did you mean 'grpo'"),
         ("harness.tools=['edti']", "did you mean 'edit'"),
+        ("harness.tools=['ls']", "nobody could submit"),
         ("harness.context_tokens=4096", "does not fit"),
         ("engine.context_tokens=512", "positions for 128"),
         ("start=/nowhere", "no config.json there"),

@@ -33,5 +33,3 @@ class HarnessConfig:
             raise ValueError(
                 f"turn_tokens = {self.turn_tokens} leaves no room in context_tokens = {self.context_tokens}"
             )
-        if self.require_submit and "submit" not in self.tools:
-            raise ValueError("tools has no 'submit', and require_submit lets only those score who call it")

@@ -34,6 +34,12 @@ def preflight(config: RunConfig, *, adopted: bool = False) -> None:
     if config.start is not None and not adopted:
         check_start(config.start, context_tokens=config.engine.context_tokens)
     standard_tools(config.harness.tools)
+    if config.harness.require_submit and "submit" not in config.harness.tools:
+        raise ConfigError(
+            f"harness.tools = {list(config.harness.tools)}",
+            "nobody could submit, and harness.require_submit gives those 0 who do not",
+            hint="add 'submit', or set harness.require_submit=false",
+        )
     asyncio.run(_prove(check_tasks(config, _used_splits(config)), config))
 
 
