@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
-        print(f"error: the output was cut off\n  {error.strerror}\n  hint: make room where it goes", file=sys.stderr)
+        hint = "make room where the output goes, or where the command writes"
+        print(f"error: not everything could be written\n  {error.strerror}\n  hint: {hint}", file=sys.stderr)
         return Exit.FAILED
 
 

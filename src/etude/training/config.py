@@ -29,7 +29,7 @@ class LearnerConfig:
     lr: float = ranged(5e-4, low=0.0)  # constant, then linear to a tenth over the last 40 % of the steps
     warmup_steps: int = ranged(0, low=0)
     grad_clip: float = ranged(1.0, low=0.0)  # largest norm of the whole gradient
-    policy_loss: PolicyLossKind = PolicyLossKind.PPO  # cispo can be faster at lag 2, and collapses: docs/lab/LOG.md
+    policy_loss: PolicyLossKind = PolicyLossKind.PPO  # cispo collapsed at lag 4: docs/lab/LOG.md
     ratio_cap: float = ranged(2.0, low=1.0)  # cispo: the most that a stale token's ratio weighs
     clip_low: float = ranged(0.8, low=0.0, high=1.0)  # ppo
     clip_high: float = ranged(1.28, low=1.0)  # ppo

@@ -157,5 +157,5 @@ def test_an_output_that_has_no_room_is_an_error_in_three_parts(run: RunFolder) -
         done = subprocess.run([sys.executable, "-m", "etude.cli", "status", "a"], stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == Exit.FAILED
     assert b"Traceback" not in done.stderr
-    assert done.stderr.startswith(b"error: the output was cut off\n")
+    assert done.stderr.startswith(b"error: not everything could be written\n")
     assert b"hint: " in done.stderr
