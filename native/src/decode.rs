@@ -239,9 +239,10 @@ impl Decoder {
     fn start(&mut self, classes: Classes) {
         self.chunk.ranks[0] = [0; MAX_CLASSES];
         (self.inverted, self.next) = (0, [u32::MAX; MAX_CLASSES]);
-        for (c, changes) in self.classes[..classes.count as usize].iter().enumerate() {
+        for (c, changes) in self.classes[..classes.count as usize].iter_mut().enumerate() {
+            changes.listed.push(u32::MAX);
             self.inverted |= (changes.header.inverted as u32) << c;
-            self.next[c] = changes.listed.first().copied().unwrap_or(u32::MAX);
+            self.next[c] = changes.listed[0];
         }
     }
 
@@ -286,15 +287,14 @@ impl Decoder {
             ranks[blocks + 1..].fill([u32::MAX; MAX_CLASSES]);
         }
         let ends = ranks[blocks];
-        let reached =
-            next.iter().zip(&ends).enumerate().fold(0, |set, (c, (next, end))| set | ((next < end) as u32) << c);
-        for c in bits(reached) {
+        for c in bits(unsafe { S::below(next, &ends) }) {
             let changes = &mut all[c];
             while next[c] < ends[c] {
                 let block = block_of(ranks, c, next[c]);
                 changed[block] ^= unsafe { S::nth_bit(masks[block][c], next[c] - ranks[block][c]) };
                 changes.next_listed += 1;
-                next[c] = changes.listed.get(changes.next_listed).copied().unwrap_or(u32::MAX);
+                // behind the last one lies a sentinel, beyond all ends
+                next[c] = unsafe { *changes.listed.get_unchecked(changes.next_listed) };
             }
         }
     }
@@ -326,7 +326,7 @@ impl Decoder {
     /// Whether everything that the bytes told was used.
     fn end(&self, classes: Classes) -> Result<(), Refused> {
         let mut used = self.classes[..classes.count as usize].iter();
-        if used.all(|c| c.next_listed == c.listed.len() && c.next_step == c.steps.len()) {
+        if used.all(|c| c.next_listed + 1 == c.listed.len() && c.next_step == c.steps.len()) {
             Ok(())
         } else {
             Err(PAST_THE_END)
@@ -374,13 +374,7 @@ fn bits(mut set: u32) -> impl Iterator<Item = usize> {
 /// The block of a chunk that holds a rank of class `c`: the last one that begins at or below it.
 #[inline(always)]
 fn block_of(ranks: &[[u32; MAX_CLASSES]; CHUNK + 1], c: usize, rank: u32) -> usize {
-    let mut block = 0;
-    let mut half = CHUNK / 2;
-    while half > 0 {
-        block += if ranks[block + half][c] <= rank { half } else { 0 };
-        half /= 2;
-    }
-    block
+    ranks[1..CHUNK].iter().map(|ranks| (ranks[c] <= rank) as usize).sum()
 }
 
 /// `left`: elements of the tile that no class before has claimed as changed.

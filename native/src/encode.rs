@@ -1,10 +1,10 @@
 //! Two snapshots of a tile to its bytes.
 
 use crate::bits::{BitWriter, CAP, MAX_LOW, put_varint, rice};
-use crate::kind::{Code, MAX_CLASSES, Step};
+use crate::kind::{Code, Kind, MAX_CLASSES, Step};
 use crate::scan::{BLOCK, CHUNK, Chunk, Classes, Places, Scan};
 use crate::tile::{
-    CODED, INVERTED, NumbersOut, Piece, Span, complement, num_elements, runs, scan_changes, scan_classes, spans,
+    CODED, INVERTED, NumbersOut, Piece, complement, num_elements, runs, scan_changes, scan_classes, spans,
 };
 
 /// So many sizes of a class are looked at for their Rice parameter.
@@ -12,54 +12,63 @@ const SIZES_TRIED: usize = 1024;
 /// What an escape costs: the longest run of zeros, and 32 bits.
 const ESCAPE_BITS: u32 = CAP + 32;
 
+/// A changed element as it is found: its codes wait for their step until a whole class can be done at once.
+#[derive(Clone, Copy)]
+struct Change<T> {
+    rank: u32,
+    old: T,
+    new: T,
+}
+
 /// The changed elements of a class.
-#[derive(Default)]
-struct Changes {
-    /// In rising order.
-    ranks: Vec<u32>,
-    steps: Vec<Step>,
+struct Changes<T> {
+    /// In rising order of rank.
+    listed: Vec<Change<T>>,
     /// Elements of the class.
     count: u32,
 }
 
+impl<T> Default for Changes<T> {
+    fn default() -> Self {
+        Self { listed: Vec::new(), count: 0 }
+    }
+}
+
 /// Where the classes' next changes are written. A value of its own, so that it stays in registers and near caches.
-struct Tops {
-    tops: [(*mut u32, *mut Step); MAX_CLASSES],
+struct Tops<T> {
+    tops: [*mut Change<T>; MAX_CLASSES],
     /// Changes for which there is room in every class.
     room: usize,
 }
 
-impl Tops {
+impl<T> Tops<T> {
     /// # Safety
     /// There is room, and `class` is below `MAX_CLASSES`.
     #[inline(always)]
-    unsafe fn push(&mut self, class: usize, rank: u32, step: Step) {
+    unsafe fn push(&mut self, class: usize, change: Change<T>) {
         unsafe {
-            let (ranks, steps) = self.tops.get_unchecked_mut(class);
-            ranks.write(rank);
-            steps.write(step);
-            (*ranks, *steps) = (ranks.add(1), steps.add(1));
+            let top = self.tops.get_unchecked_mut(class);
+            top.write(change);
+            *top = top.add(1);
         }
     }
 
     /// Room for a chunk's changes.
     #[inline(always)]
-    unsafe fn make_room(&mut self, all: &mut [Changes; MAX_CLASSES]) {
+    unsafe fn make_room(&mut self, all: &mut [Changes<T>; MAX_CLASSES]) {
         if self.room < CHUNK * BLOCK {
             unsafe { self.grow(all) };
         }
     }
 
     #[cold]
-    unsafe fn grow(&mut self, all: &mut [Changes; MAX_CLASSES]) {
+    unsafe fn grow(&mut self, all: &mut [Changes<T>; MAX_CLASSES]) {
         unsafe { self.settle(all) };
         self.room = usize::MAX;
-        for (changes, top) in all.iter_mut().zip(&mut self.tops) {
-            let (ranks, steps) = (&mut changes.ranks, &mut changes.steps);
-            ranks.reserve(4 * CHUNK * BLOCK);
-            steps.reserve(4 * CHUNK * BLOCK);
-            self.room = self.room.min(ranks.capacity() - ranks.len()).min(steps.capacity() - steps.len());
-            *top = (ranks.spare_capacity_mut().as_mut_ptr().cast(), steps.spare_capacity_mut().as_mut_ptr().cast());
+        for (Changes { listed, .. }, top) in all.iter_mut().zip(&mut self.tops) {
+            listed.reserve(4 * CHUNK * BLOCK);
+            self.room = self.room.min(listed.capacity() - listed.len());
+            *top = listed.spare_capacity_mut().as_mut_ptr().cast();
         }
     }
 
@@ -67,66 +76,68 @@ impl Tops {
     ///
     /// # Safety
     /// The tops are of these classes, or empty.
-    unsafe fn settle(&self, all: &mut [Changes; MAX_CLASSES]) {
-        for (changes, (ranks, _)) in all.iter_mut().zip(&self.tops).filter(|(_, (ranks, _))| !ranks.is_null()) {
-            unsafe {
-                let len = ranks.offset_from(changes.ranks.as_ptr()) as usize;
-                changes.ranks.set_len(len);
-                changes.steps.set_len(len);
-            }
+    unsafe fn settle(&self, all: &mut [Changes<T>; MAX_CLASSES]) {
+        for (changes, top) in all.iter_mut().zip(&self.tops).filter(|(_, top)| !top.is_null()) {
+            unsafe { changes.listed.set_len(top.offset_from(changes.listed.as_ptr()) as usize) };
         }
     }
 }
 
-impl Default for Tops {
+impl<T> Default for Tops<T> {
     fn default() -> Self {
-        Self { tops: [(std::ptr::null_mut(), std::ptr::null_mut()); MAX_CLASSES], room: 0 }
+        Self { tops: [std::ptr::null_mut(); MAX_CLASSES], room: 0 }
     }
 }
 
 /// Working memory of one thread.
-pub struct Encoder {
+pub struct Encoder<T> {
     chunk: Box<Chunk>,
     places: Box<Places>,
-    classes: [Changes; MAX_CLASSES],
+    classes: [Changes<T>; MAX_CLASSES],
+    ranks: Vec<u32>,
+    steps: Vec<Step>,
     signs: BitWriter,
     gaps: NumbersOut,
     exceptions: NumbersOut,
     sizes: NumbersOut,
     listed: Vec<u32>,
     others: Vec<u32>,
+    scratch: Vec<u32>,
 }
 
-impl Default for Encoder {
+impl<T> Default for Encoder<T> {
     fn default() -> Self {
         Self {
             chunk: Chunk::new(),
             places: Box::new([0; CHUNK * BLOCK + BLOCK]),
             classes: Default::default(),
+            ranks: Vec::new(),
+            steps: Vec::new(),
             signs: BitWriter::default(),
             gaps: NumbersOut::default(),
             exceptions: NumbersOut::default(),
             sizes: NumbersOut::default(),
             listed: Vec::new(),
             others: Vec::new(),
+            scratch: Vec::new(),
         }
     }
 }
 
-impl Encoder {
+impl<T: Code> Encoder<T> {
     /// The coded tile; nothing where nothing changed.
     ///
     /// # Safety
     /// The pieces are readable, and the machine has the instructions of `S`.
     #[inline(always)]
-    pub unsafe fn encode<T: Code, S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) -> Vec<u8> {
+    pub unsafe fn encode<S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) -> Vec<u8> {
         self.clear();
         if classes.count == 1 {
-            unsafe { self.collect_one::<T, S>(classes, pieces) };
+            unsafe { self.collect_one::<S>(pieces) };
         } else {
-            unsafe { self.collect::<T, S>(classes, pieces) };
+            unsafe { self.collect::<S>(classes, pieces) };
         }
-        if self.classes.iter().all(|changes| changes.ranks.is_empty()) {
+        if self.classes.iter().all(|changes| changes.listed.is_empty()) {
             return Vec::new();
         }
         self.write(classes)
@@ -134,8 +145,7 @@ impl Encoder {
 
     fn clear(&mut self) {
         for changes in &mut self.classes {
-            changes.ranks.clear();
-            changes.steps.clear();
+            changes.listed.clear();
             changes.count = 0;
         }
         for numbers in [&mut self.gaps, &mut self.exceptions, &mut self.sizes] {
@@ -146,7 +156,7 @@ impl Encoder {
     }
 
     #[inline(always)]
-    unsafe fn collect<T: Code, S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) {
+    unsafe fn collect<S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) {
         let kind = classes.kind;
         let Self { chunk, places, classes: all, .. } = self;
         let mut tops = Tops::default();
@@ -161,10 +171,10 @@ impl Encoder {
                 for &place in &places[..num_changed] {
                     let (block, i) = (place as usize / BLOCK % CHUNK, place as u32 % BLOCK as u32);
                     let (old, new) = unsafe { span.codes_at(place) };
-                    let c = kind.class(old, classes.high, classes.count) % MAX_CLASSES;
+                    let c = kind.class(old.widen(), classes.high, classes.count) % MAX_CLASSES;
                     let before = chunk.masks[block][c] & ((1 << i) - 1);
                     let rank = chunk.ranks[block][c] + before.count_ones();
-                    unsafe { tops.push(c, rank, kind.step(old, new)) };
+                    unsafe { tops.push(c, Change { rank, old, new }) };
                 }
                 tops.room -= num_changed;
                 chunk.ranks[0] = chunk.ranks[span.blocks];
@@ -178,12 +188,11 @@ impl Encoder {
 
     /// One class: a rank is a position, and nothing but the comparison has to be scanned.
     #[inline(always)]
-    unsafe fn collect_one<T: Code, S: Scan>(&mut self, classes: Classes, pieces: &[Piece<T>]) {
+    unsafe fn collect_one<S: Scan>(&mut self, pieces: &[Piece<T>]) {
         let Self { chunk, places, classes: all, .. } = self;
         let mut tops = Tops::default();
         for run in runs(pieces) {
             for span in spans(run) {
-                fetch_ahead::<T, S>(&span);
                 let num_changed = unsafe {
                     scan_changes::<T, S>(&span, chunk);
                     tops.make_room(all);
@@ -192,7 +201,7 @@ impl Encoder {
                 for &place in &places[..num_changed] {
                     unsafe {
                         let (old, new) = span.codes_at(place);
-                        tops.push(0, span.position as u32 + place as u32, classes.kind.step(old, new));
+                        tops.push(0, Change { rank: span.position as u32 + place as u32, old, new });
                     }
                 }
                 tops.room -= num_changed;
@@ -206,7 +215,7 @@ impl Encoder {
     fn write(&mut self, classes: Classes) -> Vec<u8> {
         let mut coded = vec![CODED];
         for c in 0..classes.count as usize {
-            self.write_class(c, &mut coded);
+            self.write_class(classes.kind, c, &mut coded);
         }
         let planes = [&self.gaps, &self.exceptions, &self.sizes];
         for numbers in planes {
@@ -224,17 +233,21 @@ impl Encoder {
     }
 
     #[inline(always)]
-    fn write_class(&mut self, c: usize, coded: &mut Vec<u8>) {
-        let Self { classes, others, listed, .. } = self;
-        let Changes { ranks, steps, count } = &classes[c];
-        put_varint(coded, ranks.len() as u64);
-        if ranks.is_empty() {
+    fn write_class(&mut self, kind: Kind, c: usize, coded: &mut Vec<u8>) {
+        let Self { classes, ranks, steps, others, listed, scratch, .. } = self;
+        let Changes { listed: changes, count } = &classes[c];
+        put_varint(coded, changes.len() as u64);
+        if changes.is_empty() {
             return;
         }
+        ranks.clear();
+        ranks.extend(changes.iter().map(|change| change.rank));
+        steps.clear();
+        steps.extend(changes.iter().map(|change| kind.step(change.old.widen(), change.new.widen())));
         let inverted = 2 * ranks.len() > *count as usize;
         let list = if inverted { complement(ranks, *count, others) } else { ranks };
         let low = rice(*count as u64, list.len() as u64);
-        put_gaps(&mut self.gaps, list, low);
+        put_gaps(&mut self.gaps, list, low, scratch);
         put_signs(&mut self.signs, steps);
         coded.push(low as u8 | if inverted { INVERTED } else { 0 });
         if inverted {
@@ -247,34 +260,23 @@ impl Encoder {
         }
         let inverted = 2 * listed.len() > steps.len();
         let list = if inverted { complement(listed, steps.len() as u32, others) } else { &*listed };
-        put_gaps(&mut self.exceptions, list, rice(steps.len() as u64, list.len() as u64));
+        put_gaps(&mut self.exceptions, list, rice(steps.len() as u64, list.len() as u64), scratch);
         for place in &mut *listed {
             *place = steps[*place as usize].less() - 1; // from here on the size less 2
         }
         let low = sizes_low(&listed[..listed.len().min(SIZES_TRIED)]);
         coded.push(low as u8);
-        self.sizes.extend(listed.len(), low, listed.iter().copied());
+        self.sizes.extend(listed, low);
     }
 }
 
-/// Have the codes two chunks further on ready soon.
+/// The gaps between rising items; `scratch` is room for them.
 #[inline(always)]
-fn fetch_ahead<T: Code, S: Scan>(span: &Span<T>) {
-    for at in (0..CHUNK * BLOCK).step_by(64 / T::BYTES) {
-        S::fetch(span.old.wrapping_add(2 * CHUNK * BLOCK + at));
-        S::fetch(span.new.wrapping_add(2 * CHUNK * BLOCK + at));
-    }
-}
-
-#[inline(always)]
-fn put_gaps(numbers: &mut NumbersOut, list: &[u32], low: u32) {
-    let mut next = 0;
-    let gaps = list.iter().map(|&item| {
-        let gap = item - next;
-        next = item + 1;
-        gap
-    });
-    numbers.extend(list.len(), low, gaps);
+fn put_gaps(numbers: &mut NumbersOut, list: &[u32], low: u32, scratch: &mut Vec<u32>) {
+    scratch.clear();
+    scratch.extend(list.first());
+    scratch.extend(list.iter().zip(list.iter().skip(1)).map(|(before, item)| item - before - 1));
+    numbers.extend(scratch, low);
 }
 
 #[inline(always)]

@@ -11,14 +11,19 @@ use crate::tile::Piece;
 
 /// # Safety
 /// As `Encoder::encode`; the machine has the level.
-pub unsafe fn encode<T: Code>(level: Level, encoder: &mut Encoder, classes: Classes, pieces: &[Piece<T>]) -> Vec<u8> {
+pub unsafe fn encode<T: Code>(
+    level: Level,
+    encoder: &mut Encoder<T>,
+    classes: Classes,
+    pieces: &[Piece<T>],
+) -> Vec<u8> {
     unsafe {
         match level {
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => encode_avx512(encoder, classes, pieces),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => encode_avx2(encoder, classes, pieces),
-            _ => encoder.encode::<T, Portable>(classes, pieces),
+            _ => encoder.encode::<Portable>(classes, pieces),
         }
     }
 }
@@ -45,20 +50,20 @@ pub unsafe fn decode<T: Code>(
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq,gfni")]
 #[target_feature(enable = "avx2,bmi1,bmi2,popcnt,lzcnt")]
-unsafe fn encode_avx512<T: Code>(encoder: &mut Encoder, classes: Classes, pieces: &[Piece<T>]) -> Vec<u8> {
-    unsafe { encoder.encode::<T, Avx512>(classes, pieces) }
+unsafe fn encode_avx512<T: Code>(encoder: &mut Encoder<T>, classes: Classes, pieces: &[Piece<T>]) -> Vec<u8> {
+    unsafe { encoder.encode::<Avx512>(classes, pieces) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,bmi1,bmi2,popcnt,lzcnt")]
-unsafe fn encode_avx2<T: Code>(encoder: &mut Encoder, classes: Classes, pieces: &[Piece<T>]) -> Vec<u8> {
-    unsafe { encoder.encode::<T, Avx2>(classes, pieces) }
+unsafe fn encode_avx2<T: Code>(encoder: &mut Encoder<T>, classes: Classes, pieces: &[Piece<T>]) -> Vec<u8> {
+    unsafe { encoder.encode::<Avx2>(classes, pieces) }
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq,gfni")]
 #[target_feature(enable = "avx2,bmi1,bmi2,popcnt,lzcnt")]
 unsafe fn decode_avx512<T: Code>(
     decoder: &mut Decoder,

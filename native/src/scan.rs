@@ -51,7 +51,7 @@ impl Level {
             use std::arch::is_x86_feature_detected as has;
             if has!("avx2") && has!("bmi1") && has!("bmi2") && has!("popcnt") && has!("lzcnt") {
                 let wide = has!("avx512f") && has!("avx512bw") && has!("avx512vl") && has!("avx512dq");
-                return if wide && has!("avx512vbmi") && has!("avx512vbmi2") && has!("avx512vpopcntdq") {
+                return if wide && has!("avx512vbmi") && has!("avx512vbmi2") && has!("avx512vpopcntdq") && has!("gfni") {
                     Level::Avx512
                 } else {
                     Level::Avx2
@@ -79,12 +79,11 @@ pub trait Scan {
     /// As the trait says.
     unsafe fn changes<T: Code>(old: *const T, new: *const T, count: usize, chunk: &mut Chunk);
 
-    /// Fill `chunk.masks[..count]` and `chunk.ranks[1..=count]`, going on from `chunk.ranks[0]`. What lies two chunks
-    /// further on in `old` and in `beside`, any address, may be fetched meanwhile: this pass waits for no memory.
+    /// Fill `chunk.masks[..count]` and `chunk.ranks[1..=count]`, going on from `chunk.ranks[0]`.
     ///
     /// # Safety
     /// As the trait says.
-    unsafe fn classes<T: Code>(old: *const T, beside: *const T, count: usize, classes: Classes, chunk: &mut Chunk);
+    unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk);
 
     /// The places of the set bits of `masks`, in order, into `places`; how many there are. What lies behind them in
     /// `places` may be overwritten.
@@ -98,6 +97,16 @@ pub trait Scan {
     /// # Safety
     /// As the trait says.
     unsafe fn nth_bit(mask: u64, n: u32) -> u64;
+
+    /// Bit `c`: `numbers[c]` is below `limits[c]`.
+    ///
+    /// # Safety
+    /// As the trait says.
+    #[inline(always)]
+    unsafe fn below(numbers: &[u32; MAX_CLASSES], limits: &[u32; MAX_CLASSES]) -> u32 {
+        let all = numbers.iter().zip(limits).enumerate();
+        all.fold(0, |set, (c, (number, limit))| set | ((number < limit) as u32) << c)
+    }
 
     /// Have the cache line of an address ready soon. Any address will do.
     fn fetch<T>(_: *const T) {}
@@ -136,7 +145,7 @@ impl Scan for Portable {
     }
 
     #[inline(always)]
-    unsafe fn classes<T: Code>(old: *const T, _: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
+    unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
         for block in 0..count {
             let codes = unsafe { block_at(old, block) };
             let mut class = [0u8; BLOCK];
@@ -214,7 +223,7 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn classes<T: Code>(old: *const T, _: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
+        unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
             for block in 0..count {
                 let codes = unsafe { block_at(old, block) };
                 let mut class = [0u8; BLOCK];
@@ -299,8 +308,8 @@ mod x86 {
         }
 
         #[inline(always)]
-        unsafe fn classes<T: Code>(old: *const T, beside: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
-            unsafe { classes_512(old, beside, count, classes, chunk) }
+        unsafe fn classes<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
+            unsafe { classes_512(old, count, classes, chunk) }
         }
 
         #[inline(always)]
@@ -314,12 +323,17 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn below(numbers: &[u32; MAX_CLASSES], limits: &[u32; MAX_CLASSES]) -> u32 {
+            unsafe { below_512(numbers, limits) }
+        }
+
+        #[inline(always)]
         fn fetch<T>(at: *const T) {
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
         }
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq,gfni")]
     unsafe fn changes_512<T: Code>(old: *const T, new: *const T, count: usize, chunk: &mut Chunk) {
         for block in 0..count {
             let at = |p: *const T, i: usize| unsafe {
@@ -333,24 +347,20 @@ mod x86 {
         }
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq")]
-    unsafe fn classes_512<T: Code>(old: *const T, beside: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vbmi2,avx512vpopcntdq,gfni")]
+    unsafe fn classes_512<T: Code>(old: *const T, count: usize, classes: Classes, chunk: &mut Chunk) {
         let shift = _mm_cvtsi32_si128(classes.kind.shift as i32);
         let exponent = _mm512_set1_epi8(classes.kind.exponent_mask as i8);
         let high = _mm512_set1_epi8(classes.high as i8);
         let last = _mm512_set1_epi8(classes.count as i8 - 1);
-        let evens = even_bytes();
+        let evens = bytes(|i| 2 * i);
         // lane c of `unset[b]`: all ones where bit b of the class index c (0 to 7) is 0
         let unset = [0, 1, 2].map(|bit| lanes(|c| if c >> bit & 1 == 1 { 0 } else { u64::MAX }));
-        let mut ranks = [0, 8].map(|c: usize| unsafe {
-            _mm512_cvtepu32_epi64(_mm256_loadu_si256(chunk.ranks[0].as_ptr().add(c).cast()))
-        });
+        let diagonal = _mm512_set1_epi64(0x8040_2010_0804_0201u64 as i64);
+        let transposed = bytes(|i| i % 8 * 8 + i / 8);
+        let even_words = words(|i| 2 * i);
+        let mut ranks = unsafe { _mm512_loadu_si512(chunk.ranks[0].as_ptr().cast()) };
         for block in 0..count {
-            for i in 0..T::BYTES {
-                let ahead = BLOCK * T::BYTES * (block + 2 * CHUNK) + 64 * i;
-                _mm_prefetch::<_MM_HINT_T0>(old.cast::<i8>().wrapping_add(ahead));
-                _mm_prefetch::<_MM_HINT_T0>(beside.cast::<i8>().wrapping_add(ahead));
-            }
             let at = |i: usize| unsafe {
                 _mm512_loadu_si512(old.cast::<u8>().add(BLOCK * T::BYTES * block + 64 * i).cast())
             };
@@ -364,7 +374,11 @@ mod x86 {
                 }
             };
             let class = _mm512_min_epu8(_mm512_subs_epu8(high, _mm512_and_si512(shifted, exponent)), last);
-            let plane = |bit: i8| _mm512_set1_epi64(_mm512_test_epi8_mask(class, _mm512_set1_epi8(1 << bit)) as i64);
+            // byte b of quadword i: bit b of elements 8i + 7 to 8i; the same upwards; quadword b: bit b of all elements
+            let downwards = _mm512_gf2p8affine_epi64_epi8::<0>(diagonal, class);
+            let upwards = _mm512_gf2p8affine_epi64_epi8::<0>(downwards, diagonal);
+            let planes = _mm512_permutexvar_epi8(transposed, upwards);
+            let plane = |bit: i64| _mm512_permutexvar_epi64(_mm512_set1_epi64(bit), planes);
             let low = _mm512_ternarylogic_epi64::<0x80>(
                 _mm512_xor_si512(plane(0), unset[0]),
                 _mm512_xor_si512(plane(1), unset[1]),
@@ -372,21 +386,20 @@ mod x86 {
             );
             let eighth = plane(3);
             let masks = [_mm512_andnot_si512(eighth, low), _mm512_and_si512(eighth, low)];
-            for half in 0..2 {
-                ranks[half] = _mm512_add_epi64(ranks[half], _mm512_popcnt_epi64(masks[half]));
-                unsafe {
-                    _mm512_storeu_si512(chunk.masks[block].as_mut_ptr().add(8 * half).cast(), masks[half]);
-                    let next = chunk.ranks[block + 1].as_mut_ptr().add(8 * half);
-                    _mm256_storeu_si256(next.cast(), _mm512_cvtepi64_epi32(ranks[half]));
+            let counts = masks.map(|masks| _mm512_popcnt_epi64(masks));
+            ranks = _mm512_add_epi32(ranks, _mm512_permutex2var_epi32(counts[0], even_words, counts[1]));
+            unsafe {
+                for (half, masks) in masks.into_iter().enumerate() {
+                    _mm512_storeu_si512(chunk.masks[block].as_mut_ptr().add(8 * half).cast(), masks);
                 }
+                _mm512_storeu_si512(chunk.ranks[block + 1].as_mut_ptr().cast(), ranks);
             }
         }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt")]
     unsafe fn places_512(masks: &[u64], places: &mut Places) -> usize {
-        let ascending: [u8; 64] = std::array::from_fn(|i| i as u8);
-        let all = unsafe { _mm512_loadu_si512(ascending.as_ptr().cast()) };
+        let all = bytes(|i| i);
         let start = places.as_mut_ptr();
         let places_at = |at: usize| start.wrapping_add(at);
         let mut base = _mm512_setzero_si512();
@@ -409,9 +422,21 @@ mod x86 {
     }
 
     #[target_feature(enable = "avx512f")]
-    fn even_bytes() -> __m512i {
-        let bytes: [u8; 64] = std::array::from_fn(|i| 2 * i as u8);
+    unsafe fn below_512(numbers: &[u32; MAX_CLASSES], limits: &[u32; MAX_CLASSES]) -> u32 {
+        let [numbers, limits] = [numbers, limits].map(|all| unsafe { _mm512_loadu_si512(all.as_ptr().cast()) });
+        _mm512_cmplt_epu32_mask(numbers, limits) as u32
+    }
+
+    #[target_feature(enable = "avx512f")]
+    fn bytes(value: impl Fn(u8) -> u8) -> __m512i {
+        let bytes: [u8; 64] = std::array::from_fn(|i| value(i as u8));
         unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
+    }
+
+    #[target_feature(enable = "avx512f")]
+    fn words(value: impl Fn(u32) -> u32) -> __m512i {
+        let words: [u32; 16] = std::array::from_fn(|i| value(i as u32));
+        unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
     }
 
     #[target_feature(enable = "avx512f")]
@@ -438,9 +463,9 @@ mod tests {
             let (mut a, mut b) = (Chunk::new(), Chunk::new());
             unsafe {
                 Portable::changes(old.as_ptr(), new.as_ptr(), 5, &mut a);
-                Portable::classes(old.as_ptr(), old.as_ptr(), 5, classes, &mut a);
+                Portable::classes(old.as_ptr(), 5, classes, &mut a);
                 S::changes(old.as_ptr(), new.as_ptr(), 5, &mut b);
-                S::classes(old.as_ptr(), old.as_ptr(), 5, classes, &mut b);
+                S::classes(old.as_ptr(), 5, classes, &mut b);
             }
             for c in 0..count as usize {
                 for block in 0..5 {

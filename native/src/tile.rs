@@ -1,6 +1,6 @@
 //! A tile: which codes it covers, and the parts of its encoding that both directions share.
 
-use crate::bits::{BitWriter, Bytes, CAP, LowBits, Plane, Refused, Unary};
+use crate::bits::{BitWriter, Bytes, CAP, End, LowBits, Plane, Refused, Unary};
 use crate::kind::Code;
 use crate::scan::{BLOCK, CHUNK, Classes, Scan};
 
@@ -48,9 +48,9 @@ impl<T: Code> Span<T> {
     /// # Safety
     /// Both are readable there.
     #[inline(always)]
-    pub unsafe fn codes_at(&self, place: u16) -> (u32, u32) {
+    pub unsafe fn codes_at(&self, place: u16) -> (T, T) {
         let at = place as usize;
-        unsafe { ((*self.old.add(at)).widen(), (*self.new.add(at)).widen()) }
+        unsafe { (*self.old.add(at), *self.new.add(at)) }
     }
 }
 
@@ -101,10 +101,10 @@ pub fn spans<T: Code>(mut run: Run<T>) -> impl Iterator<Item = Span<T>> {
 #[inline(always)]
 pub unsafe fn scan_classes<T: Code, S: Scan>(span: &Span<T>, classes: Classes, chunk: &mut crate::scan::Chunk) {
     if span.rest == 0 {
-        return unsafe { S::classes(span.old, span.new, span.blocks, classes, chunk) };
+        return unsafe { S::classes(span.old, span.blocks, classes, chunk) };
     }
     let padded = unsafe { padded(span.old, span.rest) };
-    unsafe { S::classes(padded.as_ptr(), padded.as_ptr(), 1, classes, chunk) };
+    unsafe { S::classes(padded.as_ptr(), 1, classes, chunk) };
     for c in 0..classes.count as usize {
         chunk.masks[0][c] &= (1 << span.rest) - 1;
         chunk.ranks[1][c] = chunk.ranks[0][c] + chunk.masks[0][c].count_ones();
@@ -145,26 +145,67 @@ impl NumbersOut {
         self.escapes.clear();
     }
 
-    /// Append numbers, of which there are at most `count`.
+    /// Append numbers, by eights: one `put` for the quotients of eight where they are short, and few for their low bits.
     #[inline(always)]
-    pub fn extend(&mut self, count: usize, low: u32, numbers: impl Iterator<Item = u32>) {
+    pub fn extend(&mut self, numbers: &[u32], low: u32) {
         let Self { unary, low: lows, escapes } = self;
-        unary.extend(count as u64 * (CAP as u64 + 1), |unary| {
-            lows.extend(count as u64 * low as u64, |lows| {
-                for number in numbers {
-                    let quotient = number >> low;
-                    let zeros = quotient.min(CAP);
-                    if quotient >= CAP {
-                        escapes.push(quotient);
-                    }
-                    unsafe {
-                        unary.put(1 << zeros, zeros + 1);
-                        lows.put((number & ((1 << low) - 1)) as u64, low);
+        let count = numbers.len() as u64;
+        let (eights, rest) = numbers.as_chunks::<8>();
+        unary.extend(count * (CAP as u64 + 1), |unary| {
+            for eight in eights {
+                let quotients = eight.map(|number| number >> low);
+                if quotients.iter().map(|&quotient| quotient as u64).sum::<u64>() < CAP as u64 {
+                    unsafe { put_eight(unary, quotients) };
+                } else {
+                    quotients.iter().for_each(|&quotient| unsafe { put_one(unary, quotient, escapes) });
+                }
+            }
+            rest.iter().for_each(|number| unsafe { put_one(unary, number >> low, escapes) });
+        });
+        let mask = (1u64 << low) - 1;
+        lows.extend(count * low as u64, |lows| {
+            for eight in eights {
+                let [a, b, c, d, e, f, g, h] = eight.map(|number| number as u64 & mask);
+                let pairs = [a | b << low, c | d << low, e | f << low, g | h << low];
+                unsafe {
+                    if low <= 14 {
+                        lows.put(pairs[0] | pairs[1] << (2 * low), 4 * low);
+                        lows.put(pairs[2] | pairs[3] << (2 * low), 4 * low);
+                    } else if low <= 28 {
+                        pairs.iter().for_each(|&pair| lows.put(pair, 2 * low));
+                    } else {
+                        [a, b, c, d, e, f, g, h].iter().for_each(|&number| lows.put(number, low));
                     }
                 }
-            })
+            }
+            rest.iter().for_each(|&number| unsafe { lows.put(number as u64 & mask, low) });
         });
     }
+}
+
+/// So many zeros, and a one; an escape where they would be `CAP` or more.
+///
+/// # Safety
+/// As `End::put`.
+#[inline(always)]
+unsafe fn put_one(unary: &mut End, quotient: u32, escapes: &mut Vec<u32>) {
+    if quotient >= CAP {
+        escapes.push(quotient);
+    }
+    let zeros = quotient.min(CAP);
+    unsafe { unary.put(1 << zeros, zeros + 1) };
+}
+
+/// Quotients whose sum is below `CAP`: together they need less than 32 bits.
+///
+/// # Safety
+/// As `End::put`.
+#[inline(always)]
+unsafe fn put_eight(unary: &mut End, quotients: [u32; 8]) {
+    let joined = |(a, m): (u64, u32), (b, n): (u64, u32)| (a | b << m, m + n);
+    let [a, b, c, d, e, f, g, h] = quotients.map(|quotient| (1u64 << quotient, quotient + 1));
+    let (word, width) = joined(joined(joined(a, b), joined(c, d)), joined(joined(e, f), joined(g, h)));
+    unsafe { unary.put(word, width) };
 }
 
 /// Rice numbers on their way in; escapes come from the tile's one list.
