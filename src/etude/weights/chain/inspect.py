@@ -16,6 +16,7 @@ from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.fsck import HINT_POINTER, Check, Finding, verify
 from etude.weights.chain.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, read_pointer
+from etude.weights.chain.ownership import owned
 from etude.weights.chain.signing import Signer, write_signed
 from etude.weights.delta.steps import steps_between
 from etude.weights.tensors import DTYPES, Tensor, to_items
@@ -121,8 +122,8 @@ def repair(
 
     `told`: versions that a writer said it had published, the newest last (a run's events). Without them the newest
     that another manifest builds on is taken, since a manifest alone may be of a publish that was killed before its
-    commit. `signer`: for a channel whose readers ask for signatures. Raises `WeightsError` where nothing is left to
-    point at.
+    commit. `signer`: for a channel whose versions are signed, of which it then takes only those that its key stands
+    for. Raises `WeightsError` without that key, and where nothing is left to point at.
     """
     key = history.pointer_key(name)
     try:
@@ -134,8 +135,9 @@ def repair(
         pass
     else:
         return None
-    sure = {ref.key for ref, _ in history.committed(store, name)}
-    stored = [*history.stored(store, name)]
+    mine = owned(store, name, signer)
+    stored = mine.versions
+    sure = {ref.key for ref, _ in history.built_on(stored)}
     if torn is not None and len(stored) == 1:  # a pointer was there, and can have named nothing else
         sure.add(stored[0][0].key)
     order = {version: at for at, version in enumerate(told)}
@@ -154,7 +156,7 @@ def repair(
         raise WeightsError(f"the pointer of {name!r} moved meanwhile", hint="a writer is at work: it needs no repair")
     raise WeightsError(
         f"no version of channel {name!r} can be pointed at",
-        f"{len(known)} were surely published, none can be rebuilt",
+        f"{len(known)} were surely published, none can be rebuilt" + (f"; {mine.mixed}" if mine.mixed else ""),
         hint="`etude run CONFIG --resume RUN` publishes anew from the run's checkpoint; without a run,"
         " publish under another --name",
     )
