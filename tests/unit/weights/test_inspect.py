@@ -40,6 +40,8 @@ def test_the_log_has_a_row_for_each_version_with_its_bytes_and_lineage(store: Me
     assert rows[-1].parent == rows[1].version
     assert rows[-1].rollout_ids == ("r7",)
     assert rows[1].ratio > 4
+    assert rows[0].share_of_bound is None
+    assert rows[1].share_of_bound is not None
     assert 0.8 < rows[1].share_of_bound < 1.01
     assert all(row.manifest_bytes > 500 for row in rows)
 

@@ -52,6 +52,7 @@ class LogRow:
     later_bytes: tuple[int, ...]  # deltas over several versions that lead here
     manifest_bytes: int
     snapshot_bytes: int
+    num_whole: int  # tensors that the delta brings whole: new, or of another dtype or shape than the base's
     bound_bytes: float
     changed_share: float
     rollout_ids: tuple[str, ...]
@@ -62,8 +63,11 @@ class LogRow:
         return self.snapshot_bytes / max(1, self.object_bytes)
 
     @property
-    def share_of_bound(self) -> float:
-        """The bound over object bytes: 1.0 is a coder that knows each old exponent and no more; 0: nothing changed."""
+    def share_of_bound(self) -> float | None:
+        """The bound over object bytes: 1.0 is a coder that knows each old exponent and no more; 0: nothing changed.
+        None where something is whole: a bound is one of changes."""
+        if self.kind is Kind.ANCHOR or self.num_whole:
+            return None
         return self.bound_bytes / max(1, self.object_bytes)
 
 
@@ -93,7 +97,11 @@ def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
     trained = {manifest.version for manifest in history.readable(store, name)[0]}
     require_pointer(store, name)
     chain, _ = history.readable(store, name, trained=False)
-    return [_log_row(store, manifest, manifest.version in trained) for manifest in chain]
+    before = {manifest.version: manifest for manifest in chain}
+    return [
+        _log_row(store, one, before.get(one.base.version) if one.base else None, one.version in trained)
+        for one in chain
+    ]
 
 
 def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
@@ -212,7 +220,9 @@ def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow
     return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
 
 
-def _log_row(store: BlobStore, manifest: Manifest, in_lineage: bool) -> LogRow:
+def _log_row(store: BlobStore, manifest: Manifest, base: Manifest | None, in_lineage: bool) -> LogRow:
+    """`base`: where it can be read."""
+    had = {entry.name: entry.spec for entry in base.tensors} if base else {}
     later = plans.later_ways(store, manifest)
     anchor = plans.snapshot(store, manifest)
     return LogRow(
@@ -225,6 +235,7 @@ def _log_row(store: BlobStore, manifest: Manifest, in_lineage: bool) -> LogRow:
         later_bytes=tuple(way.num_bytes for way in later if way.base),
         manifest_bytes=len(msgspec.json.encode(manifest)),
         snapshot_bytes=manifest.snapshot_bytes,
+        num_whole=sum(had.get(entry.name) != entry.spec for entry in manifest.tensors) if base else 0,
         bound_bytes=manifest.facts.bound_bytes,
         changed_share=manifest.facts.changed_share,
         rollout_ids=manifest.rollout_ids,
