@@ -23,6 +23,8 @@ from etude.weights import Channel, Follower, Manifest, Tensor, chain, lineage
 from etude.weights.chain.history import head, pointer_key, readable, stored
 from etude.weights.chain.inspect import repair, verify
 from etude.weights.chain.manifest import FORMAT, Pointer, Ref, read_manifest, read_pointer
+from etude.weights.delta import codec
+from etude.weights.shards.part_follower import PartFollower
 from etude.weights.tensors import same_bits
 
 SIZE = 3000
@@ -168,11 +170,11 @@ def test_a_damaged_pointer_is_replaced_by_the_next_publish_of_a_new_writer_or_of
 def test_a_pointer_of_another_format_is_somebodys_and_is_left_alone() -> None:
     store = MemoryStore()
     publish_steps(store, range(2))
-    theirs = store.get("pointers/policy").replace(b'"format":1', b'"format":2')
+    theirs = store.get("pointers/policy").replace(b'"format":2', b'"format":3')
     replace(store, "pointers/policy", theirs)
-    with pytest.raises(WeightsError, match="format 2"):
+    with pytest.raises(WeightsError, match="format 3"):
         Channel(store).publish(policy_at(2), step=2, parent=None, rollout_ids=[])
-    with pytest.raises(WeightsError, match="format 2"):
+    with pytest.raises(WeightsError, match="format 3"):
         repair(store)
     assert store.get("pointers/policy") == theirs
 
@@ -272,12 +274,70 @@ def _with_delta(store: MemoryStore, manifest: Manifest, data: bytes) -> MemorySt
     forged.put(f"objects/forged-{digest}", data)
     way = manifest.ways[0]
     item = msgspec.structs.replace(way.objects[0], key=f"objects/forged-{digest}", num_bytes=len(data), sha256=digest)
-    body = msgspec.json.encode(msgspec.structs.replace(manifest, ways=(msgspec.structs.replace(way, objects=(item,)),)))
-    forged.put("manifests/policy/forged.json", body)
-    ref = Ref(manifest.version, "manifests/policy/forged.json", hashlib.sha256(body).hexdigest())
-    pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce)
-    forged.compare_and_swap("pointers/policy", None, msgspec.json.encode(pointer))
+    _point_at(forged, msgspec.structs.replace(manifest, ways=(msgspec.structs.replace(way, objects=(item,)),)))
     return forged
+
+
+class Ranged(MemoryStore):
+    """A store that writes down which ranges of objects it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int, int | None]] = []
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        if key.startswith("objects/"):
+            self.asked.append((key, start, stop))
+        return super().get(key, start, stop)
+
+
+def test_a_header_whose_every_page_digest_was_made_to_fit_is_refused_by_a_reader_of_a_part() -> None:
+    """It is a delta that a writer could have made: only the manifest knows that it is another one."""
+    store = Ranged()
+    first = publish_steps(store, range(1))[0]
+    follower = PartFollower(store, {"b"}.__contains__)
+    follower.advance()
+    before = follower.tensors["b"].codes.copy()
+    published = Channel(store).publish(policy_at(1), step=1, parent=first, rollout_ids=[])
+    (item,) = chain(store, "policy")[-1].ways[0].objects
+    other, base = policy_at(2), policy_at(0)
+    forged = codec.encode([other["a"], other["b"]], [base["a"], base["b"]])
+    replace(store, item.key, forged)
+    store.asked.clear()
+    with pytest.raises(WeightsError, match="no way leads to the wanted part of v000001") as caught:
+        follower.advance()
+    assert f"the header of an object of {published.version} is not what was published" in caught.value.facts
+    assert item.key in caught.value.facts
+    assert {asked for asked in store.asked if asked[0] == item.key} == {(item.key, 0, item.header_bytes)}, "no page"
+    assert follower.version == first
+    assert np.array_equal(follower.tensors["b"].codes, before)
+
+
+def test_a_check_names_an_object_that_is_whole_where_its_manifest_says_another_header() -> None:
+    store = MemoryStore()
+    publish_steps(store, range(2))
+    manifest = chain(store, "policy")[-1]
+    way = manifest.ways[0]
+    item = msgspec.structs.replace(way.objects[0], header_sha256="0" * 64)
+    _point_at(store, msgspec.structs.replace(manifest, ways=(msgspec.structs.replace(way, objects=(item,)),)))
+    follower = Follower(store)
+    assert follower.advance() is not None
+    assert holds(follower, 1)
+    (finding,) = verify(store).found
+    assert (finding.version, finding.facts) == (manifest.version, item.key)
+    assert "who reads a part refuses it" in finding.hint
+    with pytest.raises(WeightsError, match="header"):
+        PartFollower(store, {"b"}.__contains__).advance()
+
+
+def _point_at(store: MemoryStore, manifest: Manifest) -> None:
+    """Let the pointer name a manifest, whatever it says."""
+    body = msgspec.json.encode(manifest)
+    ref = Ref(manifest.version, "manifests/policy/forged.json", hashlib.sha256(body).hexdigest())
+    store.put(ref.key, body)
+    pointer = Pointer(format=FORMAT, head=ref, nonce=manifest.nonce)
+    old = store.get("pointers/policy") if "pointers/policy" in store.list("pointers/") else None
+    assert store.compare_and_swap("pointers/policy", old, msgspec.json.encode(pointer))
 
 
 def test_a_mutated_manifest_whose_checksum_fits_gives_an_error_or_the_right_tensors() -> None:
@@ -303,13 +363,20 @@ def test_a_mutated_manifest_whose_checksum_fits_gives_an_error_or_the_right_tens
         assert holds(follower, 1)
 
 
-def test_a_manifest_of_another_format_names_the_cure() -> None:
+def test_a_pointer_or_manifest_of_another_format_names_the_cure() -> None:
     store = MemoryStore()
     publish_steps(store, range(1))
     pointer = json.loads(store.get("pointers/policy"))
-    pointer["format"] = 2
+    manifest = json.loads(store.get(pointer["head"]["key"]))
+    manifest["format"] = 1
+    for item in (item for way in manifest["ways"] for item in way["objects"]):
+        del item["header_bytes"], item["header_sha256"]  # format 1 had no such fields: it is no damage
+    with pytest.raises(WeightsError, match="manifest has format 1") as caught:
+        read_manifest(json.dumps(manifest).encode())
+    assert "the etude that wrote it" in caught.value.hint
+    pointer["format"] = 3
     replace(store, "pointers/policy", json.dumps(pointer).encode())
-    with pytest.raises(WeightsError, match="format 2") as caught:
+    with pytest.raises(WeightsError, match="format 3") as caught:
         Follower(store).advance()
     assert "the etude that wrote it" in caught.value.hint
 

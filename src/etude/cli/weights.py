@@ -17,7 +17,6 @@ from etude.run import RunFolder
 from etude.seams import BlobStore
 from etude.stores import DirectoryStore
 from etude.weights.chain import fsck, inspect, signing
-from etude.weights.chain.manifest import Kind
 
 
 def log(args: argparse.Namespace) -> int:
@@ -25,7 +24,8 @@ def log(args: argparse.Namespace) -> int:
     store = _store(args.run)
     inspect.require_channel(store, args.name)
     table = Table("version", "kind", "bytes", "ratio", "share of bound", "changed", "rollouts")
-    for row in inspect.log(store, args.name):
+    rows = inspect.log(store, args.name)
+    for row in rows:
         table.add_row(
             f"{row.version}{'' if row.in_lineage else ' (abandoned)'}",
             row.kind,
@@ -37,6 +37,8 @@ def log(args: argparse.Namespace) -> int:
         )
     console().print(table)
     console().print(f"({legend(['delta', 'bound'])}; ratio: bytes of the whole weights over those of the delta)")
+    if any(row.num_whole for row in rows):
+        console().print("(whole: tensors that are new, or of another dtype or shape, and have no bound)")
     damage = inspect.broken_at(store, args.name)
     if damage is not None:
         raise damage
@@ -45,8 +47,8 @@ def log(args: argparse.Namespace) -> int:
 
 def _share(row: inspect.LogRow) -> str:
     """Of the bound, which is one of changes: whole weights have none."""
-    if row.kind is Kind.ANCHOR:
-        return "–"
+    if row.share_of_bound is None:
+        return f"{row.num_whole} whole" if row.num_whole else "–"
     return f"{row.share_of_bound:.3f}" if row.changed_share else "unchanged"
 
 

@@ -43,11 +43,15 @@ def diff(args: argparse.Namespace) -> int:
         check_file(args.plot, (Path(args.a), Path(args.b)), MARK, "plot")
     say_if_slow()
     old, new = read_checkpoint(Path(args.a)), read_checkpoint(Path(args.b))
-    rows, total = measure(old.tensors, new.tensors, args.mode)
+    costs = measure(old.tensors, new.tensors, args.mode)
+    rows = costs.tensors
     shown = sorted(rows, key=lambda row: -row.delta_bytes)[: None if args.all else ROWS]
     table = Table("tensor", "dtype", "elements", "density", "bits per weight", "ratio", "ratio ÷ bound")
-    for row in (*shown, total):
+    for row in shown:
         table.add_row(row.name, row.dtype, f"{row.num_elements:,}", *_numbers(row), end_section=row is shown[-1])
+    parts = [row for row in (costs.deltas, costs.wholes) if row and costs.wholes]
+    for row in (*parts, costs.total):
+        table.add_row(row.name, row.dtype, f"{row.num_elements:,}", *_numbers(row))
     screen = console()
     screen.print(table)
     if len(shown) < len(rows):
@@ -55,12 +59,18 @@ def diff(args: argparse.Namespace) -> int:
     gone = sorted(old.tensors.keys() - new.tensors.keys())
     if gone:
         screen.print(f"(gone: {len(gone)}, {', '.join(gone[:3])}{' …' if len(gone) > 3 else ''})")
+    if costs.wholes:
+        screen.print(
+            f"(whole: new, or of another dtype or shape: {costs.num_whole} of {len(rows)} tensors, which add"
+            f" {size(costs.wholes.delta_bytes)} of {size(costs.total.delta_bytes)}. The bound is one of changes: deltas"
+            " alone, of what both sides have, are compared with it)"
+        )
     screen.print(
         "(density: share of weights that changed; ratio: bytes of the weights over those of the delta; bound: what a"
         " coder needs that knows each old exponent and no more; a tensor's own numbers are of it coded alone)"
     )
     if args.plot:
-        write_plot(args.plot, f"{args.a} → {args.b}", rows, total)
+        write_plot(args.plot, f"{args.a} → {args.b}", costs)
         screen.print(f"plot: {args.plot}")
     return 0
 
@@ -98,5 +108,5 @@ def verify(delta: Path, base: Path) -> int:
 def _numbers(row: Cost) -> tuple[str, str, str, str]:
     if not row.num_changed:
         return "unchanged", "", "", ""
-    bound = f"{row.share_of_bound:.3f}" if row.bound_bytes < row.snapshot_bytes else "whole"
+    bound = "–" if row.share_of_bound is None else f"{row.share_of_bound:.3f}"
     return f"{row.density:.4f}", f"{row.bits_per_weight:.4f}", f"{row.ratio:.1f}", bound

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from etude.dashboard.plot import WIDE, Series, legend, line_chart
 from etude.dashboard.words import significant, size
-from etude.weights.delta.measure import Cost
+from etude.weights.delta.measure import Cost, Costs
 from etude.weights.files.disk import refused
 
 _PAGE = """<!doctype html>
@@ -26,14 +26,14 @@ MARK = _PAGE[: _PAGE.index("{title}")].encode()
 """What a page of ours begins with."""
 
 
-def write_plot(path: Path, title: str, rows: Sequence[Cost], total: Cost) -> None:
+def write_plot(path: Path, title: str, costs: Costs) -> None:
     """Density, bits per weight and share of the bound, by tensor in order of their layers. Raises `StoreError`."""
-    rows = sorted(rows, key=lambda row: _natural(row.name))
+    rows, total = sorted(costs.tensors, key=lambda row: _natural(row.name)), costs.total
     changed = [(i, row) for i, row in enumerate(rows) if row.num_changed]
     lead = (
         f"{total.num_elements:,} weights, {total.num_changed:,} of them changed ({significant(total.density)}). "
         f"The delta has {size(total.delta_bytes)}: {significant(total.bits_per_weight)} bits a weight, "
-        f"{significant(total.ratio)} times less than the weights, {significant(total.share_of_bound)} of the bound."
+        f"{significant(total.ratio)} times less than the weights{_near(costs)}."
     )
     panels = [
         _panel("Density", "share of a tensor's weights that changed", changed, {"density": lambda c: c.density}),
@@ -45,7 +45,7 @@ def write_plot(path: Path, title: str, rows: Sequence[Cost], total: Cost) -> Non
         ),
         _panel(
             "Ratio ÷ bound",
-            "1 is the bound: a delta may go below by a few per cent",
+            "1 is the bound: a delta may go below by a few per cent; what is whole has none",
             changed,
             {"share": lambda c: c.share_of_bound},
             log=False,
@@ -57,16 +57,28 @@ def write_plot(path: Path, title: str, rows: Sequence[Cost], total: Cost) -> Non
         path.write_text(page, encoding="utf-8")
 
 
+def _near(costs: Costs) -> str:
+    """How near the deltas are to their bound, and what takes no part in that."""
+    share = costs.deltas.share_of_bound if costs.deltas else None
+    if costs.wholes is None:
+        return f", {significant(share)} of the bound" if share is not None else ""
+    near = f"; the others' deltas are at {significant(share)} of their bound" if share is not None else ""
+    what = f"{costs.num_whole} tensors that go whole, which have no bound"
+    if costs.num_whole == 1:
+        what = "1 tensor that goes whole, which has no bound"
+    return f". Of it {size(costs.wholes.delta_bytes)} are of {what}{near}"
+
+
 def _panel(
     title: str,
     note: str,
     changed: Sequence[tuple[int, Cost]],
-    values: dict[str, Callable[[Cost], float]],
+    values: dict[str, Callable[[Cost], float | None]],
     *,
     log: bool = True,
 ) -> str:
     series = [
-        Series(name, [(i, value(row)) for i, row in changed if value(row) > 0], colour, dots_only=True)
+        Series(name, [(i, number) for i, row in changed if (number := value(row) or 0.0) > 0], colour, dots_only=True)
         for colour, (name, value) in enumerate(values.items(), 1)
     ]
     chart = line_chart(series, title=title, x_label="tensor, in order of layers", log=log, zero=not log, frame=WIDE)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from etude.cli.places import open_run
+from etude.cli.watched import Watched
 from etude.dashboard.words import size
 from etude.errors import EtudeError, InputError, StoreError, WeightsError
 from etude.seams import BlobStore
-from etude.stores import DirectoryStore, open_store
+from etude.stores import BucketStore, DirectoryStore, open_store
+from etude.stores.http import HttpStore
 from etude.weights import Channel, Follower
 from etude.weights.chain import branches, fsck, garbage, history, inspect, signing
 from etude.weights.chain.manifest import Damaged
@@ -47,17 +52,18 @@ def publish(args: argparse.Namespace) -> int:
 
 def follow(args: argparse.Namespace) -> int:
     """Keep a checkpoint directory at the head; a line for each version. Ends by Ctrl-C; with `--once` at the head."""
-    store = existing_store(args.store, cache=args.cache)
+    store, trouble = watched_store(args.store, sys.stdout, cache=args.cache), ""
     try:
         _require_head(store, args)
-    except (_NoVersionYet, StoreError, Damaged):  # all of these pass by themselves
+    except (_NoVersionYet, StoreError, Damaged) as error:  # all of these pass by themselves
         if args.once:
             raise
+        trouble = _waiting(error, trouble)
     with CheckpointFolder(args.apply) as folder:
         follower = FolderFollower(store, folder, args.name, branch=args.branch, public_key=args.public_key)
         if follower.resumed:
             print(f"{folder.version}: held by {args.apply}, proven", flush=True)
-        trouble, pause = "", threading.Event()
+        pause = threading.Event()
         while True:
             try:
                 adopted = follower.advance()
@@ -69,12 +75,17 @@ def follow(args: argparse.Namespace) -> int:
             except EtudeError as error:
                 if args.once or isinstance(error, InputError):  # waiting mends no wrong directory
                     raise
-                if str(error) != trouble:
-                    trouble = str(error)
-                    print(f"waiting: {error}", flush=True)
+                trouble = _waiting(error, trouble)
             if args.once:
                 return 0
             pause.wait(args.poll)
+
+
+def _waiting(error: EtudeError, said: str) -> str:
+    """Say what is waited for, unless it was said last."""
+    if str(error) != said:
+        print(f"waiting: {error}", flush=True)
+    return str(error)
 
 
 class _NoVersionYet(WeightsError):
@@ -165,7 +176,7 @@ def key(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Read all of a channel and rebuild every version by every way. Exit code 1 for a version that is lost."""
-    store = existing_store(args.store)
+    store = watched_store(args.store, sys.stderr)
     inspect.require_channel(store, args.name)
     found = fsck.verify(store, args.name)
     tell(found)
@@ -191,7 +202,7 @@ def tell(found: fsck.Check) -> None:
 def named_store(text: str | None) -> BlobStore:
     """The store that a RUN|STORE argument means: a URL, a store's directory, or a run's weights."""
     if text is not None and is_store(text):
-        return open_store(text)
+        return watched_store(text, sys.stderr)
     return DirectoryStore(open_run(None if text is None else Path(text)) / "weights")
 
 
@@ -206,6 +217,15 @@ def existing_store(place: str, *, cache: Path | None = None) -> BlobStore:
     if "://" not in place and not Path(place).is_dir():
         raise InputError(f"no store at {place}", hint="give a directory, s3://bucket/prefix, gs:// or az://")
     return open_store(place, cache=cache)
+
+
+def watched_store(place: str, out: TextIO, *, cache: Path | None = None) -> BlobStore:
+    """An existing store; a line in `out` while it does not answer, where it is one that is asked again."""
+    far = existing_store(place)
+    store = far if cache is None else existing_store(place, cache=cache)
+    if not isinstance(far, HttpStore | BucketStore):
+        return store
+    return Watched(store, place, far.deadline_s, partial(print, file=out, flush=True))
 
 
 def signer_of(path: Path | None) -> signing.Signer | None:

@@ -72,6 +72,11 @@ class BucketStore:
         self._transport = Transport(self.place, self._limits)
         self._at_once = min(PARTS_AT_ONCE, max_requests)
 
+    @property
+    def deadline_s(self) -> float:
+        """After so long no further attempt of a request begins."""
+        return self._limits.deadline_s
+
     def __repr__(self) -> str:
         return f"BucketStore({str(self.place)!r})"
 

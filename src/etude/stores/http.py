@@ -38,7 +38,7 @@ class HttpStore:
 
     def __init__(self, url: str, *, silence_s: float = 30.0, deadline_s: float = 60.0) -> None:
         self._scheme, self._host, self._port = _parsed(url)
-        self.url, self._silence_s, self._deadline_s = url, silence_s, deadline_s
+        self.url, self._silence_s, self.deadline_s = url, silence_s, deadline_s
         self._idle: deque[http.client.HTTPConnection] = deque()
         weakref.finalize(self, _close, self._idle)
 
@@ -46,7 +46,7 @@ class HttpStore:
         return f"HttpStore({self.url!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_made, (self.url, self._silence_s, self._deadline_s))
+        return (_made, (self.url, self._silence_s, self.deadline_s))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError`: no answer in time."""
@@ -83,7 +83,7 @@ class HttpStore:
     def _ask(self, what: str, path: str, start: int, stop: int | None, *, may_resume: bool = True) -> bytes | None:
         """The body of a 200; None for a 404."""
         got, attempts, pause_s = bytearray(), 0, _FIRST_PAUSE_S
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + self.deadline_s
         while True:
             before, attempts = len(got), attempts + 1
             trouble = self._attempt(path, start + before, stop, got)
@@ -94,7 +94,7 @@ class HttpStore:
             if len(got) < _NO_POINTER or not may_resume:
                 del got[:]
             if len(got) > before:
-                deadline, pause_s = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
+                deadline, pause_s = time.monotonic() + self.deadline_s, _FIRST_PAUSE_S
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) * (0.5 + secrets.randbelow(1000) / 2000)
             if not trouble.passing or time.monotonic() + pause_s >= deadline:
                 tried = f"; {attempts} attempts" if trouble.passing else ""

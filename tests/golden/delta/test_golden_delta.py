@@ -21,6 +21,7 @@ from etude.weights.chain.inspect import verify
 from etude.weights.delta.choices import Mode
 from etude.weights.delta.codec import KERNELS, decode, encode
 from etude.weights.delta.tiles import NumpyKernels
+from etude.weights.shards.part_follower import PartFollower
 from etude.weights.tensors import DTYPES, same_bits
 
 FORMAT_2 = Path(__file__).parent / "format-2"
@@ -70,6 +71,9 @@ def test_a_store_of_format_2_is_read_to_the_same_bits() -> None:
     follower.advance()
     assert str(follower.version) == "v000002-60160160-057d30b13546"
     assert all(same_bits(follower.tensors[name], tensor) for name, tensor in weights_at(2).items())
+    part = PartFollower(store, {"layer.1"}.__contains__)
+    part.advance()
+    assert same_bits(part.tensors["layer.1"], weights_at(2)["layer.1"])
 
 
 def test_every_version_of_a_store_of_format_2_is_what_it_was() -> None:

@@ -72,6 +72,48 @@ def test_a_diff_says_what_each_tensor_costs_beside_its_bound(pair, capsys) -> No
     assert "unchanged" in next(line for line in said.splitlines() if "ids" in line)
 
 
+def test_whole_tensors_take_no_part_in_the_share_of_the_bound_and_have_a_row_of_their_own(pair, capsys) -> None:
+    """Noise that is new, and a matrix of another shape: as many bytes as all the deltas, and no bound."""
+    assert main(["weights", "diff", "a", "b"]) == 0
+    share = cells(capsys.readouterr().out, "all")[-1]
+    tensors = load_file("b/model.safetensors")
+    noise = torch.randint(-(1 << 15), 1 << 15, (24_000,), dtype=torch.int16, generator=torch.Generator().manual_seed(1))
+    tensors["added"] = noise.view(torch.bfloat16)
+    old = load_file("a/model.safetensors")
+    old["reshaped"], tensors["reshaped"] = torch.zeros(50, 40), torch.zeros(40, 50)
+    Path("c").mkdir()
+    save_file(tensors, "c/model.safetensors", {"format": "pt"})
+    save_file(old, "a/model.safetensors", {"format": "pt"})
+    assert main(["weights", "diff", "a", "c", "--plot", "out.html"]) == 0
+    said = capsys.readouterr().out
+    deltas, whole, total = (cells(said, name) for name in ("deltas", "whole", "all"))
+    assert float(deltas[-1]) == pytest.approx(float(share), abs=0.01)
+    assert (whole[-1], total[-1], cells(said, "added")[-1], cells(said, "reshaped")[-1]) == ("–",) * 4
+    assert (whole[2], total[2]) == ("26,000", f"{26_000 + 24_005:,}")
+    plain = " ".join(said.split())
+    assert "whole: new, or of another dtype or shape: 2 of 15 tensors, which add 48" in plain
+    page = Path("out.html").read_text()
+    assert "2 tensors that go whole, which have no bound" in page
+    lead = page.split('class="lead">')[1].split("</p>")[0]
+    assert float(lead.split(" of their bound")[0].split()[-1]) == pytest.approx(float(share), abs=0.01)
+
+
+def test_where_every_tensor_is_new_there_is_no_share_of_the_bound(pair, capsys) -> None:
+    Path("c").mkdir()
+    save_file({"other": torch.zeros(30)}, "c/model.safetensors")
+    assert main(["weights", "diff", "a", "c", "--plot", "out.html"]) == 0
+    said = capsys.readouterr().out
+    assert cells(said, "whole")[-1] == cells(said, "all")[-1] == "–"
+    assert "│ deltas" not in said
+    assert "1 tensor that goes whole, which has no bound." in Path("out.html").read_text()
+
+
+def cells(said: str, name: str) -> list[str]:
+    """A row of a table."""
+    (row,) = ([cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if f"│ {name} " in line)
+    return row
+
+
 def test_a_diff_shows_the_heaviest_and_all_when_asked(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for folder, low in (("a", 0), ("b", 1)):

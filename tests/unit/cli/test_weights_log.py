@@ -30,6 +30,20 @@ def test_a_delta_has_a_share_of_the_bound_and_an_anchor_has_none(
     assert "cannot be beaten" not in said
 
 
+def test_a_delta_that_brings_tensors_whole_says_how_many_in_place_of_a_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    channel, codes, parent = Channel(DirectoryStore(tmp_path / "store")), np.arange(4096, dtype=np.uint16), None
+    for step, shapes in enumerate(({"w": (4096,)}, {"w": (4096,), "v": (4096,)}, {"w": (64, 64), "v": (4096,)})):
+        tensors = {name: Tensor("bf16", shape, codes + np.uint16(step)) for name, shape in shapes.items()}
+        parent = channel.publish(tensors, step=step, parent=parent, rollout_ids=[]).version
+    assert main(["weights", "log", str(tmp_path / "store")]) == 0
+    said = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")] for line in said.splitlines() if "│ v00000" in line]
+    assert [row[5] for row in rows] == ["–", "1 whole", "1 whole"]
+    assert "new, or of another dtype or shape" in " ".join(said.split())
+
+
 @pytest.mark.parametrize("name", ["nope", "empty"])
 @pytest.mark.parametrize("command", [["log"], ["diff", "0", "1"]])
 def test_what_is_neither_a_run_nor_a_store_is_called_so(

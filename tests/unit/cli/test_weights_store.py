@@ -219,6 +219,26 @@ def test_a_signed_channel_is_moved_with_its_key_alone(steps, capsys) -> None:
     assert holds("live", "c1")
 
 
+@pytest.mark.parametrize("torn", [None, b"garbage"])
+def test_a_signed_channel_that_lost_its_pointer_is_not_made_an_unsigned_one(steps, capsys, torn) -> None:
+    main(["weights", "key", "private"])
+    public = capsys.readouterr().out.split()[-1]
+    for step in steps[:3]:
+        main(["weights", "publish", step, "store", "--key", "private"])
+    pointer = Path("store/pointers/policy")
+    pointer.unlink() if torn is None else pointer.write_bytes(torn)
+    capsys.readouterr()
+    assert main(["weights", "repair", "store"]) == 1
+    said = capsys.readouterr().err
+    assert "channel 'policy' is signed, and its pointer is gone or damaged" in said
+    assert "of 3 versions in the store 3 are signed" in said
+    assert "hint: give the signer's private key: --key FILE" in said
+    assert (pointer.read_bytes() if pointer.exists() else None) == torn
+    assert main(["weights", "repair", "store", "--key", "private"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once", "--public-key", public]) == 0
+    assert holds("live", "c1")
+
+
 def test_garbage_collection_of_a_signed_channel_says_that_it_needs_the_key(steps, capsys) -> None:
     main(["weights", "key", "private"])
     main(["weights", "publish", "c0", "store", "--key", "private"])

@@ -148,7 +148,9 @@ def test_what_is_no_delta_file_is_named(tmp_path: Path) -> None:
 
 
 def test_costs_add_up_and_stay_above_their_bounds() -> None:
-    rows, total = measure(tensors(0), tensors(1))
+    costs = measure(tensors(0), tensors(1))
+    rows, total = costs.tensors, costs.total
+    assert (costs.deltas, costs.wholes) == (total, None)
     assert [row.name for row in rows] == sorted(tensors(1))
     assert total.num_elements == sum(row.num_elements for row in rows) == 3007
     assert 0 < total.bound_bytes <= total.delta_bytes
@@ -157,16 +159,37 @@ def test_costs_add_up_and_stay_above_their_bounds() -> None:
     assert (unchanged.density, unchanged.delta_bytes, unchanged.bits_per_weight) == (0, 0, 0)
 
 
-def test_a_tensor_without_an_old_one_costs_about_its_bytes() -> None:
-    rows, total = measure({}, {"w": Tensor("u8", (100,), np.random.default_rng(0).integers(0, 256, 100, np.uint8))})
-    assert rows[0].density == 1.0
-    assert rows[0].bound_bytes == 100 <= total.delta_bytes
+def noise() -> Tensor:
+    return Tensor("u8", (100,), np.random.default_rng(0).integers(0, 256, 100, np.uint8))
+
+
+def test_a_tensor_without_an_old_one_costs_about_its_bytes_and_has_no_bound() -> None:
+    costs = measure({}, {"w": noise()})
+    (row,) = costs.tensors
+    assert (row.density, row.bound_bytes, row.share_of_bound, row.bound_bits_per_weight) == (1.0, None, None, None)
+    assert costs.deltas is None
+    assert costs.wholes is not None
+    assert 100 <= costs.wholes.delta_bytes == costs.total.delta_bytes
+
+
+def test_whole_tensors_add_bytes_and_leave_the_others_share_of_the_bound_as_it_is() -> None:
+    alone = measure(tensors(0), tensors(1)).total
+    old = tensors(0) | {"shape": Tensor("u8", (10, 10), noise().codes), "dtype": Tensor("i8", (100,), noise().codes)}
+    costs = measure(old, tensors(1) | {"new": noise(), "shape": noise(), "dtype": noise()})
+    assert costs.num_whole == 3
+    assert costs.deltas is not None
+    assert costs.wholes is not None
+    assert (costs.deltas.delta_bytes, costs.deltas.bound_bytes) == (alone.delta_bytes, alone.bound_bytes)
+    assert costs.wholes.num_elements == costs.wholes.num_changed == 300
+    assert 300 <= costs.wholes.delta_bytes < 340
+    assert costs.total.delta_bytes == costs.deltas.delta_bytes + costs.wholes.delta_bytes
+    assert (costs.wholes.share_of_bound, costs.total.share_of_bound) == (None, None)
 
 
 def test_of_packed_numbers_each_is_a_weight_of_its_own() -> None:
     old = Tensor("f4_e2m1x2", (4,), np.array([0x21, 0x43, 0x65, 0x77], np.uint8))
     new = Tensor("f4_e2m1x2", (4,), np.array([0x22, 0x43, 0x65, 0x66], np.uint8))
-    rows, _ = measure({"w": old}, {"w": new})
+    rows = measure({"w": old}, {"w": new}).tensors
     assert (rows[0].num_elements, rows[0].num_changed) == (8, 3)
 
 

@@ -15,8 +15,9 @@ from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
 from etude.weights.chain.compactor import Compactor
 from etude.weights.chain.inspect import verify
-from etude.weights.chain.manifest import Manifest, Ref, Way, later_key
+from etude.weights.chain.manifest import FORMAT, Manifest, Ref, Way, later_key
 from etude.weights.chain.plans import Search, later_ways
+from etude.weights.shards.part_follower import PartFollower
 from etude.weights.tensors import same_bits
 
 Policy = Callable[..., dict[str, Tensor]]
@@ -196,7 +197,8 @@ FORGERIES: dict[str, Callable[[MemoryStore, Manifest, Way], bytes]] = {
     "another base": lambda store, manifest, way: _later(manifest, ways=(_from_root(store, way),)),
     "other bytes": lambda store, manifest, way: _later(manifest, ways=(_other(store, way),)),
     "a cheap lie": lambda store, manifest, way: _later(
-        manifest, ways=(Way(way.base, tuple(msgspec.structs.replace(o, num_bytes=1) for o in way.objects)),)
+        manifest,
+        ways=(Way(way.base, tuple(msgspec.structs.replace(o, num_bytes=1, header_bytes=1) for o in way.objects)),),
     ),
 }
 
@@ -212,10 +214,14 @@ def test_nobody_has_to_be_trusted_for_a_later_way(policy: Policy, forgery: str) 
     for late in (behind[1], Follower(store)):
         late.advance()
         assert held_by(late, at(policy, 5))
+    part = PartFollower(store, {"embed"}.__contains__)
+    part.advance(exactly=chain(store, "policy")[1].version)
+    part.advance()
+    assert same_bits(part.tensors["embed"], at(policy, 5)["embed"])
 
 
 def _later(manifest: Manifest, **changes: object) -> bytes:
-    said = {"format": 1, "channel": "policy", "version": manifest.version, "ways": ()} | changes
+    said = {"format": FORMAT, "channel": "policy", "version": manifest.version, "ways": ()} | changes
     return msgspec.json.encode(said)
 
 

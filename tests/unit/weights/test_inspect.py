@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
 
 from etude.errors import WeightsError
+from etude.records import Version
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, chain
+from etude.weights.chain.branches import point
 from etude.weights.chain.compactor import Compactor
 from etude.weights.chain.inspect import diff, find, log, repair, verify
 from etude.weights.chain.manifest import Kind
-from etude.weights.chain.signing import Signer, new_key
+from etude.weights.chain.signing import Signer, new_key, signed_by
 
 Policy = Callable[..., dict[str, Tensor]]
 
@@ -37,6 +40,8 @@ def test_the_log_has_a_row_for_each_version_with_its_bytes_and_lineage(store: Me
     assert rows[-1].parent == rows[1].version
     assert rows[-1].rollout_ids == ("r7",)
     assert rows[1].ratio > 4
+    assert rows[0].share_of_bound is None
+    assert rows[1].share_of_bound is not None
     assert 0.8 < rows[1].share_of_bound < 1.01
     assert all(row.manifest_bytes > 500 for row in rows)
 
@@ -140,8 +145,113 @@ def test_a_row_of_the_log_says_what_its_bytes_are(policy: Policy) -> None:
     assert any(row.later_bytes for row in log(store))
 
 
-def test_a_signed_channel_is_repaired_with_its_key(store: MemoryStore) -> None:
-    signer = Signer(new_key())
+@pytest.fixture
+def signer() -> Signer:
+    return Signer(new_key())
+
+
+def signed_steps(store: MemoryStore, policy: Policy, steps: range, signer: Signer | None) -> list[Version]:
+    """Publish steps, each trained from the one before."""
+    writer, versions = Channel(store, signer=signer), list[Version]()
+    for step in steps:
+        parent = versions[-1] if versions else None
+        versions.append(writer.publish(policy(step), step=step, parent=parent, rollout_ids=[]).version)
+    return versions
+
+
+@pytest.mark.parametrize("torn", [None, b"garbage"])
+def test_a_signed_channel_that_lost_its_pointer_is_repaired_with_its_key_alone(
+    policy: Policy, signer: Signer, torn: bytes | None
+) -> None:
+    store = MemoryStore()
+    versions = signed_steps(store, policy, range(3), signer)
+    store.delete("pointers/policy")
+    if torn is not None:
+        store.compare_and_swap("pointers/policy", None, torn)
+    moves: list[Callable[[Signer | None], object]] = [
+        lambda key: repair(store, signer=key),
+        lambda key: Channel(store, signer=key).publish(policy(5), step=5, parent=versions[2], rollout_ids=[]),
+    ]
+    if torn is None:  # a damaged one is not moved by hand
+        moves += [
+            lambda key: point(store, "policy", versions[0], signer=key),
+            lambda key: point(store, "policy", versions[0], branch="canary", signer=key),
+        ]
+    for move in moves:
+        with pytest.raises(WeightsError, match="channel 'policy' is signed, and its pointer is gone") as caught:
+            move(None)
+        assert "of 3 versions in the store 3 are signed" in caught.value.facts
+        assert str(versions[2]) in caught.value.facts
+        assert "--key FILE" in caught.value.hint
+        other = Signer(new_key())
+        with pytest.raises(WeightsError, match="signed with another key than the one given") as caught:
+            move(other)
+        assert other.public_key.hex() in caught.value.facts
+    assert store.list("branches/") == []
+    assert (store.get("pointers/policy") if store.list("pointers/") else None) == torn
+    assert repair(store, signer=signer) == versions[1], "the newest that another version builds on"
+    follower = Follower(store, public_key=signer.public_key)
+    assert follower.advance() is not None
+    assert follower.version == versions[1]
+
+
+def test_a_repair_signs_what_its_key_stands_for_and_nothing_else_that_lies_in_the_store(
+    policy: Policy, signer: Signer
+) -> None:
+    store = MemoryStore()
+    (first,) = signed_steps(store, policy, range(1), None)
+    mine = signed_steps(store, policy, range(1, 3), signer)
+    store.delete("pointers/policy")
+    forged = MemoryStore()
+    signed_steps(forged, policy, range(7, 9), None)
+    signed_steps(forged, policy, range(9, 11), Signer(new_key()))  # takes the channel over, and builds on it
+    for key in forged.list(""):
+        if not key.startswith("pointers/"):
+            store.put(key, forged.get(key))
+    with pytest.raises(WeightsError) as caught:
+        repair(store)
+    assert "of 7 versions in the store 4 are signed, 3 not at all" in caught.value.facts
+    assert repair(store, signer=signer) == mine[0]
+    assert first in [manifest.version for manifest in chain(store, "policy")], "a signed one builds on it"
+    for item in (item for way in find(store, str(mine[0])).ways for item in way.objects):
+        store.delete(item.key)
+    for item in (item for way in find(store, str(first)).ways for item in way.objects):
+        store.delete(item.key)
+    store.delete("pointers/policy")
+    with pytest.raises(WeightsError, match="no version of channel 'policy' can be pointed at") as caught:
+        repair(store, signer=signer)
+    said = "of 7 versions in the store 2 are signed with this key, 2 are signed with another, 3 not at all"
+    assert said in caught.value.facts
+
+
+def test_a_channel_that_nobody_signed_may_be_signed_from_its_repair_on(store: MemoryStore, signer: Signer) -> None:
     store.delete("pointers/policy")
     assert repair(store, signer=signer) is not None
     assert Follower(store, public_key=signer.public_key).advance() is not None
+
+
+def test_a_new_branch_of_a_signed_channel_takes_its_key(policy: Policy, signer: Signer) -> None:
+    store = MemoryStore()
+    (version,) = signed_steps(store, policy, range(1), signer)
+    with pytest.raises(WeightsError, match="pointers/policy is signed"):
+        point(store, "policy", version, branch="canary")
+    point(store, "policy", version, branch="canary", signer=signer)
+    assert Follower(store, branch="canary", public_key=signer.public_key).advance() is not None
+
+
+def test_a_manifests_signature_is_over_every_byte_before_it(policy: Policy, signer: Signer) -> None:
+    store = MemoryStore()
+    signed_steps(store, policy, range(1), signer)
+    signed_steps(plain := MemoryStore(), policy, range(1), None)
+    data = store.get(store.list("manifests/")[0])
+    assert signed_by(signer.public_key, data)
+    assert not signed_by(Signer(new_key()).public_key, data)
+    assert not signed_by(signer.public_key, plain.get(plain.list("manifests/")[0]))
+    chance = random.Random(0)
+    for _ in range(300):
+        bad = bytearray(data)
+        bad[chance.randrange(len(bad))] ^= 1 << chance.randrange(8)
+        assert not signed_by(signer.public_key, bytes(bad))
+    for cut in range(0, len(data), 7):
+        assert not signed_by(signer.public_key, data[:cut])
+        assert not signed_by(signer.public_key, data[cut + 1 :])

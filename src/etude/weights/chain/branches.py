@@ -14,7 +14,8 @@ from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.commit import Outcome, commit, read
 from etude.weights.chain.manifest import FORMAT, Manifest, Pointer, Ref, read_pointer
-from etude.weights.chain.signing import Signer, check_signer, write_signed
+from etude.weights.chain.ownership import check_owner
+from etude.weights.chain.signing import Signer, write_signed
 from etude.weights.chain.sweeps import doomed_keys
 
 _MAX_TRIES = 3
@@ -23,16 +24,16 @@ _MAX_TRIES = 3
 def point(store: BlobStore, name: str, version: Version, *, branch: str = "", signer: Signer | None = None) -> Pointer:
     """Let a branch name a version that is stored, or the channel itself where there is no branch: a rollback.
 
-    A branch that is not there is made. Raises `WeightsError` for a version that cannot be rebuilt, for a pointer that
-    is signed by another than `signer`, or when somebody else moved it meanwhile; then it is where they put it.
+    A branch that is not there is made; it is whose the channel is. Raises `WeightsError` for a version that cannot be
+    rebuilt, for a pointer that is signed by another than `signer`, or when somebody else moved it meanwhile; then it is
+    where they put it.
     """
     key = history.pointer_key(name, branch)
     ref, manifest = _stored(store, name, version)
     for _ in range(_MAX_TRIES):
         data = read(store, key)
         old = read_pointer(data) if data is not None else None
-        if old is not None:
-            check_signer(key, old, signer)
+        check_owner(store, name, key, old, signer)
         pointer = Pointer(
             format=FORMAT,
             head=ref,

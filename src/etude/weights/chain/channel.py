@@ -39,7 +39,8 @@ from etude.weights.chain.manifest import (
     write_manifest,
 )
 from etude.weights.chain.objects import put_objects
-from etude.weights.chain.signing import Signer, check_signer, write_signed
+from etude.weights.chain.ownership import owned
+from etude.weights.chain.signing import Signer, check_signer, signed, write_signed
 from etude.weights.delta.bound import bound_bytes
 from etude.weights.tensors import Tensor
 
@@ -128,7 +129,8 @@ class Channel:
         version = Version(step, self.incarnation, table_digest(entries))
         for _ in range(_MAX_SWEEPS):
             head = self._head = self._present()
-            manifest = self._manifest(head, kept, entries, version, parent, rollout_ids, done)
+            made = self._manifest(head, kept, entries, version, parent, rollout_ids, done)
+            manifest = signed(made, self._signer)
             ref, data = write_manifest(manifest)
             read_manifest(data)  # what no reader would take is not published
             self._store.put(ref.key, data)
@@ -164,15 +166,17 @@ class Channel:
         """The head as the store has it, its tensors proven; without tensors where it cannot be rebuilt any more."""
         data = read(self._store, self._key)
         if data is None:
-            if history.committed(self._store, self._name):
+            known = owned(self._store, self._name, self._signer).versions
+            if history.built_on(known):
                 self.mended = "the pointer was gone, though there are versions: the one published next is an anchor"
-                return self._beyond(Head())
+                return _beyond(Head(), known)
             return Head()
         try:
             pointer = read_pointer(data)
         except Damaged as error:
+            known = owned(self._store, self._name, self._signer).versions
             self.mended = f"the pointer was damaged ({error.facts}): the version published next replaces it"
-            return self._beyond(Head(data))
+            return _beyond(Head(data), known)
         check_signer(self._key, pointer, self._signer)
         try:
             at = history.load(self._store, pointer.head)
@@ -180,18 +184,13 @@ class Channel:
             debt = debt_at(self._store, at)
         except EtudeError as error:  # damaged beyond use: the next publish is an anchor, and heals the channel
             self.mended = f"{error.what}: the version published next is an anchor"
-            return self._beyond(Head(data, pointer.head, generation=pointer.generation))
+            known = tuple(history.stored(self._store, self._name))
+            return _beyond(Head(data, pointer.head, generation=pointer.generation), known)
         return Head(data, pointer.head, tensors, debt, at.serial, pointer.generation)
 
     def _rebuild(self, at: Manifest) -> Mapping[str, Tensor]:
         """The tensors that the next delta is taken from."""
         return plans.rebuild(self._store, at)
-
-    def _beyond(self, head: Head) -> Head:
-        """A head whose successor no reader takes for a step back, whatever it has seen of this channel."""
-        known = [manifest for _, manifest in history.stored(self._store, self._name)]
-        generation = max([head.generation, *(manifest.generation for manifest in known)]) + 1
-        return replace(head, generation=generation, serial=max((m.serial for m in known), default=0))
 
     def _present(self) -> Head:
         """The head that the next version applies to: what was published last, as the store has it by now."""
@@ -296,6 +295,12 @@ class Channel:
             "or its manifest is lost, and nothing whole refers to it",
             hint="start a new run from the checkpoint that was trained last: --set start=RUN/checkpoints/step-...",
         )
+
+
+def _beyond(head: Head, known: Sequence[tuple[Ref, Manifest]]) -> Head:
+    """A head whose successor no reader takes for a step back, whatever it has seen of this channel."""
+    generation = max([head.generation, *(manifest.generation for _, manifest in known)]) + 1
+    return replace(head, generation=generation, serial=max((manifest.serial for _, manifest in known), default=0))
 
 
 def _where(store: BlobStore, key: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from etude.errors import WeightsError
@@ -127,9 +127,13 @@ def stored(store: BlobStore, name: str, version: Version | None = None) -> Itera
 def committed(store: BlobStore, name: str) -> list[tuple[Ref, Manifest]]:
     """The whole manifests that another one builds on or was trained from, by key: those that surely were published,
     whatever became of the pointer. The head is not among them: only the pointer says that it was committed."""
-    whole = list(stored(store, name))
-    named = {ref.key for _, manifest in whole for ref in (manifest.parent, manifest.base) if ref}
-    return [(ref, manifest) for ref, manifest in whole if ref.key in named]
+    return built_on([*stored(store, name)])
+
+
+def built_on(manifests: Sequence[tuple[Ref, Manifest]]) -> list[tuple[Ref, Manifest]]:
+    """Those of some manifests that another of them builds on or was trained from."""
+    named = {ref.key for _, manifest in manifests for ref in (manifest.parent, manifest.base) if ref}
+    return [(ref, manifest) for ref, manifest in manifests if ref.key in named]
 
 
 def _walk(store: BlobStore, name: str, before: Callable[[Manifest], Ref | None]) -> list[Manifest]:

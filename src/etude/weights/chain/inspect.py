@@ -16,6 +16,7 @@ from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.fsck import HINT_POINTER, Check, Finding, verify
 from etude.weights.chain.manifest import FORMAT, Damaged, Kind, Manifest, Pointer, read_pointer
+from etude.weights.chain.ownership import owned
 from etude.weights.chain.signing import Signer, write_signed
 from etude.weights.delta.steps import steps_between
 from etude.weights.tensors import DTYPES, Tensor, to_items
@@ -51,6 +52,7 @@ class LogRow:
     later_bytes: tuple[int, ...]  # deltas over several versions that lead here
     manifest_bytes: int
     snapshot_bytes: int
+    num_whole: int  # tensors that the delta brings whole: new, or of another dtype or shape than the base's
     bound_bytes: float
     changed_share: float
     rollout_ids: tuple[str, ...]
@@ -61,8 +63,11 @@ class LogRow:
         return self.snapshot_bytes / max(1, self.object_bytes)
 
     @property
-    def share_of_bound(self) -> float:
-        """The bound over object bytes: 1.0 is a coder that knows each old exponent and no more; 0: nothing changed."""
+    def share_of_bound(self) -> float | None:
+        """The bound over object bytes: 1.0 is a coder that knows each old exponent and no more; 0: nothing changed.
+        None where something is whole: a bound is one of changes."""
+        if self.kind is Kind.ANCHOR or self.num_whole:
+            return None
         return self.bound_bytes / max(1, self.object_bytes)
 
 
@@ -92,7 +97,11 @@ def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
     trained = {manifest.version for manifest in history.readable(store, name)[0]}
     require_pointer(store, name)
     chain, _ = history.readable(store, name, trained=False)
-    return [_log_row(store, manifest, manifest.version in trained) for manifest in chain]
+    before = {manifest.version: manifest for manifest in chain}
+    return [
+        _log_row(store, one, before.get(one.base.version) if one.base else None, one.version in trained)
+        for one in chain
+    ]
 
 
 def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
@@ -121,8 +130,8 @@ def repair(
 
     `told`: versions that a writer said it had published, the newest last (a run's events). Without them the newest
     that another manifest builds on is taken, since a manifest alone may be of a publish that was killed before its
-    commit. `signer`: for a channel whose readers ask for signatures. Raises `WeightsError` where nothing is left to
-    point at.
+    commit. `signer`: for a channel whose versions are signed, of which it then takes only those that its key stands
+    for. Raises `WeightsError` without that key, and where nothing is left to point at.
     """
     key = history.pointer_key(name)
     try:
@@ -134,8 +143,9 @@ def repair(
         pass
     else:
         return None
-    sure = {ref.key for ref, _ in history.committed(store, name)}
-    stored = [*history.stored(store, name)]
+    mine = owned(store, name, signer)
+    stored = mine.versions
+    sure = {ref.key for ref, _ in history.built_on(stored)}
     if torn is not None and len(stored) == 1:  # a pointer was there, and can have named nothing else
         sure.add(stored[0][0].key)
     order = {version: at for at, version in enumerate(told)}
@@ -154,7 +164,7 @@ def repair(
         raise WeightsError(f"the pointer of {name!r} moved meanwhile", hint="a writer is at work: it needs no repair")
     raise WeightsError(
         f"no version of channel {name!r} can be pointed at",
-        f"{len(known)} were surely published, none can be rebuilt",
+        f"{len(known)} were surely published, none can be rebuilt" + (f"; {mine.mixed}" if mine.mixed else ""),
         hint="`etude run CONFIG --resume RUN` publishes anew from the run's checkpoint; without a run,"
         " publish under another --name",
     )
@@ -210,7 +220,9 @@ def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow
     return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
 
 
-def _log_row(store: BlobStore, manifest: Manifest, in_lineage: bool) -> LogRow:
+def _log_row(store: BlobStore, manifest: Manifest, base: Manifest | None, in_lineage: bool) -> LogRow:
+    """`base`: where it can be read."""
+    had = {entry.name: entry.spec for entry in base.tensors} if base else {}
     later = plans.later_ways(store, manifest)
     anchor = plans.snapshot(store, manifest)
     return LogRow(
@@ -223,6 +235,7 @@ def _log_row(store: BlobStore, manifest: Manifest, in_lineage: bool) -> LogRow:
         later_bytes=tuple(way.num_bytes for way in later if way.base),
         manifest_bytes=len(msgspec.json.encode(manifest)),
         snapshot_bytes=manifest.snapshot_bytes,
+        num_whole=sum(had.get(entry.name) != entry.spec for entry in manifest.tensors) if base else 0,
         bound_bytes=manifest.facts.bound_bytes,
         changed_share=manifest.facts.changed_share,
         rollout_ids=manifest.rollout_ids,

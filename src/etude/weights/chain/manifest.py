@@ -10,6 +10,7 @@ import enum
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
 
-FORMAT = 1
+FORMAT = 2
 MAX_MANIFEST_BYTES = 32 << 20
 MAX_POINTER_BYTES = 4096
 MAX_LATER_BYTES = 32 << 20
@@ -26,8 +27,10 @@ MAX_COUNT = 1 << 53
 """Generations, serials and sweeps stay exact in every JSON reader."""
 
 MAX_NAME_BYTES = 512
+MAX_HEADER_BYTES = 1 << 28
 
 T = TypeVar("T", bound="Manifest | Pointer | Later")
+_SIGNATURE = b',"signature":"'
 _HEX8, _HEX64 = re.compile("[0-9a-f]{8}"), re.compile("[0-9a-f]{64}")
 
 
@@ -51,11 +54,16 @@ class Ref(msgspec.Struct, frozen=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True):
-    """An immutable object: the next `num_tensors` of the manifest's table, as `docs/formats/delta.md` says."""
+    """An immutable object: the next `num_tensors` of the manifest's table, as `docs/formats/delta.md` says.
+
+    Its header has digests of all that follows, and one here: who reads a part proves it without the rest.
+    """
 
     key: str
     num_bytes: int
     sha256: str
+    header_bytes: int
+    header_sha256: str
     num_tensors: int
 
 
@@ -109,6 +117,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     nonce: str  # 32 hex characters, drawn for this manifest
     serial: int = 0  # the base's and one; 0: written before there were serials
     generation: int = 0  # of the pointer that the writer moved
+    signature: str = ""  # Ed25519 over `manifest_text`, 128 hex characters; empty: not signed. The last field
 
     @property
     def stem(self) -> str:
@@ -187,6 +196,15 @@ def write_manifest(manifest: Manifest) -> tuple[Ref, bytes]:
     return Ref(manifest.version, key, hashlib.sha256(data).hexdigest()), data
 
 
+def manifest_text(data: bytes) -> tuple[bytes, str]:
+    """What a manifest's signature is over, and the signature: all bytes before that field, which is the last one.
+    Empty where there is none."""
+    at = data.rfind(_SIGNATURE, -256)
+    if at < 0 or not data.endswith(b'"}'):
+        return b"", ""
+    return b"etude manifest %d\n%b" % (FORMAT, data[:at]), data[at + len(_SIGNATURE) : -2].decode("ascii", "replace")
+
+
 def read_manifest(data: bytes) -> Manifest:
     """A manifest from outside bytes. Raises `WeightsError` unless every part of it is consistent."""
     manifest = _read(data, Manifest, MAX_MANIFEST_BYTES)
@@ -204,7 +222,7 @@ def write_pointer(pointer: Pointer) -> bytes:
 def signed_text(key: str, pointer: Pointer) -> bytes:
     """What a pointer's signature is over: where it lies and everything it says."""
     head = pointer.head
-    lines = ("etude pointer 1", key, head.version, head.key, head.sha256, pointer.nonce)
+    lines = (f"etude pointer {FORMAT}", key, head.version, head.key, head.sha256, pointer.nonce)
     return "\n".join(map(str, (*lines, pointer.generation, pointer.sweep))).encode()
 
 
@@ -242,12 +260,24 @@ def _read(data: bytes, kind: type[T], limit: int) -> T:
     try:
         record = msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
+        with suppress(ValueError, RecursionError):
+            _check_format(name, msgspec.json.decode(data, type=_Marked).format)  # which may have other fields
         raise _damaged(name, str(error)) from None
-    if record.format != FORMAT:
-        raise WeightsError(
-            f"{name} has format {record.format}", f"this etude reads {FORMAT}", hint="use the etude that wrote it"
-        )
+    _check_format(name, record.format)
     return record
+
+
+class _Marked(msgspec.Struct):
+    """What a record of every format has."""
+
+    format: int
+
+
+def _check_format(name: str, found: int) -> None:
+    if found != FORMAT:
+        raise WeightsError(
+            f"{name} has format {found}", f"this etude reads {FORMAT}", hint="use the etude that wrote it"
+        )
 
 
 def _damaged(name: str, facts: str) -> Damaged:
@@ -280,7 +310,10 @@ def _check_ways(ways: Sequence[Way], num_tensors: int) -> None:
         _require(sum(o.num_tensors for o in way.objects) == num_tensors, "objects do not cover the tensors")
         for item in way.objects:
             _require(item.num_bytes >= 0 and item.num_tensors >= 0, f"object {item.key[:80]!r}")
-            _require(bool(_HEX64.fullmatch(item.sha256)), f"object {item.key[:80]!r}")
+            digests = (item.sha256, item.header_sha256)
+            _require(all(map(_HEX64.fullmatch, digests)), f"object {item.key[:80]!r}")
+            limit = min(item.num_bytes, MAX_HEADER_BYTES)
+            _require(0 < item.header_bytes <= limit, f"the header of object {item.key[:80]!r}")
 
 
 def _check_ref(ref: Ref) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from etude.seams import BlobStore
 from etude.weights.chain.manifest import StoredObject
 from etude.weights.delta import codec
+from etude.weights.delta.layout import header_bytes
 from etude.weights.tensors import Tensor
 
 OBJECT_ELEMENTS = 1 << 26
@@ -37,10 +38,12 @@ def put_objects(
         started = time.perf_counter()
         data = codec.encode(new[start:stop], before)
         digest = hashlib.sha256(data).hexdigest()
+        header = memoryview(data)[: header_bytes(data)]
         encode_s += time.perf_counter() - started
         key = f"{objects_prefix(name)}{digest[:2]}/{digest}-{nonce[:8]}"
         store.put(key, data)
-        objects.append(StoredObject(key, len(data), digest, stop - start))
+        header_sha256 = hashlib.sha256(header).hexdigest()
+        objects.append(StoredObject(key, len(data), digest, len(header), header_sha256, stop - start))
     return tuple(objects), encode_s
 
 

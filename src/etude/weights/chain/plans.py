@@ -267,6 +267,20 @@ def fetched(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[by
         yield data, [next(entries) for _ in range(item.num_tensors)]
 
 
+def fetched_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> bytes:
+    """The header of one object, proven, for who reads only a part of it: one request. Raises `WeightsError`,
+    `StoreError`."""
+    try:
+        data = store.get(item.key, 0, item.header_bytes)
+    except KeyError:
+        raise Lost(f"an object of {manifest.version} is gone", item.key, hint=_HINT_OBJECT) from None
+    if hashlib.sha256(data).hexdigest() != item.header_sha256:
+        raise Lost(
+            f"the header of an object of {manifest.version} is not what was published", item.key, hint=_HINT_OBJECT
+        )
+    return data
+
+
 def _ahead(store: BlobStore, items: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, Callable[[], bytes]]]:
     """Each object and what waits for its bytes, and one byte more; `AHEAD` further ones are on their way meanwhile."""
 

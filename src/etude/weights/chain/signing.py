@@ -1,8 +1,9 @@
-"""Signatures over pointers, with Ed25519: who holds the public key believes no other writer, wherever the bytes lay.
+"""Signatures, with Ed25519: who holds the public key believes no other writer, wherever the bytes lay.
 
 A pointer holds the SHA-256 of a manifest, which holds all that proves its tensors; so one signature of 64 bytes proves
-a version. It is over the pointer's place, too: a signed pointer is not valid under another channel or branch. The
-arithmetic is the `cryptography` library's, an extra: whoever signs nothing needs nothing.
+a version. It is over the pointer's place, too: a signed pointer is not valid under another channel or branch. A
+manifest's own signature is for whoever has to set a lost pointer anew (`ownership`). The arithmetic is the
+`cryptography` library's, an extra: whoever signs nothing needs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import ModuleType
 import msgspec
 
 from etude.errors import WeightsError
-from etude.weights.chain.manifest import Pointer, signed_text, write_pointer
+from etude.weights.chain.manifest import Manifest, Pointer, manifest_text, signed_text, write_manifest, write_pointer
 
 KEY_BYTES = 32
 
@@ -68,6 +69,20 @@ def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
         return write_pointer(pointer)
     signature = signer.sign(signed_text(key, pointer))
     return write_pointer(msgspec.structs.replace(pointer, signature=signature))
+
+
+def signed(manifest: Manifest, signer: Signer | None) -> Manifest:
+    """A manifest with its signature, where there is a signer."""
+    if signer is None:
+        return manifest
+    text, _ = manifest_text(write_manifest(manifest)[1])
+    return msgspec.structs.replace(manifest, signature=signer.sign(text))
+
+
+def signed_by(public_key: bytes, data: bytes) -> bool:
+    """Whether the key's owner signed a manifest, by its bytes."""
+    text, signature = manifest_text(data)
+    return verified(public_key, text, signature)
 
 
 def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:

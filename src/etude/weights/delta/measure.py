@@ -1,4 +1,8 @@
-"""What a delta between two sets of tensors costs, by tensor and in all, beside its bound. Reads and measures only."""
+"""What a delta between two sets of tensors costs, by tensor and in all, beside its bound. Reads and measures only.
+
+A tensor that is new, or of another dtype or shape, goes whole. The bound is one of changes and says nothing of it: what
+is whole is counted apart, so that it takes no part in how near the deltas are to their bound.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from etude.weights.tensors import Codes, Tensor
 
 @dataclass(frozen=True)
 class Cost:
-    """One tensor's delta, or all tensors' together. A tensor that is new, or has another spec, changes altogether."""
+    """One tensor's delta, or several tensors' together. A tensor that is whole changes altogether."""
 
     name: str
     dtype: str
@@ -24,7 +28,7 @@ class Cost:
     num_changed: int
     snapshot_bytes: int
     delta_bytes: int  # of a tensor: coded alone, its share of headers included
-    bound_bytes: float
+    bound_bytes: float | None  # None: there is something whole in it, and no bound
 
     @property
     def density(self) -> float:
@@ -37,9 +41,9 @@ class Cost:
         return 8 * self.delta_bytes / max(1, self.num_elements)
 
     @property
-    def bound_bits_per_weight(self) -> float:
+    def bound_bits_per_weight(self) -> float | None:
         """Of the bound."""
-        return 8 * self.bound_bytes / max(1, self.num_elements)
+        return None if self.bound_bytes is None else 8 * self.bound_bytes / max(1, self.num_elements)
 
     @property
     def ratio(self) -> float:
@@ -47,42 +51,76 @@ class Cost:
         return self.snapshot_bytes / max(1, self.delta_bytes)
 
     @property
-    def share_of_bound(self) -> float:
+    def share_of_bound(self) -> float | None:
         """The delta's ratio over the bound's: 1.0 is a coder that knows each old exponent alone; 0: nothing changed."""
-        return self.bound_bytes / max(1, self.delta_bytes)
+        return None if self.bound_bytes is None else self.bound_bytes / max(1, self.delta_bytes)
 
 
-def measure(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mode: Mode = "best") -> tuple[list[Cost], Cost]:
-    """The cost of each tensor of `new`, by name, and of all in objects as a file or a channel has them."""
-    names = sorted(new)
-    rows = [_cost(name, [new[name]], [old.get(name)], mode) for name in names]
-    after, before = [new[name] for name in names], [old.get(name) for name in names]
-    total = Cost(
-        "all",
+@dataclass(frozen=True)
+class Costs:
+    """What it costs from one set of tensors to another."""
+
+    tensors: list[Cost]  # each coded alone, by name
+    deltas: Cost | None  # all that have an old one of their dtype and shape; None: no tensor has
+    wholes: Cost | None  # all others, and what they add to the bytes; None: there are none
+    total: Cost
+    num_whole: int
+
+
+def measure(old: Mapping[str, Tensor], new: Mapping[str, Tensor], mode: Mode = "best") -> Costs:
+    """The cost of each tensor of `new`, and of all in objects as a file or a channel has them."""
+    pairs = [(new[name], old.get(name)) for name in sorted(new)]
+    rows = [_cost(name, *pair, mode) for name, pair in zip(sorted(new), pairs, strict=True)]
+    kept = [pair for pair in pairs if not _is_whole(*pair)]
+    num_bytes = _coded_bytes(pairs, mode)
+    if len(kept) == len(pairs):
+        total = _sum("all", rows, num_bytes, _bound(pairs))
+        return Costs(rows, total, None, total, 0)
+    kept_bytes = _coded_bytes(kept, mode) if kept else 0
+    changed, whole = ([row for row in rows if (row.bound_bytes is None) == is_whole] for is_whole in (False, True))
+    return Costs(
+        rows,
+        _sum("deltas", changed, kept_bytes, _bound(kept)) if kept else None,
+        _sum("whole", whole, max(0, num_bytes - kept_bytes), None),
+        _sum("all", rows, num_bytes, None),
+        len(whole),
+    )
+
+
+def _cost(name: str, new: Tensor, old: Tensor | None, mode: Mode) -> Cost:
+    weights = _weights(new)
+    whole = _is_whole(new, old)
+    changed = weights.size if old is None or whole else int(np.count_nonzero(_weights(old) != weights))
+    num_bytes = len(codec.encode([new], [old], mode)) if changed else 0
+    return Cost(
+        name, new.dtype, weights.size, changed, new.num_bytes, num_bytes, None if whole else _bound([(new, old)])
+    )
+
+
+def _sum(name: str, rows: Sequence[Cost], delta_bytes: int, bound: float | None) -> Cost:
+    return Cost(
+        name,
         ", ".join(sorted({row.dtype for row in rows})),
         sum(row.num_elements for row in rows),
         sum(row.num_changed for row in rows),
         sum(row.snapshot_bytes for row in rows),
-        sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in groups(after)),
-        bound_bytes(after, before),
+        delta_bytes,
+        bound,
     )
-    return rows, total
 
 
-def _cost(name: str, new: Sequence[Tensor], old: Sequence[Tensor | None], mode: Mode) -> Cost:
-    (after,), (before,) = new, old
-    weights = _weights(after)
-    same_spec = before is not None and before.spec == after.spec
-    changed = int(np.count_nonzero(_weights(before) != weights)) if before and same_spec else weights.size
-    return Cost(
-        name,
-        after.dtype,
-        weights.size,
-        changed,
-        after.num_bytes,
-        len(codec.encode(new, old, mode)) if changed else 0,
-        bound_bytes(new, old),
-    )
+def _is_whole(new: Tensor, old: Tensor | None) -> bool:
+    return old is None or old.spec != new.spec
+
+
+def _coded_bytes(pairs: Sequence[tuple[Tensor, Tensor | None]], mode: Mode) -> int:
+    """Of the objects that pairs of new and old make."""
+    after, before = [new for new, _ in pairs], [old for _, old in pairs]
+    return sum(len(codec.encode(after[a:b], before[a:b], mode)) for a, b in groups(after))
+
+
+def _bound(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> float:
+    return bound_bytes([new for new, _ in pairs], [old for _, old in pairs])
 
 
 def _weights(tensor: Tensor) -> Codes:

@@ -1,12 +1,12 @@
 """A part of a delta by range reads: what a rank of a sharded engine fetches of an object in a store.
 
-First the header, then the pages that hold the tiles of some rows and columns of a tensor; each page is proven by its
-digest. The old tensors must be at hand whole: a tile is coded by the exponents of the old codes in all of it.
+Given the header, which whoever fetched it has proven, it fetches the pages that hold the tiles of some rows and columns
+of a tensor; each page is proven by its digest in the header. The old tensors must be at hand whole: a tile is coded by
+the exponents of the old codes in all of it.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +17,6 @@ from etude.weights.delta import wholes
 from etude.weights.delta.changes import Changes, Found, of_items
 from etude.weights.delta.codec import KERNELS, for_kernels
 from etude.weights.delta.layout import (
-    FIXED_BYTES,
     SAME,
     WHOLE,
     Kernels,
@@ -31,28 +30,20 @@ from etude.weights.delta.streams import damaged
 from etude.weights.delta.tiles import scattered
 from etude.weights.tensors import DTYPES, Codes, Spec, Tensor, to_items
 
-MAX_HEADER_BYTES = 1 << 28
-
 Read = Callable[[int, int], bytes]
 """So many bytes of the object from an offset: (offset, count)."""
 
 
 class Parts:
-    """The parts of one object. Fetches the header when made; `header_sha256` (64 hex) proves it where it is known.
+    """The parts of one object, whose `header` is believed: it says where everything is, and proves it.
 
     Raises `WeightsError` for bytes no writer wrote for these specs, and what `read` raises.
     """
 
-    def __init__(
-        self, read: Read, specs: Sequence[Spec], *, header_sha256: str | None = None, kernels: Kernels = KERNELS
-    ) -> None:
+    def __init__(self, read: Read, header: bytes, specs: Sequence[Spec], *, kernels: Kernels = KERNELS) -> None:
         self._read, self._specs, self._kernels = read, specs, kernels
-        num_bytes = header_bytes(read(0, FIXED_BYTES))
-        if num_bytes > MAX_HEADER_BYTES:
-            raise damaged(f"a header of {num_bytes} bytes is over the limit of {MAX_HEADER_BYTES}")
-        header = read(0, num_bytes)
-        if header_sha256 is not None and hashlib.sha256(header).hexdigest() != header_sha256:
-            raise damaged("its header has another digest")
+        if header_bytes(header) != len(header):
+            raise damaged(f"a header of {header_bytes(header)} bytes where there should be one of {len(header)}")
         self._header = read_header(header, specs)
         self._pages = np.array([start for start, _ in page_bounds(self._header.offsets)], np.int64)
 

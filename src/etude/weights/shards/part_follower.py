@@ -1,9 +1,10 @@
 """A follower of some of a version's tensors: what a rank of an engine needs, by range reads.
 
 For a rank that holds some experts, or some rows of tensors that are published in parts (`parts`). Of each object it
-reads the header, then the pages that hold the tiles it needs. The unit is an entry of the manifest's table, since that
-is what has a digest: what is read is proven without the rest. Small tensors share tiles, and a tile is decoded by the
-old codes of all of them: those come along, and are read and proven like what was asked for.
+reads the header, which the manifest proves, then the pages that hold the tiles it needs, which the header proves. The
+unit is an entry of the manifest's table, since that is what has a digest: what is read is proven without the rest.
+Small tensors share tiles, and a tile is decoded by the old codes of all of them: those come along, and are read and
+proven like what was asked for.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class _Walk:
         needed = {name for name in last if name in base or self._wants(name)}
         opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
         for self.at in reversed(plan.hops):  # what a hop needs of its base, the hop before has to make
-            objects = [self._open(*pair) for pair in _covering(self.at, needed)]
+            objects = [self._open(self.at.manifest, *pair) for pair in _covering(self.at, needed)]
             for one in objects:
                 names = [entry.name for entry in one.entries]
                 needed |= {names[k] for i, name in enumerate(names) if name in needed for k in one.parts.needs_old(i)}
@@ -137,7 +138,7 @@ class _Walk:
             made = _applied(self.at, objects, names_there, made)
         return made
 
-    def _open(self, item: StoredObject, entries: Sequence[TensorEntry]) -> _Opened:
+    def _open(self, manifest: Manifest, item: StoredObject, entries: Sequence[TensorEntry]) -> _Opened:
         def read(offset: int, count: int) -> bytes:
             try:
                 data = self._store.get(item.key, offset, offset + count)
@@ -146,7 +147,9 @@ class _Walk:
             self.fetched_bytes += len(data)
             return data
 
-        return _Opened(entries, Parts(read, [entry.spec for entry in entries]))
+        header = plans.fetched_header(self._store, manifest, item)
+        self.fetched_bytes += len(header)
+        return _Opened(entries, Parts(read, header, [entry.spec for entry in entries]))
 
 
 def _covering(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Sequence[TensorEntry]]]:
