@@ -79,7 +79,7 @@ def decode(
     header, held = _open(data, specs, old)
     made = [items.copy() for items in held]
     for kind, batch, payloads in changing(header, data):
-        kernels.apply(kind, batch, held, made, payloads)
+        kernels.apply(kind, batch, made, made, payloads)
     tensors = []
     for i, (spec, form) in enumerate(zip(specs, header.layout.forms, strict=True)):
         known = old[i]
