@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from etude.weights.tensors import Codes, DType, from_items
 
-Found = tuple[npt.NDArray[np.int64], Codes]
+Found = tuple[npt.NDArray[Any], Codes]
 """Positions of items in their tensor, and the new items there."""
 
 Listed = tuple[npt.NDArray[np.uint32], Codes]
@@ -19,10 +20,18 @@ Listed = tuple[npt.NDArray[np.uint32], Codes]
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """`codes` go to `positions` of the flat tensor, which rise; all other elements stay."""
+    """`codes` go to `positions` of the flat tensor, which rise; all other elements stay.
 
-    positions: npt.NDArray[np.int64]
+    Positions are uint32, or int64 in a tensor of 2^32 elements or more: a list is what an update costs in memory.
+    """
+
+    positions: npt.NDArray[Any]
     codes: Codes
+
+
+def narrow(positions: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """Positions in a tensor of so many elements as `Changes` has them; themselves where they are so already."""
+    return positions.astype(np.uint32 if size < 1 << 32 else np.int64, copy=False)
 
 
 def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
@@ -30,14 +39,14 @@ def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
 
     Where one half of a code changes the other is the old one.
     """
-    positions = np.concatenate([np.empty(0, np.int64), *(where for where, _ in found)])
+    positions = np.concatenate([narrow(np.empty(0, np.int64), old.size), *(where for where, _ in found)])
     items = np.concatenate([np.empty(0, kind.items), *(part for _, part in found)])
-    if positions.size and not (np.diff(positions) > 0).all():
+    if not (positions[1:] > positions[:-1]).all():
         order = np.argsort(positions)
         positions, items = positions[order], items[order]
     if kind.parts == 1:
-        return Changes(positions, items)
+        return Changes(narrow(positions, old.size), items)
     elements = np.unique(positions // kind.parts)
     parts = old.reshape(-1, kind.parts)[elements]
     parts[np.searchsorted(elements, positions // kind.parts), positions % kind.parts] = items
-    return Changes(elements, from_items(parts.reshape(-1), kind))
+    return Changes(narrow(elements, old.size // kind.parts), from_items(parts.reshape(-1), kind))

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.weights.delta import layout, native, wholes
-from etude.weights.delta.changes import Changes, Found, Listed, of_items
+from etude.weights.delta.changes import Changes, Found, Listed, narrow, of_items
 from etude.weights.delta.choices import Mode, choose
 from etude.weights.delta.layout import SAME, WHOLE, Header, Kernels, Tile
 from etude.weights.delta.streams import damaged
@@ -101,7 +101,7 @@ def changes(
     header, held = _open(data, specs, old)
     found: list[list[Found]] = [[] for _ in specs]
     for kind, batch, payloads in changing(header, data):
-        _collect(batch, kernels.changes(kind, batch, held, payloads), found)
+        _collect(batch, kernels.changes(kind, batch, held, payloads), held, found)
     made: list[Changes | Tensor] = []
     for i, spec in enumerate(specs):
         if header.layout.forms[i] == WHOLE:
@@ -112,11 +112,13 @@ def changes(
     return made
 
 
-def _collect(batch: Sequence[Tile], listed: Iterable[Listed], found: list[list[Found]]) -> None:
+def _collect(
+    batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Codes], found: list[list[Found]]
+) -> None:
     """What tiles list, to the tensors that it is of."""
     for tile, (places, items) in zip(batch, listed, strict=True):
         for tensor, positions, part in scattered(tile, places, items):
-            found[tensor].append((positions, part))
+            found[tensor].append((narrow(positions, held[tensor].size), part))
 
 
 def _sides(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> tuple[list[Codes | None], list[Codes | None]]:

@@ -30,7 +30,7 @@ class Update:
     """What is different between the version held before and the one held now. Proven before it is made."""
 
     version: Version
-    changed: Changes  # name -> sorted flat positions (int64), their new codes
+    changed: Changes  # name -> sorted flat positions (uint32 or int64), their new codes
     replaced: Mapping[str, Tensor]  # tensors that are new, or had another dtype or shape; all of them at the start
     removed: tuple[str, ...]  # names that are no more
     fetch_s: float  # fetching, decoding, proving

@@ -22,7 +22,9 @@ from etude.weights.delta import native
 from etude.weights.delta.arrays import bits_of, is_torch, name_of
 from etude.weights.tensors import Codes
 
-Places = npt.NDArray[np.int64]
+Places = npt.NDArray[Any]
+"""Rising numbers of elements: uint32 (`delta.changes.Changes`), or int64."""
+
 Shape = tuple[int, ...]
 Call = Callable[[], None]
 
@@ -121,7 +123,7 @@ class Window:
             return taken
         if places is None:
             return _host(self.view.contiguous().view(-1)).copy()
-        return _host(self.flat[_sent(places, self.flat.device)])
+        return _host(self.flat[_sent(places.astype(np.int64, copy=False), self.flat.device)])
 
     def equals(self, codes: Codes) -> bool:
         """Whether these codes, of this shape in any strides, are what is there."""
@@ -137,8 +139,8 @@ class Window:
         flat = self.flat
         if isinstance(flat, np.ndarray):
             small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
-            return Scatter(flat, places.astype(np.uint32) if small else places, codes)
-        index, values = _sent(places, flat.device), _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
+            return Scatter(flat, places.astype(np.uint32, copy=False) if small else places, codes)
+        index, values = _sent(places.astype(np.int64, copy=False), flat.device), _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
 
         def send() -> None:
             flat.index_copy_(0, index, values)

@@ -25,7 +25,7 @@ from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.manifest import Manifest
 from etude.weights.delta import codec
-from etude.weights.delta.changes import Changes
+from etude.weights.delta.changes import Changes, narrow
 from etude.weights.follow.follower import Update
 from etude.weights.follow.head import LIMIT_BYTES, Head, check_size
 from etude.weights.follow.parts import split
@@ -248,11 +248,11 @@ def _listed(live: Tensor, new: Tensor) -> Changes | Tensor:
     parts, left = list[np.ndarray](), new.num_bytes // (8 + width)
     for start in range(0, live.codes.size, most):
         where = np.flatnonzero(live.codes[start : start + most] != new.codes[start : start + most])
-        parts.append(where.astype(np.int64, copy=False) + start)
+        parts.append(narrow(where + start, live.codes.size))
         left -= where.size
         if left < 0:
             return new
-    positions = np.concatenate([np.empty(0, np.int64), *parts])
+    positions = np.concatenate(parts or [narrow(np.empty(0, np.int64), live.codes.size)])
     return Changes(positions, new.codes[positions])
 
 
@@ -268,8 +268,8 @@ def _pieces(codes: Codes, changes: Changes) -> Iterator[Codes]:
     """The codes with the changes written in, piece by piece."""
     most = PIECE_BYTES // codes.itemsize
     starts = range(0, codes.size, most)
-    ends = np.searchsorted(changes.positions, [*starts, codes.size]).tolist()
-    for start, first, last in zip(starts, ends, ends[1:], strict=False):
+    firsts = np.searchsorted(changes.positions, np.array(starts, changes.positions.dtype)).tolist()
+    for start, first, last in zip(starts, firsts, [*firsts[1:], changes.positions.size], strict=True):
         piece = codes[start : start + most]
         if first < last:
             piece = piece.copy()

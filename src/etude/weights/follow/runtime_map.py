@@ -82,6 +82,8 @@ class Piece:
 
         `positions`: sorted numbers in C order of the tensor.
         """
+        if self.box is not None or self.reorder is not None or not self.window.contiguous:
+            positions = positions.astype(np.int64, copy=False)  # what is computed of them may be larger
         if self.box is not None:
             positions, keep = _inside(positions, spec.shape, self.box)
             codes = codes[keep]
