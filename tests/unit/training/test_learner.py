@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from etude.seams import Learner
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
+from etude.training.learner import export
 from etude.weights import Channel, Follower
+from etude.weights.tensors import same_bits
 
 SIZES = ModelConfig(
     vocab_size=31,
@@ -221,6 +224,31 @@ def test_what_is_published_is_what_the_learner_forwards_with(checkpoint: Path) -
     for name, view in hf_views(learner.model).items():
         codes = torch.from_numpy(follower.tensors[name].codes.astype(np.int32)) << 16
         assert torch.equal(codes.view(torch.float32).view(view.shape), view), name
+
+
+def test_what_is_published_beside_training_is_what_was_held_when_it_was_offered(checkpoint: Path) -> None:
+    opened = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            assert opened.wait(30.0)
+            super().put(key, data)
+
+    store = Slow()
+    learner = TorchLearner(CONFIG, channel=Channel(store))
+    learner.load(checkpoint)
+    held = export(learner.model, CONFIG.weights)
+    learner.offer(["g.0"])
+    learner.forward_backward(batch(sampled(learner, 0)))
+    learner.optim_step()
+    assert learner.version is None
+    opened.set()
+    assert learner.published().version == learner.version
+    follower = Follower(store)
+    follower.advance()
+    assert all(same_bits(follower.tensors[name], tensor) for name, tensor in held.items())
+    assert learner.publish(["g.1"]).version.step == 1
+    learner.close()
 
 
 def test_publishing_without_a_channel_says_so(checkpoint: Path) -> None:
