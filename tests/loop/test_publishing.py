@@ -200,6 +200,9 @@ def test_the_next_batch_is_trained_beside_a_publish_and_the_optimiser_step_waits
         after = this.calls[this.calls.index(("end", "optim_step")) :]
         committed = after.index(("end", "published"))
         assert after.index(("end", "forward_backward")) < committed < after.index(("begin", "optim_step"))
+        offers = [i for i, call in enumerate(this.calls) if call == ("end", "offer")]
+        assert len(offers) == 4
+        assert all(("begin", "probe") in this.calls[i : i + 2] for i in offers), "of these weights, before others come"
         this.assert_sound(3)
         steps = [e for e in read_events(this.folder / "events") if e["kind"] == "rl.step"]
         assert [e["step"] for e in steps] == [1, 2, 3]
