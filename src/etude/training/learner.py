@@ -151,7 +151,7 @@ class TorchLearner:
     def _is_fresh(self, sample: Sample) -> bool:
         """Whether the live weights sampled all of it. A step's number does not tell: a restarted learner may have other
         bytes under it, and an engine serves what it started with until it adopts. Once published, the digest does;
-        while they are being published, nobody can have sampled from them."""
+        while they are on their way, no sample counts as theirs."""
         if not sample.single_version or sample.oldest_step != self.step or self.step == self._offered:
             return False
         if self.version is None or self.version.step != self.step:
@@ -196,10 +196,11 @@ class TorchLearner:
     def published(self) -> Published:
         """What was offered, once readers can have it. The one call that may be made in another thread while this one
         trains. Raises `WeightsError` or `StoreError` where it was not published: it may be offered again then."""
-        if self._publisher is None or self._offered is None:
+        publisher = self._publisher
+        if publisher is None or self._offered is None:
             raise WeightsError("nothing is being published", hint="offer first")
         try:
-            published = self._publisher.wait()
+            published = publisher.wait()
         except DeadlineExceeded:  # it goes on
             raise
         except Exception:
