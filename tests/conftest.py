@@ -91,6 +91,27 @@ def cli_in() -> Callable[[Path], Cli]:
 
 
 @pytest.fixture(scope="session")
+def threads_left() -> Callable[[str, Path], int]:
+    """How many threads a function of a module ("etude.evals.rows:read_rows"), called with a path in a process of its
+    own, leaves there. One of pyarrow's that holds a Python object when the interpreter ends may abort the process,
+    after all its work: "terminate called without an active exception"."""
+
+    def count(function: str, path: Path) -> int:
+        module, _, name = function.partition(":")
+        script = f"""
+import os, pathlib, sys
+import pyarrow.parquet
+from {module} import {name}
+before = len(os.listdir("/proc/self/task"))
+assert {name}(pathlib.Path(sys.argv[1]))
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+        return int(subprocess.check_output([sys.executable, "-c", script, str(path)], env=os.environ | QUIET))
+
+    return count
+
+
+@pytest.fixture(scope="session")
 def game(tmp_path_factory: pytest.TempPathFactory) -> Game:
     """Made once a session, in some seconds."""
     folder = tmp_path_factory.mktemp("game")

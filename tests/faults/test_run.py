@@ -330,6 +330,20 @@ def test_a_port_in_use_is_named(game: Any, refuse: Callable[..., str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_a_learner_that_is_killed_while_versions_are_on_their_way_costs_time_only(running: Running) -> None:
+    """With lag to spare and few checkpoints, the next batch's forward pass runs beside a publish."""
+    draw = random.Random("learner")
+    running.begin("rl.steps=14", "rl.checkpoint_every=5", "experience.max_lag=2")
+    for step in (1, 4, 8):
+        running.at_step(step)
+        time.sleep(draw.random())
+        running.hit("learner")
+    assert running.end() == 0, running.said
+    running.assert_sound()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("child", [*CHILDREN, "engine-1"])
 def test_a_child_that_is_killed_again_and_again_costs_time_only(running: Running, child: str) -> None:
     draw = random.Random(child)

@@ -260,9 +260,10 @@ lengths = _step_panel(
 )
 waiting = _step_panel(
     "Where a step's time goes",
-    "Seconds that the learner waited for its batch, and that it trained and published.",
+    "Seconds that the learner waited for its batch, that it trained, and that it stood still for publishing.",
     ("waited", "wait_s"),
-    ("trained and published", "train_s"),
+    ("trained", "train_s"),
+    ("stood still", "stall_s"),
 )
 
 PANELS: tuple[tuple[str, tuple[Callable[[RunView], Panel | None], ...]], ...] = (

@@ -81,7 +81,8 @@ def _try(row: dict[str, Any]) -> Try:
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of an evaluation; none when the file is missing or damaged."""
     try:
-        rows: list[dict[str, Any]] = pq.read_table(path, columns=list(_COLUMNS)).to_pylist()
+        file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
+        rows: list[dict[str, Any]] = file.read(columns=list(_COLUMNS), use_threads=False).to_pylist()
     except (pa.ArrowException, OSError, ValueError, KeyError):
         return []
     kinds = {name: float if name == "reward" else str for name in _COLUMNS}

@@ -107,10 +107,12 @@ def read_rows(path: Path) -> list[EvalRow]:
     """The rows of a file; columns it has besides are skipped. Raises `StoreError` for a missing or damaged one."""
     names = [f.name for f in fields(EvalRow)]
     try:
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
         if file.metadata.num_rows > MAX_ROWS:
             raise StoreError(f"{path} has {file.metadata.num_rows} rows", hint=f"at most {MAX_ROWS} are read")
-        values: list[dict[str, Any]] = file.read(columns=names).select(names).cast(_SCHEMA).to_pylist()
+        values: list[dict[str, Any]] = (
+            file.read(columns=names, use_threads=False).select(names).cast(_SCHEMA).to_pylist()
+        )
     except FileNotFoundError:
         raise StoreError(f"no evaluation at {path}", hint="the run has not come so far; see its phases.json") from None
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:

@@ -2,7 +2,9 @@
 
 A row is one root-to-leaf path of one rollout; a rollout that left no path (it is invalid) has one row without
 tokens. Rows of `in_batch` are the batch's samples as they were trained, masks included; the others are kept because
-a step's baseline came from them. See `docs/formats/traces.md`. Knows nothing of SQLite and of what made the batch.
+a step's baseline came from them. See `docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`,
+`use_threads`): one of pyarrow's that still holds a Python file when the interpreter ends aborts the process, after its
+work was done. Knows nothing of SQLite and of what made the batch.
 """
 
 from __future__ import annotations
@@ -234,7 +236,10 @@ def read_index(path: FilePath) -> Index:
 
 def _read(path: FilePath, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
     try:
-        with path.open("rb") as handle, pq.ParquetFile(handle, page_checksum_verification=True) as file:
+        with (
+            path.open("rb") as handle,
+            pq.ParquetFile(handle, page_checksum_verification=True, pre_buffer=False) as file,
+        ):
             schema = file.schema_arrow
             if not schema.equals(SCHEMA, check_metadata=False):
                 raise ValueError("its columns are not those of a trace")
@@ -244,7 +249,7 @@ def _read(path: FilePath, columns: list[str] | None = None) -> tuple[pa.Table, d
                 raise ValueError("its facts about the batch are incomplete")
             if facts["format"] != FORMAT:
                 raise ValueError(f"it has format {facts['format']}, this etude reads {FORMAT}")
-            table = file.read(columns=columns)
+            table = file.read(columns=columns, use_threads=False)
             table.validate(full=True)
             return table, facts
     except FileNotFoundError as error:

@@ -8,10 +8,14 @@ all in one task group: what fails, fails the loop by name. Synchronous RL is `ma
 | `_admit` | task cursor | admitted groups, at most the window's | room in the window | `published` |
 | `Rolling.run` | admitted rollouts | graded rollouts in the ledger | a place to run | a finished rollout |
 | `_batches` | ready groups, strictly in order | one batch | its slowest group | `Rolling` |
-| `_train` | a batch | a version | the learner | – |
+| `_train` | a batch | live weights, offered | the learner, the commit before | `_commit` |
+| `_commit` | what was offered | a version | the pointer's move | the learner |
 
-The commit is the move of the pointer in `learner.publish`. A learner that dies ends its lineage with `Lost`, whether it
-was at work or idle: its successor holds no weights, so every call goes to the very process that `begin` was called in.
+The commit is the move of the pointer by the learner. It happens in the background, one version at a time: the next
+batch's forward and backward pass may run beside it, the next optimiser step comes after it, and so does whatever is to
+hold of the version (the ledger's `trained`, a checkpoint, an evaluation). At `max_lag = 0` nothing runs beside it.
+A learner that dies ends its lineage with `Lost`, whether it was at work or idle: its successor holds no weights, so
+every call goes to the very process that `begin` was called in.
 The successor starts from the last checkpoint, publishes it under a new incarnation, and the ledger reconciles to that.
 The same mends a chain that no engine can follow: a writer that finds its head damaged publishes a whole anchor.
 Two ways out: the last step (everything in flight is cancelled: its groups were not needed), or a stop (the same, and
@@ -81,7 +85,9 @@ class Conductor:
         self.ledger = Ledger(run / "ledger.sqlite", capacity=capacity)
         self.rolling = Rolling(self.ledger, crew, telemetry, max_running=config.max_running)
         self.signals = Signals(self.ledger.recall("signals"))
-        self.step = 0
+        self.step = 0  # of the version committed last
+        self.trained = 0  # of the live weights: one ahead while their version is on its way
+        self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
         self.probe = probe_text(chat)
         self._published = asyncio.Event()
@@ -123,12 +129,14 @@ class Conductor:
 
     async def _begin(self) -> None:
         learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
-        self.step = await learner.call("begin", int, str(self._newest_checkpoint()), deadline_s=STEP_S)
-        published = await learner.call("publish", Published, (), deadline_s=STEP_S)
+        self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
+        self.step = self.trained = await learner.call("begin", int, str(self._newest_checkpoint()), deadline_s=STEP_S)
+        mine, _ = await self._offer(())
+        published = await self._call("published", Published)
         mended = self.ledger.reconcile(self._trained())
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         await self._adopted(published)
-        await self._probe(published)
+        await self._probe(published, mine)
 
     def _trained(self) -> list[str]:
         """Every rollout of the lineage. Where a manifest of it is damaged, the ledger is believed about the steps up to
@@ -168,36 +176,62 @@ class Conductor:
                 task.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        late_s = 0.0  # waited for the version of the step before, where nothing may run beside it
         async for batch, groups, wait_s in self._batches():
             began = time.perf_counter()
             report = await self._call("forward_backward", StepReport, batch)
+            waited_s = await self._committed()
             optim = await self._call("optim_step", dict[str, float])
-            published = await self._call("publish", Published, batch.rollout_ids)
-            self.step = published.version.step
-            self.ledger.commit(batch.rollout_ids, published.version)
-            self._published.set()
-            self.telemetry.event(
-                "rl.step",
-                step=batch.step,
-                num_steps=self.config.rl.steps,
+            self.trained = batch.step
+            mine, read_s = await self._offer(batch.rollout_ids)
+            facts = {
                 **step_facts(groups, batch),
                 **{name: getattr(report, name) for name in report.__struct_fields__},
                 **optim,
-                wait_s=round(wait_s, 4),
-                train_s=round(time.perf_counter() - began, 4),
-            )
-            tasks.create_task(self._probe(published), name=f"probe of {published.version}")
-            if self._due(self.config.rl.checkpoint_every):
+                "wait_s": round(wait_s, 4),
+                "train_s": round(time.perf_counter() - began - waited_s - read_s, 4),
+                "stall_s": round(late_s + waited_s + read_s, 4),
+            }
+            commit = self._commit(tasks, batch, mine, facts)
+            self._on_its_way = tasks.create_task(commit, name=f"commit of {batch.batch_id}")
+            checkpoint, evaluation = self._due(self.config.rl.checkpoint_every), self._due(self.config.evals.every)
+            alone = checkpoint or evaluation or self.config.experience.max_lag == 0
+            late_s = await self._committed() if alone else 0.0
+            if checkpoint:
                 await self._checkpoint()
-            if self._due(self.config.evals.every) and self.step < self.config.rl.steps:
+            if evaluation and self.step < self.config.rl.steps:
                 await self.evaluate("during", Split.VALIDATION, self.config.evals.during_tasks)
 
+    async def _offer(self, rollout_ids: tuple[str, ...]) -> tuple[list[float], float]:
+        """Have the learner begin to publish: its own log-probabilities of the probe, taken while it holds that version,
+        and the seconds until its weights were read."""
+        began = time.perf_counter()
+        await self._call("offer", type(None), rollout_ids)
+        read_s = time.perf_counter() - began
+        return await self._call("probe", list[float], self.probe), read_s
+
+    async def _commit(self, tasks: asyncio.TaskGroup, batch: Batch, mine: list[float], facts: dict[str, Any]) -> None:
+        """Wait until the pointer names the batch's version, and let everybody know."""
+        published = await self._call("published", Published)
+        self.ledger.commit(batch.rollout_ids, published.version)
+        self.step = published.version.step
+        self._published.set()
+        self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
+        tasks.create_task(self._probe(published, mine), name=f"probe of {published.version}")
+
+    async def _committed(self) -> float:
+        """Wait until no version is on its way; the seconds that took. Raises what publishing it failed with."""
+        began = time.perf_counter()
+        if self._on_its_way is not None:
+            await self._on_its_way
+        return time.perf_counter() - began
+
     def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.rl.steps
+        return self.trained % every == 0 or self.trained == self.config.rl.steps
 
     async def _batches(self) -> AsyncIterator[tuple[Batch, list[Group], float]]:
         """The batch of each next step, its groups, and the seconds it was waited for."""
-        while self.step < self.config.rl.steps:
+        while self.trained < self.config.rl.steps:
             began = time.perf_counter()
             taken = await self._next_groups()
             groups = [self.ledger.group(group_id) for group_id in taken]
@@ -205,8 +239,8 @@ class Conductor:
             k1 = await self._call("k1", dict[str, float], whole_samples(groups)) if kl else None
             batch = make_batch(
                 groups,
-                batch_id=f"b{self.step + 1:06d}",
-                step=self.step + 1,
+                batch_id=f"b{self.trained + 1:06d}",
+                step=self.trained + 1,
                 max_lag=self.config.experience.max_lag,
                 scheme=SCHEMES[self.config.experience.credit],
                 straggler=self.config.experience.straggler,
@@ -290,11 +324,10 @@ class Conductor:
             telemetry=self.telemetry,
         )
 
-    async def _probe(self, published: Published) -> None:
+    async def _probe(self, published: Published, mine: list[float]) -> None:
         """The version-matched check: each engine's log-probabilities of a fixed text against the learner's own."""
-        mine = np.array(await self._call("probe", list[float], self.probe))
         engines = dict(self.crew.engines)
-        late = await asyncio.gather(*(self._probe_one(*item, published, mine) for item in engines.items()))
+        late = await asyncio.gather(*(self._probe_one(*item, published, np.array(mine)) for item in engines.items()))
         if late and all(late):
             raise Unreachable(
                 f"no engine can come to {published.version}",

@@ -1,13 +1,15 @@
 """The learner process: holds the weights, trains them, publishes them.
 
 Torch works in one thread of its own, so that the process sees at once when the conductor goes: `Learning` is what is
-done there, `handlers` the calls that lead to it. Knows nothing of rollouts in flight, of the ledger or of engines.
+done there, `handlers` the calls that lead to it. Only `published` waits in another, so that torch may train on while a
+version is encoded and written. Knows nothing of rollouts in flight, of the ledger or of engines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,13 +31,14 @@ from etude.weights import Channel
 
 
 class Learning:
-    """The learner of a run, from its checkpoint on. Every method runs in the torch thread."""
+    """The learner of a run, from its checkpoint on. Every method but `published` runs in the torch thread."""
 
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
         self.run, self.config, self.telemetry = run, config, telemetry
         self._learner: TorchLearner | None = None
         self._channel: Channel | None = None
         self._reference: Reference | None = None
+        self._offered_at = 0.0
 
     @property
     def learner(self) -> TorchLearner:
@@ -44,7 +47,10 @@ class Learning:
         return self._learner
 
     def begin(self, checkpoint: str) -> int:
-        """Load a checkpoint; the version step it stands at."""
+        """Load a checkpoint; the version step it stands at. What a lost lineage still publishes is waited for: two
+        writers of one channel would refuse each other."""
+        if self._learner is not None:
+            self._learner.close()
         self._channel = Channel(DirectoryStore(self.run / "weights"))
         self._learner = TorchLearner(
             self.config.learner,
@@ -64,13 +70,21 @@ class Learning:
     def optim_step(self) -> Mapping[str, float]:
         return self.learner.optim_step()
 
-    def publish(self, rollout_ids: tuple[str, ...]) -> Published:
-        published = self.learner.publish(rollout_ids)
+    def offer(self, rollout_ids: tuple[str, ...]) -> None:
+        """Begin to publish the live weights; they are read when this returns."""
+        self._offered_at = time.perf_counter()
+        self.learner.offer(rollout_ids)
+
+    def published(self) -> Published:
+        """What was offered, once the pointer names it. In a thread of its own."""
+        channel, offered_at = self._channel, self._offered_at
+        published = self.learner.published()
+        wall_s = round(time.perf_counter() - offered_at, 4)
         facts = {name: getattr(published, name) for name in published.__struct_fields__}
-        self.telemetry.event("weights.publish", **facts, step=published.version.step)
-        if self._channel is not None and self._channel.mended:
-            self.telemetry.event("weights.mend", step=published.version.step, reason=self._channel.mended)
-            self._channel.mended = ""
+        self.telemetry.event("weights.publish", **facts, step=published.version.step, wall_s=wall_s)
+        if channel is not None and channel.mended:
+            self.telemetry.event("weights.mend", step=published.version.step, reason=channel.mended)
+            channel.mended = ""
         return published
 
     def probe(self, token_ids: list[int]) -> list[float]:
@@ -90,14 +104,17 @@ class Learning:
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     torch.set_num_threads(1)
-    threads = ThreadPoolExecutor(1, thread_name_prefix="torch")
+    torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
+    waiting = ThreadPoolExecutor(1, thread_name_prefix="published")
     learning = Learning(run, read_config(run), telemetry)
 
-    def in_torch_thread(work: Callable[..., object]) -> Handler:
+    def in_thread(thread: ThreadPoolExecutor, work: Callable[..., object]) -> Handler:
         async def call(*arguments: object) -> object:
-            return await asyncio.get_running_loop().run_in_executor(threads, functools.partial(work, *arguments))
+            return await asyncio.get_running_loop().run_in_executor(thread, functools.partial(work, *arguments))
 
         return call
+
+    in_torch_thread = functools.partial(in_thread, torch_thread)
 
     async def ready() -> bool:
         return True
@@ -107,7 +124,8 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         "begin": ((str,), in_torch_thread(learning.begin)),
         "forward_backward": ((Batch,), in_torch_thread(learning.forward_backward)),
         "optim_step": ((), in_torch_thread(learning.optim_step)),
-        "publish": ((tuple[str, ...],), in_torch_thread(learning.publish)),
+        "offer": ((tuple[str, ...],), in_torch_thread(learning.offer)),
+        "published": ((), in_thread(waiting, learning.published)),
         "probe": ((list[int],), in_torch_thread(learning.probe)),
         "k1": ((list[Sample],), in_torch_thread(learning.k1)),
         "save": ((str,), in_torch_thread(learning.save)),

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from etude.errors import CheckpointError, ParityError, WeightsError
+from etude.errors import CheckpointError, DeadlineExceeded, EtudeError, ParityError, WeightsError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.naming import hf_views
@@ -31,18 +31,11 @@ from etude.training.optimizer import AdamW
 from etude.training.report import Tally
 from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
+from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Codes, Tensor
 
 FORMAT = 1
 STATE, ABOUT = "learner.safetensors", "learner.json"
-
-
-class Channel(Protocol):
-    """Where versions are published; `etude.weights.Channel` is one."""
-
-    def publish(
-        self, tensors: Mapping[str, Tensor], *, step: int, parent: Version | None, rollout_ids: Sequence[str]
-    ) -> Published: ...
 
 
 class TorchLearner:
@@ -62,7 +55,7 @@ class TorchLearner:
         self,
         config: LearnerConfig,
         *,
-        channel: Channel | None = None,
+        channel: Writer | None = None,
         num_steps: int | None = None,
         temperature: float = 1.0,
         hold_fresh_to_one: bool = True,
@@ -71,6 +64,8 @@ class TorchLearner:
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._fresh_limit = config.fresh_ratio_limit if hold_fresh_to_one else float("inf")
         self._assets: Path | None = None
+        self._publisher: Publisher | None = None
+        self._offered: int | None = None  # the step of the version that is on its way
         self._model: Transformer | None = None
         self._optimizer: AdamW | None = None
 
@@ -155,8 +150,9 @@ class TorchLearner:
 
     def _is_fresh(self, sample: Sample) -> bool:
         """Whether the live weights sampled all of it. A step's number does not tell: a restarted learner may have other
-        bytes under it, and an engine serves what it started with until it adopts. Once published, the digest does."""
-        if not sample.single_version or sample.oldest_step != self.step:
+        bytes under it, and an engine serves what it started with until it adopts. Once published, the digest does;
+        while they are on their way, no sample counts as theirs."""
+        if not sample.single_version or sample.oldest_step != self.step or self.step == self._offered:
             return False
         if self.version is None or self.version.step != self.step:
             return True
@@ -181,13 +177,45 @@ class TorchLearner:
     # weights in and out
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
-        """Hand the live weights to the channel as the version of this step. Raises `WeightsError`."""
+        """Hand the live weights to the channel as the version of this step. Raises `WeightsError`, `StoreError`."""
+        self.offer(rollout_ids)
+        return self.published()
+
+    def offer(self, rollout_ids: Sequence[str]) -> None:
+        """Begin to publish: the live weights are read before this returns, and may be changed then. One version is on
+        its way at a time: what was offered before is waited for. Raises as `published` does."""
         if self._channel is None:
             raise WeightsError("the learner has no channel to publish to", hint="give TorchLearner a channel")
-        tensors = export(self.model, self.config.weights)
-        published = self._channel.publish(tensors, step=self.step, parent=self.version, rollout_ids=rollout_ids)
-        self.version = published.version
+        if self._offered is not None:
+            self.published()
+        if self._publisher is None:
+            self._publisher = Publisher(self._channel, parent=self.version)
+        self._publisher.offer(export(self.model, self.config.weights), step=self.step, rollout_ids=rollout_ids)
+        self._offered = self.step
+
+    def published(self) -> Published:
+        """What was offered, once readers can have it. The one call that may be made in another thread while this one
+        trains. Raises `WeightsError` or `StoreError` where it was not published: it may be offered again then."""
+        publisher = self._publisher
+        if publisher is None or self._offered is None:
+            raise WeightsError("nothing is being published", hint="offer first")
+        try:
+            published = publisher.wait()
+        except DeadlineExceeded:  # it goes on
+            raise
+        except Exception:
+            self._offered = None
+            raise
+        assert published is not None, "it was offered"
+        self.version, self._offered = published.version, None  # in this order: see _is_fresh
         return published
+
+    def close(self) -> None:
+        """End publishing, once what was offered is published or has failed: whoever waits for it is told."""
+        publisher, self._publisher, self._offered = self._publisher, None, None
+        if publisher is not None:
+            with suppress(EtudeError):
+                publisher.close()
 
     def save(self, path: Path | str) -> None:
         """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient
@@ -209,6 +237,7 @@ class TorchLearner:
         if (path / ABOUT).is_file():
             step, version = _read_about(path / ABOUT, self.config.weights)
             optimizer.restore(load_tensors(path / STATE))
+        self.close()
         self._model, self._optimizer, self._assets = model, optimizer, path
         self.step, self.version = step, version
 

@@ -152,6 +152,7 @@ class RunWriter:
             sampled_mean=64 + self.noise(2),
             wait_s=max(0.0, 0.5 + self.noise(0.2)),
             train_s=2.4 + abs(self.noise(0.2)),
+            stall_s=0.01 + abs(self.noise(0.01)),
             loss=self.noise(0.02),
             entropy=0.42 * math.exp(-step / 30) + 0.05 + abs(self.noise(0.01)),
             clip_share=abs(self.noise(0.01)) + 0.01,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,11 @@ def test_another_kind_of_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.parquet").write_text("no")
     with pytest.raises(StoreError, match="not an evaluation"):
         read_rows(tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("function", ["etude.evals:read_rows", "etude.dashboard.transcripts:_rows"])
+def test_reading_leaves_no_thread_that_could_abort_the_interpreter_at_its_end(
+    tmp_path: Path, threads_left: Callable[[str, Path], int], function: str
+) -> None:
+    write_rows(tmp_path / "after.parquet", rows_of(3, 5))
+    assert threads_left(function, tmp_path / "after.parquet") == 0

@@ -78,6 +78,12 @@ def test_writing_the_same_batch_again_gives_the_same_bytes(tmp_path, kit):
     assert one.read_bytes() == two.read_bytes()
 
 
+@pytest.mark.parametrize("name", ["read_index", "read_trace"])
+def test_reading_leaves_no_thread_that_could_abort_the_interpreter_at_its_end(tmp_path, kit, threads_left, name):
+    _, path = recorded(tmp_path, kit, max_lag=1)
+    assert threads_left(f"etude.experience.traces:{name}", path) == 0
+
+
 def test_a_missing_trace_is_named(tmp_path):
     with pytest.raises(LedgerError, match="no trace at"):
         read_trace(tmp_path / "batch-000001.parquet")

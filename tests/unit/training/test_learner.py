@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.errors import CheckpointError, ParityError, WeightsError
+from etude.errors import CheckpointError, ParityError, StoreError, WeightsError
 from etude.models import ModelConfig, Transformer, hf_views, save_model
 from etude.records import Batch, Sample
 from etude.records.completion import MISSING_ROUTE
@@ -19,7 +20,9 @@ from etude.seams import Learner
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
-from etude.weights import Channel, Follower
+from etude.training.learner import export
+from etude.weights import Channel, Follower, lineage
+from etude.weights.tensors import same_bits
 
 SIZES = ModelConfig(
     vocab_size=31,
@@ -221,6 +224,85 @@ def test_what_is_published_is_what_the_learner_forwards_with(checkpoint: Path) -
     for name, view in hf_views(learner.model).items():
         codes = torch.from_numpy(follower.tensors[name].codes.astype(np.int32)) << 16
         assert torch.equal(codes.view(torch.float32).view(view.shape), view), name
+
+
+def test_what_is_published_beside_training_is_what_was_held_when_it_was_offered(checkpoint: Path) -> None:
+    opened = threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            assert opened.wait(30.0)
+            super().put(key, data)
+
+    store = Slow()
+    learner = TorchLearner(CONFIG, channel=Channel(store))
+    learner.load(checkpoint)
+    held = export(learner.model, CONFIG.weights)
+    learner.offer(["g.0"])
+    learner.forward_backward(batch(sampled(learner, 0)))
+    learner.optim_step()
+    assert learner.version is None
+    opened.set()
+    assert learner.published().version == learner.version
+    follower = Follower(store)
+    follower.advance()
+    assert all(same_bits(follower.tensors[name], tensor) for name, tensor in held.items())
+    assert learner.publish(["g.1"]).version.step == 1
+    learner.close()
+
+
+def test_a_publish_that_failed_is_never_taken_for_the_one_before_and_may_be_offered_again(checkpoint: Path) -> None:
+    class Refusing(MemoryStore):
+        full = False
+
+        def put(self, key: str, data: bytes) -> None:
+            if self.full:
+                raise StoreError("no space left", hint="free disk space")
+            super().put(key, data)
+
+    store = Refusing()
+    learner = TorchLearner(CONFIG, channel=Channel(store))
+    learner.load(checkpoint)
+    first = learner.publish([]).version
+    learner.forward_backward(batch(sampled(learner, 0)))
+    learner.optim_step()
+    store.full = True
+    learner.offer(["g.0"])
+    with pytest.raises(StoreError, match="no space left"):
+        learner.published()
+    with pytest.raises(WeightsError, match="nothing is being published"):
+        learner.published()
+    assert learner.version == first
+    learner.offer(["g.0"])
+    with pytest.raises(StoreError, match="no space left"):
+        learner.offer(["g.0"])  # it waits for the one before
+    store.full = False
+    assert learner.publish(["g.0"]).version.step == 1
+    assert [manifest.rollout_ids for manifest in lineage(store, "policy")] == [(), ("g.0",)]
+    learner.close()
+
+
+def test_a_learner_that_begins_anew_waits_for_what_it_still_publishes(checkpoint: Path) -> None:
+    opened, closed = threading.Event(), threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            assert opened.wait(30.0)
+            super().put(key, data)
+
+    store = Slow()
+    learner = TorchLearner(CONFIG, channel=Channel(store))
+    learner.load(checkpoint)
+    learner.offer(["g.0"])
+    end = threading.Thread(target=lambda: (learner.close(), closed.set()))
+    end.start()
+    assert not closed.is_set()
+    opened.set()
+    end.join(30.0)
+    assert closed.is_set()
+    assert [manifest.rollout_ids for manifest in lineage(store, "policy")] == [("g.0",)]
+    with pytest.raises(WeightsError, match="nothing is being published"):
+        learner.published()
 
 
 def test_publishing_without_a_channel_says_so(checkpoint: Path) -> None:
