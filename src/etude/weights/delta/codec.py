@@ -112,9 +112,7 @@ def changes(
     return made
 
 
-def _collect(
-    batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Codes], found: list[list[Found]]
-) -> None:
+def _collect(batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Codes], found: list[list[Found]]) -> None:
     """What tiles list, to the tensors that it is of."""
     for tile, (places, items) in zip(batch, listed, strict=True):
         for tensor, positions, part in scattered(tile, places, items):

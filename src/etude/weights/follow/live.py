@@ -140,7 +140,8 @@ class Window:
         if isinstance(flat, np.ndarray):
             small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
             return Scatter(flat, places.astype(np.uint32, copy=False) if small else places, codes)
-        index, values = _sent(places.astype(np.int64, copy=False), flat.device), _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
+        index = _sent(places.astype(np.int64, copy=False), flat.device)
+        values = _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
 
         def send() -> None:
             flat.index_copy_(0, index, values)
