@@ -11,7 +11,8 @@ snapshot a second, on one core, in CPU time of the whole process, four ways:
 *Scan* is one pass that counts differing codes of both snapshots, *memcpy* one copy of a snapshot: both of the same
 run, and what speeds are divided by. Snapshots are repeated to over 100 MB, so that no cache holds them, and tensors of
 one shape stacked, since those of large models are large. Both modes take turns, `--repeats` times,
-and the shortest counts. 2 threads ÷ 1 is of wall time, kernels alone. Peers are to be compared with *codec*, and those
+and the shortest counts. 2 threads ÷ 1 is of wall time, kernels alone; beside it that of the scan, which does nothing but
+read: where this is below 2 it is the memory that has no more to give. Peers are to be compared with *codec*, and those
 that can write in place, there with *kernels*; ZipNN runs where it can be imported (`pip install --target DIR --no-deps
 zipnn`, and DIR in PYTHONPATH).
 `python -m benchmarks.delta [--pairs 'bf16/adamw-1e-6/*' ...] [--repeats N]`
@@ -26,6 +27,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -188,8 +190,12 @@ def _speeds(pair: Pair, old: Arena, new: Arena, repeats: int) -> dict[str, Any]:
     small, specs = {mode: codec.encode(pair.new, pair.old, mode) for mode in MODES}, [t.spec for t in pair.new]
     work = {mode: Work.of(data[mode], old) for mode in MODES}
     np.copyto(spare, old.bytes)
+    halves = [np.array_split(flat, 2) for flat in (flat_old, flat_new)]
     for _ in range(repeats):
         clock.cpu("scan", one.count_changed, flat_old, flat_new)
+        with ThreadPoolExecutor(2) as pool:
+            clock.wall("scan wall 2", lambda: list(pool.map(one.count_changed, *halves)))
+        clock.wall("scan wall 1", one.count_changed, flat_old, flat_new)
         clock.cpu("memcpy", np.copyto, spare, old.bytes)
         for mode in MODES:
             tiles = work[mode]
@@ -231,6 +237,7 @@ def _tensors(arena: Arena) -> dict[str, Tensor]:
 def _rates(shortest: Mapping[str, float], num_bytes: int, small_bytes: int) -> dict[str, Any]:
     rate = {name: (small_bytes if "small" in name else num_bytes) / 1e9 / s for name, s in shortest.items()}
     found: dict[str, Any] = {f"{name}_gb_per_s": round(rate[name], 3) for name in ("scan", "memcpy")}
+    found["scan_two_threads"] = round(shortest["scan wall 1"] / shortest["scan wall 2"], 3)
     for mode in MODES:
         found[mode] = {}
         for what, by in ("encode", "scan"), ("apply", "memcpy"):
