@@ -1,0 +1,78 @@
+"""The tables of docs/concepts/deltas.md, made from `results/delta.json`: what is told is what was measured.
+
+`python -m benchmarks.delta_table` writes them into the page; a test holds the page to them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.delta import GOAL_PAIR, MODES
+from benchmarks.report import RESULTS
+
+PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "deltas.md"
+FROM, TO = "<!-- results/delta.json -->\n", "<!-- end -->\n"
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    """Markdown: every pair in both modes, then every coder at the pair that has goals."""
+    host, rows = result["host"], result["rows"]
+    at_goal = next(row for row in rows if row["pair"] == GOAL_PAIR)
+    return "\n".join([
+        f"One core of an {host['cpu']}, {result['kernels']}, commit {result['commit']}; GB of snapshot a CPU second.",
+        "",
+        *_markdown(
+            ["pair", "change", "bound", "mode", "ratio", "÷ bound", "encode", "÷ scan", "apply in place", "÷ memcpy"],
+            (_ours(row, mode) for row in rows for mode in MODES),
+        ),
+        "",
+        f"The same and what others do, at `{GOAL_PAIR}`; in place where a coder can:",
+        "",
+        *_markdown(
+            ["coder", "ratio", "÷ bound", "encode", "decode into new memory", "in place"],
+            (_coder(name, coder) for name, coder in at_goal["coders"].items()),
+        ),
+        "",
+    ])  # fmt: skip
+
+
+def _ours(row: Mapping[str, Any], mode: str) -> list[str]:
+    coder = row["coders"][mode]
+    encode, apply = coder["encode_kernels"], coder["apply_kernels"]
+    named = [f"`{row['pair']}`", f"{100 * row['changed_share']:.2g} %", _ratio(row["bound_ratio"])]
+    return [
+        *(named if mode == MODES[0] else ["", "", ""]),
+        *(mode, _ratio(coder["ratio"]), f"{coder['of_bound']:.3f}"),
+        *(f"{encode['gb_per_s']:.1f}", f"{encode['of_scan']:.2f}"),
+        *(f"{apply['gb_per_s']:.1f}", f"{apply['of_memcpy']:.2f}"),
+    ]
+
+
+def _coder(name: str, coder: Mapping[str, Any]) -> list[str]:
+    if "missing" in coder:
+        return [name, coder["missing"], "", "", "", ""]
+    speeds = (coder.get(level) for level in ("encode_codec", "apply_codec", "apply_kernels"))
+    told = (f"{speed['gb_per_s']:.2f}" if speed else "–" for speed in speeds)
+    return [f"etude, {name}" if name in MODES else name, _ratio(coder["ratio"]), f"{coder['of_bound']:.3f}", *told]
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 100 else f"{ratio:.1f}"
+
+
+def _markdown(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def page(text: str) -> str:
+    """The page's text with the tables of the results that are committed."""
+    before, _, rest = text.partition(FROM)
+    after = rest.partition(TO)[2]
+    return before + FROM + tables(json.loads((RESULTS / "delta.json").read_text())) + TO + after
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,0 +1,10 @@
+"""A page tells the numbers that were measured."""
+
+from __future__ import annotations
+
+from benchmarks import delta_table
+
+
+def test_the_page_of_deltas_has_the_tables_of_the_committed_results():
+    text = delta_table.PAGE.read_text()
+    assert delta_table.page(text) == text
