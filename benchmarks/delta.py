@@ -11,8 +11,8 @@ snapshot a second, on one core, in CPU time of the whole process, four ways:
 *Scan* is one pass that counts differing codes of both snapshots, *memcpy* one copy of a snapshot: both of the same
 run, and what speeds are divided by. Snapshots are repeated to over 100 MB, so that no cache holds them, and tensors of
 one shape stacked, since those of large models are large. Both modes take turns, `--repeats` times,
-and the shortest counts. 2 threads ÷ 1 is of wall time, kernels alone; beside it that of the scan, which does nothing but
-read: where this is below 2 it is the memory that has no more to give. Peers are to be compared with *codec*, and those
+and the shortest counts. 2 threads ÷ 1 is of wall time, kernels alone; beside it that of the scan, which only reads:
+where this is below 2 it is the memory that has no more to give. Peers are to be compared with *codec*, and those
 that can write in place, there with *kernels*; ZipNN runs where it can be imported (`pip install --target DIR --no-deps
 zipnn`, and DIR in PYTHONPATH).
 `python -m benchmarks.delta [--pairs 'bf16/adamw-1e-6/*' ...] [--repeats N]`

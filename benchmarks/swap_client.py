@@ -10,7 +10,8 @@ The gap at a swap is the longest between two tokens of one completion, as they a
 the adoption: it holds fetching, decoding and proving, too. The *extra* gap is that less the median of all gaps. Windows
 as long as those, laid where nothing is published, are measured likewise: what engine, clients and machine do by
 themselves. What shares the cores is named with its CPU seconds; a second run has a busy process beside it.
-`python -m benchmarks.swap_client [--checkpoint DIR] [--swaps N]`
+`--model 1gb` serves 541M weights, of which about 1.2 % change in a version (8 GB of memory).
+`python -m benchmarks.swap_client [--model laptop | 1gb] [--checkpoint DIR] [--swaps N]`
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import weights_stall
 from benchmarks.report import report
 from etude.dashboard.read import RunView
 from etude.dashboard.summary import quantile
@@ -50,10 +52,28 @@ from etude.training.learner import export
 from etude.weights import Channel
 from etude.weights.chain.history import pointer_key
 
-PROMPT_TOKENS, STREAM_TOKENS, STEP_SIZE = 64, 256, 3e-5
+PROMPT_TOKENS, STREAM_TOKENS = 64, 256
 LISTENERS, GRACE_S, READY_S = 4, 0.1, 60.0
 CHANNEL = "policy"
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to serve, and how it is served."""
+
+    sizes: ModelConfig
+    step_size: float  # standard deviation of what a version adds to each weight
+    streams: int
+    every_s: float  # from a publish to the next
+    goal_ms: float  # extra gap, 99th percentile
+    result: str
+
+
+CASES = {
+    "laptop": Case(ModelConfig(), 3e-5, 32, 1.0, 50.0, "swap_client"),
+    "1gb": Case(weights_stall.cases()["1gb"].sizes, 1e-6, 4, 12.0, 100.0, "swap_client_1gb"),
+}
 
 
 @dataclass
@@ -68,19 +88,22 @@ class Seen:
     over: bool = False
 
 
-def prepare(store: Path, checkpoint: Path, num_swaps: int) -> tuple[int, list[bytes]]:
-    """In a process of its own: every version, durable; the vocabulary's size, and the pointer to each version."""
+def prepare(store: Path, checkpoint: Path, num_swaps: int, step_size: float) -> tuple[int, list[bytes], float]:
+    """In a process of its own: every version, durable; the vocabulary's size, the pointer to each version, and the
+    share of weights that change in one."""
     torch.set_num_threads(1)
     model, blobs = load_model(checkpoint), DirectoryStore(store)
-    channel, version, pointers = Channel(blobs, CHANNEL), None, []
+    channel, version, pointers, shares = Channel(blobs, CHANNEL), None, list[bytes](), list[float]()
     generator = torch.Generator().manual_seed(0)
     for step in range(num_swaps + 1):
-        version = channel.publish(export(model, LiveWeights.BF16), step=step, parent=version, rollout_ids=()).version
+        published = channel.publish(export(model, LiveWeights.BF16), step=step, parent=version, rollout_ids=())
+        version = published.version
+        shares.append(published.changed_share)
         pointers.append(blobs.get(pointer_key(CHANNEL)))
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=STEP_SIZE)
-    return model.config.vocab_size, pointers
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=step_size)
+    return model.config.vocab_size, pointers, float(np.median(shares[1:]))
 
 
 async def publish(store: Path, pointers: Sequence[bytes], every_s: float, seen: Seen) -> None:
@@ -179,13 +202,12 @@ def in_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name: None if value is None else round(value, 2) for name, value in found.items()}
 
 
-def measure(
-    checkpoint: Path, folder: Path, *, num_swaps: int, num_streams: int, every_s: float, busy: bool
-) -> dict[str, Any]:
+def measure(checkpoint: Path, folder: Path, case: Case, *, num_swaps: int, busy: bool) -> dict[str, Any]:
     """Prepare, serve, load; then read what was seen against what the engine told."""
     store, ready = folder / "weights", folder / "ready"
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
-        vocab_size, pointers = apart.submit(prepare, store, checkpoint, num_swaps).result()
+        made = apart.submit(prepare, store, checkpoint, num_swaps, case.step_size)
+        vocab_size, pointers, changed_share = made.result()
     DirectoryStore(store).compare_and_swap(pointer_key(CHANNEL), pointers[-1], pointers[0])
     argv = [sys.executable, "-m", "etude.inference.server", "--checkpoint", str(checkpoint), "--store", str(store)]
     argv += ["--ready-file", str(ready), "--telemetry", str(folder / "events" / "engine.jsonl"), "--name", "engine"]
@@ -202,11 +224,15 @@ def measure(
             running.callback(other.kill)
         gc.freeze()  # the instrument's own collections are no gaps of the engine
         began, before = time.perf_counter(), cpu_s(engine.pid)
-        asyncio.run(load(url, vocab_size, num_streams, publish(store, pointers, every_s, seen), seen))
+        asyncio.run(load(url, vocab_size, case.streams, publish(store, pointers, case.every_s, seen), seen))
         shares = {name: round(s - before[name], 2) for name, s in cpu_s(engine.pid).items()}
         sharing = {"wall_s": round(time.perf_counter() - began, 2), "cpu_s": shares, **memory(engine.pid)}
     adopted = [event for event in RunView(folder).of("engine.adopt") if event["step"] > 0]
-    return {**numbers(seen, adopted), "cores_are_shared_by": {**sharing, "busy_process": busy, **others()}}
+    return {
+        "changed_share": round(changed_share, 5),
+        **numbers(seen, adopted),
+        "cores_are_shared_by": {**sharing, "busy_process": busy, **others()},
+    }
 
 
 def cpu_s(engine: int) -> dict[str, float]:
@@ -262,11 +288,11 @@ def _url(ready: Path, engine: subprocess.Popen[bytes]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--checkpoint", type=Path, help="default: the laptop example's sizes, random weights")
+    parser.add_argument("--model", choices=CASES, default="laptop")
+    parser.add_argument("--checkpoint", type=Path, help="default: the model's sizes, random weights")
     parser.add_argument("--swaps", type=int, default=50)
-    parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="from a publish to the next")
     args = parser.parse_args()
+    case = CASES[args.model]
     torch.set_num_threads(1)
     found = {}
     for name, busy in ("alone", False), ("beside_a_busy_process", True):
@@ -274,11 +300,9 @@ def main() -> None:
             folder = Path(scratch)
             checkpoint = args.checkpoint or folder / "model"
             if args.checkpoint is None:
-                save_model(Transformer(ModelConfig(), seed=0), checkpoint, dtype="f32")
-            found[name] = measure(
-                checkpoint, folder, num_swaps=args.swaps, num_streams=args.streams, every_s=args.every, busy=busy
-            )
-    report("swap_client", {"streams": args.streams, "goal_extra_gap_ms_p99": 50.0, **found})
+                save_model(Transformer(case.sizes, seed=0), checkpoint, dtype="f32")
+            found[name] = measure(checkpoint, folder, case, num_swaps=args.swaps, busy=busy)
+    report(case.result, {"streams": case.streams, "goal_extra_gap_ms_p99": case.goal_ms, **found})
 
 
 if __name__ == "__main__":
