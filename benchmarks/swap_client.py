@@ -72,7 +72,7 @@ class Case:
 
 CASES = {
     "laptop": Case(ModelConfig(), 3e-5, 32, 1.0, 50.0, "swap_client"),
-    "1gb": Case(weights_stall.cases()["1gb"].sizes, 1e-6, 4, 12.0, 100.0, "swap_client_1gb"),
+    "1gb": Case(weights_stall.cases()["1gb"].sizes, 3.4e-7, 4, 8.0, 100.0, "swap_client_1gb"),
 }
 
 
