@@ -105,6 +105,7 @@ pub unsafe fn count_changed<T: Code>(level: Level, old: &[T], new: &[T]) -> u64 
     unsafe fn half<T: Code>(old: &[T], new: &[T]) -> u64 {
         count(old, new)
     }
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_unsafe))]
     unsafe {
         match level {
             #[cfg(target_arch = "x86_64")]

@@ -57,6 +57,7 @@ from etude.telemetry import Telemetry
 from etude.weights.chain.history import readable
 
 STEP_S, ADOPT_S, POLL_S, PROBE_TOKENS = 600.0, 30.0, 0.05, 128
+BEGIN_S = 2 * STEP_S  # what a lost lineage still publishes is waited for first
 MAX_FRUITLESS = 6  # lineages in a row that end without one step
 T = TypeVar("T")
 
@@ -130,7 +131,8 @@ class Conductor:
     async def _begin(self) -> None:
         learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
-        self.step = self.trained = await learner.call("begin", int, str(self._newest_checkpoint()), deadline_s=STEP_S)
+        checkpoint = str(self._newest_checkpoint())
+        self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         mine, _ = await self._offer(())
         published = await self._call("published", Published)
         mended = self.ledger.reconcile(self._trained())

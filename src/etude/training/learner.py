@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from etude.errors import CheckpointError, DeadlineExceeded, EtudeError, ParityError, WeightsError
+from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.naming import hf_views
@@ -212,10 +211,14 @@ class TorchLearner:
 
     def close(self) -> None:
         """End publishing, once what was offered is published or has failed: whoever waits for it is told."""
-        publisher, self._publisher, self._offered = self._publisher, None, None
-        if publisher is not None:
-            with suppress(EtudeError):
-                publisher.close()
+        if self._publisher is not None:
+            try:
+                self._publisher.close()
+            except DeadlineExceeded:  # it still writes, and another writer beside it would be refused
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits in `published` is told
+                del error
+        self._publisher, self._offered = None, None
 
     def save(self, path: Path | str) -> None:
         """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient

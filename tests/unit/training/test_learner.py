@@ -282,6 +282,19 @@ def test_a_publish_that_failed_is_never_taken_for_the_one_before_and_may_be_offe
     learner.close()
 
 
+def test_a_learner_begins_anew_whatever_its_last_publish_failed_with(checkpoint: Path) -> None:
+    class Broken(MemoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            raise MemoryError(key)
+
+    learner = TorchLearner(CONFIG, channel=Channel(Broken()))
+    learner.load(checkpoint)
+    learner.offer(["g.0"])
+    learner.close()
+    learner.load(checkpoint)
+    assert learner.version is None
+
+
 def test_a_learner_that_begins_anew_waits_for_what_it_still_publishes(checkpoint: Path) -> None:
     opened, closed = threading.Event(), threading.Event()
 

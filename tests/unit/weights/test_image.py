@@ -41,8 +41,10 @@ def through(update: Update) -> Image:
         os.close(fd)
 
 
-def test_an_image_gives_back_every_tensor_and_what_the_update_said() -> None:
-    image = through(UPDATE)
+@pytest.mark.parametrize("dtype", [np.int64, np.uint32])
+def test_an_image_gives_back_every_tensor_and_what_the_update_said(dtype: type[np.integer]) -> None:
+    places, codes = UPDATE.changed["large"]
+    image = through(replace(UPDATE, changed={"large": (places.astype(dtype), codes)}))
     assert image.tensors.keys() == TENSORS.keys()
     assert all(same_bits(image.tensors[name], tensor) for name, tensor in TENSORS.items())
     places, codes = image.update.changed["large"]

@@ -224,6 +224,19 @@ def test_a_repair_signs_what_its_key_stands_for_and_nothing_else_that_lies_in_th
     assert said in caught.value.facts
 
 
+def test_a_manifest_signed_for_another_channel_is_never_this_ones(policy: Policy, signer: Signer) -> None:
+    store = MemoryStore()
+    signed_steps(store, policy, range(2), signer)
+    Channel(store, "scratch", signer=signer).publish(policy(7), step=0, parent=None, rollout_ids=[])
+    (foreign,) = store.list("manifests/scratch/")
+    for key in store.list("manifests/policy/"):
+        store.delete(key)
+    store.put(foreign.replace("scratch", "policy", 1), store.get(foreign))
+    store.delete("pointers/policy")
+    with pytest.raises(WeightsError, match="policy"):
+        repair(store, signer=signer)
+
+
 def test_a_channel_that_nobody_signed_may_be_signed_from_its_repair_on(store: MemoryStore, signer: Signer) -> None:
     store.delete("pointers/policy")
     assert repair(store, signer=signer) is not None

@@ -17,6 +17,7 @@ from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, Update, chain
 from etude.weights.chain.branches import point
 from etude.weights.chain.manifest import FORMAT, Pointer, Ref
+from etude.weights.delta.arrays import tensor_of
 from etude.weights.delta.codec import encode
 from etude.weights.follow.head import Behind
 from etude.weights.follow.live_follower import LiveFollower
@@ -153,6 +154,50 @@ def test_tensors_that_come_go_and_change_their_shape(policy: Policy) -> None:
     engine.dtypes = {name: one.dtype for name, one in changed.items()}
     engine.write(update)
     assert engine.holds(changed)
+
+
+@pytest.mark.parametrize("start", [True, False], ids=["delta", "anchor"])
+def test_a_tensor_without_elements_is_nothing_to_prove(start: bool) -> None:
+    store, empty = MemoryStore(), Tensor("bf16", (0, 3), np.empty(0, np.uint16))
+    versions: list[Tensors] = [
+        {"empty": empty, "w": Tensor("bf16", (4,), np.array([1, 2, 3, last], np.uint16))} for last in (4, 5)
+    ]
+    engine, names = Engine(store, versions[0]), publish(store, versions)
+    engine.memory["w"][:] = versions[0]["w"].codes
+    assert not start or engine.follower.start_from(names[0])
+    engine.advance()
+    assert engine.holds(versions[1])
+
+
+def test_memory_at_an_odd_address_is_written_without_the_native_kernels() -> None:
+    store, old = MemoryStore(), np.zeros(4000, np.uint16)
+    new = old.copy()
+    new[[7, 3999]] = 9
+    versions: list[Tensors] = [{"w": Tensor("u16", (4000,), codes)} for codes in (old, new)]
+    names, memory = publish(store, versions), np.zeros(2 * 4000 + 1, np.uint8)[1:].view(np.uint16)
+    assert not memory.flags.aligned
+    follower = LiveFollower(store, lambda: {"w": tensor_of("w", memory, "u16")})
+    assert follower.start_from(names[0])
+    update = follower.prepare()
+    assert update is not None
+    swap = Target(Map(named({"w": memory}))).prepare(update, follower.specs)
+    swap.apply()
+    assert memory.tolist() == new.tolist()
+    swap.undo()
+    assert memory.tolist() == old.tolist()
+
+
+def test_a_list_of_a_quarter_of_a_tensors_elements_is_shorter_than_the_tensor() -> None:
+    store = MemoryStore()
+    old = np.arange(4000, dtype=np.uint16)
+    new = old.copy()
+    new[::4] += 1
+    publish(store, [{"w": Tensor("bf16", (4000,), new)}])
+    engine = Engine(store, {"w": Tensor("bf16", (4000,), old)})
+    engine.memory["w"][:] = old
+    update = engine.follower.prepare()  # from an anchor: the tensor comes whole
+    assert update is not None
+    assert update.changed["w"][0].tolist() == list(range(0, 4000, 4))
 
 
 def test_tied_tensors_share_one_memory_and_are_written_once(policy: Policy) -> None:

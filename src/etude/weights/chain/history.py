@@ -115,12 +115,13 @@ def readable(store: BlobStore, name: str, *, trained: bool = True) -> tuple[list
 
 
 def stored(store: BlobStore, name: str, version: Version | None = None) -> Iterator[tuple[Ref, Manifest]]:
-    """Every whole manifest of a channel, or of one version, committed or not, by key. Damaged ones are passed over."""
+    """Every whole manifest of a channel, or of one version, committed or not, by key. Damaged ones are passed over, and
+    those of another channel that somebody put there, whoever signed them."""
     for key in store.list(f"manifests/{name}/" + (f"{version}-" if version else "")):
         with suppress(WeightsError, KeyError):
             data = store.get(key, 0, MAX_MANIFEST_BYTES + 1)
             manifest = read_manifest(data)
-            if version is None or manifest.version == version:
+            if manifest.channel == name and (version is None or manifest.version == version):
                 yield Ref(manifest.version, key, hashlib.sha256(data).hexdigest()), manifest
 
 

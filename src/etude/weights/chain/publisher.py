@@ -89,9 +89,10 @@ class Publisher:
 
     def wait(self) -> Published | None:
         """What was published last, once nothing is outstanding; None before the first. Raises as `offer` does."""
-        if self._outstanding is None:
+        outstanding = self._outstanding  # once: it may be waited for in a thread of its own
+        if outstanding is None:
             return self._published
-        step, buffers, future = self._outstanding
+        step, buffers, future = outstanding
         try:
             published = future.result(self._deadline_s)
         except TimeoutError as error:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from etude.errors import WeightsError
 from etude.weights.delta import wholes
-from etude.weights.delta.changes import Changes, Found, of_items
+from etude.weights.delta.changes import Changes, Found, narrow, of_items
 from etude.weights.delta.codec import KERNELS, for_kernels
 from etude.weights.delta.layout import (
     SAME,
@@ -152,7 +152,8 @@ class Parts:
         for number, first, last in covering:
             wholes.read(payloads[number], codes[first - covering[0][1] : last - covering[0][1]])
         positions = (np.arange(rows.start, rows.stop)[:, None] * width + np.arange(cols.start, cols.stop)).reshape(-1)
-        return Changes(positions, codes[positions - (covering[0][1] if covering else 0)])
+        found = codes[positions - (covering[0][1] if covering else 0)]
+        return Changes(narrow(positions, self._specs[tensor].size), found)
 
     def _held(self, old: Sequence[Tensor | None], tensor: int) -> Codes:
         known, spec = old[tensor], self._specs[tensor]

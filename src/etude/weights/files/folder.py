@@ -219,7 +219,7 @@ def _write_changes(path: Path, changes: list[Change]) -> None:
                 flat: Any = np.frombuffer(memory, kind, count, change.start)
                 flat[:] = change.codes
             else:
-                last = int(change.places.max(initial=-1))
+                last = int(change.places[-1]) if len(change.places) else -1
                 flat = np.frombuffer(memory, kind, last + 1, change.start)
                 flat[change.places] = change.codes
             del flat  # a view keeps the file from being closed

@@ -114,6 +114,7 @@ def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
     for name, tensor in tensors.items():
         tensor_at, at = at, _write(fd, at, tensor.codes)
         places, codes = update.changed.get(name, _NO_CHANGES)
+        places = places.astype(np.int64, copy=False)
         whole = name in update.replaced or places.nbytes + codes.nbytes >= tensor.num_bytes > 0
         entries.append(_Entry(name, tensor.dtype, tensor.shape, tensor_at, WHOLE if whole else len(places), at))
         if not whole:

@@ -139,7 +139,7 @@ class Window:
         flat = self.flat
         if isinstance(flat, np.ndarray):
             small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
-            return Scatter(flat, places.astype(np.uint32, copy=False) if small else places, codes)
+            return Scatter(flat, places.astype(np.uint32 if small else np.int64, copy=False), codes)
         index = _sent(places.astype(np.int64, copy=False), flat.device)
         values = _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
 

@@ -245,14 +245,15 @@ def _written(live: Tensor | None, *changes: Changes | Tensor | None) -> Tensor |
 def _listed(live: Tensor, new: Tensor) -> Changes | Tensor:
     """Where a tensor of the same spec differs; itself, where a list would be no shorter."""
     width, most = live.codes.itemsize, PIECE_BYTES // live.codes.itemsize
-    parts, left = list[np.ndarray](), new.num_bytes // (8 + width)
+    empty = narrow(np.empty(0, np.int64), live.codes.size)
+    parts, left = [empty], new.num_bytes // (empty.itemsize + width)
     for start in range(0, live.codes.size, most):
         where = np.flatnonzero(live.codes[start : start + most] != new.codes[start : start + most])
         parts.append(narrow(where + start, live.codes.size))
         left -= where.size
         if left < 0:
             return new
-    positions = np.concatenate(parts or [narrow(np.empty(0, np.int64), live.codes.size)])
+    positions = np.concatenate(parts)
     return Changes(positions, new.codes[positions])
 
 
@@ -269,7 +270,7 @@ def _pieces(codes: Codes, changes: Changes) -> Iterator[Codes]:
     most = PIECE_BYTES // codes.itemsize
     starts = range(0, codes.size, most)
     firsts = np.searchsorted(changes.positions, np.array(starts, changes.positions.dtype)).tolist()
-    for start, first, last in zip(starts, firsts, [*firsts[1:], changes.positions.size], strict=True):
+    for start, first, last in zip(starts, firsts, [*firsts, changes.positions.size][1:], strict=True):
         piece = codes[start : start + most]
         if first < last:
             piece = piece.copy()

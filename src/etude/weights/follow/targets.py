@@ -215,7 +215,7 @@ def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Sp
     if old is not None:
         back = replace(put, codes=old) if isinstance(put, Scatter) else window.writer(places, old)
     held = next((call for call in (put, back) if isinstance(call, Scatter)), None)
-    return _Write(put, back, held.num_bytes if held else places.nbytes + codes.nbytes, old)
+    return _Write(put, back, held.num_bytes if held else 8 * len(places) + codes.nbytes, old)
 
 
 def _spec(known: Tensor | Spec) -> Spec:
