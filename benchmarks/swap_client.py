@@ -10,7 +10,8 @@ The gap at a swap is the longest between two tokens of one completion, as they a
 the adoption: it holds fetching, decoding and proving, too. The *extra* gap is that less the median of all gaps. Windows
 as long as those, laid where nothing is published, are measured likewise: what engine, clients and machine do by
 themselves. What shares the cores is named with its CPU seconds; a second run has a busy process beside it.
-`--model 1gb` serves 541M weights, of which about 1.2 % change in a version (8 GB of memory).
+`--model 1gb` serves 541M weights, of which about 1.2 % change in a version, to completions so long that hardly a new
+prompt, which takes as long as some tokens, comes between (8 GB of memory).
 `python -m benchmarks.swap_client [--model laptop | 1gb] [--checkpoint DIR] [--swaps N]`
 """
 
@@ -52,8 +53,8 @@ from etude.training.learner import export
 from etude.weights import Channel
 from etude.weights.chain.history import pointer_key
 
-PROMPT_TOKENS, STREAM_TOKENS = 64, 256
-LISTENERS, GRACE_S, READY_S = 4, 0.1, 60.0
+PROMPT_TOKENS = 64
+LISTENERS, GRACE_S, READY_S, DEADLINE_S = 4, 0.1, 60.0, 600.0
 CHANNEL = "policy"
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
@@ -65,14 +66,15 @@ class Case:
     sizes: ModelConfig
     step_size: float  # standard deviation of what a version adds to each weight
     streams: int
+    stream_tokens: int  # of a completion
     every_s: float  # from a publish to the next
     goal_ms: float  # extra gap, 99th percentile
     result: str
 
 
 CASES = {
-    "laptop": Case(ModelConfig(), 3e-5, 32, 1.0, 50.0, "swap_client"),
-    "1gb": Case(weights_stall.cases()["1gb"].sizes, 3.4e-7, 4, 8.0, 100.0, "swap_client_1gb"),
+    "laptop": Case(ModelConfig(), 3e-5, 32, 256, 1.0, 50.0, "swap_client"),
+    "1gb": Case(weights_stall.cases()["1gb"].sizes, 3e-7, 4, 900, 8.0, 100.0, "swap_client_1gb"),
 }
 
 
@@ -126,11 +128,13 @@ def request(name: str, number: int, prompt: np.ndarray[Any, Any], num_tokens: in
         prompt_ids=prompt,
         sampling=Sampling(max_tokens=num_tokens, stop_token_ids=(), seed=number),
         keep_session=False,
+        deadline_s=DEADLINE_S,
     )
 
 
-async def stream(engine: HttpEngine, index: int, num_tokens: int, vocab_size: int, seen: Seen) -> None:
-    """Long completions, one after another, but for the first, of `num_tokens`."""
+async def stream(engine: HttpEngine, index: int, case: Case, vocab_size: int, seen: Seen) -> None:
+    """Long completions, one after another; the first are of different lengths, so that they do not all end at once."""
+    num_tokens = case.stream_tokens * (index + 1) // case.streams
     rng, number, ask = np.random.default_rng(index), 0, listen if index < LISTENERS else whole
     while not seen.over:
         prompt = rng.integers(8, vocab_size, PROMPT_TOKENS).astype(np.int32)
@@ -144,7 +148,7 @@ async def stream(engine: HttpEngine, index: int, num_tokens: int, vocab_size: in
         seen.swapped += len({span.version for span in done.spans}) > 1
         if len(done.token_ids) != num_tokens:
             seen.failed.append(f"{done.request_id} has {len(done.token_ids)} tokens")
-        num_tokens = STREAM_TOKENS
+        num_tokens = case.stream_tokens
 
 
 async def whole(engine: HttpEngine, asked: CompletionRequest, seen: Seen) -> Completion:
@@ -164,12 +168,11 @@ async def listen(engine: HttpEngine, asked: CompletionRequest, seen: Seen) -> Co
     raise EngineError(f"{asked.request_id} ended without a completion", hint="see the engine's log")
 
 
-async def load(url: str, vocab_size: int, num_streams: int, publishing: Any, seen: Seen) -> None:
+async def load(url: str, vocab_size: int, case: Case, publishing: Any, seen: Seen) -> None:
     """Clients of one engine until everything is published."""
     async with HttpEngine(url) as engine, asyncio.TaskGroup() as clients:
-        for index in range(num_streams):
-            first = STREAM_TOKENS * (index + 1) // num_streams  # so that they do not all end and begin at once
-            clients.create_task(stream(engine, index, first, vocab_size, seen))
+        for index in range(case.streams):
+            clients.create_task(stream(engine, index, case, vocab_size, seen))
         clients.create_task(publishing)
 
 
@@ -211,7 +214,7 @@ def measure(checkpoint: Path, folder: Path, case: Case, *, num_swaps: int, busy:
     DirectoryStore(store).compare_and_swap(pointer_key(CHANNEL), pointers[-1], pointers[0])
     argv = [sys.executable, "-m", "etude.inference.server", "--checkpoint", str(checkpoint), "--store", str(store)]
     argv += ["--ready-file", str(ready), "--telemetry", str(folder / "events" / "engine.jsonl"), "--name", "engine"]
-    argv += ["--context-tokens", str(PROMPT_TOKENS + STREAM_TOKENS)]
+    argv += ["--context-tokens", str(PROMPT_TOKENS + case.stream_tokens)]
     seen = Seen()
     with contextlib.ExitStack() as running:
         engine = running.enter_context(
@@ -224,7 +227,7 @@ def measure(checkpoint: Path, folder: Path, case: Case, *, num_swaps: int, busy:
             running.callback(other.kill)
         gc.freeze()  # the instrument's own collections are no gaps of the engine
         began, before = time.perf_counter(), cpu_s(engine.pid)
-        asyncio.run(load(url, vocab_size, case.streams, publish(store, pointers, case.every_s, seen), seen))
+        asyncio.run(load(url, vocab_size, case, publish(store, pointers, case.every_s, seen), seen))
         shares = {name: round(s - before[name], 2) for name, s in cpu_s(engine.pid).items()}
         sharing = {"wall_s": round(time.perf_counter() - began, 2), "cpu_s": shares, **memory(engine.pid)}
     adopted = [event for event in RunView(folder).of("engine.adopt") if event["step"] > 0]

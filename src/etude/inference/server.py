@@ -39,6 +39,10 @@ from etude.telemetry import Telemetry
 from etude.weights import FollowerProcess
 
 HUNG_EXIT_CODE = 70
+SWITCH_S = 0.0005
+"""How long a thread may keep the interpreter from another. A step gives it up in each of its hundreds of operations,
+and waits for it while a swap is prepared or checked in another thread: at Python's 5 ms a step beside that takes up to
+200 ms more in a model of 1 GB, at this 100 (`benchmarks.swap_client --model 1gb`)."""
 FOLLOWER_S, FOLLOWER_BYTES_PER_S = 30.0, 20e6  # a busy core from a slow disk does several times as much
 
 
@@ -47,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     die_with_parent(watch_stdin=args.watch_stdin)
     torch.set_num_threads(args.threads)
+    sys.setswitchinterval(SWITCH_S)
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
         token = read_token(args.host)
