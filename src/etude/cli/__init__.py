@@ -16,13 +16,26 @@ from pathlib import Path
 from typing import NoReturn
 
 from etude import __version__
-from etude.errors import EtudeError, Exit, InputError, StoreError
+from etude.errors import EtudeError, Exit, InputError, StoreError, nearest
 
 MAX_PORT = 65_535
+_READABLE = "a directory, s3://bucket/prefix, gs://, az:// or http://"
+_WRITABLE = "a directory, s3://bucket/prefix, gs:// or az://"
+_REFUSALS = {
+    errno.EACCES: "give the user that runs this access there, or name another place",
+    errno.EPERM: "give the user that runs this access there, or name another place",
+    errno.EROFS: "the filesystem is mounted read-only: name another place",
+    errno.ENAMETOOLONG: "no file has such a name: look at what was given",
+    errno.ELOOP: "its symbolic links lead in a circle: name another place",
+    errno.EIO: "look at the disk and its mount",
+    errno.ESTALE: "look at the mount: what it had is gone",
+}
+"""What an operating system says of a path that a user named, and what to do about it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors that have an explanation are printed in three parts, all others keep their traceback."""
+    """Run one command; errors that have an explanation are printed in three parts, and so is a path that the operating
+    system refuses; all others keep their traceback."""
     try:
         args = _parser().parse_args(argv)
         code = int(_command(args.command)(args) or 0)
@@ -38,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return Exit.FAILED
     except OSError as error:
+        if error.filename is not None and error.errno in _REFUSALS:
+            refusal = StoreError(
+                f"{os.fsdecode(error.filename)} cannot be used", error.strerror or "", hint=_REFUSALS[error.errno]
+            )
+            print(f"error: {refusal}", file=sys.stderr)
+            return refusal.exit_code
         if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
@@ -110,11 +129,14 @@ def place(text: str) -> str:
     scheme, has_scheme, _ = text.partition("://")
     if has_scheme and scheme != "file":
         from etude.stores import open_store
-        from etude.stores.places import parse_place
+        from etude.stores.places import PROVIDERS, parse_place
 
         try:
             if scheme in ("http", "https", "memory"):
                 open_store(text)
+            elif scheme.lower() not in PROVIDERS:
+                known = nearest(scheme.lower(), [*PROVIDERS, "file", "http", "https", "memory"])
+                raise InputError(f"no store speaks {scheme[:20]!r}", hint=known)
             else:
                 parse_place(text)
         except StoreError as error:
@@ -270,7 +292,7 @@ def _store_commands(weights: Commands[Parser]) -> None:
     relay.add_argument("--listen", required=True, metavar="HOST:PORT", help="$ETUDE_TOKEN guards what others can reach")
     for parser in (publish, follow, relay, gc, fsck, point):
         parser.add_argument(
-            "store", type=place, metavar="STORE", help="a directory, s3://bucket/prefix, gs://, az:// or http://"
+            "store", type=place, metavar="STORE", help=_WRITABLE if parser in (publish, gc, point) else _READABLE
         )
     for parser in (publish, follow, gc, fsck, point):
         _channel_argument(parser)

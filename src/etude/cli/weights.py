@@ -69,8 +69,16 @@ def diff(args: argparse.Namespace) -> int:
         return weights_files.diff(args)
     if args.plot:
         raise InputError("--plot draws checkpoints", f"{args.a} is none", hint="etude export RUN@STEP writes one")
+    try:
+        store = _store(args.run)
+    except NoRun as error:
+        neither = [text for text in (args.a, args.b) if not inspect.names_version(text)]
+        if args.run is not None or not neither:
+            raise
+        hint = "give two directories with *.safetensors, or two such files; or two versions, and their RUN|STORE"
+        raise InputError(f"no checkpoint at {neither[0]}", hint=hint) from error
     table = Table("tensor", "dtype", "elements", "changed", "longest step (ULP)")
-    for row in inspect.diff(_store(args.run), args.a, args.b, args.name):
+    for row in inspect.diff(store, args.a, args.b, args.name):
         share = row.num_changed / max(1, row.num_elements)
         longest = "" if row.max_step is None else str(row.max_step)
         table.add_row(row.name, row.dtype, str(row.num_elements), f"{share:.3f}", longest)

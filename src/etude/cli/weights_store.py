@@ -11,6 +11,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import unquote
 
 from etude.cli.places import open_run
 from etude.cli.watched import Watched
@@ -22,7 +23,7 @@ from etude.stores.http import HttpStore
 from etude.weights import Channel, Follower
 from etude.weights.chain import branches, fsck, garbage, history, inspect, signing
 from etude.weights.chain.manifest import Damaged
-from etude.weights.files.checkpoint import read_checkpoint
+from etude.weights.files.checkpoint import INDEX, read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
 from etude.weights.files.following import Adopted, FolderFollower
 
@@ -30,24 +31,37 @@ from etude.weights.files.following import Adopted, FolderFollower
 def publish(args: argparse.Namespace) -> int:
     """Publish a checkpoint as the channel's next version: a delta against its head, where there is one."""
     tensors = read_checkpoint(args.checkpoint).tensors
-    store = open_store(args.store)
+    _refuse_checkpoint(args.store)
+    signer, store = signer_of(args.key), open_store(args.store)
     head = Follower(store, args.name).pointer()
     if head is None:
-        inspect.require_pointer(store, args.name)
+        inspect.require_pointer(store, args.name, signer)
     elif args.step is not None and args.step <= head.step:
         raise InputError(
             f"--step {args.step} is not above the head's", f"it is {head}", hint=f"{head.step + 1} is the next"
         )
     step = args.step if args.step is not None else head.step + 1 if head else 0
-    told = Channel(store, args.name, signer=signer_of(args.key)).publish(
-        tensors, step=step, parent=head, rollout_ids=[], owned=True
-    )
+    told = Channel(store, args.name, signer=signer).publish(tensors, step=step, parent=head, rollout_ids=[], owned=True)
     ratio = f", {told.snapshot_bytes / max(1, told.object_bytes):.1f} times less than the weights"
     print(
         f"{told.version}: {size(told.object_bytes)}{'' if head is None else ratio}"
         + (f"; beside it an anchor of {size(told.anchor_bytes)}" if head and told.anchor else "")
     )
     return 0
+
+
+def _refuse_checkpoint(place: str) -> None:
+    """Raises `InputError` where a first publish would make a store inside a checkpoint."""
+    scheme, is_url, _ = place.partition("://")
+    if is_url and scheme != "file":
+        return
+    root = Path(unquote(place.removeprefix("file://").removeprefix("localhost"))) if is_url else Path(place)
+    if not is_store(str(root)) and ((root / INDEX).is_file() or any(root.glob("*.safetensors"))):
+        raise InputError(
+            f"{place} is a checkpoint, and no store",
+            "a store would be made inside it",
+            hint="the checkpoint comes first: etude weights publish CHECKPOINT STORE",
+        )
 
 
 def follow(args: argparse.Namespace) -> int:
@@ -67,11 +81,12 @@ def follow(args: argparse.Namespace) -> int:
         while True:
             try:
                 adopted = follower.advance()
-                trouble = ""
                 if adopted is not None:
                     print(_line(adopted), flush=True)
+                    trouble = ""
                 elif folder.version is not None:
                     _require_head(store, args)
+                    trouble = ""
             except EtudeError as error:
                 if args.once or isinstance(error, InputError):  # waiting mends no wrong directory
                     raise
@@ -136,7 +151,7 @@ def gc(args: argparse.Namespace) -> int:
     """Delete what no version needs that was a head within `--keep`. The first call only looks."""
     store, signer = existing_store(args.store), signer_of(args.key)
     inspect.require_channel(store, args.name)
-    inspect.require_pointer(store, args.name)
+    inspect.require_pointer(store, args.name, signer)
     done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
     print(
         f"{done.num_deleted} keys deleted; {done.num_kept} versions can be rebuilt, of {done.num_old} older ones only"
@@ -149,9 +164,10 @@ def gc(args: argparse.Namespace) -> int:
 
 def point(args: argparse.Namespace) -> int:
     """Let a branch, or the channel itself, name a version that is stored: a canary, a rollback."""
-    store = existing_store(args.store)
+    store, signer = existing_store(args.store), signer_of(args.key)
+    inspect.require_pointer(store, args.name, signer)
     version = inspect.find(store, args.version, args.name).version
-    branches.point(store, args.name, version, branch=args.branch, signer=signer_of(args.key))
+    branches.point(store, args.name, version, branch=args.branch, signer=signer)
     print(
         f"{args.name}{'/' + args.branch if args.branch else ''} names {version}; its followers go there by themselves"
     )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from etude.cli import duration, main
+from etude.cli import duration, main, weights_store
 from etude.weights.files.checkpoint import read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
 from etude.weights.tensors import same_bits
@@ -170,6 +172,9 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
         (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe"),
         (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "a host and a port alone"),
         (["log", "ftp://x/y"], 2, "no store speaks 'ftp'"),
+        (["log", "htp://x/y"], 2, "did you mean 'http'?"),
+        (["diff", "nosuchA", "nosuchB"], 2, "no checkpoint at nosuchA"),
+        (["diff", "1", "2"], 2, "no run in runs/"),
         (["log", "store", "--name", "Bad/Name"], 2, "channel name 'Bad/Name' is not allowed"),
         (["follow", "store", "--apply", "live", "--branch", "Bad/Name"], 2, "branch name 'Bad/Name' is not allowed"),
         (["follow", "stroe", "--apply", "live", "--once"], 2, "no store at stroe"),
@@ -387,3 +392,114 @@ def test_a_follower_does_not_wait_over_a_directory_of_another_model(steps) -> No
     assert done.returncode == 2
     assert "other holds another checkpoint than channel 'policy'" in done.stderr
     assert Path("other/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["log", "noread/s"],
+        ["repair", "noread/s"],
+        ["diff", "1", "2", "noread/s"],
+        ["diff", "noread/c", "c0"],
+        ["encode", "noread/c", "c0", "-o", "delta"],
+        ["publish", "noread/c", "store"],
+    ],
+)
+def test_a_directory_that_cannot_be_searched_is_an_error_of_three_parts(steps, capsys, monkeypatch, argv) -> None:
+    real = os.stat
+
+    def stat(path, *args, **kwargs):
+        if str(path).startswith("noread/"):  # as a kernel says it to whoever is not root
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert main(["weights", *argv]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: noread/")
+    assert "cannot be used: Permission denied\n  hint: give the user that runs this access" in said
+    assert not Path("store").exists()
+
+
+def test_no_store_is_made_inside_a_checkpoint(steps, capsys) -> None:
+    for place in ("c0", f"file://{Path('c0').absolute()}"):
+        before = sorted(Path().rglob("*"))
+        assert main(["weights", "publish", "c1", place]) == 2
+        said = capsys.readouterr().err
+        assert f"{place} is a checkpoint, and no store" in said
+        assert "etude weights publish CHECKPOINT STORE" in said
+        assert sorted(Path().rglob("*")) == before
+
+
+def test_what_a_lost_pointer_of_a_signed_channel_needs_is_its_key(steps, capsys) -> None:
+    for key in ("private", "other"):
+        main(["weights", "key", key])
+    for step in steps[:3]:
+        main(["weights", "publish", step, "store", "--key", "private"])
+    Path("store/pointers/policy").unlink()
+    capsys.readouterr()
+    for command in (["publish", "c3", "store"], ["point", "store", "1"], ["gc", "store"]):
+        assert main(["weights", *command]) == 1
+        said = capsys.readouterr().err
+        assert "the pointer of 'policy' is gone" in said
+        assert "`etude weights repair RUN|STORE --key FILE`" in said
+        assert main(["weights", *command, "--key", "other"]) == 1
+        said = capsys.readouterr().err
+        assert "is signed with another key" in said
+        assert "--key FILE" in said
+
+
+def test_a_follower_says_once_that_the_pointer_is_gone(steps, capsys, monkeypatch) -> None:
+    for step in steps[:2]:
+        main(["weights", "publish", step, "store"])
+    pointer = Path("store/pointers/policy")
+    whole = pointer.read_bytes()
+
+    class Pause:
+        """Between two polls: the pointer is lost after the first, and there again after the fourth."""
+
+        polls = 0
+
+        def wait(self, seconds: float) -> None:
+            self.polls += 1
+            if self.polls in (1, 6):
+                pointer.unlink()
+            elif self.polls == 4:
+                pointer.write_bytes(whole)
+            elif self.polls == 8:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(weights_store, "threading", SimpleNamespace(Event=Pause))
+    capsys.readouterr()
+    assert main(["weights", "follow", "store", "--apply", "live"]) == 130
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("v000001-")
+    assert [line.startswith("waiting: the pointer of 'policy' is gone") for line in said[1:]] == [True, False] * 2
+
+
+@pytest.mark.parametrize("argv", [["repair", "store"], ["point", "store", "0"], ["diff", "0", "0", "store"]])
+def test_a_misspelt_channel_is_told_from_an_empty_one(steps, capsys, argv) -> None:
+    main(["weights", "publish", "c0", "store"])
+    assert main(["weights", *argv, "--name", "polcy"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no channel 'polcy'" in said
+    assert "did you mean 'policy'?" in said
+
+
+def test_what_garbage_collection_deleted_does_not_lie_there_still(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    for stray in ("one", "two"):
+        Path(f"store/objects/policy/{stray}").write_bytes(b"of a publish that was killed")
+    assert main(["weights", "gc", "store", "--keep", "0s"]) == 0
+    assert "0 keys deleted" in (said := capsys.readouterr().out)
+    assert "2 keys belong to nothing yet" in said
+    assert main(["weights", "gc", "store", "--keep", "0s"]) == 0
+    assert "2 keys deleted" in (said := capsys.readouterr().out)
+    assert "0 keys belong to nothing yet" in said
+
+
+@pytest.mark.parametrize(("command", "reads"), [("publish", False), ("gc", False), ("point", False), ("follow", True)])
+def test_help_offers_a_relay_where_it_is_enough_to_read(capsys, command, reads) -> None:
+    with pytest.raises(SystemExit):
+        main(["weights", command, "--help"])
+    assert ("http://" in capsys.readouterr().out) == reads

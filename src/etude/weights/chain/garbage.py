@@ -81,7 +81,7 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
     sweeps.write_seen(
         store, name, sweeps.Seen(format=FORMAT, time_s=now, heads=heads, adrift=tuple(sorted(marks.adrift)))
     )
-    deleted = 0
+    deleted = frozenset[str]()
     if since is not None:
         adrift = marks.adrift.intersection(since.adrift)
         if adrift or marks.superseded:
@@ -94,7 +94,7 @@ def collect(store: BlobStore, name: str, *, keep_s: float, now: float, signer: S
             sweeps.note_taken(store, name, now, set(doomed.keys) - marks.stored)
             store.delete(key)
     needs_key = own is not None and bool(own.signature) and signer is None
-    return Collected(deleted, len(marks.kept), len(marks.old), len(marks.adrift), needs_key)
+    return Collected(len(deleted), len(marks.kept), len(marks.old), len(marks.adrift - deleted), needs_key)
 
 
 def mark(store: BlobStore, name: str, records: Collection[sweeps.Seen]) -> Marks:
@@ -175,8 +175,8 @@ def _delete(
     adrift: frozenset[str],
     now: float,
     signer: Signer | None,
-) -> int:
-    """Announce, fence, look again, delete; how many keys."""
+) -> frozenset[str]:
+    """Announce, fence, look again, delete; which keys."""
     announcement = sweeps.announce(store, name, now, superseded | adrift)
     if adrift and not _fence(store, name, signer):
         adrift = frozenset()
@@ -186,7 +186,7 @@ def _delete(
         store.delete(key)
     sweeps.note_taken(store, name, now, doomed)
     store.delete(announcement)
-    return len(doomed)
+    return doomed
 
 
 def _fence(store: BlobStore, name: str, signer: Signer | None) -> bool:

@@ -28,7 +28,8 @@ from etude.weights.chain.manifest import (
 from etude.weights.chain.signing import verified
 
 _HINT_MANIFEST = (
-    "copy that file back; without a copy, `etude run --resume` publishes a fresh anchor from its checkpoint"
+    "copy that file back; without a copy, publishing again writes a fresh anchor:"
+    " `etude weights publish CHECKPOINT STORE`, or a run's `etude run --resume RUN`"
 )
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "diff",
     "find",
     "log",
+    "names_version",
     "repair",
     "require_channel",
     "require_pointer",
@@ -116,10 +117,20 @@ def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
     return None
 
 
-def require_pointer(store: BlobStore, name: str = "policy") -> None:
-    """Raises `WeightsError` where versions were published and no pointer names the newest."""
-    if history.head(store, name) is None and history.committed(store, name):
-        raise WeightsError(f"the pointer of {name!r} is gone", "though versions were published", hint=HINT_POINTER)
+def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | None = None) -> None:
+    """Raises `WeightsError` where versions were published and no pointer names the newest; where they are signed, with
+    a hint that asks for the key. `signer`: refused where the channel's versions are another's."""
+    if history.head(store, name) is not None:
+        return
+    published = history.committed(store, name)
+    if not published:
+        return
+    if signer is not None:
+        owned(store, name, signer)
+    hint = HINT_POINTER
+    if any(manifest.signature for _, manifest in published):
+        hint = hint.replace("RUN|STORE", "RUN|STORE --key FILE") + "; FILE has the key that signs the channel"
+    raise WeightsError(f"the pointer of {name!r} is gone", "though versions were published", hint=hint)
 
 
 def repair(
@@ -145,6 +156,8 @@ def repair(
         return None
     mine = owned(store, name, signer)
     stored = mine.versions
+    if torn is None and not store.list(f"manifests/{name}/"):
+        require_channel(store, name)
     sure = {ref.key for ref, _ in history.built_on(stored)}
     if torn is not None and len(stored) == 1:  # a pointer was there, and can have named nothing else
         sure.add(stored[0][0].key)
@@ -196,10 +209,21 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
     if damage := broken_at(store, name):
         facts = f"what is older is out of reach: {damage.what} ({damage.facts})"
         raise WeightsError(f"no version {version!r} in channel {name!r}", facts, hint=damage.hint)
+    if not store.list(f"manifests/{name}/"):
+        require_channel(store, name)
     known = sorted(stored, key=lambda manifest: (manifest.generation, manifest.serial))
     raise NoVersion(
         f"no version {version!r} in channel {name!r}", hint=nearest(version, [str(m.version) for m in known[-8:]])
     )
+
+
+def names_version(text: str) -> bool:
+    """Whether a text has the form of what `find` takes.
+
+    >>> [names_version(text) for text in ("3", "v000003", "v000003-0a1b", "step-3", "out/3")]
+    [True, True, True, False, False]
+    """
+    return re.fullmatch("[0-9]{1,9}|v[0-9]{1,9}(-[0-9a-f-]*)?", text) is not None
 
 
 def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) -> Manifest | None:
