@@ -207,7 +207,7 @@ def travel(
     raise WeightsError(
         f"no way leads to {target.version}" + (f" from {held}" if held else ""),
         "; ".join(failures) or "there is neither an anchor nor a delta from what is held",
-        hint="`etude weights verify` names what is damaged; publishing again writes a fresh anchor",
+        hint="`etude weights fsck STORE` (of a run: `verify RUN`) names what is damaged; a new publish heals it",
     )
 
 

@@ -13,7 +13,7 @@ Bits, divided by 8. What is counted are items: elements, the two numbers of a pa
 64-bit element (whose exponent, as that of all integers, is 0 here). Items of all tensors of a dtype are counted
 together, dtypes apart. Unchanged tensors are tensors like others. A tensor without an old of its dtype and shape counts
 its own bytes: there is nothing to bound.
-A coder with more context can be below it: ours is, by some percent on trained models, where tensors of a dtype change at
+A coder with more context can be below it: ours is, by some percent, where tensors of a dtype change at
 different rates, for each of its tiles has its own. One with this context alone cannot, but for the model's cost.
 """
 
