@@ -77,11 +77,12 @@ class DirectoryStore:
         )
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError` when the disk refuses."""
+        """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError`: the disk refuses, or is gone."""
         check_range(start, stop)
         with _named(f"object {key!r} cannot be read"):
             held = _read(self._path(key), start, stop)
         if held is None:
+            self._require_root()
             raise KeyError(key)
         return held
 
@@ -96,7 +97,10 @@ class DirectoryStore:
                 for name in names
                 if not name.startswith(".")
             )
-            return sorted(key for key in found if key.startswith(prefix))
+            keys = sorted(key for key in found if key.startswith(prefix))
+        if not keys:
+            self._require_root()
+        return keys
 
     def delete(self, key: str) -> None:
         """Remove an object; no error when it is not there. Raises `StoreError`."""
@@ -116,6 +120,15 @@ class DirectoryStore:
                     return False
                 self._install(temporary, path)
                 return True
+
+    def _require_root(self) -> None:
+        """What was not found is missing only where the store is there. Raises `StoreError`."""
+        if not self._temporary.is_dir():  # a mount point outlives what was mounted there
+            raise StoreError(
+                f"the store {self.root} is gone",
+                f"{self._temporary} was there when it was opened",
+                hint="mount it again, or name the directory where it is now",
+            )
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -19,8 +20,8 @@ def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore
     ``memory://`` is a new one.
 
     Buckets need ``pip install 'etude[buckets]'``; who may use one is said by the environment, never by the URL. Nothing
-    is asked of a bucket yet. `cache`: a directory that keeps copies of what never changes (`CachedStore`). Raises
-    `StoreError`.
+    is asked of a bucket yet. `cache`: a directory that keeps copies of what never changes (`CachedStore`) and can be
+    written now; what its disk does later is no error. Raises `StoreError`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -28,8 +29,11 @@ def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore
     ...     open_store(f"file://{folder}").get("a")
     b'hello'
     """
+    if not str(url).strip():
+        raise StoreError("a store's place is empty", hint="name a directory or a URL; . is the working directory")
     if cache is not None:
         store = open_store(url)
+        _require_cache(Path(cache))
         return CachedStore(
             store, cache, place=str(store.root.absolute()) if isinstance(store, DirectoryStore) else str(url)
         )
@@ -44,6 +48,21 @@ def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore
     if scheme in ("http", "https"):
         return HttpStore(place)
     return DirectoryStore(_folder(place)) if scheme == "file" else BucketStore(place)
+
+
+def _require_cache(path: Path) -> None:
+    """Whoever asked for a cache is told where there can be none. Raises `StoreError`."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        facts = str(error.strerror)
+    else:
+        if os.access(path, os.W_OK | os.X_OK):
+            return
+        facts = "it cannot be written"
+    raise StoreError(
+        f"{path} cannot keep copies", facts, hint="name a directory that may be written, or leave the cache out"
+    )
 
 
 def _folder(url: str) -> str:

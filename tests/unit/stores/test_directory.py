@@ -149,6 +149,24 @@ def test_a_lock_that_never_gets_free_is_named(tmp_path: Path, monkeypatch: pytes
     store.put("a", b"x")
 
 
+@pytest.mark.parametrize("is_mount_point", [False, True])
+def test_a_store_that_is_gone_is_not_an_empty_one(tmp_path: Path, is_mount_point: bool) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    store.put("a", b"x")
+    with pytest.raises(KeyError):
+        store.get("b")
+    assert store.list("objects/") == []
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    if is_mount_point:
+        (tmp_path / "store").mkdir()
+    for read in (lambda: store.get("a"), lambda: store.list("")):
+        with pytest.raises(StoreError, match="store is gone") as caught:
+            read()
+        assert "mount it again" in caught.value.hint
+    (tmp_path / "elsewhere").rename(tmp_path / "store")  # over an empty directory, too
+    assert store.get("a") == b"x"
+
+
 def test_two_stores_on_one_directory_see_each_other(tmp_path: Path) -> None:
     one, other = DirectoryStore(tmp_path), DirectoryStore(tmp_path)
     one.put("a", b"x")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import StoreError
-from etude.stores import BucketStore, DirectoryStore, MemoryStore, open_store
+from etude.stores import BucketStore, CachedStore, DirectoryStore, MemoryStore, open_store
 from etude.stores.places import parse_place
 
 
@@ -21,6 +21,31 @@ def test_a_path_and_a_file_url_are_the_same_directory(tmp_path: Path) -> None:
         store = open_store(place)
         assert isinstance(store, DirectoryStore)
         assert store.root == folder
+
+
+@pytest.mark.parametrize("place", ["", " "])
+def test_an_empty_place_is_refused_and_makes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for cache in (None, "near"):
+        with pytest.raises(StoreError, match="place is empty") as caught:
+            open_store(place, cache=cache)
+        assert "name a directory" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_can_be_none_is_refused_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("mine")
+    for cache in (tmp_path / "file", tmp_path / "file" / "near"):
+        with pytest.raises(StoreError, match="cannot keep copies") as caught:
+            open_store("memory://", cache=cache)
+        assert "name a directory" in caught.value.hint
+    assert (tmp_path / "file").read_text() == "mine"
+    assert isinstance(open_store("memory://", cache=tmp_path / "near"), CachedStore)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(StoreError, match="cannot keep copies"):
+        open_store("memory://", cache=tmp_path / "near")
 
 
 def test_each_memory_store_is_a_new_one() -> None:

@@ -15,7 +15,8 @@ from etude.weights.delta.arrays import NUMPY
 from etude.weights.tensors import DTYPES
 
 Weights = dict[str, np.ndarray]  # type: ignore[type-arg]
-BF16 = {"w": "bf16", "tied": "bf16", "new": "bf16"}
+BF16 = {"w": "bf16", "new": "bf16"}
+TIED = {"w": "bf16", "tied": "bf16"}
 
 
 def base() -> Weights:
@@ -82,7 +83,7 @@ def test_in_place_only_the_buffers_change_and_they_are_what_comes_back() -> None
     for name in ("gone", "cast", "new"):
         old.pop(name, None)
         new.pop(name, None)
-    delta = encode(old, new, BF16)
+    delta = encode(old, new, {"w": "bf16"})
     views = dict(old)
     made = apply(old, delta, out=old)
     assert_equal(made, new)
@@ -136,7 +137,7 @@ def test_a_delta_of_many_objects_says_the_same(monkeypatch: pytest.MonkeyPatch) 
 def test_a_set_that_did_not_change_costs_its_table() -> None:
     size = 100_000
     old = {"w": np.arange(size, dtype=np.uint16)}
-    assert len(encode(old, old, BF16)) < 150
+    assert len(encode(old, old, {"w": "bf16"})) < 150
 
 
 def test_the_bound_is_below_the_delta_and_above_nothing() -> None:
@@ -195,8 +196,8 @@ def test_one_buffer_under_two_names_is_written_once_or_refused() -> None:
     shared = np.arange(20, dtype=np.uint16)
     old = {"w": shared, "tied": shared}
     step = shared + (shared % 3 == 0).astype(np.uint16)
-    delta = encode(old, {"w": step, "tied": step}, BF16)
-    untied = encode(old, {"w": step, "tied": shared.copy()}, BF16)
+    delta = encode(old, {"w": step, "tied": step}, TIED)
+    untied = encode(old, {"w": step, "tied": shared.copy()}, TIED)
     with pytest.raises(WeightsError, match="are the same memory"):
         apply(old, untied, out=old)
     assert shared.tolist() == list(range(20))
@@ -207,7 +208,7 @@ def test_one_buffer_under_two_names_is_written_once_or_refused() -> None:
 def test_buffers_that_overlap_what_is_still_to_be_read_are_refused() -> None:
     memory = np.arange(40, dtype=np.uint16)
     old = {"w": memory[:20], "tied": memory[20:]}
-    delta = encode(old, {name: value + np.uint16(1) for name, value in old.items()}, BF16)
+    delta = encode(old, {name: value + np.uint16(1) for name, value in old.items()}, TIED)
     for out in (
         {"w": memory[20:], "tied": memory[:20]},
         {"w": memory[10:30], "tied": np.zeros(20, np.uint16)},
@@ -237,6 +238,32 @@ def test_what_cannot_be_a_tensor_is_refused_by_name(value, dtypes, says) -> None
         encode({}, {"w": value}, dtypes)
     assert "'w'" in refused.value.what
     assert says in str(refused.value)
+
+
+def test_a_mode_that_is_none_is_refused_with_the_nearest() -> None:
+    with pytest.raises(WeightsError, match="no mode 'fasst'") as refused:
+        encode(base(), target(), BF16, "fasst")  # type: ignore[arg-type]
+    assert refused.value.hint == "did you mean 'fast'?"
+    with pytest.raises(WeightsError, match="no mode 'quick'") as refused:
+        encode({}, {}, mode="quick")  # type: ignore[arg-type]
+    assert refused.value.hint == "known: best, fast"
+
+
+def test_a_dtype_for_a_tensor_that_neither_side_has_is_refused_with_the_nearest() -> None:
+    old, new = {"weight": np.zeros(2, np.uint16)}, {"weight": np.ones(2, np.uint16)}
+    for call in (encode, bound):
+        with pytest.raises(WeightsError, match="dtypes names 'weigth'") as refused:
+            call(old, new, {"weigth": "bf16"})
+        assert refused.value.hint == "did you mean 'weight'?"
+    assert apply(old, encode(old, new, {"weight": "bf16"}))["weight"].tolist() == [1, 1]
+    assert encode(old, {}, {"weight": "bf16"}), "one side is enough"
+
+
+@pytest.mark.parametrize("wrong", ["step.etdf", None, 3])
+def test_what_is_no_bytes_of_a_delta_is_said_to_be_none(wrong) -> None:
+    with pytest.raises(WeightsError, match=f"this delta is a {type(wrong).__name__}") as refused:
+        apply(base(), wrong)
+    assert "read_bytes" in refused.value.hint
 
 
 def test_a_target_over_the_limit_is_refused_before_anything_is_decoded() -> None:

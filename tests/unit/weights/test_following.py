@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from etude.errors import InputError, StoreError, WeightsError
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, Update
+from etude.weights.chain.branches import point
 from etude.weights.chain.history import pointer_key
+from etude.weights.chain.signing import Signer
 from etude.weights.files.checkpoint import CheckpointWriter, index_of, layout, read_checkpoint
 from etude.weights.files.folder import STATE, CheckpointFolder
 from etude.weights.files.following import FolderFollower, list_bytes
@@ -76,7 +79,7 @@ def test_a_restart_goes_on_from_what_the_directory_holds(tmp_path: Path) -> None
     assert_holds(tmp_path, 2)
 
 
-@pytest.mark.parametrize("spoil", ["weights", "state", "other channel"])
+@pytest.mark.parametrize("spoil", ["weights", "state", "other store"])
 def test_what_is_not_proven_is_not_gone_on_from(tmp_path: Path, spoil: str) -> None:
     store = MemoryStore()
     channel = Channel(store)
@@ -91,10 +94,10 @@ def test_what_is_not_proven_is_not_gone_on_from(tmp_path: Path, spoil: str) -> N
     elif spoil == "state":
         (tmp_path / STATE).unlink()
     else:
-        store, channel = MemoryStore(), None
-        publish(Channel(store), 5)
-    if channel:
-        publish(channel, 5)
+        store = MemoryStore()
+        channel = Channel(store)
+        publish(channel, 4)  # two versions there: its pointer is before none that was followed
+    publish(channel, 5)
     with CheckpointFolder(tmp_path) as folder:
         follower = FolderFollower(store, folder)
         assert not follower.resumed
@@ -153,6 +156,88 @@ def test_decoded_lists_are_told_in_bytes() -> None:
     changed = int((tensors(0)["w"].codes != tensors(1)["w"].codes).sum())
     assert list_bytes(update) == 10 * changed
     assert store.get(pointer_key("policy"))
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_pointer_that_moved_back_is_refused_after_a_restart_as_before_one(
+    tmp_path: Path, is_signed: bool, is_lost: bool
+) -> None:
+    signer = Signer(bytes(range(32))) if is_signed else None
+    public_key = signer.public_key if signer else None
+    store = MemoryStore()
+    channel = Channel(store, signer=signer)
+    publish(channel, 0)
+    old = store.get(pointer_key("policy"))
+    publish(channel, 1)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder, public_key=public_key)
+        follower.advance()
+        assert store.compare_and_swap(pointer_key("policy"), store.get(pointer_key("policy")), old)
+        with pytest.raises(WeightsError, match="moved back") as before:
+            follower.advance()
+    if is_lost:  # as in a restored copy: the store does not know the version that is held
+        for key in store.list("manifests/"):
+            if "v000001" in key:
+                store.delete(key)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder, public_key=public_key)
+        assert follower.resumed is not is_lost
+        with pytest.raises(WeightsError, match="moved back") as after:
+            follower.advance()
+        assert (after.value.what, after.value.facts) == (before.value.what, before.value.facts)
+        assert (f"remove {tmp_path / STATE}" in after.value.hint) is is_lost
+    assert_holds(tmp_path, 1)
+    if is_lost:
+        (tmp_path / STATE).unlink()
+        with CheckpointFolder(tmp_path) as folder:
+            FolderFollower(store, folder, public_key=public_key).advance()
+        assert_holds(tmp_path, 0)
+
+
+def test_a_generation_that_was_seen_is_remembered_without_a_new_version(tmp_path: Path) -> None:
+    store = MemoryStore()
+    publish(Channel(store), 0)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder)
+        follower.advance()
+        first = store.get(pointer_key("policy"))
+        assert folder.version is not None
+        point(store, "policy", folder.version)
+        assert follower.advance() is None
+        assert folder.followed is not None
+        assert folder.followed.generation == 1
+    assert store.compare_and_swap(pointer_key("policy"), store.get(pointer_key("policy")), first)
+    with CheckpointFolder(tmp_path) as folder, pytest.raises(WeightsError, match="generation is 0 after 1"):
+        FolderFollower(store, folder).advance()
+
+
+def test_a_state_without_a_pointer_has_one_after_the_next_look(tmp_path: Path) -> None:
+    store = MemoryStore()
+    publish(Channel(store), 0)
+    with CheckpointFolder(tmp_path) as folder:
+        FolderFollower(store, folder).advance()
+        told = folder.followed
+    state = json.loads((tmp_path / STATE).read_text())
+    del state["followed"]
+    (tmp_path / STATE).write_text(json.dumps(state))
+    with CheckpointFolder(tmp_path) as folder:
+        assert folder.followed is None
+        assert FolderFollower(store, folder).advance() is None
+        assert folder.followed == told
+    with CheckpointFolder(tmp_path) as folder:
+        assert folder.followed == told
+
+
+def test_what_was_followed_of_another_pointer_says_nothing(tmp_path: Path) -> None:
+    store = MemoryStore()
+    publish(Channel(store, "one"), 0)
+    publish(Channel(store, "one"), 1)
+    publish(Channel(store, "two"), 2)
+    for name, step in (("one", 1), ("two", 2)):
+        with CheckpointFolder(tmp_path) as folder:
+            assert FolderFollower(store, folder, name).advance() is not None
+        assert_holds(tmp_path, step)
 
 
 @pytest.mark.parametrize("other", ["names", "shapes", "dtypes"])

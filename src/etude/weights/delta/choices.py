@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
+from etude.errors import WeightsError, nearest
 from etude.weights.delta.layout import (
     DELTA,
     JOINED,
@@ -45,6 +46,16 @@ class _Group:
     counts: Counts  # items by exponent
     bits: int
     size: int
+
+
+def check_mode(mode: str) -> None:
+    """Raises `WeightsError` for what is no mode.
+
+    >>> check_mode("best")
+    """
+    known = get_args(Mode)
+    if mode not in known:
+        raise WeightsError(f"there is no mode {mode!r:.40}", "a delta is coded in one", hint=nearest(str(mode), known))
 
 
 def choose(

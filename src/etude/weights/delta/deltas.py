@@ -19,7 +19,7 @@ from etude.errors import WeightsError, nearest
 from etude.weights.delta import codec
 from etude.weights.delta.arrays import Array, Arrays, bits_of, check_arrays, like, tensor_of
 from etude.weights.delta.bound import bound_bytes
-from etude.weights.delta.choices import Mode
+from etude.weights.delta.choices import Mode, check_mode
 from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
 from etude.weights.tensors import Codes, Spec, Tensor, tensor_digest
 
@@ -51,7 +51,8 @@ def parts(
 
     `note` is kept in the file for whoever reads it there. Every array is read twice.
     """
-    before, after = tensors(old, dtypes), tensors(new, dtypes)
+    check_mode(mode)
+    before, after = _sides(old, new, dtypes)
     entries = [_entry(name, before.get(name), after.get(name)) for name in _sorted(before.keys() | after.keys())]
     coded = [entry.name for entry in entries if entry.coded]
     spans = groups([after[name] for name in coded])
@@ -73,6 +74,7 @@ def apply(
     Raises `WeightsError`: bytes that are damaged, another base, a target of more than `limit_bytes`, buffers that do
     not fit.
     """
+    check_bytes(delta)
     file = read(delta)
     if file.target_bytes > limit_bytes:
         raise WeightsError(
@@ -104,8 +106,33 @@ def bound(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None) -> 
     >>> bound(w, w)
     0.0
     """
-    before, after = tensors(old, dtypes), tensors(new, dtypes)
+    before, after = _sides(old, new, dtypes)
     return bound_bytes(list(after.values()), [before.get(name) for name in after])
+
+
+def check_bytes(delta: object) -> None:
+    """Raises `WeightsError` for what is no delta's bytes, a path above all."""
+    try:
+        memoryview(delta)  # type: ignore[arg-type]
+    except TypeError:
+        raise WeightsError(
+            f"this delta is a {type(delta).__name__}",
+            "a delta is what `encode` returned: bytes",
+            hint='for one in a file give its bytes: Path("step.etdf").read_bytes()',
+        ) from None
+
+
+def _sides(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Both as tensors. Raises `WeightsError`, for a name in `dtypes` that neither has, too."""
+    before, after = tensors(old, dtypes), tensors(new, dtypes)
+    for name in dtypes or {}:
+        if name not in before and name not in after:
+            raise WeightsError(
+                f"dtypes names {name!r}, and no tensor has this name",
+                "neither the old ones nor the new ones",
+                hint=nearest(str(name), before.keys() | after.keys()) if before or after else "there are no tensors",
+            )
+    return before, after
 
 
 def tensors(arrays: Arrays, dtypes: Mapping[str, str] | None = None) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ from etude.weights.files.checkpoint import (
 )
 from etude.weights.files.disk import refused, sync_folder, write_synced
 from etude.weights.files.journal import Change, Journal, read_journal, write_journal
+from etude.weights.follow.head import Followed
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Tensor, content_digest, tensor_digest
 
@@ -46,6 +47,7 @@ After = Callable[[str], None]
 class _State(msgspec.Struct, frozen=True):
     format: int
     version: Version
+    followed: Followed | None = None  # None: kept by a keeper that did not remember it
 
 
 class CheckpointFolder:
@@ -94,31 +96,54 @@ class CheckpointFolder:
         return self._state.version if self._state else None
 
     @property
+    def followed(self) -> Followed | None:
+        """The pointer that was followed last, as far as it was told."""
+        return self._state.followed if self._state else None
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """What the files hold, as views of them: the next adoption changes what they show."""
         return self._held.tensors if self._held else MappingProxyType({})
 
-    def adopt(self, version: Version, tensors: Mapping[str, Tensor], *, after: After | None = None) -> int:
+    def adopt(
+        self,
+        version: Version,
+        tensors: Mapping[str, Tensor],
+        *,
+        followed: Followed | None = None,
+        after: After | None = None,
+    ) -> int:
         """Hold these tensors; durable when it returns. Bytes of weights that were written.
 
-        `tensors`: proven already; those that are `self.tensors`' own objects are known to be unchanged. `after` is
-        called with "journal", "file ...", "files", "version" and "end" when each is durable. Raises `StoreError`: then
-        the directory holds the old version, or opening it again leads to the new one.
+        `tensors`: proven already; those that are `self.tensors`' own objects are known to be unchanged. `followed`: the
+        pointer that led here, kept with the version. `after` is called with "journal", "file ...", "files", "version"
+        and "end" when each is durable. Raises `StoreError`: then the directory holds the old version, or opening it
+        again leads to the new one.
         """
         done = after or (lambda step: None)
         changed, replaced = compare(self.tensors, tensors)
         if replaced or self.tensors.keys() - tensors.keys() or self._held is None:
-            journal, num_bytes = self._lay_out(version, tensors)
+            journal, num_bytes = self._lay_out(version, tensors, followed)
         else:
             changes = [_change(self._held, name, *lists, tensors[name]) for name, lists in changed.items()]
-            journal, num_bytes = Journal(version, changes), sum(change.codes.nbytes for change in changes)
+            journal = Journal(version, changes, followed=followed)
+            num_bytes = sum(change.codes.nbytes for change in changes)
         with refused(f"{self.path} cannot be written"):
             write_synced(self.path / JOURNAL, write_journal(journal))
             done("journal")
             self._follow(journal, done)
-        self._state = _State(FORMAT, version)
+        self._state = _State(FORMAT, version, followed)
         self._held = read_checkpoint(self.path)
         return num_bytes
+
+    def remember(self, followed: Followed) -> None:
+        """Keep a pointer that was followed and leads to what is held; durable when it returns. Raises `StoreError`."""
+        if self._state is None or self._state.version != followed.version or self._state.followed == followed:
+            return
+        state = _State(FORMAT, followed.version, followed)
+        with refused(f"{self.path} cannot be written"):
+            write_synced(self.path / STATE, msgspec.json.encode(state))
+        self._state = state
 
     def verify(self, names: Iterable[str] | None = None) -> None:
         """Compare the digest of every byte of weights with the version. Raises `WeightsError` naming both.
@@ -134,7 +159,9 @@ class CheckpointFolder:
                 hint=f"something else wrote them: remove {self.path / STATE}, and follow again",
             )
 
-    def _lay_out(self, version: Version, tensors: Mapping[str, Tensor]) -> tuple[Journal, int]:
+    def _lay_out(
+        self, version: Version, tensors: Mapping[str, Tensor], followed: Followed | None
+    ) -> tuple[Journal, int]:
         """Write all tensors into files beside; the journal that moves them into place."""
         headers = layout(tensors)
         index = index_of(headers)
@@ -144,7 +171,7 @@ class CheckpointFolder:
         moves = [*headers, *([INDEX] if index else [])]
         old = [*(self._held.headers if self._held else ()), INDEX]
         removes = [name for name in old if name not in moves and (self.path / name).exists()]
-        return Journal(version, [], moves, removes), sum(tensor.num_bytes for tensor in tensors.values())
+        return Journal(version, [], moves, removes, followed), sum(tensor.num_bytes for tensor in tensors.values())
 
     def _recover(self) -> None:
         """End what a journal says was begun; remove what was never begun. Doing it twice does no harm."""
@@ -177,7 +204,7 @@ class CheckpointFolder:
             (self.path / name).unlink(missing_ok=True)
         sync_folder(self.path)
         done("files")
-        write_synced(self.path / STATE, msgspec.json.encode(_State(FORMAT, journal.version)))
+        write_synced(self.path / STATE, msgspec.json.encode(_State(FORMAT, journal.version, journal.followed)))
         done("version")
         (self.path / JOURNAL).unlink()
         shutil.rmtree(self.path / NEXT, ignore_errors=True)

@@ -1,7 +1,8 @@
 """A checkpoint directory that follows a channel: what `etude weights follow STORE --apply DIR` runs.
 
 For engines that load from disk, for a mirror in another region, for a standby. What it holds at its start is proven and
-gone on from, so that a restart fetches only what it missed. Tensors that were published in parts are whole in it.
+gone on from, so that a restart fetches only what it missed; a pointer that moved back while nobody looked is refused.
+Tensors that were published in parts are whole in it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from etude.errors import InputError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.chain import history
-from etude.weights.files.folder import CheckpointFolder
+from etude.weights.files.folder import STATE, CheckpointFolder
 from etude.weights.follow.follower import Follower, Update
-from etude.weights.follow.head import LIMIT_BYTES
+from etude.weights.follow.head import LIMIT_BYTES, MovedBack
 from etude.weights.follow.parts import assemble, split, wholes
 from etude.weights.tensors import Spec
 
@@ -51,7 +52,9 @@ class FolderFollower:
     ) -> None:
         self._folder = folder
         self._store, self._name, self._branch, self._public_key = store, name, branch, public_key
-        self._follower = Follower(store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key)
+        self._follower = Follower(
+            store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key, followed=folder.followed
+        )
         self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
         """Whether what the folder held is a version of the channel, to go on from."""
         self._pending: Update | None = None  # proven, and not yet taken by the disk
@@ -62,12 +65,15 @@ class FolderFollower:
         so does the next call. Raises `InputError`, before anything is fetched, for a folder that never followed and
         holds another model's checkpoint."""
         self._refuse_others()
-        update = self._pending = self._follower.advance() or self._pending
+        update = self._pending = self._advance() or self._pending
+        followed = self._follower.followed
         if update is None:
+            if followed is not None:
+                self._folder.remember(followed)
             return None
         started = time.perf_counter()
         published = self._follower.tensors
-        written = self._folder.adopt(update.version, assemble(published))
+        written = self._folder.adopt(update.version, assemble(published), followed=followed)
         self._follower.hold(split(self._folder.tensors, published))
         self._pending = None
         return Adopted(
@@ -79,6 +85,17 @@ class FolderFollower:
             write_s=time.perf_counter() - started,
             healed=update.healed,
         )
+
+    def _advance(self) -> Update | None:
+        try:
+            return self._follower.advance()
+        except MovedBack as error:
+            if self.resumed:
+                raise
+            there = self._folder.path / STATE
+            raise MovedBack(
+                error.what, error.facts, hint=f"{error.hint}; if the store is meant to be another, remove {there}"
+            ) from None
 
     def _refuse_others(self) -> None:
         """A checkpoint that nothing here put there must have the channel's tensors. Raises `InputError`."""

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from etude.records.completion import Version
+from etude.weights.follow.head import Followed
 from etude.weights.follow.live import Places
 from etude.weights.tensors import Codes
 
@@ -40,6 +41,7 @@ class Journal:
     changes: list[Change] = field(default_factory=list)
     moves: list[str] = field(default_factory=list)  # files that lie ready beside, to be moved into place
     removes: list[str] = field(default_factory=list)  # files that are no more
+    followed: Followed | None = None  # the pointer that led there; None: not told
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -55,12 +57,13 @@ class _Header(msgspec.Struct, frozen=True):
     changes: list[_Listed]
     moves: list[str]
     removes: list[str]
+    followed: Followed | None = None
 
 
 def write_journal(journal: Journal) -> bytes:
     """Its bytes."""
     listed = [_Listed(c.file, c.start, c.codes.itemsize, c.codes.size, c.places is None) for c in journal.changes]
-    header = msgspec.json.encode(_Header(journal.version, listed, journal.moves, journal.removes))
+    header = msgspec.json.encode(_Header(journal.version, listed, journal.moves, journal.removes, journal.followed))
     parts = [_HEAD.pack(MAGIC, FORMAT, 0, len(header)), header]
     for change in journal.changes:
         if change.places is not None:
@@ -98,4 +101,4 @@ def read_journal(data: bytes) -> Journal:
         changes.append(Change(one.file, one.start, places, codes.astype(f"u{one.itemsize}", copy=False)))
     if at != len(body):
         raise ValueError(f"{len(body) - at} bytes are left over")
-    return Journal(header.version, changes, header.moves, header.removes)
+    return Journal(header.version, changes, header.moves, header.removes, header.followed)

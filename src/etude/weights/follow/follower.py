@@ -20,7 +20,7 @@ from etude.seams import BlobStore
 from etude.weights.chain import history, plans
 from etude.weights.chain.manifest import Manifest, table
 from etude.weights.chain.undo import Changes, Undo, compare, retain
-from etude.weights.follow.head import LIMIT_BYTES, Head, check_size
+from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Tensor
 
@@ -53,6 +53,7 @@ class Follower:
 
     `limit_bytes`: a version whose tensors need more is refused before anything of it is fetched. `public_key`: only
     pointers that its owner signed are believed. `can_undo`: keep what the last update overwrote (`undo_bytes`).
+    `followed`: what a follower before had as `followed`, so that what moved back since then is refused.
 
     >>> from etude.stores import MemoryStore
     >>> Follower(MemoryStore()).advance() is None
@@ -68,9 +69,10 @@ class Follower:
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
         can_undo: bool = True,
+        followed: Followed | None = None,
     ) -> None:
         self._store, self._name, self._limit_bytes, self._can_undo = store, name, limit_bytes, can_undo
-        self._head = Head(store, name, branch, public_key)
+        self._head = Head(store, name, branch, public_key, followed)
         self._held: Held | None = None
 
     @property
@@ -82,6 +84,11 @@ class Follower:
     def tensors(self) -> Mapping[str, Tensor]:
         """The held version's tensors by name."""
         return MappingProxyType(self._held.tensors if self._held else {})
+
+    @property
+    def followed(self) -> Followed | None:
+        """What is remembered of the pointer that was followed last; None at the start. Outlives a process if kept."""
+        return self._head.followed
 
     @property
     def undo_bytes(self) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
@@ -26,15 +28,38 @@ class Behind(WeightsError):
     """The channel is not yet at the version that was asked for."""
 
 
+class MovedBack(WeightsError):
+    """The pointer is at an older version than one that was followed, and nobody said that it was meant."""
+
+
+class Followed(msgspec.Struct, frozen=True):
+    """What is remembered of the pointer that was followed last: a reader goes by the pair, which never falls."""
+
+    pointer: str  # its key
+    version: Version
+    generation: int
+    serial: int
+
+
 class Head:
     """The head of a channel, or of a branch of it. Remembers the pointer that was followed last.
 
-    `public_key`: only pointers that its owner signed are believed.
+    `public_key`: only pointers that its owner signed are believed. `followed`: what was remembered by a reader before,
+    and is kept by whoever outlives the process; that of another pointer says nothing.
     """
 
-    def __init__(self, store: BlobStore, name: str, branch: str = "", public_key: bytes | None = None) -> None:
+    def __init__(
+        self,
+        store: BlobStore,
+        name: str,
+        branch: str = "",
+        public_key: bytes | None = None,
+        followed: Followed | None = None,
+    ) -> None:
         self._store, self._name, self._branch, self._public_key = store, name, branch, public_key
-        self._seen: tuple[Pointer, int] | None = None  # the pointer that was followed last, and its head's serial
+        self._key = history.pointer_key(name, branch)
+        self.followed = followed if followed is not None and followed.pointer == self._key else None
+        """The pointer that was followed last; None at the start."""
 
     def version(self) -> Version | None:
         """The head's version; None before the first publish. One read of some hundred bytes."""
@@ -62,11 +87,11 @@ class Head:
             if exactly is not None and exactly != pointer.head.version:
                 return move(self._find(exactly))
             if held is not None and pointer.head.version == held.version:
-                self._seen = self._admitted(pointer, held)
+                self.followed = self._admitted(pointer, held)
                 return None
             try:
                 target = history.load(self._store, pointer.head)
-                seen = self._admitted(pointer, target)
+                followed = self._admitted(pointer, target)
                 if at_least is not None and self._is_before(target, at_least):
                     raise _behind(at_least, target.version)
                 moved = move(target)
@@ -76,29 +101,29 @@ class Head:
                 if tries_left and self._read() != pointer:
                     continue  # it went on meanwhile, and garbage collection may have taken what it left
                 raise
-            self._seen = seen
+            self.followed = followed
             return moved
         raise AssertionError("the last try returns or raises")
 
     def _read(self) -> Pointer | None:
         return history.head(self._store, self._name, self._branch, public_key=self._public_key)
 
-    def _admitted(self, pointer: Pointer, target: Manifest) -> tuple[Pointer, int]:
-        """The pointer, unless it moved back. Raises `WeightsError`."""
-        if self._seen is not None:
-            seen, serial = self._seen
-            known = target.serial and serial and pointer.head.version != seen.head.version
+    def _admitted(self, pointer: Pointer, target: Manifest) -> Followed:
+        """What to remember of the pointer, unless it moved back. Raises `MovedBack`."""
+        seen = self.followed
+        if seen is not None:
+            known = target.serial and seen.serial and pointer.head.version != seen.version
             if pointer.generation < seen.generation or (
-                pointer.generation == seen.generation and known and target.serial <= serial
+                pointer.generation == seen.generation and known and target.serial <= seen.serial
             ):
-                raise WeightsError(
-                    f"{history.pointer_key(self._name, self._branch)} moved back to {target.version}",
-                    f"{seen.head.version} was followed; the pointer's generation is {pointer.generation} after"
-                    f" {seen.generation}, the version's serial {target.serial} after {serial}",
+                raise MovedBack(
+                    f"{self._key} moved back to {target.version}",
+                    f"{seen.version} was followed; the pointer's generation is {pointer.generation} after"
+                    f" {seen.generation}, the version's serial {target.serial} after {seen.serial}",
                     hint="a stale cache or a restored copy of the store does this; a rollback that is meant is made by"
                     " `etude.weights.chain.branches.point`, under a new generation",
                 )
-        return pointer, target.serial
+        return Followed(self._key, pointer.head.version, pointer.generation, target.serial)
 
     def _is_before(self, target: Manifest, version: Version) -> bool:
         """Whether a head was published before a version, as far as can be told."""
