@@ -121,7 +121,7 @@ class Head:
                     f"{seen.version} was followed; the pointer's generation is {pointer.generation} after"
                     f" {seen.generation}, the version's serial {target.serial} after {seen.serial}",
                     hint="a stale cache or a restored copy of the store does this; a rollback that is meant is made by"
-                    " `etude.weights.chain.branches.point`, under a new generation",
+                    " `etude weights point`, under a new generation",
                 )
         return Followed(self._key, pointer.head.version, pointer.generation, target.serial)
 
