@@ -113,7 +113,7 @@ def test_where_no_way_is_left_the_error_names_it_and_the_old_version_stays(damag
     with pytest.raises(WeightsError, match="no way leads to v000001") as caught:
         follower.advance()
     assert key in caught.value.facts
-    assert "etude weights verify" in caught.value.hint
+    assert "etude weights fsck" in caught.value.hint
     assert follower.version == first
     assert holds(follower, 0)
     repaired = Channel(store).publish(policy_at(2), step=2, parent=second, rollout_ids=[])
