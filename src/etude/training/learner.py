@@ -214,10 +214,9 @@ class TorchLearner:
         if self._publisher is not None:
             try:
                 self._publisher.close()
-            except DeadlineExceeded:  # it still writes, and another writer beside it would be refused
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, whoever waits in `published` is told
-                del error
+            except Exception as error:  # whatever it failed with, whoever waits in `published` is told
+                if isinstance(error, DeadlineExceeded):  # it still writes: another writer beside it would be refused
+                    raise
         self._publisher, self._offered = None, None
 
     def save(self, path: Path | str) -> None:
