@@ -300,6 +300,13 @@ CHECKS = {
             else: raise AssertionError
             assert c(1) == 2
     """,
+    "expects an exception of many arguments": """
+        def check(c):
+            try: c(b"\\xff")
+            except ValueError as error: assert "invalid start byte" in str(error)
+            else: raise AssertionError
+            assert c(1) == 2
+    """,
     "calls by keyword": "def check(c): assert c(n=2) == 3",
     "large numbers": "def check(c): assert c(10 ** 5000) == 10 ** 5000 + 1",
 }
@@ -310,6 +317,7 @@ def test_what_a_check_can_do_with_code_that_is_elsewhere(name):
     code = """
         def f(n):
             if n == "x": raise LookupError(n)
+            if type(n) is bytes: n.decode()
             return n + 1 if type(n) is int else n
     """
     answer = Answer(reference={}, test_code=textwrap.dedent(CHECKS[name]), entry_point="calc:f")
