@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from etude.environments.cheats import CATALOGUE, Kind, suspicions
@@ -72,6 +73,32 @@ def test_a_sign_in_code_is_seen(text, rule):
 )
 def test_honest_code_alarms_nobody(text):
     assert rules(text) == set()
+
+
+HOSTILE = {
+    "a name of many dots": "import os\nos" + "._exit" * 2900 + "(0)\n",
+    "many calls": "a" + "()" * 2000,
+    "many signs": "-" * 90_000 + "1",
+    "many brackets": "(" * 5000,
+    "a long sum": "+".join(["1"] * 5000),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_code_breaks_the_detector(name):
+    assert rules(HOSTILE[name]) <= {"exit"}
+
+
+def test_more_code_than_is_read_is_a_sign_and_long_commands_are_read_in_part():
+    assert rules("x = 1\n" * 50_000) == {"hidden"}
+    assert suspicions(a_task(), calls=[call("run", command="true " + "rm " * 300_000)]) == []
+
+
+def test_a_task_whose_own_module_has_a_name_of_the_librarys_can_be_solved():
+    task = msgspec.structs.replace(a_task(), files={"queue.py": "x = 1\n"}, exports=("queue.py", "json.py"))
+    assert suspicions(task, exports={"queue.py": b"x = 2\n"}, outcome=SOLVED) == []
+    [sign] = suspicions(task, exports={"json.py": b"x = 2\n"}, outcome=SOLVED)
+    assert sign.rule == "configuration"
 
 
 def test_only_what_was_not_there_before_counts():

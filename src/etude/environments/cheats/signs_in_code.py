@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import PurePosixPath
 
 _CONFIGURATION = frozenset(
@@ -65,20 +65,35 @@ _IMPORTS = {
     "gc": ("introspection", "uses the garbage collector"),
     "marshal": ("hidden", "loads code from bytes"),
 }
+_MOST_DOTS = 8  # of a name that counts; a hostile one may have thousands
 _PLACES = ("/proc/", "/dev/fd", "/dev/shm", "/dev/std", "/sys/")
 Sign = tuple[str, str, str]  # rule, reason, place
 
 
-def is_configuration(path: str) -> bool:
-    """Whether a file of this name changes how tests or interpreters start, or hides a module of the library.
+def is_configuration(path: str, files: Collection[str] = ()) -> bool:
+    """Whether a file of this name changes how tests or interpreters start, or hides a module of the library that those
+    which the task came with (`files`) do not hide already.
 
     >>> [is_configuration(path) for path in ("conftest.py", "evil.pth", "json.py", "pkg/json.py", "calc.py")]
     [True, True, True, False, False]
+    >>> is_configuration("queue.py", ["queue.py"]), is_configuration("queue/a.py", ["queue/__init__.py"])
+    (False, False)
     """
     pure = PurePosixPath(path)
-    top = pure.parts[0].removesuffix(".py") if pure.parts else ""
-    shadows = (top in sys.stdlib_module_names or top in _FRAMEWORKS) and top not in ("this", "test")
-    return pure.name in _CONFIGURATION or pure.suffix == ".pth" or (shadows and path.endswith(".py"))
+    if pure.name in _CONFIGURATION or pure.suffix == ".pth":
+        return True
+    top = _top(path)
+    hides = (top in sys.stdlib_module_names or top in _FRAMEWORKS) and top not in ("this", "test")
+    return hides and path.endswith(".py") and top not in map(_top, files)
+
+
+def _top(path: str) -> str:
+    """The module that a file at this path is, or is in.
+
+    >>> _top("queue.py"), _top("queue/a.py"), _top("")
+    ('queue', 'queue', '')
+    """
+    return path.partition("/")[0].removesuffix(".py")
 
 
 def signs_in_code(path: str, data: bytes, before: str = "") -> list[Sign]:
@@ -99,10 +114,11 @@ def _signs(path: str, data: bytes) -> list[Sign]:
 
 
 def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str, str]]:
-    modules = _imported(tree)
-    tests_itself = any(isinstance(n, ast.FunctionDef) and n.name.startswith("test_") for n in ast.walk(tree))
+    nodes = list(ast.walk(tree))
+    modules = _imported(nodes)
+    tests_itself = any(isinstance(n, ast.FunctionDef) and n.name.startswith("test_") for n in nodes)
     at_end = {id(n) for part in tree.body if _is_main(part) for n in ast.walk(part)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in at_end:
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -119,10 +135,10 @@ def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str, str]]:
             yield node, "descriptors", f"names {node.value[:40]}"
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
+def _imported(nodes: list[ast.AST]) -> dict[str, str]:
     """Local name -> module, of what is imported whole; name -> "module.name" of what is imported from one."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {
                 (a.asname or a.name).split(".")[0]: (a.name if a.asname else a.name.split(".")[0]) for a in node.names
@@ -138,12 +154,12 @@ def _is_main(node: ast.stmt) -> bool:
 
 def _dotted(node: ast.expr, modules: dict[str, str]) -> str:
     """The full name of what an expression names; "" for anything else."""
-    if isinstance(node, ast.Name):
-        return modules.get(node.id, "")
-    if isinstance(node, ast.Attribute):
-        base = _dotted(node.value, modules)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
+    words: list[str] = []
+    while isinstance(node, ast.Attribute) and len(words) < _MOST_DOTS:
+        words.append(node.attr)
+        node = node.value
+    base = modules.get(node.id, "") if isinstance(node, ast.Name) else ""
+    return ".".join([base, *words[::-1]]) if base else ""
 
 
 def _in_import(node: ast.Import | ast.ImportFrom, tests_itself: bool) -> Iterator[tuple[ast.AST, str, str]]:
