@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -270,6 +273,80 @@ def test_a_state_is_kept_under_a_name_and_machines_are_made_from_it():
         assert (refused.status_code, "memory" in refused.json()["message"]) == (400, True)
 
     served(test)
+
+
+def test_a_state_leaves_for_its_own_account_and_comes_back_for_whoever_has_it():
+    async def test(side):
+        made = (await side.make(templateID="tpl")).json()["sandboxID"]
+        kept = (await side.http.post(f"/sandboxes/{made}/snapshots", json={})).json()["snapshotID"]
+        url = f"/etude/snapshots/{kept}?max_bytes=1000"
+        packed = (await side.http.get(url)).content
+        assert (await side.http.get(url, headers={"x-api-key": BOB})).status_code == 404
+        assert (await side.http.get(f"/etude/snapshots/{kept}")).status_code == 400
+        bobs = {"x-api-key": BOB}
+        taken = [await side.http.post("/etude/snapshots", content=packed, headers=bobs) for _ in range(2)]
+        assert len({answer.json()["snapshotID"] for answer in taken}) == 1
+        assert (await side.make(templateID=taken[0].json()["snapshotID"], headers=bobs)).status_code == 201
+        forged = packed[:-1] + bytes([packed[-1] ^ 1])
+        for bad in (b"", forged, packed[:40]):
+            assert (await side.http.post("/etude/snapshots", content=bad)).status_code == 400
+        strangers = packed[:20] + b"x" + packed[21:]
+        assert (await side.http.post("/etude/snapshots", content=strangers)).status_code == 409
+
+    served(test)
+
+
+def test_what_clients_of_ours_have_kept_makes_room_and_what_others_have_named_does_not(monkeypatch):
+    monkeypatch.setattr("etude.environments.remote.kept.MAX_KEPT", 3)
+
+    async def test(side):
+        made = (await side.make(templateID="tpl")).json()["sandboxID"]
+
+        async def keep(name=None):
+            return await side.http.post(f"/sandboxes/{made}/snapshots", json={"name": name} if name else {})
+
+        assert [(await keep(name)).status_code for name in ("mine", None, "etude-a", "etude-b", "b", "c")] == [201] * 6
+        assert (await keep()).status_code == 429
+        listed = (await side.http.get("/snapshots")).json()
+        assert sorted(name for one in listed for name in one["names"]) == ["b", "c", "mine"]
+
+    served(test)
+
+
+def test_a_server_holds_nothing_of_machines_that_have_ended():
+    async def test(side):
+        account = None
+        for number in range(300):
+            key = {"idempotency-key": f"{number}"}
+            made = (await side.make(timeout=50, headers=key)).json()
+            box = side.boxes.get(made["sandboxID"])
+            account = box.account
+            own = {"e2b-sandbox-id": box.id, "x-access-token": box.token, "etude-exactly": "0"}
+            sent = await side.http.post("/files?path=a", headers=own, files={"file": b"x" * 1000})
+            assert sent.status_code == 200
+            if number % 3 == 0:
+                await side.http.delete(f"/sandboxes/{box.id}")
+            elif number % 3 == 1:
+                side.clock.now += 51
+                await side.boxes.expire()
+            else:
+                await side.http.post(f"/sandboxes/{box.id}/pause", json={})
+                await side.http.delete(f"/sandboxes/{box.id}")
+            boxes.add(box)
+        assert (side.boxes.num_alive, account.num_live) == (0, 0)
+        assert len(account._creations) <= account.quota.creations_per_minute
+        assert len(side.boxes._creations) <= 200
+
+    boxes = weakref.WeakSet()
+    gc.collect()
+    before = Counter(type(thing).__name__ for thing in gc.get_objects())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("etude.environments.remote.sandboxes._MAX_CREATIONS", 200)
+        served(test, creations_per_minute=400)
+    gc.collect()
+    assert len(boxes) == 0
+    after = Counter(type(thing).__name__ for thing in gc.get_objects())
+    assert {name: n for name, n in (after - before).items() if n >= 100} == {}
 
 
 def test_a_server_about_to_end_makes_no_new_machines_and_waits_for_those_there_are():

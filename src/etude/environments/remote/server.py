@@ -16,6 +16,7 @@ from etude.environments.remote.envd import Envd
 from etude.environments.remote.keys import Keyring
 from etude.environments.remote.refusal import HANDLERS
 from etude.environments.remote.sandboxes import Boxes, Template
+from etude.environments.remote.states import States
 from etude.environments.remote.transfers import Transfers
 from etude.listening import bind, listening
 from etude.seams import Runtime
@@ -32,7 +33,8 @@ def create_app(
     """The ASGI app that offers a runtime's machines: `app.state.boxes`. The runtime stays the caller's."""
     config = config or ServerConfig()
     boxes = Boxes(runtime, templates or {}, config, clock=clock)
-    routes = [*Control(boxes, keys, config).routes(), *Envd(boxes, config).routes(), *Transfers(boxes, config).routes()]
+    of_account = [*Control(boxes, keys, config).routes(), *States(boxes, keys, config).routes()]
+    routes = [*of_account, *Envd(boxes, config).routes(), *Transfers(boxes, config).routes()]
     app = Starlette(routes=routes, exception_handlers=HANDLERS)
     app.state.boxes = boxes
     return app
