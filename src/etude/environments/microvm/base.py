@@ -28,7 +28,7 @@ from etude.errors import MachineError
 
 BOOT_DEADLINE_S = 120.0
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-_FORM = 1  # of what is kept; counts up with every change
+_FORM = 2  # of what is kept; counts up with every change
 _MOST_KEPT = 8  # of all images, agents and hardware; each takes a hundred MiB or more
 
 

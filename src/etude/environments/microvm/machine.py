@@ -57,4 +57,6 @@ class Guest:
 
     async def _end(self) -> None:
         self._ended(self)
-        await self.qemu.close()
+        self.qemu.process.kill()
+        async with self._turn:  # what is being copied of it must not be closed
+            await self.qemu.close()

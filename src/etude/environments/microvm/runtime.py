@@ -99,6 +99,7 @@ class MicroVMRuntime:
             return self._kept.keep(name, await guest.take())
         finally:
             await guest.machine.close()
+            spares.fill()
 
     async def _spares(self, image: GuestImage) -> Spares:
         booting = self._booting.get(image.name)
@@ -128,6 +129,7 @@ class MicroVMRuntime:
                 f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
             )
         self._num_coming += n
+        spares, _ = self._booted[found.image]
         forking = [asyncio.create_task(self._guest(found.image, found)) for _ in range(n)]
         try:
             async with asyncio.timeout(deadline_s):
@@ -140,6 +142,7 @@ class MicroVMRuntime:
             raise
         finally:
             self._num_coming -= n
+            spares.fill()  # only now: starting a QEMU takes what a restore needs
         return [guest.machine for guest in guests]
 
     async def _guest(self, image: str, snapshot: Snapshot) -> Guest:
