@@ -15,13 +15,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from etude.environments.agent import AgentMachine, Channel, program
 from etude.environments.agent.channel import Lost
 from etude.environments.config import MachineLimits
 from etude.environments.gvisor.bundle import WORK, config, make_image_root, make_root
 from etude.environments.gvisor.sandbox import Sandbox, memory_overlay, probe_platform, require_runsc
+from etude.environments.namespace.images import State, state_in
 from etude.environments.namespace.snapshots import Snapshots, tree
 from etude.errors import MachineError
 from etude.records.image import Image
@@ -31,13 +32,6 @@ _SNAPSHOT_BYTES = 256 << 20
 _PREFIX = "etude-gvisor-"
 _USERS = ("user", "root")
 _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-class _Kept(NamedTuple):
-    """What a snapshot is of. `tree` names its files."""
-
-    tree: str
-    image: Image | None
 
 
 class GVisorRuntime:
@@ -58,8 +52,7 @@ class GVisorRuntime:
         self._overlay = memory_overlay()
         self._limits = limits if limits is not None else MachineLimits()
         self._max_machines, self._roots = max_machines, roots
-        self._trees = Snapshots(max_bytes=_SNAPSHOT_BYTES)
-        self._kept: dict[str, _Kept] = {}
+        self._snapshots = Snapshots(max_bytes=_SNAPSHOT_BYTES)
         self._machines: dict[Sandbox, AgentMachine] = {}
         self._num_coming = 0
         self._closed = False
@@ -85,27 +78,47 @@ class GVisorRuntime:
         )
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. `OSError` where the files do not fit in a machine."""
+        """See `Runtime.prepare`."""
         self._must_be_open()
-        packed = tree(files)
-        if image is not None and (self._roots is None or not self._roots(image.digest).is_dir()):
-            hint = "give GVisorRuntime the roots of an image store, and build the image"
-            raise MachineError(f"no image {image.digest[:12]}", "its files are not there", hint=hint)
-        return self._keep(packed, image)
+        return self._keep(tree(files), image)
 
     def _keep(self, packed: bytes, image: Image | None) -> str:
-        name = self._trees.keep(packed)
-        snapshot = name if image is None else f"{name}-{image.digest[:16]}"
-        self._kept[snapshot] = _Kept(name, image)
-        return snapshot
+        """Keep a tree, or one in an image. `MachineError` where the image is not there."""
+        if image is None:
+            return self._snapshots.keep(packed)
+        if self._roots is None or not self._roots(image.digest).is_dir():
+            hint = "give GVisorRuntime the roots of an image store, and build the image"
+            raise MachineError(f"no image {image.digest[:12]}", "its files are not there", hint=hint)
+        return self._snapshots.keep(State(image, packed, b"").pack())
+
+    def _kept(self, snapshot: str) -> bytes:
+        packed = self._snapshots.get(snapshot)
+        if packed is None:
+            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+        return packed
+
+    async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`: the files of the working directory, and which image it is of."""
+        packed = self._kept(snapshot)
+        if len(packed) > max_bytes:
+            raise ValueError(f"the snapshot has {len(packed)} bytes, at most {max_bytes}")
+        return packed
+
+    async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`."""
+        self._must_be_open()
+        state = state_in(packed)
+        if state is not None and state.layer:
+            raise ValueError("a snapshot of gVisor has no layer")
+        name = self._snapshots.adopt(packed if state is None else state.tree)
+        return name if state is None else self._keep(state.tree, state.image)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
         self._must_be_open()
-        kept = self._kept.get(snapshot)
-        packed = self._trees.get(kept.tree) if kept is not None else None
-        if kept is None or packed is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+        packed = self._kept(snapshot)
+        state = state_in(packed)
+        image = None if state is None else state.image
         num_alive = len(self._machines) + self._num_coming
         if num_alive + n > self._max_machines:
             facts = f"{num_alive} machines are alive, {n} more were asked for"
@@ -113,7 +126,7 @@ class GVisorRuntime:
                 f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
             )
         self._num_coming += n
-        forking = [asyncio.create_task(self._fork(packed, kept.image)) for _ in range(n)]
+        forking = [asyncio.create_task(self._fork(packed if state is None else state.tree, image)) for _ in range(n)]
         try:
             async with asyncio.timeout(deadline_s):
                 return list(await asyncio.gather(*forking))
@@ -150,6 +163,9 @@ class GVisorRuntime:
             said = sandbox.process.said()
             await machine.close()
             raise MachineError("a sandbox did not start", f"{lost}; {said}", hint="try: runsc do true") from None
+        except (OSError, ValueError) as error:
+            await machine.close()
+            raise MachineError("a tree does not fit into a machine", str(error), hint="see MachineLimits") from None
         except BaseException:
             await machine.close()
             raise

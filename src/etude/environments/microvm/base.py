@@ -33,10 +33,12 @@ _MOST_KEPT = 8  # of all images, agents and hardware; each takes a hundred MiB o
 
 
 class Base:
-    """A booted image; closed when nobody has it any more. `ram` is a descriptor of its memory, `start` its snapshot."""
+    """A booted image; closed when nobody has it any more. `ram` is a descriptor of its memory, `start` its snapshot,
+    `boot` says which boot it was of those of the same name."""
 
     def __init__(self, name: str, hardware: Hardware, ram: int, start: Snapshot) -> None:
         self.name, self.hardware, self.ram, self.start = name, hardware, ram, start
+        self.boot = hashlib.sha256(start.devices).hexdigest()  # with its clocks
         weakref.finalize(self, os.close, ram)
 
 

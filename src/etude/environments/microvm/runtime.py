@@ -16,6 +16,7 @@ from pathlib import Path
 
 from etude.environments.agent import program
 from etude.environments.config import MachineLimits
+from etude.environments.microvm import packed as packing
 from etude.environments.microvm import snapshots
 from etude.environments.microvm.base import boot
 from etude.environments.microvm.guests import GuestImage, booting_of, users_of
@@ -52,6 +53,7 @@ class MicroVMRuntime:
         roots: Callable[[str], Path] | None = None,
     ) -> None:
         self._qemu, self._agent, self._image = require_qemu(), program(), find(folder)
+        self._bases = self._image.disk.parent.parent / "booted"
         self._limits = limits if limits is not None else MachineLimits()
         self._max_machines, self._spare, self._roots = max_machines, spare, roots
         self._kept = Kept(max_bytes=_SNAPSHOT_BYTES)
@@ -97,6 +99,10 @@ class MicroVMRuntime:
         try:
             await guest.machine.load(packed)
             return self._kept.keep(name, await guest.take())
+        except FileNotFoundError as gone:
+            raise MachineError("a snapshot could not be prepared", str(gone), hint="prepare it again") from None
+        except OSError as full:
+            raise ValueError(f"the files do not fit into a machine: {full}") from None
         finally:
             await guest.machine.close()
             spares.fill()
@@ -111,7 +117,7 @@ class MicroVMRuntime:
         if self._accelerator is None:
             self._accelerator = await probe(self._image)
         booting = await booting_of(image, self._image, self._agent, self._limits, self._accelerator.name)
-        base = await boot(booting, qemu=self._qemu, kept=self._image.disk.parent.parent / "booted")
+        base = await boot(booting, qemu=self._qemu, kept=self._bases)
         spares = Spares(base, self._spare)
         self._booted[image.name] = spares, image.record
         spares.fill()
@@ -120,9 +126,7 @@ class MicroVMRuntime:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
         self._must_be_open()
-        found = self._kept.get(snapshot)
-        if found is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+        found = self._found(snapshot)
         if len(self._guests) + self._num_coming + n > self._max_machines:
             facts = f"{len(self._guests) + self._num_coming} machines are alive, {n} more were asked for"
             raise MachineError(
@@ -144,6 +148,39 @@ class MicroVMRuntime:
             self._num_coming -= n
             spares.fill()  # only now: starting a QEMU takes what a restore needs
         return [guest.machine for guest in guests]
+
+    def _found(self, snapshot: str) -> Snapshot:
+        found = self._kept.get(snapshot)
+        if found is None:
+            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+        return found
+
+    async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`: all that differs from the base, which the other must have: on this host, by this user.
+        Nothing of it is left here."""
+        self._must_be_open()
+        found = self._found(snapshot)
+        spares, image = self._booted[found.image]
+        key = await asyncio.to_thread(packing.key_in, self._bases)
+        base = spares.base
+        return await asyncio.to_thread(
+            packing.pack, found, base=base.name, boot=base.boot, image=image, key=key, max_bytes=max_bytes
+        )
+
+    async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`. `MachineError` where its base is not here: another host, user, image or limits."""
+        self._must_be_open()
+        key = await asyncio.to_thread(packing.key_in, self._bases)
+        head = await asyncio.to_thread(packing.head_of, packed, key)
+        image = GuestImage.of(head.image, self._image, self._roots)
+        base = (await self._spares(image)).base
+        if (base.name, base.boot) != (head.base, head.boot):
+            facts = "it differs from a boot that is not here: of other limits, or that was thrown away"
+            raise MachineError(
+                "a snapshot of another base", facts, hint="use the limits and the cache it was made with"
+            )
+        name = hashlib.sha256(packed).hexdigest()
+        return self._kept.keep(name, await asyncio.to_thread(packing.unpack, packed, head, image=image.name))
 
     async def _guest(self, image: str, snapshot: Snapshot) -> Guest:
         spares, record = self._booted[image]
