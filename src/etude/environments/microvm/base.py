@@ -72,8 +72,10 @@ async def boot(booting: Booting, *, qemu: str, kept: Path) -> Base:
             kept_base = _open(kept / name, name, booting.hardware)
             os.close(ram)
             return kept_base
-    except BaseException:
+    except BaseException as error:
         os.close(ram)
+        if isinstance(error, OSError):
+            raise MachineError("no room to boot a guest", str(error), hint=overlay.ROOM) from None
         raise
     return Base(name, booting.hardware, ram, start)
 
@@ -90,9 +92,9 @@ async def _boot_once(name: str, booting: Booting, ram: int) -> Snapshot:
         await _until_ready(guest, booting)
         await monitor.execute("stop")
         devices = await guest.save()
-        disk = overlay.anonymous()
-        overlay.copy(guest.disk, disk)
-        return Snapshot(name, devices, memory.NONE, disk)
+        start = Snapshot(name, devices, memory.NONE, overlay.anonymous())
+        overlay.copy(guest.disk, start.disk)
+        return start
     finally:
         await guest.close()
 
@@ -108,6 +110,9 @@ async def _until_ready(guest: Qemu, booting: Booting) -> None:
         raise MachineError(
             "a guest did not boot", f"{lost}; {guest.process.said()}", hint="build the image again"
         ) from None
+    except ValueError as error:
+        facts = f"{booting.user!r}: {error}"
+        raise MachineError("an image without its user", facts, hint="add whom it names to its /etc/passwd") from None
     finally:
         channel.close()
 

@@ -24,6 +24,12 @@ def anonymous(folder: str | None = None) -> int:
     return os.memfd_create("etude-disk", os.MFD_CLOEXEC)
 
 
+def free_bytes(place: int | str = "") -> int:
+    """The room on the disk that this file, or the folder for temporary files, is on."""
+    found = os.statvfs(place or tempfile.gettempdir())
+    return found.f_bavail * found.f_frsize if found.f_blocks else 1 << 62  # memory has no size of its own
+
+
 def write_empty(fd: int, num_bytes: int) -> None:
     """Write a qcow2 of this virtual size (format version 3, docs/interop/qcow2.txt of QEMU) in which nothing is."""
     l1_entries = -(-num_bytes // (_CLUSTER * _CLUSTER // 8))

@@ -73,12 +73,14 @@ class Qemu:
         inherited += [boot.initial] if boot else []
         self.monitor: Monitor | None = None
         self._closed = False
-        overlay.write_empty(self.disk, hardware.disk_bytes)
         command = _command(hardware, qmp.fileno(), agent.fileno(), self.disk, ram, boot or loaded.fileno())
         try:
+            overlay.write_empty(self.disk, hardware.disk_bytes)
             self.process = BoundProcess(command, said=self._said, fds=inherited)
-        except MachineError:
+        except BaseException as error:
             self._release()
+            if isinstance(error, OSError):
+                raise MachineError("no disk for a virtual machine", str(error), hint=overlay.ROOM) from None
             raise
         finally:
             for end in (qmp, agent, loaded):
@@ -152,7 +154,7 @@ def _command(hardware: Hardware, qmp: int, agent: int, disk: int, ram: int, star
         "-blockdev", f"driver=file,node-name=top-file,filename=/proc/self/fd/{disk},locking=off,discard=unmap,"
         "aio=threads,cache.no-flush=on",
         "-blockdev", "driver=qcow2,node-name=top,file=top-file,backing=root,discard=unmap,cache.no-flush=on",
-        "-device", "virtio-blk-pci,drive=top,werror=report,rerror=report,disable-legacy=on",
+        "-device", "virtio-blk-pci,drive=top,werror=enospc,rerror=report,disable-legacy=on",
         "-device", "virtio-rng-pci,disable-legacy=on",
         "-device", "virtio-serial-pci,disable-legacy=on,max_ports=2",
         "-chardev", f"socket,id=agent,fd={agent}", "-device", "virtserialport,chardev=agent,name=agent",

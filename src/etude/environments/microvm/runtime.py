@@ -13,11 +13,12 @@ import hashlib
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from etude.environments.agent import program
 from etude.environments.config import MachineLimits
+from etude.environments.microvm import overlay, snapshots
 from etude.environments.microvm import packed as packing
-from etude.environments.microvm import snapshots
 from etude.environments.microvm.base import boot
 from etude.environments.microvm.guests import GuestImage, booting_of, users_of
 from etude.environments.microvm.image import find
@@ -32,6 +33,7 @@ from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
 _SNAPSHOT_BYTES = 4 << 30
+_LOOK_S, _LOW_BYTES = 1.0, 64 << 20  # how often, and when, the host's disk is watched
 _ENVIRONMENT = {"LANG": "C.UTF-8"}
 
 
@@ -62,6 +64,7 @@ class MicroVMRuntime:
         self._preparing: dict[str, asyncio.Task[str]] = {}
         self._guests: set[Guest] = set()
         self._num_coming = 0
+        self._watching: asyncio.Task[None] | None = None
         self._accelerator: Accelerator | None = None
         self._closed = False
 
@@ -133,6 +136,7 @@ class MicroVMRuntime:
                 f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
             )
         self._num_coming += n
+        self._watching = self._watching or asyncio.create_task(self._watch())
         spares, _ = self._booted[found.image]
         forking = [asyncio.create_task(self._guest(found.image, found)) for _ in range(n)]
         try:
@@ -203,6 +207,16 @@ class MicroVMRuntime:
         self._guests.add(guest)
         return guest
 
+    async def _watch(self) -> None:
+        """A guest whose writes find no room on the host stands still; let it try again until there is room."""
+        was_low = False
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            low = overlay.free_bytes() < _LOW_BYTES
+            if low or was_low:
+                await asyncio.gather(*(guest.go_on() for guest in list(self._guests)))
+            was_low = low
+
     def _keep(self, snapshot: Snapshot) -> str:
         return self._kept.keep(secrets.token_hex(32), snapshot)
 
@@ -217,7 +231,8 @@ class MicroVMRuntime:
     async def close(self) -> None:
         """See `Runtime.close`."""
         self._closed = True
-        under_way = [*self._preparing.values(), *self._booting.values()]
+        under_way: list[asyncio.Task[Any]] = [self._watching] if self._watching is not None else []
+        under_way += [*self._preparing.values(), *self._booting.values()]
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)

@@ -19,6 +19,7 @@ from etude.environments.agent import protocol
 from etude.environments.microvm import memory, overlay
 from etude.environments.microvm.memory import Pages
 from etude.environments.microvm.qemu import Qemu
+from etude.errors import MachineError
 
 T = TypeVar("T")
 _RESUME_S = 20.0
@@ -51,8 +52,10 @@ async def take(guest: Qemu, image: str) -> Snapshot:
                 pages = await _settled(copying)
         finally:
             await monitor.execute("cont")
-    except BaseException:
+    except BaseException as error:
         os.close(disk)
+        if isinstance(error, OSError):
+            raise MachineError("no room for a snapshot", str(error), hint=overlay.ROOM) from None
         raise
     return Snapshot(image, devices, pages, disk)
 
@@ -82,7 +85,10 @@ async def restore(guest: Qemu, snapshot: Snapshot, *, host_name: str) -> bytes:
     What the agent sends first, maybe from the middle of a frame, was meant for the host of its past. The frame that is
     returned ends that: it carries a random number, and everything after it is ours.
     """
-    await _settled(asyncio.create_task(asyncio.to_thread(_fill, guest, snapshot)))
+    try:
+        await _settled(asyncio.create_task(asyncio.to_thread(_fill, guest, snapshot)))
+    except OSError as error:
+        raise MachineError("no room for a machine", str(error), hint=overlay.ROOM) from None
     await guest.load(snapshot.devices, deadline_s=_RESUME_S)
     number = secrets.randbits(32)
     identity = protocol.fields(secrets.token_bytes(32), time.time_ns().to_bytes(8, "little"), host_name.encode())
