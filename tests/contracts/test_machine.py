@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from tests.here import opened
 from tests.local_agent import LocalAgents
 from tests.remote_server import PlainRuntime, ServedRuntime
 from tests.virtual import microvm
@@ -36,6 +37,8 @@ RUNTIMES: dict[str, Callable[[], Runtime]] = {
     "remote": ServedRuntime,
     "remote, another's": PlainRuntime,
 }
+NEEDS = {name: name for name in ("memory", "agent", "microvm", "gvisor")}
+"""What a runtime is made of where it is not namespaces."""
 WITH_PROCESSES = [name for name in RUNTIMES if name != "memory"]
 FILES = {"hi.py": b"print('hi')\n", "pkg/data.txt": b"42\n", "echo.py": b"import sys; print(sys.stdin.read())\n"}
 COUNT = b"n = int(open('count').read()) + 1\nopen('count', 'w').write(str(n))\nprint(n)\n"
@@ -46,10 +49,7 @@ def running(name: str) -> Callable[[Callable[[Runtime], Awaitable[Any]]], Any]:
 
     def run(test: Callable[[Runtime], Awaitable[Any]]) -> Any:
         async def main() -> Any:
-            try:
-                runtime = RUNTIMES[name]()
-            except MachineError as error:
-                pytest.skip(str(error))
+            runtime = opened(NEEDS.get(name, "namespace"), RUNTIMES[name])
             try:
                 return await test(runtime)
             finally:
@@ -387,3 +387,34 @@ def test_kept_environment_files_modes_and_links_are_in_a_snapshot(using_processe
         assert (await shell(child, "test -x hi.py && readlink link && test -d empty", "1")).output == b"hi.py\n"
 
     using_processes(test)
+
+
+# ---------------------------------------------------------------------------------------------- snapshots that travel
+
+PORTABLE = ("memory", "namespace", "namespace without the agent", "microvm", "gvisor")
+
+
+@pytest.mark.parametrize("name", PORTABLE)
+def test_a_snapshot_goes_to_another_runtime_whatever_becomes_of_the_first(name):
+    async def pack(runtime):
+        machine = await one(runtime, {"a/old": b"1", "count": b"0"})
+        await machine.write("a/new", b"2" * 100_000)
+        snapshot = await machine.snapshot()
+        packed = await runtime.pack(snapshot, max_bytes=256 << 20)
+        with pytest.raises(ValueError, match="at most 10"):
+            await runtime.pack(snapshot, max_bytes=10)
+        with pytest.raises(MachineError, match="no snapshot"):
+            await runtime.pack("0" * 64, max_bytes=256 << 20)
+        return packed
+
+    async def unpack(runtime):
+        for bad in (b"", b"\1\xff\xff\xff\xff", b"junk" * 99, packed[:-1], packed + b"x"):
+            with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
+                await runtime.unpack(bad)
+        snapshot = await runtime.unpack(packed)
+        assert snapshot == await runtime.unpack(packed)
+        one, other = await runtime.fork(snapshot, 2)
+        assert (await one.read("a/old"), await other.read("a/new")) == (b"1", b"2" * 100_000)
+
+    packed = running(name)(pack)
+    running(name)(unpack)

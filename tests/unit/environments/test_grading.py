@@ -10,15 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.environments.judging import on_machines
 
 from etude.environments import MachineGrader, NamespaceRuntime, validate_exports
 from etude.environments.grading.data import same
-from etude.environments.grading.verifier import _judged
 from etude.errors import MachineError
 from etude.records.exports import is_plain
 from etude.records.rollout import Boundary, Graded, Invalid
-from etude.records.task import Answer, Case, Split, Task, Trust, Verifier
+from etude.records.task import Answer, Case, Split, Task, Trust
 from etude.seams import Grader, Machine
 from etude.testing import MemoryRuntime
 
@@ -239,20 +237,6 @@ def test_a_call_counts_as_if_no_other_had_been_made(name):
 def test_a_number_that_is_too_long_is_a_wrong_result_of_its_call_alone():
     outcome = grade("def f(n): return 10 ** 5000 if n == 2 else n + 1")
     assert outcome.reason.startswith("2 of 3 hidden tests pass; calc.f is wrong: TypeError: returned an int of more")
-
-
-@pytest.mark.parametrize("path", ["{here}/locked/reward", "locked/reward"])
-def test_a_reward_that_lies_there_and_cannot_be_taken_away_is_no_verdict(path):
-    async def work(runtime: Any) -> Any:
-        [machine] = await runtime.fork(await runtime.prepare({"locked/reward": b"1"}), 1)
-        script = "cd locked; chmod 444 reward; chmod 555 .; cd ..; printf %s $PWD"
-        here = (await machine.exec(["sh", "-c", script], key="plant", deadline_s=20.0)).output.decode()
-        verifier = Verifier(files={}, argv=("true",), reward_path=path.format(here=here), deadline_s=10.0)
-        return await _judged(machine, verifier, user="")
-
-    said = on_machines(work)
-    assert said.reward is None
-    assert "cannot be taken away" in said.reason
 
 
 def test_a_right_answer_to_a_code_graded_task_scores_one_with_its_label():
