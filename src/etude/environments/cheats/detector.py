@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from etude.environments.cheats.signs_in_calls import signs_in_call
-from etude.environments.cheats.signs_in_code import is_configuration, signs_in_code
+from etude.environments.cheats.signs_in_code import configures, signs_in_code
 from etude.records.rollout import Graded, Invalid, ToolCall
 from etude.records.task import CANARY, Task
 
@@ -57,7 +57,7 @@ def suspicions(
         before = task.files.get(path)
         if before is not None and before.encode() == data:
             continue
-        if is_configuration(path, task.files):
+        if configures(path, data, before):
             found.append(Suspicion("configuration", "changes how tests or interpreters start", path))
         if path.endswith((".py", ".pth")):
             room -= len(data)
