@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.environments.burst.placement import Batch, Lease
+from etude.environments.burst.lease import Lease
+from etude.environments.burst.placement import Batch
 
-_COPY_DEADLINE_S = 1.0
+_COPY_LATE_S = 0.25  # after it should be there, the next source is asked
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class FakeHost:
     lease_s: float
     cores: float
     machine_cores: float
-    copy_s: float
+    upload_s: float  # a copy, sent
+    load_s: float  # and taken in
     tell: Callable[..., None]
     peers: dict[str, FakeHost]
     speed: float = 1.0  # times the machine that was measured
@@ -110,20 +112,30 @@ class FakeHost:
             self._work(batch)
         elif batch.snapshot in self.expecting:
             self.expecting[batch.snapshot].append(batch)
-        elif batch.source is None:
+        elif not batch.sources:
             self._uncopied(batch.snapshot, [batch])
         else:
             self.expecting[batch.snapshot] = [batch]
-            self.clock.after(self.network.latency_s, self.peers[batch.source].send, batch.snapshot, self)
-            self.clock.after(_COPY_DEADLINE_S + self.copy_s, self._give_up, batch.snapshot, self.life)
+            self._ask(batch, 0, self.life)
+
+    def _ask(self, batch: Batch, number: int, life: int) -> None:
+        """Have the snapshot sent; by the next source where one does not send it."""
+        if life != self.life or self.crashed or batch.snapshot not in self.expecting:
+            return
+        if number == len(batch.sources):
+            self._uncopied(batch.snapshot, [one for one in self.expecting.pop(batch.snapshot) if isinstance(one, Batch)])
+            return
+        self.clock.after(self.network.latency_s, self.peers[batch.sources[number]].send, batch.snapshot, self)
+        late_s = max(self.clock.now_s, batch.there_s) + _COPY_LATE_S
+        self.clock.at(late_s, self._ask, batch, number + 1, life)
 
     def send(self, snapshot: str, to: FakeHost) -> None:
         """Send a copy to another host, once it is here itself."""
         if self.crashed or self.cut_off or to.cut_off:
             return
         if snapshot in self.snapshots:
-            self.uploading_s = max(self.uploading_s, self.clock.now_s) + self.copy_s * self.slow
-            self.clock.at(self.uploading_s + self.network.latency_s, to.arrived, snapshot)
+            self.uploading_s = max(self.uploading_s, self.clock.now_s) + self.upload_s * self.slow
+            self.clock.at(self.uploading_s + self.network.latency_s + self.load_s * to.slow, to.arrived, snapshot)
         elif snapshot in self.expecting:
             self.expecting[snapshot].append(to)
 
@@ -136,11 +148,6 @@ class FakeHost:
                     self._work(one)
                 else:
                     self.send(snapshot, one)
-
-    def _give_up(self, snapshot: str, life: int) -> None:
-        """A copy that did not come by its deadline."""
-        if life == self.life and not self.crashed:
-            self._uncopied(snapshot, [one for one in self.expecting.pop(snapshot, []) if isinstance(one, Batch)])
 
     def _uncopied(self, snapshot: str, batches: Sequence[Batch]) -> None:
         for batch in batches:

@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from etude.config import ranged
+from etude.environments.burst.choice import Costs
 from etude.environments.burst.fake import Clock, FakeHost, Measured, Network
 from etude.environments.burst.hosts import Capacity, Need
-from etude.environments.burst.placement import Batch, Costs, Lease, Placement
+from etude.environments.burst.lease import Lease
+from etude.environments.burst.placement import Batch, Placement
 from etude.errors import MachineError
 
 T = TypeVar("T")
@@ -100,10 +102,14 @@ class _Control:
     def __init__(self, scenario: Scenario, faults: Faults, measured: Measured, network: Network, speed: float) -> None:
         self.scenario, self.clock, self.network = scenario, Clock(scenario.seed), network
         self.loss, self.result, self.need = faults.loss, Simulated(), Need()
-        copy_s = scenario.snapshot_bytes * (1 / network.bytes_per_s + measured.load_s_per_byte)
+        self.upload_s = scenario.snapshot_bytes / network.bytes_per_s
+        self.load_s = scenario.snapshot_bytes * measured.load_s_per_byte
         latency_s = 4 * network.latency_s
         costs = Costs(
-            batch_s=measured.batch_s / speed + latency_s, fork_s=measured.fork_s / speed, copy_s=copy_s + latency_s
+            batch_s=measured.batch_s / speed + latency_s,
+            fork_s=measured.fork_s / speed,
+            copy_s=self.upload_s + self.load_s + latency_s,
+            upload_s=self.upload_s,
         )
         self.placement = Placement(seed=scenario.seed, costs=costs, lease_s=self.lease_s)
         self.hosts: dict[str, FakeHost] = {}
@@ -117,9 +123,9 @@ class _Control:
         self.num_ready = 0
         self.first_left = scenario.machines
         for i in range(scenario.hosts):
-            self._add_host(f"host{i:03d}", measured, copy_s, speed)
+            self._add_host(f"host{i:03d}", measured, speed)
 
-    def _add_host(self, name: str, measured: Measured, copy_s: float, speed: float) -> None:
+    def _add_host(self, name: str, measured: Measured, speed: float) -> None:
         host = FakeHost(
             name=name,
             clock=self.clock,
@@ -129,7 +135,8 @@ class _Control:
             lease_s=self.lease_s,
             cores=self.scenario.cores,
             machine_cores=self.need.cores,
-            copy_s=copy_s,
+            upload_s=self.upload_s,
+            load_s=self.load_s,
             tell=self.told,
             peers=self.hosts,
             speed=speed,
@@ -206,7 +213,7 @@ class _Control:
         homes = self.placement.homes(1)
         if homes and snapshot not in self.preparing:
             self.preparing.add(snapshot)
-            self.clock.after(2 * self.hosts[homes[0]].copy_s, self._prepared, snapshot, homes[0])
+            self.clock.after(2 * (self.upload_s + self.load_s), self._prepared, snapshot, homes[0])
 
     def _prepared(self, snapshot: str, name: str) -> None:
         self.preparing.discard(snapshot)
