@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -36,38 +36,70 @@ RUNTIMES: dict[str, Callable[[], Runtime]] = {
     "remote": ServedRuntime,
     "remote, another's": PlainRuntime,
 }
-WITH_PROCESSES = [name for name in RUNTIMES if name != "memory"]
 FILES = {"hi.py": b"print('hi')\n", "pkg/data.txt": b"42\n", "echo.py": b"import sys; print(sys.stdin.read())\n"}
 COUNT = b"n = int(open('count').read()) + 1\nopen('count', 'w').write(str(n))\nprint(n)\n"
 
 
-def running(name: str) -> Callable[[Callable[[Runtime], Awaitable[Any]]], Any]:
-    """Runs an async test against a runtime that is closed afterwards."""
+class Shared:
+    """One runtime for all tests of a backend, since opening one costs more than most of them: each closes its own
+    machines, and a test that closes the runtime takes a `fresh` one."""
 
-    def run(test: Callable[[Runtime], Awaitable[Any]]) -> Any:
-        async def main() -> Any:
-            try:
-                runtime = RUNTIMES[name]()
-            except MachineError as error:
-                pytest.skip(str(error))
+    def __init__(self, name: str) -> None:
+        self._open, self._runner = RUNTIMES[name], asyncio.Runner()
+        self._forked: list[Machine] = []
+        self._runtime: Runtime | None = None
+
+    def __call__(self, test: Callable[[Runtime], Awaitable[Any]], *, fresh: bool = False) -> Any:
+        return self._runner.run(self._test(test, fresh))
+
+    async def _test(self, test: Callable[[Runtime], Awaitable[Any]], fresh: bool) -> Any:
+        if fresh:
+            runtime = self._opened()
             try:
                 return await test(runtime)
             finally:
                 await runtime.close()
+        if self._runtime is None:
+            self._runtime = self._opened()
+        fork = self._runtime.fork
 
-        return asyncio.run(main())
+        async def forked(*arguments: Any, **options: Any) -> list[Machine]:
+            machines = await fork(*arguments, **options)
+            self._forked += machines
+            return machines
 
-    return run
+        self._runtime.fork = forked  # type: ignore[method-assign]
+        try:
+            return await test(self._runtime)
+        finally:
+            self._runtime.fork = fork  # type: ignore[method-assign]
+            await asyncio.gather(*(machine.close() for machine in self._forked))
+            self._forked.clear()
+
+    def _opened(self) -> Runtime:
+        try:
+            return self._open()
+        except MachineError as error:
+            pytest.skip(str(error))
+
+    def close(self) -> None:
+        with self._runner as runner:
+            if self._runtime is not None:
+                runner.run(self._runtime.close())
 
 
-@pytest.fixture(params=RUNTIMES)
-def using(request: pytest.FixtureRequest) -> Callable[[Callable[[Runtime], Awaitable[Any]]], Any]:
-    return running(request.param)
+@pytest.fixture(params=RUNTIMES, scope="module")
+def using(request: pytest.FixtureRequest) -> Iterator[Shared]:
+    shared = Shared(request.param)
+    yield shared
+    shared.close()
 
 
-@pytest.fixture(params=WITH_PROCESSES)
-def using_processes(request: pytest.FixtureRequest) -> Callable[[Callable[[Runtime], Awaitable[Any]]], Any]:
-    return running(request.param)
+@pytest.fixture
+def using_processes(using: Shared, request: pytest.FixtureRequest) -> Shared:
+    if request.node.callspec.params["using"] == "memory":
+        pytest.skip("nothing runs beside it")
+    return using
 
 
 async def one(runtime: Runtime, files: dict[str, bytes]) -> Machine:
@@ -168,14 +200,14 @@ def test_reading_what_is_not_a_file_says_what_is_wrong(using):
     using(test)
 
 
-@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../x", "a\0b"])
-def test_a_path_that_leaves_the_working_directory_is_refused(using, path):
+def test_a_path_that_leaves_the_working_directory_is_refused(using):
     async def test(runtime):
         machine = await one(runtime, FILES)
-        with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
-            await machine.read(path)
-        with pytest.raises(ValueError):  # noqa: PT011
-            await machine.write(path, b"x")
+        for path in ("../x", "/etc/passwd", "a/../../x", "a\0b"):
+            with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
+                await machine.read(path)
+            with pytest.raises(ValueError):  # noqa: PT011
+                await machine.write(path, b"x")
 
     using(test)
 
@@ -246,7 +278,7 @@ def test_closing_the_runtime_ends_its_machines_and_closing_again_does_nothing(us
         with pytest.raises(MachineError):
             await machine.exec(["python", "hi.py"], key="1", deadline_s=20)
 
-    using(test)
+    using(test, fresh=True)
 
 
 def test_a_frozen_machine_can_be_read_and_forked_but_runs_nothing(using):

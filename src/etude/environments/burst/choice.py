@@ -70,7 +70,9 @@ class Chooser:
         found = self._soonest(wide, copies, sources, n, now_s, avoid)
         if found is not None:
             return found
-        room, at = max(((host.room(copies.need), -i) for i, host in enumerate(wide) if self.is_well(host, now_s)), default=(0, 0))
+        room, at = max(
+            ((host.room(copies.need), -i) for i, host in enumerate(wide) if self.is_well(host, now_s)), default=(0, 0)
+        )
         return self._choice(wide[-at], copies, sources, now_s) if room else None
 
     def is_well(self, host: Host, now_s: float) -> bool:

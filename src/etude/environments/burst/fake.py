@@ -123,7 +123,9 @@ class FakeHost:
         if life != self.life or self.crashed or batch.snapshot not in self.expecting:
             return
         if number == len(batch.sources):
-            self._uncopied(batch.snapshot, [one for one in self.expecting.pop(batch.snapshot) if isinstance(one, Batch)])
+            self._uncopied(
+                batch.snapshot, [one for one in self.expecting.pop(batch.snapshot) if isinstance(one, Batch)]
+            )
             return
         self.clock.after(self.network.latency_s, self.peers[batch.sources[number]].send, batch.snapshot, self)
         late_s = max(self.clock.now_s, batch.there_s) + _COPY_LATE_S

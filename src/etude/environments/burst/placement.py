@@ -38,7 +38,9 @@ class Batch:
     host: str
     n: int
     need: Need  # of each
-    sources: tuple[str, ...]  # hosts that the snapshot is copied from, the next where one does not send; (): it is there
+    sources: tuple[
+        str, ...
+    ]  # hosts that the snapshot is copied from, the next where one does not send; (): it is there
     placed_s: float
     there_s: float  # when the host should have the snapshot
     expected_s: float  # when it should have started
