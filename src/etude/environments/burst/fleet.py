@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from etude.environments.burst.choice import Costs
 from etude.environments.burst.hosts import Capacity, Need
 from etude.environments.burst.lent import Lent, closed
-from etude.environments.burst.choice import Costs
 from etude.environments.burst.placement import Batch, Placement
 from etude.errors import MachineError
 from etude.records.image import Image
