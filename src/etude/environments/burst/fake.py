@@ -21,15 +21,33 @@ _COPY_LATE_S = 0.25  # after it should be there, the next source is asked
 
 @dataclass(frozen=True)
 class Measured:
-    """What a host costs, in seconds of the clock when nothing else runs. Made by `calibrate.measure`."""
+    """What a host and the control plane cost, in seconds. Made by `calibrate.measure`; the defaults are typical ones.
 
-    batch_s: float = 0.003  # fork of a batch, whatever its size
+    A batch of n takes ``batch_s + n * (fork_s + crowd_s * alive)``, times one of `host_spread` for the host and one of
+    `spread` for the batch, and up to `busy` times longer beside machines that work.
+
+    >>> Measured(batch_s=0.001, fork_s=0.001, crowd_s=1e-6).work_s(16, alive=1000)
+    0.033
+    """
+
+    batch_s: float = 0.001  # fork of a batch, whatever its size
     fork_s: float = 0.001  # one machine more in it
+    crowd_s: float = 0.5e-6  # and that for each machine that is alive already
+    busy: float = 2.0  # times longer a fork takes where machines ask for all cores
     close_s: float = 0.0005  # one machine closed
     exec_s: float = 0.001  # ``true``, from call to result
-    crowding: float = 0.000_5  # by which share of itself a fork is slower for each machine that is alive already
     load_s_per_byte: float = 2e-9  # a tree's bytes into a host's store
-    spread: tuple[float, ...] = (0.8, 1.0, 1.3)  # measured over predicted time of batches: drawn from, for each
+    spread: tuple[float, ...] = (0.5, 0.8, 1.0, 1.2, 1.5)  # of a batch's time, mean 1: drawn from, for each
+    host_spread: tuple[float, ...] = (0.9, 1.0, 1.1)  # measured over predicted time of whole bursts: for each host
+    message_s: float = 50e-6  # CPU of the control plane: one read, handled and answered
+    place_s: float = 40e-6  # and in the placement itself: a batch placed
+    started_s: float = 20e-6
+    ended_s: float = 20e-6
+    review_s: float = 200e-6
+
+    def work_s(self, n: int, *, alive: int) -> float:
+        """A batch of n on an idle host where so many are alive."""
+        return self.batch_s + n * (self.fork_s + self.crowd_s * alive)
 
 
 @dataclass(frozen=True)
@@ -86,6 +104,7 @@ class FakeHost:
     peers: dict[str, FakeHost]
     speed: float = 1.0  # times the machine that was measured
     slow: float = 1.0  # times slower than it should be
+    host_factor: float = 1.0  # one of `Measured.host_spread`
     crashed: bool = False
     cut_off: bool = False  # no message comes or goes
     busy_s: float = 0.0  # until when it forks what it was told to
@@ -96,11 +115,6 @@ class FakeHost:
     snapshots: set[str] = field(default_factory=set)
     expecting: dict[str, list[Batch | FakeHost]] = field(default_factory=dict)  # copies, and who waits for them
     life: int = 0  # counts up when everything in it is killed
-
-    def _slower(self) -> float:
-        """How many times longer a fork takes beside the machines that are alive: there are many, and they work."""
-        alive = sum(self.running.values())
-        return (1 + self.measured.crowding * alive) * (1 + min(1.0, alive * self.machine_cores / self.cores))
 
     def fork(self, batch: Batch) -> None:
         """A command to fork a batch. A repeated one is answered from the record."""
@@ -161,8 +175,10 @@ class FakeHost:
         """Fork, when what came before is done. Machines that work leave less of the cores for it."""
         if self.record.get(batch.id) is None:
             return
-        cost_s = self.measured.batch_s + batch.n * self.measured.fork_s
-        cost_s *= self._draw(self.measured.spread) * self.slow * self._slower() / self.speed
+        alive = sum(self.running.values())
+        cost_s = self.measured.work_s(batch.n, alive=alive) * self._draw(self.measured.spread) * self.host_factor
+        cost_s *= 1 + (self.measured.busy - 1) * min(1.0, alive * self.machine_cores / self.cores)
+        cost_s *= self.slow / self.speed
         self.busy_s = max(self.busy_s, self.clock.now_s) + cost_s
         self.clock.at(self.busy_s, self._forked, batch, self.life)
 
