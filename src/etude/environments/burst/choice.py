@@ -5,22 +5,22 @@ wins (power of two choices: near the best at O(1), and robust against knowledge 
 spreads by itself where its hosts are busy: a copy is made when waiting costs more than copying. Where none of the four
 will do, the emptiest hosts come from a heap in O(log hosts).
 
-What is expected is corrected by what is seen: of the fleet (`typical`: all hosts forking slower than was said is no
-host's fault), and of each host beside the others (`Host.slowness`). A host that is more than `PATIENT` times slower
-than the others is asked only where nothing else has room. Knows nothing of groups and attempts.
+What is expected is corrected by what is seen of each host (`Host.slowness`). All hosts forking slower than was said is
+no host's fault: one that is more than `PATIENT` times slower than the median is asked only where nothing else has room. Knows nothing of groups and attempts.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from etude.environments.burst.hosts import Copies, Host, Hosts
 
-PATIENT = 2.0  # times the expected time; what a host may take longer than others
-_SLOWEST = 32.0  # times the others; what a host can be thought to be
+PATIENT = 2.0  # times the median host's time; for so long a host is waited for
+_SLOWEST = 32.0  # times the expected time; what a host can be thought to be
 _WIDE = 8  # hosts that are looked at where the random ones will not do
 _SOURCES = 3  # of a copy: where the first does not send, the next is asked
 
@@ -55,7 +55,7 @@ class Chooser:
     def __init__(self, hosts: Hosts, costs: Costs, *, seed: int, suspect_s: float, short_s: float) -> None:
         self._hosts, self.costs, self._rng = hosts, costs, random.Random(seed)
         self._suspect_s, self._short_s = suspect_s, short_s
-        self.typical = 1.0  # measured over expected time of forks, all hosts
+        self.typical = 1.0  # of the hosts' slowness
 
     def choose(self, copies: Copies, n: int, now_s: float, *, avoid: Sequence[str] = ()) -> Choice | None:
         """The host that would start n machines soonest, or one with room for some of them; None without any room."""
@@ -81,26 +81,32 @@ class Chooser:
 
     def is_slow(self, host: Host) -> bool:
         """Slower than others by more than is waited for."""
-        return host.slowness > PATIENT
+        return host.slowness > PATIENT * self.typical
 
-    def expected_s(self, host: Host, n: int) -> float:
-        """Until n more machines have started on a host that has the snapshot; a slow one is not waited for."""
-        return self._base_s(host, n) * self.typical * min(host.slowness, PATIENT)
+    def wait_s(self, host: Host, base_s: float) -> float:
+        """How long a host is waited for, for what should take `base_s` by the costs alone."""
+        return base_s * min(host.slowness, PATIENT * self.typical)
+
+    def look(self) -> None:
+        """Learn what is typical: the median, so that a few slow hosts do not make the others look fast, nor all
+        together look slow."""
+        if len(self._hosts):
+            self.typical = statistics.median_low(host.slowness for host in self._hosts)
+
+    def heard(self, host: Host) -> None:
+        """It lives: what was slow once is tried again some day."""
+        host.slowness += 0.02 * (self.typical - host.slowness)
+        host.is_shunned = host.is_shunned and self.is_slow(host)
 
     def saw(self, host: Host, base_s: float, took_s: float) -> None:
         """A batch that should have taken `base_s` by the costs alone started after `took_s`. Short waits say little:
         a message that was lost once takes longer."""
-        ratio = min(_SLOWEST * self.typical, took_s / max(1e-6, base_s))
-        weight = 0.25 * min(1.0, base_s / self._short_s) if self._short_s else 0.25
-        host.slowness = max(0.5, host.slowness + weight * (ratio / self.typical - host.slowness))
-        self.typical = max(0.1, self.typical + 0.1 * weight * (min(ratio, 4 * self.typical) - self.typical))
+        ratio = min(_SLOWEST, max(0.25, took_s / max(1e-6, base_s)))
+        host.slowness += 0.25 * min(1.0, base_s / self._short_s) * (ratio - host.slowness)
 
     def was_late(self, host: Host) -> None:
         """A batch is overdue there, or failed."""
         host.slowness = min(_SLOWEST, host.slowness * 1.5)
-
-    def _base_s(self, host: Host, n: int) -> float:
-        return host.queued_s + self.costs.work_s(n)
 
     def _soonest(
         self,
@@ -115,7 +121,7 @@ class Chooser:
         for host in hosts:
             if host.name not in avoid and self.is_well(host, now_s) and host.room(copies.need) >= n:
                 there_s = copies.since_s.get(host.name, sources[0][0])
-                wait_s = max(0.0, there_s - now_s) + self._base_s(host, n) * self.typical * host.slowness
+                wait_s = max(0.0, there_s - now_s) + (host.queued_s + self.costs.work_s(n)) * host.slowness
                 wait_s += self.costs.full_s * host.fullness**2
                 if wait_s < best_s:
                     best, best_s = host, wait_s

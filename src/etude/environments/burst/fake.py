@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,10 +105,12 @@ class FakeHost:
     peers: dict[str, FakeHost]
     speed: float = 1.0  # times the machine that was measured
     slow: float = 1.0  # times slower than it should be
-    host_factor: float = 1.0  # one of `Measured.host_spread`
+    own_factor: float = 1.0  # one of `Measured.host_spread`
     crashed: bool = False
     cut_off: bool = False  # no message comes or goes
-    busy_s: float = 0.0  # until when it forks what it was told to
+    line: deque[Batch] = field(default_factory=deque)  # that it is to fork
+    is_forking: bool = False
+    closing_s: float = 0.0  # of work on machines that were closed, done before the next fork
     uploading_s: float = 0.0
     running: dict[int, int] = field(default_factory=dict)  # batch: machines of it
     record: dict[int, Batch | None] = field(default_factory=dict)  # commands that came; None: closed
@@ -172,25 +175,35 @@ class FakeHost:
             self.tell("uncopied", self, snapshot, [batch.id for batch in batches])
 
     def _work(self, batch: Batch) -> None:
-        """Fork, when what came before is done. Machines that work leave less of the cores for it."""
-        if self.record.get(batch.id) is None:
-            return
-        alive = sum(self.running.values())
-        cost_s = self.measured.work_s(batch.n, alive=alive) * self._draw(self.measured.spread) * self.host_factor
-        cost_s *= 1 + (self.measured.busy - 1) * min(1.0, alive * self.machine_cores / self.cores)
-        cost_s *= self.slow / self.speed
-        self.busy_s = max(self.busy_s, self.clock.now_s) + cost_s
-        self.clock.at(self.busy_s, self._forked, batch, self.life)
+        """Fork, when what came before is done."""
+        self.line.append(batch)
+        if not self.is_forking:
+            self._next()
+
+    def _next(self) -> None:
+        """The next batch of the line. Machines that are alive make it slower, those that work more than others."""
+        self.is_forking = False
+        while self.line and not self.is_forking:
+            batch = self.line.popleft()
+            if self.record.get(batch.id) is not None:  # not closed meanwhile
+                self.is_forking = True
+                alive = sum(self.running.values())
+                cost_s = self.measured.work_s(batch.n, alive=alive) * self._draw(self.measured.spread) * self.own_factor
+                cost_s *= 1 + (self.measured.busy - 1) * min(1.0, alive * self.machine_cores / self.cores)
+                closing_s, self.closing_s = self.closing_s, 0.0
+                self.clock.after((cost_s + closing_s) * self.slow / self.speed, self._forked, batch, self.life)
 
     def _draw(self, values: Sequence[float]) -> float:
         return values[int(self.clock.rng.random() * len(values))]
 
     def _forked(self, batch: Batch, life: int) -> None:
-        if self.crashed or life != self.life or self.record.get(batch.id) is None:
+        if self.crashed or life != self.life:
             return
-        self.running[batch.id] = batch.n
-        self.unanswered.add(batch.id)
-        self.tell("started", self, batch.id)
+        if self.record.get(batch.id) is not None:
+            self.running[batch.id] = batch.n
+            self.unanswered.add(batch.id)
+            self.tell("started", self, batch.id)
+        self._next()
 
     def known(self, batch_id: int) -> None:
         """The control plane knows that the batch has started."""
@@ -198,8 +211,7 @@ class FakeHost:
 
     def close(self, batch_id: int) -> None:
         """Close a batch, or forbid it before it has started. Idempotent."""
-        n = self.running.pop(batch_id, 0)
-        self.busy_s = max(self.busy_s, self.clock.now_s) + n * self.measured.close_s * self.slow / self.speed
+        self.closing_s += self.running.pop(batch_id, 0) * self.measured.close_s
         self.unanswered.discard(batch_id)
         self.record[batch_id] = None
         self.tell("closed", self, batch_id)
@@ -228,7 +240,8 @@ class FakeHost:
     def kill(self) -> None:
         """End everything that runs or is to run."""
         self.life += 1
-        self.busy_s = self.clock.now_s
+        self.line.clear()
+        self.is_forking, self.closing_s = False, 0.0
         self.record.update(dict.fromkeys(self.record))
         self.running.clear()
         self.unanswered.clear()

@@ -44,7 +44,7 @@ class Host:
     is_doubted: bool = False  # silent for longer than it should be
     is_shunned: bool = False  # so slow that what was placed there is tried elsewhere as well
     uploads: int = 0  # copies that were asked of it and have not been seen to arrive
-    slowness: float = 1.0  # how many times longer its forks take than those of the others
+    slowness: float = 1.0  # measured over expected time of its forks
     batches: set[int] = field(default_factory=set)
     snapshots: set[str] = field(default_factory=set)
     entry: int = 0  # of its newest entry in the heap

@@ -25,6 +25,7 @@ from etude.environments.burst.hosts import Capacity, Copies, Host, Hosts, Need
 from etude.errors import MachineError
 
 _MOST_ATTEMPTS = 3  # at one group, beside each other
+_SPARE_ATTEMPTS = 64  # that there may be beside others, and one for ten batches that have not started
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,6 @@ class Batch:
     placed_s: float
     there_s: float  # when the host should have the snapshot
     expected_s: float  # when it should have started
-    due_s: float  # when it is tried elsewhere as well
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ class Placement:
         self._pending: dict[int, _Pending] = {}  # batches of which nothing was heard yet
         self._groups: dict[int, _Group] = {}
         self._due: list[tuple[float, int]] = []
+        self._late: deque[int] = deque()  # batches that are overdue
+        self._beside_others: set[int] = set()  # those that have not started, of attempts beside others
         self._homeless: deque[int] = deque()  # groups whose next attempt has found no room yet
         self._gone: set[str] = set()  # snapshots of overdue groups that no host has
         self._ids = 0
@@ -129,8 +131,7 @@ class Placement:
         if host is None:
             return False
         self.hosts.heard(host, now_s)
-        host.slowness += 0.02 * (1.0 - host.slowness)  # what was slow once is tried again some day
-        host.is_shunned = host.is_shunned and self._chooser.is_slow(host)
+        self._chooser.heard(host)
         if host.pressure != pressure:
             host.pressure = pressure
             self.hosts.changed(host)
@@ -233,6 +234,7 @@ class Placement:
     def review(self, now_s: float) -> Review:
         """Look at the clock: new attempts at what is overdue or was to start on a host that is lost. What had started
         there is told in `lost`: ask for it `again`, or let it be. Call this a few times a second."""
+        self._chooser.look()
         silent = self.hosts.silent(now_s - self._lost_s)
         lost = [batch for host in silent for batch in self._lose(host)]
         wanted = list(dict.fromkeys(self._homeless))
@@ -241,30 +243,43 @@ class Placement:
         for host in self.hosts.silent(now_s - self._suspect_s):
             if not host.is_doubted:
                 host.is_doubted = True
-                self._all_due(host, now_s)
+                self._all_late(host)
         while self._due and self._due[0][0] <= now_s:
-            batch = self._batches.get(heapq.heappop(self._due)[1])
-            group = self._groups.get(batch.group) if batch is not None else None
-            if batch is not None and group is not None and group.won is None:
-                self._is_late(batch, now_s)
-                new.append(self._beside(batch, group, now_s))
+            batch_id = heapq.heappop(self._due)[1]
+            if batch_id in self._pending:
+                due_s = self._due_s(self._batches[batch_id])
+                if due_s > now_s:  # all hosts are slower than they were thought to be when it was placed
+                    heapq.heappush(self._due, (due_s, batch_id))
+                else:
+                    self._late.append(batch_id)
+        while self._late:
+            new.append(self._care_for(self._late.popleft(), now_s))
         return Review(tuple(one for one in new if one), tuple(lost), tuple(host.name for host in silent))
 
-    def _is_late(self, batch: Batch, now_s: float) -> None:
-        """Think less of whoever keeps a batch waiting: of the copy, or of the host."""
+    def _due_s(self, batch: Batch) -> float:
+        """When it is overdue, by what is known of its host and of all by now."""
+        wait_s = self._chooser.wait_s(self.hosts[batch.host], self._pending[batch.id].base_s)
+        return batch.there_s + self._patience * wait_s + self._grace_s
+
+    def _care_for(self, batch_id: int, now_s: float) -> Batch | None:
+        """Think less of whoever keeps a batch waiting, the copy or the host, and try it elsewhere as well."""
+        batch = self._batches.get(batch_id)
+        group = self._groups.get(batch.group) if batch is not None else None
+        if batch is None or group is None or group.won is not None:
+            return None
         copies, host = self._copies.get(batch.snapshot), self.hosts[batch.host]
         if copies is not None and batch.host not in copies.confirmed:
             self.dropped(batch.snapshot, batch.host)  # the copy has not come
-            return
-        self._chooser.was_late(host)
-        if self._chooser.is_slow(host) and not host.is_shunned:
-            host.is_shunned = True
-            self._all_due(host, now_s)
+        elif not (host.is_doubted or host.is_shunned):
+            self._chooser.was_late(host)
+            if self._chooser.is_slow(host):
+                host.is_shunned = True
+                self._all_late(host)
+        return self._beside(batch, group, now_s)
 
-    def _all_due(self, host: Host, now_s: float) -> None:
+    def _all_late(self, host: Host) -> None:
         """What has not started there is overdue now."""
-        for batch_id in sorted(self._pending.keys() & host.batches):
-            heapq.heappush(self._due, (now_s, batch_id))
+        self._late += sorted(self._pending.keys() & host.batches)
 
     def again(self, lost: Batch, now_s: float) -> Batch | None:
         """The next attempt at a group whose machines were lost. None: no room yet, a later `review` has it."""
@@ -315,7 +330,7 @@ class Placement:
         """One more attempt beside one that is overdue."""
         copies = self._copies.get(group.snapshot)
         choice = None
-        if copies and len(group.open) < _MOST_ATTEMPTS:
+        if copies and len(group.open) < _MOST_ATTEMPTS and len(self._beside_others) < self._most_beside:
             tried = [self._batches[other].host for other in group.open]
             choice = self._chooser.choose(copies, group.n, now_s, avoid=tried)
             if choice is not None and (choice.host.name in tried or choice.host.room(copies.need) < group.n):
@@ -323,7 +338,16 @@ class Placement:
         if not copies:
             self._gone.add(group.snapshot)
         heapq.heappush(self._due, (now_s + 4 * self._grace_s, batch.id))
-        return self._assign(batch.group, choice, now_s) if choice is not None else None
+        if choice is None:
+            return None
+        further = self._assign(batch.group, choice, now_s)
+        self._beside_others.add(further.id)
+        return further
+
+    @property
+    def _most_beside(self) -> int:
+        """Bounded, so that hosts which are late since there is too much to do are not given more to do."""
+        return _SPARE_ATTEMPTS + len(self._pending) // 10
 
     def _assign(self, group_id: int, choice: Choice, now_s: float) -> Batch:
         group, host = self._groups[group_id], choice.host
@@ -332,7 +356,8 @@ class Placement:
             copies.add(host, choice.there_s, source=choice.sources[0])
             host.snapshots.add(group.snapshot)
         there_s = max(now_s, choice.there_s)
-        wait_s = there_s - now_s + self._chooser.expected_s(host, group.n)
+        work_s = self._costs.work_s(group.n)
+        wait_s = self._chooser.wait_s(host, host.queued_s + work_s)
         self._ids += 1
         group.attempts += 1
         batch = Batch(
@@ -346,18 +371,16 @@ class Placement:
             sources=tuple(source.name for source in choice.sources),
             placed_s=now_s,
             there_s=there_s,
-            expected_s=now_s + wait_s,
-            due_s=now_s + self._patience * wait_s + self._grace_s,
+            expected_s=there_s + wait_s,
         )
         group.open.add(batch.id)
-        work_s = self._costs.work_s(batch.n)
         self._pending[batch.id] = _Pending(work_s, host.queued_s + work_s)
         host.queued_s += work_s
         self._batches[batch.id], self._left[batch.id] = batch, batch.n
         host.batches.add(batch.id)
         host.take(batch.n, copies.need)
         self.hosts.changed(host)
-        heapq.heappush(self._due, (batch.due_s, batch.id))
+        heapq.heappush(self._due, (self._due_s(batch), batch.id))
         return batch
 
     def _resize(self, batch: Batch, left: int) -> None:
@@ -370,6 +393,7 @@ class Placement:
 
     def _unqueue(self, batch: Batch) -> _Pending | None:
         host, pending = self.hosts.get(batch.host), self._pending.pop(batch.id, None)
+        self._beside_others.discard(batch.id)
         if host is not None and pending is not None:
             host.queued_s = max(0.0, host.queued_s - pending.work_s)
         return pending
