@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -450,5 +451,6 @@ def test_a_snapshot_goes_to_another_runtime_whatever_becomes_of_the_first(name):
         one, other = await runtime.fork(snapshot, 2)
         assert (await one.read("a/old"), await other.read("a/new")) == (b"1", b"2" * 100_000)
 
-    packed = running(name)(pack)
-    running(name)(unpack)
+    with contextlib.closing(Shared(name)) as runtimes:
+        packed = runtimes(pack, fresh=True)
+        runtimes(unpack, fresh=True)
