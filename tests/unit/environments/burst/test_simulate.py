@@ -10,7 +10,7 @@ import pytest
 from etude.cli import main
 from etude.environments import NamespaceRuntime
 from etude.environments.burst import Faults, Scenario, burst, measure, simulate
-from etude.environments.burst.calibrate import predict
+from etude.environments.burst.calibrate import burst_s, fitted, held_out, predict
 from etude.environments.burst.fake import Measured
 from etude.environments.burst.simulate import Simulated
 from etude.errors import MachineError
@@ -20,7 +20,7 @@ BAD_DAY = Faults(crashes=((3, 0.3),), slow=((1, 20.0),), partitions=((2, 0.2, 2.
 
 
 def facts(result: Simulated) -> dict[str, object]:
-    return {k: v for k, v in dataclasses.asdict(result).items() if k != "placement_cpu_s"}
+    return {k: v for k, v in dataclasses.asdict(result).items() if k not in ("placement_cpu_s", "calls")}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -53,8 +53,34 @@ def test_a_fleet_that_is_too_small_loses_nothing_silently():
 
 
 def test_a_burst_on_one_host_takes_as_long_as_its_forks():
-    measured = Measured(batch_s=0.01, fork_s=0.002, crowding=0.0, spread=(1.0,))
+    measured = Measured(batch_s=0.01, fork_s=0.002, crowd_s=0.0, spread=(1.0,))
     assert predict(measured, 160, 16).all_ready_s == pytest.approx(10 * (0.01 + 16 * 0.002), rel=0.12)
+
+
+def test_costs_are_found_again_in_bursts_that_were_made_of_them():
+    true = Measured(batch_s=0.002, fork_s=0.001, crowd_s=1e-6)
+    bursts = [(n, g, burst_s(true, n, g)) for n, g in ((32, 1), (64, 4), (256, 16), (512, 16))]
+    assert fitted(bursts) == pytest.approx((0.002, 0.001, 1e-6))
+    assert predict(true, 1024, 8).all_ready_s == pytest.approx(burst_s(true, 1024, 8), rel=0.01)
+
+
+def test_machines_that_are_alive_or_work_make_forks_slower_and_a_slower_control_plane_everything():
+    calm = Measured(spread=(1.0,), host_spread=(1.0,), crowd_s=0.0, busy=1.0)
+
+    def took_s(**changes: float) -> float:
+        return simulate(SMALL, measured=dataclasses.replace(calm, **changes)).all_ready_s
+
+    alone_s = took_s()
+    assert took_s(crowd_s=5e-6) > 1.5 * alone_s
+    assert took_s(busy=4.0) > 1.5 * alone_s
+    assert took_s(message_s=0.02) > 3 * alone_s
+
+
+@pytest.mark.parametrize("snapshots", [1, 20])
+def test_hosts_that_fail_cost_others_little_time(snapshots):
+    scenario = dataclasses.replace(SMALL, snapshots=snapshots, horizon_s=20.0)
+    calm_s = simulate(scenario).all_ready_s
+    assert max(simulate(dataclasses.replace(scenario, seed=seed), faults=BAD_DAY).all_ready_s for seed in range(3)) < calm_s + 3.0
 
 
 def test_a_real_burst_is_measured_and_its_prediction_is_of_its_size():
@@ -65,15 +91,16 @@ def test_a_real_burst_is_measured_and_its_prediction_is_of_its_size():
             pytest.skip(str(error))
         try:
             snapshot = await runtime.prepare({"a.py": b"print(1)\n"})
-            measured = await measure(runtime, snapshot, sizes=(1, 4), machines=16, rounds=2, crowd=16)
-            return measured, await burst(runtime, snapshot, 20, 8)
+            measured = await measure(runtime, snapshot, plan=((8, 1), (16, 4)), rounds=2)
+            return measured, await burst(runtime, snapshot, 20, 8), await held_out(runtime, snapshot, measured, [(12, 2)], rounds=1)
         finally:
             await runtime.close()
 
-    measured, done = asyncio.run(main())
+    measured, done, [row] = asyncio.run(main())
     assert min(measured.fork_s, measured.close_s, measured.exec_s, measured.load_s_per_byte) > 0
     assert len(done.ready_s) == 3
-    assert 0 < predict(measured, 20, 8).all_ready_s < float("inf")
+    assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1, abs=0.02)
+    assert min(measured.message_s, measured.place_s, measured.started_s, measured.review_s) > 0
 
 
 def test_the_command_tells_what_came_of_it_and_draws_it(tmp_path, capsys):
