@@ -266,7 +266,9 @@ def test_parameters_fixtures_and_classes_are_pytests_own():
 
 @pytest.mark.usefixtures("machines_have_pytest")
 def test_what_pytest_skips_or_expects_to_fail_is_not_passed():
-    answer = pytests((PYTEST_NAMES[0], *(f"t/test_p.py::{name}" for name in ("test_skipped", "test_xfail", "test_xpass"))))
+    answer = pytests(
+        (PYTEST_NAMES[0], *(f"t/test_p.py::{name}" for name in ("test_skipped", "test_xfail", "test_xpass")))
+    )
     assert judge(answer, RIGHT, grader={"repeats": 0, "canaries": 1}).terms["tests"] == 0.25
 
 

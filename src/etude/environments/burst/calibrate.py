@@ -123,7 +123,9 @@ async def held_out(
     runtime: Runtime, snapshot: str, measured: Measured, plan: Sequence[tuple[int, int]], *, rounds: int = 3
 ) -> list[dict[str, float]]:
     """Bursts that nothing was fitted to, beside what is predicted of them: a row a burst of the plan, in turns."""
-    done = [(number, await burst(runtime, snapshot, *plan[number])) for _ in range(rounds) for number in range(len(plan))]
+    done = [
+        (number, await burst(runtime, snapshot, *plan[number])) for _ in range(rounds) for number in range(len(plan))
+    ]
     rows = []
     for number, (machines, group) in enumerate(plan):
         took_s = [one.all_ready_s for which, one in done if which == number]
@@ -156,7 +158,8 @@ def fitted(bursts: Sequence[tuple[int, int, float]]) -> tuple[float, float, floa
     A burst of m batches of g takes ``m batch_s + m g fork_s + g^2 m (m - 1) / 2 crowd_s``: the k-th batch is forked
     beside the k g machines before it.
 
-    >>> [round(float(x), 6) for x in fitted([(n, g, n / g * 0.002 + n * 0.001) for n, g in ((8, 1), (64, 4), (256, 16))])]
+    >>> bursts = [(n, g, n / g * 0.002 + n * 0.001) for n, g in ((8, 1), (64, 4), (256, 16))]
+    >>> [round(x, 6) for x in fitted(bursts)]
     [0.002, 0.001, 0.0]
     """
     rows = np.array([(n / g, n, n * (n - g) / 2) for n, g, _ in bursts], float)

@@ -77,10 +77,12 @@ def test_machines_that_are_alive_or_work_make_forks_slower_and_a_slower_control_
 
 
 @pytest.mark.parametrize("snapshots", [1, 20])
-def test_hosts_that_fail_cost_others_little_time(snapshots):
+def test_hosts_that_are_slow_delay_nobody_for_long(snapshots):
     scenario = dataclasses.replace(SMALL, snapshots=snapshots, horizon_s=20.0)
     calm_s = simulate(scenario).all_ready_s
-    assert max(simulate(dataclasses.replace(scenario, seed=seed), faults=BAD_DAY).all_ready_s for seed in range(3)) < calm_s + 3.0
+    slow = Faults(slow=((1, 30.0), (5, 8.0)))
+    took_s = [simulate(dataclasses.replace(scenario, seed=seed), faults=slow).all_ready_s for seed in range(3)]
+    assert max(took_s) < calm_s + 2.0
 
 
 def test_a_real_burst_is_measured_and_its_prediction_is_of_its_size():
@@ -91,13 +93,14 @@ def test_a_real_burst_is_measured_and_its_prediction_is_of_its_size():
             pytest.skip(str(error))
         try:
             snapshot = await runtime.prepare({"a.py": b"print(1)\n"})
-            measured = await measure(runtime, snapshot, plan=((8, 1), (16, 4)), rounds=2)
-            return measured, await burst(runtime, snapshot, 20, 8), await held_out(runtime, snapshot, measured, [(12, 2)], rounds=1)
+            measured = await measure(runtime, snapshot, plan=((8, 1), (16, 4)), rounds=1)
+            rows = await held_out(runtime, snapshot, measured, [(12, 2)], rounds=1)
+            return measured, await burst(runtime, snapshot, 20, 8), rows
         finally:
             await runtime.close()
 
     measured, done, [row] = asyncio.run(main())
-    assert min(measured.fork_s, measured.close_s, measured.exec_s, measured.load_s_per_byte) > 0
+    assert min(measured.close_s, measured.exec_s, measured.load_s_per_byte, measured.work_s(4, alive=16)) > 0
     assert len(done.ready_s) == 3
     assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1, abs=0.02)
     assert min(measured.message_s, measured.place_s, measured.started_s, measured.review_s) > 0
@@ -107,7 +110,9 @@ def test_the_command_tells_what_came_of_it_and_draws_it(tmp_path, capsys):
     plot = tmp_path / "burst.svg"
     words = ["machines", "simulate", "--machines", "640", "--hosts", "4", "--snapshots", "8", "--calm"]
     assert main([*words, "--plot", str(plot)]) == 0
-    assert "640 machines on 4 hosts: all ready after" in capsys.readouterr().out
+    assert (
+        "640 machines were asked for at once, 16 a request, of 4 hosts: all were ready after" in capsys.readouterr().out
+    )
     assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lost_share"] == 0
@@ -115,10 +120,20 @@ def test_the_command_tells_what_came_of_it_and_draws_it(tmp_path, capsys):
 
 def test_the_command_fails_where_machines_are_lost(capsys):
     assert main(["machines", "simulate", "--machines", "9000", "--hosts", "1", "--calm"]) == 1
-    assert "not all were ready" in capsys.readouterr().out
+    assert "not all were ready within 60 s: they have room for 1,104" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--group", "65"], ["--speed", "0"], ["--speed", "nan"], ["--plot", "x.png"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--group", "65"],
+        ["--speed", "0"],
+        ["--speed", "nan"],
+        ["--speed", "inf"],
+        ["--plot", "x.png"],
+        ["--calm", "--machines", "16", "--hosts", "1", "--plot", "no/such/folder/x.svg"],
+    ],
+)
 def test_the_command_refuses_what_cannot_be_meant(words, capsys):
     assert main(["machines", "simulate", *words]) == 2
     assert "hint:" in capsys.readouterr().err
