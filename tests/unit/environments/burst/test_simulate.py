@@ -78,7 +78,7 @@ def test_machines_that_are_alive_or_work_make_forks_slower_and_a_slower_control_
 
 @pytest.mark.parametrize("snapshots", [1, 20])
 def test_hosts_that_are_slow_delay_nobody_for_long(snapshots):
-    scenario = dataclasses.replace(SMALL, snapshots=snapshots, horizon_s=20.0)
+    scenario = dataclasses.replace(SMALL, snapshots=snapshots, hosts=12, horizon_s=20.0)
     calm_s = simulate(scenario).all_ready_s
     slow = Faults(slow=((1, 30.0), (5, 8.0)))
     took_s = [simulate(dataclasses.replace(scenario, seed=seed), faults=slow).all_ready_s for seed in range(3)]
