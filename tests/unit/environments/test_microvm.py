@@ -19,6 +19,7 @@ from tests.here import opened
 from tests.virtual import microvm
 
 from etude.environments.microvm import MicroVMRuntime, find, memory, overlay, probe
+from etude.environments.microvm.base import remove_unfinished
 from etude.environments.microvm.boot import archive
 from etude.environments.microvm.disk import make_disk
 from etude.environments.microvm.packages import require
@@ -181,6 +182,17 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(EtudeError, match="qemu-system-x86_64 not found") as qemu:
         MicroVMRuntime()
     assert "qemu-system-x86" in qemu.value.hint
+
+
+def test_what_a_killed_builder_has_left_is_removed_and_what_is_being_made_is_not(tmp_path):
+    for name in (".old", ".new", "kept"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "memory").write_bytes(b"x")
+    (tmp_path / ".old.ext4").touch()
+    for path in (tmp_path / ".old", tmp_path / ".old.ext4", tmp_path / "kept"):
+        os.utime(path, (0, 0))
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new", "kept"]
 
 
 def test_the_accelerator_is_probed_once(monkeypatch):
