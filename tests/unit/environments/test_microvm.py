@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from tests.here import opened
 from tests.virtual import microvm
 
-from etude.environments.microvm import MicroVMRuntime, find, memory, overlay, probe
+from etude.environments.microvm import MicroVMRuntime, find, memory, overlay, packed, probe
 from etude.environments.microvm.base import remove_unfinished
 from etude.environments.microvm.boot import archive
 from etude.environments.microvm.disk import make_disk
 from etude.environments.microvm.packages import require
 from etude.environments.microvm.qmp import Monitor
+from etude.environments.microvm.snapshots import Snapshot
 from etude.errors import EtudeError, MachineError
 from etude.records.image import Image
 
@@ -182,6 +183,52 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
     with pytest.raises(EtudeError, match="qemu-system-x86_64 not found") as qemu:
         MicroVMRuntime()
     assert "qemu-system-x86" in qemu.value.hint
+
+
+def packed_snapshot(key: bytes, *, max_bytes: int = 1 << 20) -> bytes:
+    disk = overlay.anonymous()
+    overlay.write_empty(disk, 1 << 30)
+    os.pwrite(disk, b"here", 4 << 20)
+    pages = memory.Pages(np.array([3, 70]), np.full((2, PAGE), 7, np.uint8))
+    return packed.pack(
+        Snapshot("image", b"devices", pages, disk), base="b", boot="c", image=None, key=key, max_bytes=max_bytes
+    )
+
+
+def test_a_packed_snapshot_is_the_same_snapshot():
+    data = packed_snapshot(b"key")
+    head = packed.head_of(data, b"key")
+    assert (head.base, head.boot, head.image) == ("b", "c", None)
+    found = packed.unpack(data, head, image="image")
+    assert (found.image, found.devices, found.pages.numbers.tolist()) == ("image", b"devices", [3, 70])
+    assert found.pages.content.tolist() == [[7] * PAGE] * 2
+    assert os.pread(found.disk, 4, 4 << 20) == b"here"
+    assert os.fstat(found.disk).st_blocks * 512 < 1 << 20
+    with pytest.raises(ValueError, match="at most 1000"):
+        packed_snapshot(b"key", max_bytes=1000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.integers(0, 400) | st.integers(0, 8000), min_size=1, max_size=3), st.integers(1, 255), st.data())
+def test_bytes_that_nobody_packed_are_never_a_snapshot(places, flip, data):
+    right = bytearray(packed_snapshot(b"key"))
+    for at in places:
+        right[at] ^= flip
+    for bad in (bytes(right), bytes(right[: data.draw(st.integers(0, len(right)))])):
+        with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
+            packed.head_of(bad, b"key")
+
+
+def test_what_another_has_packed_is_no_snapshot_here(tmp_path):
+    mine = packed.key_in(tmp_path / "mine")
+    assert (len(mine), packed.key_in(tmp_path / "mine")) == (32, mine)
+    theirs = packed_snapshot(packed.key_in(tmp_path / "theirs"))
+    with pytest.raises(MachineError, match="another host"):
+        packed.head_of(theirs, mine)
+    sealed = bytearray(packed_snapshot(mine))
+    sealed[48] ^= 1
+    with pytest.raises(ValueError, match="seal"):
+        packed.head_of(bytes(sealed), mine)
 
 
 def test_what_a_killed_builder_has_left_is_removed_and_what_is_being_made_is_not(tmp_path):

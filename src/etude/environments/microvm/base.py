@@ -146,7 +146,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """What was being made here by those who were killed: its name begins with a dot, and it is older than making takes."""
+    """What was being made here by those who were killed: names with a dot, older than making takes."""
     for path in folder.glob(".*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime < _MAKING_S:
