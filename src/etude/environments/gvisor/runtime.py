@@ -104,9 +104,7 @@ class GVisorRuntime:
         packed = self._kept(snapshot)
         if state_in(packed) is not None:
             facts = "what is outside its working directory is in no snapshot of gVisor"
-            raise MachineError(
-                "this machine's state is not whole", facts, hint="use backend microvm or namespace"
-            )
+            raise MachineError("this machine's state is not whole", facts, hint="use backend microvm or namespace")
         if len(packed) > max_bytes:
             raise ValueError(f"the snapshot has {len(packed)} bytes, at most {max_bytes}")
         return packed
