@@ -268,16 +268,27 @@ def test_an_image_of_ones_own_boots_with_its_files_user_and_environment(tmp_path
     (root / "opt/app/version").write_text("7\n")
     image = Image(digest="a" * 64, workdir="/opt/app", env={"STAGE": "test"})
 
-    async def main() -> bytes:
+    async def said() -> tuple[bytes, bytes]:
         runtime = MicroVMRuntime(folder=cache, roots=lambda digest: root, spare=0)
         try:
             [machine] = await runtime.fork(await runtime.prepare({"new": b"file\n"}, image=image), 1)
             script = "cat version new; echo $STAGE; id -un; pwd; echo more > version; cat version"
-            return (await machine.exec(["sh", "-c", script], key="1", deadline_s=30)).output
+            output = (await machine.exec(["sh", "-c", script], key="1", deadline_s=30)).output
+            return output, await runtime.pack(await machine.snapshot(), max_bytes=64 << 20)
         finally:
             await runtime.close()
 
-    assert asyncio.run(main()) == b"7\nfile\ntest\nuser\n/opt/app\nmore\n"
+    async def in_another(state: bytes) -> bytes:
+        runtime = MicroVMRuntime(folder=cache, roots=lambda digest: root, spare=0)
+        try:
+            [machine] = await runtime.fork(await runtime.unpack(state), 1)
+            return (await machine.exec(["sh", "-c", "cat version; echo $STAGE"], key="1", deadline_s=30)).output
+        finally:
+            await runtime.close()
+
+    output, state = asyncio.run(said())
+    assert asyncio.run(in_another(state)) == b"more\ntest\n"
+    assert output == b"7\nfile\ntest\nuser\n/opt/app\nmore\n"
     assert (root / "opt/app/version").read_text() == "7\n"
 
 
