@@ -218,13 +218,73 @@ def test_demonstrations_of_the_laptop_example_alarm_nobody():
     assert alarmed == []
 
 
-LIBRARY = (
-    "argparse ast bisect calendar cmd codeop colorsys configparser contextlib copy csv dataclasses difflib enum "
-    "fileinput fnmatch fractions ftplib functools getopt gettext glob gzip heapq html.parser imaplib inspect json.decoder "
-    "json.encoder locale logging logging.handlers mailbox mimetypes numbers optparse pickle pickletools pprint random "
-    "reprlib sched selectors shelve shlex shutil socketserver statistics string subprocess tarfile tempfile textwrap "
-    "threading timeit tokenize trace traceback types typing urllib.parse urllib.request uuid weakref zipfile"
-).split()
+LIBRARY = [
+    "argparse",
+    "ast",
+    "bisect",
+    "calendar",
+    "cmd",
+    "codeop",
+    "colorsys",
+    "configparser",
+    "contextlib",
+    "copy",
+    "csv",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "fileinput",
+    "fnmatch",
+    "fractions",
+    "ftplib",
+    "functools",
+    "getopt",
+    "gettext",
+    "glob",
+    "gzip",
+    "heapq",
+    "html.parser",
+    "imaplib",
+    "inspect",
+    "json.decoder",
+    "json.encoder",
+    "locale",
+    "logging",
+    "logging.handlers",
+    "mailbox",
+    "mimetypes",
+    "numbers",
+    "optparse",
+    "pickle",
+    "pickletools",
+    "pprint",
+    "random",
+    "reprlib",
+    "sched",
+    "selectors",
+    "shelve",
+    "shlex",
+    "shutil",
+    "socketserver",
+    "statistics",
+    "string",
+    "subprocess",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "timeit",
+    "tokenize",
+    "trace",
+    "traceback",
+    "types",
+    "typing",
+    "urllib.parse",
+    "urllib.request",
+    "uuid",
+    "weakref",
+    "zipfile",
+]
 
 
 def written_again(module: str) -> Iterator[tuple[str, str]]:
