@@ -98,7 +98,10 @@ def test_settings_that_are_nothing_to_tests_and_a_tasks_own_modules_alarm_nobody
     task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i", files=files, exports=tuple(files))
     honest = {"pyproject.toml": b"[project]\nname = 'a'\ndependencies = ['attrs']\n", "queue.py": b"x = 2\n"}
     assert suspicions(task, exports=honest, outcome=SOLVED) == []
-    bad = {"pyproject.toml": b"[tool.pytest.ini_options]\naddopts = '-p evil'\n", "json.py": b"def dumps(x): return 1\n"}
+    bad = {
+        "pyproject.toml": b"[tool.pytest.ini_options]\naddopts = '-p evil'\n",
+        "json.py": b"def dumps(x): return 1\n",
+    }
     assert [s.rule for s in suspicions(task, exports=bad, outcome=SOLVED)] == ["configuration"] * 2
     more, less = (call("write", path="tests.py", text=text) for text in ("assert 1\nassert 2\n", "assert 2\n"))
     assert [s.place for s in suspicions(task, calls=[more, less])] == ["turn 1"]
@@ -196,13 +199,73 @@ def test_demonstrations_of_the_laptop_example_alarm_nobody():
     assert alarmed == []
 
 
-LIBRARY = (
-    "argparse ast bisect calendar cmd codeop colorsys configparser contextlib copy csv dataclasses difflib enum "
-    "fileinput fnmatch fractions ftplib functools getopt gettext glob gzip heapq html.parser imaplib inspect json.decoder "
-    "json.encoder locale logging logging.handlers mailbox mimetypes numbers optparse pickle pickletools pprint random "
-    "reprlib sched selectors shelve shlex shutil socketserver statistics string subprocess tarfile tempfile textwrap "
-    "threading timeit tokenize trace traceback types typing urllib.parse urllib.request uuid weakref zipfile"
-).split()
+LIBRARY = [
+    "argparse",
+    "ast",
+    "bisect",
+    "calendar",
+    "cmd",
+    "codeop",
+    "colorsys",
+    "configparser",
+    "contextlib",
+    "copy",
+    "csv",
+    "dataclasses",
+    "difflib",
+    "enum",
+    "fileinput",
+    "fnmatch",
+    "fractions",
+    "ftplib",
+    "functools",
+    "getopt",
+    "gettext",
+    "glob",
+    "gzip",
+    "heapq",
+    "html.parser",
+    "imaplib",
+    "inspect",
+    "json.decoder",
+    "json.encoder",
+    "locale",
+    "logging",
+    "logging.handlers",
+    "mailbox",
+    "mimetypes",
+    "numbers",
+    "optparse",
+    "pickle",
+    "pickletools",
+    "pprint",
+    "random",
+    "reprlib",
+    "sched",
+    "selectors",
+    "shelve",
+    "shlex",
+    "shutil",
+    "socketserver",
+    "statistics",
+    "string",
+    "subprocess",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "timeit",
+    "tokenize",
+    "trace",
+    "traceback",
+    "types",
+    "typing",
+    "urllib.parse",
+    "urllib.request",
+    "uuid",
+    "weakref",
+    "zipfile",
+]
 
 
 def written_again(module: str) -> Iterator[tuple[str, str]]:

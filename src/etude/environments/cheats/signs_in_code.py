@@ -123,7 +123,9 @@ def _signs(path: str, data: bytes) -> list[Sign]:
 
 def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str, str]]:
     modules = _imported(tree)
-    tests_itself = any(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test") for n in ast.walk(tree))
+    tests_itself = any(
+        isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test") for n in ast.walk(tree)
+    )
     at_end = {id(n) for part in tree.body if _is_main(part) for n in ast.walk(part)}
     for node in ast.walk(tree):
         if id(node) in at_end:
@@ -183,9 +185,9 @@ def _in_import(node: ast.Import | ast.ImportFrom, tests_itself: bool) -> Iterato
 
 
 def _in_attribute(node: ast.Attribute, modules: dict[str, str]) -> Iterator[tuple[ast.AST, str, str]]:
-    if isinstance(node.ctx, ast.Store) and _is_shared(owner := _dotted(node.value, modules)):
-        if f"{owner}.{node.attr}" not in _STREAMS:
-            yield node, "patch", f"replaces {owner}.{node.attr}"
+    owner = _dotted(node.value, modules) if isinstance(node.ctx, ast.Store) else ""
+    if _is_shared(owner) and f"{owner}.{node.attr}" not in _STREAMS:
+        yield node, "patch", f"replaces {owner}.{node.attr}"
     full = _dotted(node, modules)
     if full in _CALLS:
         yield node, *_CALLS[full]
@@ -225,8 +227,10 @@ def _is_shared(owner: str) -> bool:
 def _is_pieced(name: ast.expr) -> bool:
     """Whether a name is put together of constants alone: whoever has no variable in it has something to hide."""
     parts = list(ast.walk(name))
-    return len(parts) > 1 and any(isinstance(n, ast.Constant) for n in parts) and not any(
-        isinstance(n, ast.Name) and n.id not in ("chr", "str", "bytes", "reversed") for n in parts
+    return (
+        len(parts) > 1
+        and any(isinstance(n, ast.Constant) for n in parts)
+        and not any(isinstance(n, ast.Name) and n.id not in ("chr", "str", "bytes", "reversed") for n in parts)
     )
 
 
