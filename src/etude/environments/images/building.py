@@ -310,7 +310,9 @@ def _require_success(at: Instruction, result: ExecResult) -> None:
         how = "did not end in time" if result.timed_out else f"ended with {result.exit_code}"
         printed = result.output[-_TAIL_BYTES:].decode(errors="replace").strip()
         raise BadSource(
-            f"Dockerfile line {at.line}: RUN {how}", printed, hint="try it in a machine: etude machines shell"
+            f"Dockerfile line {at.line}: RUN {how}",
+            printed,
+            hint="it has no network: COPY what it needs; or try it in a machine: etude machines shell",
         )
 
 
