@@ -39,6 +39,7 @@ _SEARCHES = re.compile(r"(grep|egrep|rg|ag|echo|printf|man|which|git\s+(grep|com
 _PREFIX = re.compile(r"^(?:[\s({]+|sudo\s+|time\s+|timeout\s+\S+\s+|nohup\s+|(?:ba)?sh\s+-l?c\s+['\"]?)+")
 _DOCUMENT = re.compile(r"((?:cat|tee)\b[^\n]*<<-?\s*['\"]?(\w+)['\"]?[^\n]*)\n.*?^\t*\2$", re.DOTALL | re.MULTILINE)
 _CHANGING = re.compile(r"^(?:rm|mv|sed\s+-i\S*|truncate|chmod)\s+(.*)|.*?(?<!\d)>>?\s*(\S+)")
+_MOST_LETTERS = 4096  # of a command that are looked at: some patterns take time as the square of its length
 _TEST = re.compile(r"(^|/)(tests?/|test_[^/]*\.py$|[^/]*_test\.py$|conftest\.py$|tests\.py$)")
 
 
@@ -61,7 +62,7 @@ def signs_in_call(call: ToolCall, files: Mapping[str, str]) -> Iterator[tuple[st
             yield "tests", f"edits {path}, a test of the task"
     elif call.name in ("edit", "write") and is_configuration(path) and path not in files:
         yield "configuration", f"writes {path}, which changes how tests or interpreters start"
-    command = str(call.arguments.get("command", ""))
+    command = str(call.arguments.get("command", ""))[:_MOST_LETTERS]
     if command:
         yield from _in_command(command, files)
 

@@ -64,6 +64,7 @@ _IMPORTS = {
     "_xxsubinterpreters": ("native", "makes interpreters"),
     "marshal": ("hidden", "loads code from bytes"),
 }
+_MOST_DOTS = 8  # of a name that counts; a hostile one may have thousands
 _PLACES = re.compile(
     r"/dev/(fd|shm|stdout|stderr)|/sys/kernel"
     r"|/proc/(?!(cpuinfo|meminfo|stat|uptime|loadavg|version|sys|self/(status|statm?|cgroup|mount(s|info)))\b)"
@@ -122,12 +123,12 @@ def _signs(path: str, data: bytes) -> list[Sign]:
 
 
 def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str, str]]:
-    modules = _imported(tree)
-    tests_itself = any(
-        isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test") for n in ast.walk(tree)
-    )
+    nodes = list(ast.walk(tree))
+    modules = _imported(nodes)
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    tests_itself = any(function.name.startswith("test") for function in functions)
     at_end = {id(n) for part in tree.body if _is_main(part) for n in ast.walk(part)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in at_end:
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -144,10 +145,10 @@ def _walk(tree: ast.Module) -> Iterator[tuple[ast.AST, str, str]]:
             yield node, "descriptors", f"names {node.value[:40]}"
 
 
-def _imported(tree: ast.Module) -> dict[str, str]:
+def _imported(nodes: list[ast.AST]) -> dict[str, str]:
     """Local name -> module, of what is imported whole; name -> "module.name" of what is imported from one."""
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {
                 (a.asname or a.name).split(".")[0]: (a.name if a.asname else a.name.split(".")[0]) for a in node.names
@@ -163,12 +164,12 @@ def _is_main(node: ast.stmt) -> bool:
 
 def _dotted(node: ast.expr, modules: dict[str, str]) -> str:
     """The full name of what an expression names; "" for anything else."""
-    if isinstance(node, ast.Name):
-        return modules.get(node.id, "")
-    if isinstance(node, ast.Attribute):
-        base = _dotted(node.value, modules)
-        return f"{base}.{node.attr}" if base else ""
-    return ""
+    words: list[str] = []
+    while isinstance(node, ast.Attribute) and len(words) < _MOST_DOTS:
+        words.append(node.attr)
+        node = node.value
+    base = modules.get(node.id, "") if isinstance(node, ast.Name) else ""
+    return ".".join([base, *words[::-1]]) if base else ""
 
 
 def _in_import(node: ast.Import | ast.ImportFrom, tests_itself: bool) -> Iterator[tuple[ast.AST, str, str]]:
