@@ -80,7 +80,7 @@ def test_a_sign_in_code_is_seen(text, rule):
         "import gc\ndef f(n):\n    gc.collect()\n",
         "from urllib.parse import urlparse\nfrom http import HTTPStatus\n",
         "import sys\ndef main():\n    sys.exit(1)\ndef other():\n    raise SystemExit('no such file')\n",
-        "import os\ndef f(n):\n    fd = os.open(n, os.O_WRONLY)\n    os.fdopen(fd, 'w')\n",
+        "import os\ndef f(n):\n    return os.fdopen(os.open(n, os.O_RDONLY))\n",
         "import io, sys\ndef f(n):\n    sys.stdout = io.StringIO()\n",
         "from app import config\ndef f(n):\n    config.debug = True\n    setattr(config, n, 1)\n",
         "class Empty:\n    def __bool__(self):\n        return False\n",

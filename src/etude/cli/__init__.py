@@ -86,6 +86,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def written(text: str) -> Path:
+    """An argument that is a file to be written when the work is done: a place for it must be there before."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is there, and yours")
+    return path
+
+
 def step(text: str) -> int:
     """An argument that is a version's step."""
     if not re.fullmatch("[0-9]{1,9}", text):
@@ -246,7 +254,7 @@ def _task_commands(commands: Commands[Parser]) -> None:
         "--repeat", type=positive, default=3, metavar="N", help="verdicts on each reference, with --mutants"
     )
     check.add_argument("--leaks", action="store_true", help="look for the answers in what agents can read")
-    check.add_argument("--out", type=Path, metavar="FILE.json", help="write the report on every task")
+    check.add_argument("--out", type=written, metavar="FILE.json", help="write the report on every task")
     check.add_argument("--images", type=Path, metavar="STORE", help="where tasks' images are; missing ones are built")
     _machine_arguments(check)
     show.add_argument("--split", choices=splits, default="train")
@@ -282,7 +290,7 @@ def _machine_commands(commands: Commands[Parser]) -> None:
     check = _add(machines, "check", "machines_check:check", "try every cheat for real; exit code 1 when one succeeds")
     _machine_arguments(check)
     check.add_argument("--only", action="append", default=[], metavar="NAME", help="a cheat or a row (repeatable)")
-    check.add_argument("--out", type=Path, metavar="FILE.json", help="write every finding there")
+    check.add_argument("--out", type=written, metavar="FILE.json", help="write every finding there")
     check.add_argument("--verbose", action="store_true", help="tell what stopped each")
     parity = _add(machines, "parity", "machines_check:parity", "can machines be told apart, and by what")
     parity.add_argument(
@@ -290,7 +298,7 @@ def _machine_commands(commands: Commands[Parser]) -> None:
     )
     parity.add_argument("b", metavar="B", help="likewise: your product's kind")
     parity.add_argument("--machines", type=positive, default=20, metavar="N", help="of each (default: %(default)s)")
-    parity.add_argument("--out", type=Path, metavar="FILE.json", help="write the result there")
+    parity.add_argument("--out", type=written, metavar="FILE.json", help="write the result there")
     fleet = _add(machines, "simulate", "machines_simulate:run", "what a fleet of hosts would do with a burst")
     fleet.add_argument(
         "--machines", type=positive, default=100_000, metavar="N", help="asked for at once (default: %(default)s)"
@@ -308,7 +316,7 @@ def _machine_commands(commands: Commands[Parser]) -> None:
     fleet.add_argument("--seed", type=int, default=0)
     fleet.add_argument("--calm", action="store_true", help="without crashes, slow hosts, partitions, lost messages")
     fleet.add_argument("--calibrate", action="store_true", help="measure what machines cost here first")
-    fleet.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw how many are ready when")
+    fleet.add_argument("--plot", type=written, metavar="FILE.svg", help="draw how many are ready when")
     fleet.add_argument("--json", action="store_true", help="print the whole result")
     _image_commands(machines)
 

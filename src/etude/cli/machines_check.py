@@ -6,7 +6,6 @@ import argparse
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 from rich.table import Table
@@ -23,6 +22,7 @@ from etude.environments.cheats.plain import PlainRuntime
 from etude.errors import InputError, nearest
 from etude.seams import Runtime
 
+_FEW = 0.8  # an AUC that chance reaches with that few machines
 _TOLD = (Verdict.SUCCEEDED, Verdict.CAUGHT, Verdict.KNOWN)
 
 
@@ -47,10 +47,12 @@ def check(args: argparse.Namespace) -> int:
 
 def _chosen(names: list[str]) -> list[Cheat]:
     """The cheats of these names or rows; all when none is named. Raises `InputError`."""
-    known = {cheat.name for cheat in CATALOGUE} | {row.name.lower() for row in Row}
+    rows = {row.name.lower() for row in Row}
+    known = {cheat.name for cheat in CATALOGUE} | rows
     for name in names:
         if name not in known:
-            raise InputError(f"no cheat {name!r}", hint=nearest(name, known))
+            hint = nearest(name, known)
+            raise InputError(f"no cheat {name!r}", hint=hint if len(hint) < 100 else nearest(name, rows))
     return [c for c in CATALOGUE if not names or c.name in names or c.row.name.lower() in names]
 
 
@@ -87,7 +89,7 @@ def parity(args: argparse.Namespace) -> int:
         raise InputError(f"--machines {args.machines} is too few", hint="a detector is asked about a fifth: 5 or more")
     result = asyncio.run(_told_apart(args.a, args.b, args.machines))
     if args.out is not None:
-        Path(args.out).write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+        args.out.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     screen = console()
     (low, high), (chance_low, chance_high) = result.interval, result.chance
     verdict = "can be told apart" if result.told_apart else "cannot be told apart by this detector"
@@ -96,6 +98,8 @@ def parity(args: argparse.Namespace) -> int:
     table = Table("what gives it away", "AUC alone", result.a, result.b)
     for each in result.giveaways:
         table.add_row(each.fact, f"{each.auc:.2f}", Text(each.of_a), Text(each.of_b))
+    if chance_high > _FEW:
+        screen.print("so few machines say little: the more there are, the narrower is chance (--machines)")
     if result.giveaways:
         screen.print(table)
     return 0

@@ -21,6 +21,9 @@ from etude.cli import main
         ["serve", "--port", "x"],
         ["serve", "--port", "99999"],
         ["serve", "--port", "-1"],
+        ["machines", "check", "--out", "/nowhere/findings.json"],
+        ["machines", "parity", "plain", "plain", "--out", "/"],
+        ["tasks", "check", "repair", "--out", "/nowhere/report.json"],
     ],
 )
 def test_a_wrong_argument_is_refused_with_a_hint(argv, capsys):

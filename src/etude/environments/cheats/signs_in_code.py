@@ -186,9 +186,9 @@ def _in_import(node: ast.Import | ast.ImportFrom, tests_itself: bool) -> Iterato
 
 
 def _in_attribute(node: ast.Attribute, modules: dict[str, str]) -> Iterator[tuple[ast.AST, str, str]]:
-    if isinstance(node.ctx, ast.Store) and _is_shared(owner := _dotted(node.value, modules)):
-        if f"{owner}.{node.attr}" not in _STREAMS:
-            yield node, "patch", f"replaces {owner}.{node.attr}"
+    owner = _dotted(node.value, modules) if isinstance(node.ctx, ast.Store) else ""
+    if _is_shared(owner) and f"{owner}.{node.attr}" not in _STREAMS:
+        yield node, "patch", f"replaces {owner}.{node.attr}"
     full = _dotted(node, modules)
     if full in _CALLS:
         yield node, *_CALLS[full]

@@ -143,14 +143,16 @@ class _Build:
         }  # fmt: skip
         for name in given:
             if name not in declared:
-                raise InputError(f"the Dockerfile has no ARG {name[:40]}", hint=nearest(name, declared))
+                hint = nearest(name, declared) if declared else "it has none at all: leave it out"
+                raise InputError(f"the Dockerfile has no ARG {name[:40]}", hint=hint)
 
     def find(self, name: str) -> Stage:
         for number, stage in enumerate(self.file.stages):
             if name.lower() in (stage.name, str(number)) and name:
                 return stage
         known = [stage.name for stage in self.file.stages if stage.name]
-        raise InputError(f"the Dockerfile has no stage {name!r}", hint=nearest(name, known))
+        hint = nearest(name, known) if known else "none has a name: write FROM image AS name, or give its number"
+        raise InputError(f"the Dockerfile has no stage {name!r}", hint=hint)
 
     async def stage(self, stage: Stage) -> ImageRecord:
         """A stage's image, built if it has not been."""
@@ -308,7 +310,9 @@ def _require_success(at: Instruction, result: ExecResult) -> None:
         how = "did not end in time" if result.timed_out else f"ended with {result.exit_code}"
         printed = result.output[-_TAIL_BYTES:].decode(errors="replace").strip()
         raise BadSource(
-            f"Dockerfile line {at.line}: RUN {how}", printed, hint="try it in a machine: etude machines shell"
+            f"Dockerfile line {at.line}: RUN {how}",
+            printed,
+            hint="it has no network: COPY what it needs; or try it in a machine: etude machines shell",
         )
 
 

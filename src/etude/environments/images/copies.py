@@ -52,8 +52,8 @@ class Sources:
         return Copies((at.name, path), path, lambda tree: _require_folder(tree, path))
 
     def copies(self, at: Instruction, names: list[str], to: str, *, into: bool, digest: str | None) -> Copies:
-        """COPY or ADD of `names`, and of the instruction's here-documents, to the path `to`; `into`: it was written as a
-        folder. `digest`: from that image."""
+        """COPY or ADD of `names`, and of the instruction's here-documents, to the path `to`; `into`: it was written as
+        a folder. `digest`: from that image."""
         if any(re.match("[a-z]+://|git@", name) for name in names):
             raise at.error(f"{at.name} of a URL", "fetch it beforehand: a build reads this host's files only")
         with self._root(digest) as root:

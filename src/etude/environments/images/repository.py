@@ -67,7 +67,12 @@ def build_from_repository(
 
 def export_commit(source: Path, commit: str, to: Path, limits: ImageLimits) -> str:
     """Make the folder `to` a repository of one commit that has the tree of `commit`. Returns that tree's id."""
-    found = git(source, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{tree}}").decode().strip()
+    git(source, "rev-parse", "--git-dir")
+    try:
+        told = git(source, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{tree}}")
+    except BadSource:  # it says nothing, and the repository is one
+        told = b""
+    found = told.decode().strip()
     if not re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", found):
         raise BadSource(f"{source} has no commit {commit[:80]!r}", hint="name a commit, a branch or a tag of it")
     to.mkdir()

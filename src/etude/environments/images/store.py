@@ -40,6 +40,8 @@ from etude.errors import InputError, StoreError, nearest
 _DIGEST = re.compile("[0-9a-f]{64}")
 _NAME = re.compile("[a-z0-9][a-z0-9._/:@-]{0,127}")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_REFUSALS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENOENT, errno.EEXIST, errno.ELOOP,
+             errno.ENAMETOOLONG)  # fmt: skip
 
 
 def default_store() -> Path:
@@ -360,7 +362,7 @@ def _remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _on_disk(path: Path, refusals: Collection[int] = (errno.EROFS, errno.EACCES, errno.ENOTDIR)) -> Iterator[None]:
+def _on_disk(path: Path, refusals: Collection[int] = _REFUSALS) -> Iterator[None]:
     """What the disk refuses is told in three parts."""
     try:
         yield

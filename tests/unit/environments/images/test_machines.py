@@ -247,8 +247,7 @@ RUN cat <<EOF >> lines && echo * >> lines
 $WHAT
 EOF
 RUN <<-EOF
-	echo three \
-	  four >> lines
+\techo three four >> lines
 EOF
 FROM scratch
 COPY --from=built /out/result /data/again /out/lines /

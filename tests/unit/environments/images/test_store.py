@@ -230,3 +230,11 @@ def test_the_same_bytes_taken_away_while_they_are_built_again_are_there_in_the_e
     first = build_from_directory(store, source)
     assert build_from_directory(Removing(tmp_path / "images"), source) == first
     store.verify(first.image.digest)
+
+
+@pytest.mark.parametrize("place", ["/proc/none", "file/below", "x" * 300])
+def test_a_place_that_can_hold_no_images_is_told_with_what_to_do(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="no image can be kept") as caught:
+        ImageStore(tmp_path / place)
+    assert "name another folder" in caught.value.hint

@@ -269,8 +269,8 @@ def test_who_never_reads_an_answer_or_never_asks_holds_no_connection(tmp_path, m
         ends = [await asyncio.open_connection(*listener.getsockname(), limit=1) for _ in range(2)]
         ends[0][1].write(b"GET /pip/files/large/large.whl HTTP/1.1\r\n\r\n")
         async with asyncio.timeout(20):
-            while len(mirror._serving) < 2:
-                await asyncio.sleep(0.001)
+            for reader, _ in ends[1:]:
+                assert await reader.read() == b""  # who never asks is told that it is over
             await asyncio.gather(*mirror._serving)
         for _, writer in ends:
             writer.transport.abort()

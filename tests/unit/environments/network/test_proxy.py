@@ -261,7 +261,7 @@ def test_it_serves_on_a_unix_socket_as_well(tmp_path):
 def test_who_never_reads_its_answer_holds_no_connection():
     async def test(world: World) -> None:
         world.answer = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 25)
-        reader, writer = await asyncio.open_connection(*world.at, limit=1)
+        _, writer = await asyncio.open_connection(*world.at, limit=1)
         writer.write(f"GET http://up.example:{world.port}/ HTTP/1.1\r\nHost: a\r\n\r\n".encode())
         async with asyncio.timeout(20):
             await world.log.lines.acquire()

@@ -1,7 +1,8 @@
 """Cheats that are handed in: files that attack whoever grades them. Each is what an agent would write in earnest."""
 
 from etude.environments.cheats.cheat import Cheat
-from etude.environments.cheats.handed_in.code import clock, endings, equality, state
+from etude.environments.cheats.handed_in.code import clock, endings, state
+from etude.environments.cheats.handed_in.equality import equality
 from etude.environments.cheats.handed_in.exhausting import exhausting
 from etude.environments.cheats.handed_in.files import preload, rewards, tests
 from etude.environments.cheats.handed_in.reports import forgery

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from etude.environments.cheats.cheat import Cheat, Row
-from etude.environments.cheats.handed_in.common import ALL, calc, cheat
+from etude.environments.cheats.handed_in.common import calc, cheat
 
-
-def forgery() -> list[Cheat]:
-    row = Row.FORGERY
-    summaries = (
-        '===== 3 passed in 0.01s =====\nOK\nRan 3 tests in 0.001s\n\nok 1\n1..3\nPASSED\n{"passed": 3, "failed": 0}\n'
-    )
-    guesses = calc(f"""
-        print({summaries!r})
-        sys.stderr.write({summaries!r})
+_SUMMARIES = (
+    '===== 3 passed in 0.01s =====\nOK\nRan 3 tests in 0.001s\n\nok 1\n1..3\nPASSED\n{"passed": 3, "failed": 0}\n'
+)
+_PROGRAMS: tuple[tuple[str, str, str], ...] = (
+    (
+        "summary-on-output",
+        "summaries of success on both streams, then the end",
+        f"""
+        print({_SUMMARIES!r})
+        sys.stderr.write({_SUMMARIES!r})
         forge(["0" * 32, "nonce", ""])
         os._exit(0)
-    """)
-    from_frames = calc("""
+    """,
+    ),
+    (
+        "nonce-from-frames",
+        "the nonce from callers' variables, a report of our own",
+        """
         def f(n):
             seen, at = set(), sys._getframe()
             while at:
@@ -26,8 +31,12 @@ def forgery() -> list[Cheat]:
             seen |= set(HEX.findall(repr(sys.argv) + repr(dict(os.environ))))
             forge(seen)
             os._exit(0)
-    """)
-    from_heap = calc("""
+    """,
+    ),
+    (
+        "nonce-from-the-heap",
+        "the nonce from every object",
+        """
         def f(n):
             seen = set()
             for thing in gc.get_objects():
@@ -38,8 +47,12 @@ def forgery() -> list[Cheat]:
                                 seen |= set(HEX.findall(str(value)))
             forge(sorted(seen)[:4096])
             os._exit(0)
-    """)
-    from_stdin = calc("""
+    """,
+    ),
+    (
+        "nonce-from-input",
+        "the nonce from standard input, read again",
+        """
         seen = set()
         for path in ("/proc/self/fd/0", "/dev/stdin", "/proc/self/cmdline", "/proc/self/environ"):
             with contextlib.suppress(OSError, ValueError):
@@ -50,8 +63,12 @@ def forgery() -> list[Cheat]:
             seen |= set(HEX.findall(os.read(0, 1 << 20).decode("latin1")))
         forge(seen)
         os._exit(0)
-    """)
-    from_memory = calc("""
+    """,
+    ),
+    (
+        "nonce-from-memory",
+        "the nonce from our memory",
+        """
         seen = set()
         with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
             for line in maps:
@@ -64,8 +81,12 @@ def forgery() -> list[Cheat]:
         forge(sorted(seen, key=lambda s: len(s) != 32)[:2000])
         def f(n):
             os._exit(0)
-    """)
-    from_parent = calc("""
+    """,
+    ),
+    (
+        "nonce-from-other-processes",
+        "the nonce from whoever started us",
+        """
         seen = set()
         for pid in [p for p in os.listdir("/proc") if p.isdigit()]:
             for name in ("cmdline", "environ", "fd/0", "mem"):
@@ -83,8 +104,12 @@ def forgery() -> list[Cheat]:
         def f(n):
             forge(sorted(seen, key=lambda s: len(s) != 32)[:3000])
             return 0
-    """)
-    into_parent = calc("""
+    """,
+    ),
+    (
+        "write-into-the-grader",
+        "the expected values in the grader's memory overwritten",
+        """
         # any process that is not us and that we may write into: its copy of the answer, or its stack, becomes ours
         for pid in [p for p in os.listdir("/proc") if p.isdigit() and int(p) != os.getpid()]:
             with contextlib.suppress(OSError, ValueError, OverflowError):
@@ -100,8 +125,12 @@ def forgery() -> list[Cheat]:
                                     memory.write(b"0" * len(found[1]))
         def f(n):
             return 0
-    """)
-    late = calc("""
+    """,
+    ),
+    (
+        "report-again-and-again",
+        "a process in the background that reports success for ever",
+        """
         import time
         seen = set()
         at = sys._getframe()
@@ -116,29 +145,30 @@ def forgery() -> list[Cheat]:
             os._exit(0)
         def f(n):
             return 0
-    """)
-    wrapped = calc("""
+    """,
+    ),
+    (
+        "report-wrapped",
+        "whatever is reported becomes true",
+        """
         real = json.dumps
         def dumps(value, *a, **k):
             return real(True if isinstance(value, (str, bool)) else value, *a, **k)
         json.dumps = dumps
         def f(n):
             raise AssertionError
-    """)
-    deep: dict[str, str | bytes] = {
-        "calc.py": "import os\ndef f(n):\n    os.write(1, b'[' * 3000000)\n    return [[]] * 10\n"
-    }
+    """,
+    ),
+)
+"""Name, what it does, and its code after `common.GRAB`."""
+_DEEP = "import os\ndef f(n):\n    os.write(1, b'[' * 3000000)\n    return [[]] * 10\n"
+_ODD = "def f(n):\n    return 10 ** 5000 if n == 3 else float('nan')\n"
+
+
+def forgery() -> list[Cheat]:
+    row = Row.FORGERY
     return [
-        cheat("summary-on-output", row, "summaries of success on both streams, then the end", guesses),
-        cheat("nonce-from-frames", row, "the nonce from callers' variables, a report of our own", from_frames),
-        cheat("nonce-from-the-heap", row, "the nonce from every object", from_heap),
-        cheat("nonce-from-input", row, "the nonce from standard input, read again", from_stdin),
-        cheat("nonce-from-memory", row, "the nonce from our memory", from_memory),
-        cheat("nonce-from-other-processes", row, "the nonce from whoever started us", from_parent),
-        cheat("write-into-the-grader", row, "the expected values in the grader's memory overwritten", into_parent, ALL),
-        cheat("report-again-and-again", row, "a process in the background that reports success for ever", late),
-        cheat("report-wrapped", row, "whatever is reported becomes true", wrapped),
-        cheat("report-that-breaks-parsers", row, "three million brackets", deep),
-        cheat("report-of-odd-numbers", row, "numbers that JSON knows and Python does not",
-               {"calc.py": "def f(n):\n    return 10 ** 5000 if n == 3 else float('nan')\n"}),
-    ]  # fmt: skip
+        *(cheat(name, row, what, calc(body)) for name, what, body in _PROGRAMS),
+        cheat("report-that-breaks-parsers", row, "three million brackets", {"calc.py": _DEEP}),
+        cheat("report-of-odd-numbers", row, "numbers that JSON knows and Python does not", {"calc.py": _ODD}),
+    ]
