@@ -24,6 +24,7 @@ from etude.environments.config import MachineLimits
 from etude.environments.images.store import ImageStore
 from etude.environments.namespace.guest.confine import user_of
 from etude.environments.namespace.guest.overlay import COPIED, NUM_IDS
+from etude.environments.namespace.guest.root import SHARED
 from etude.environments.namespace.images import ImageMachine, State, launcher_facts, state_in
 from etude.environments.namespace.launcher import Blank, LauncherProcess, default_python
 from etude.environments.namespace.machine import USERS, WITH_ROOT, NamespaceMachine
@@ -87,6 +88,8 @@ class NamespaceRuntime:
         weaker = [f"{what}: {how}" for what, how in self.limits.items() if how.startswith(("per process", "none"))]
         if not self._pool.launcher.facts["agent"]:
             weaker.append("programs: each by the runner, slower than by the agent, which is not there")
+        if self._pool.launcher.facts["root"] == SHARED:
+            weaker.append("system files: one set of inodes for all machines, so siblings can meet at locks on them")
         copied = any(pool.launcher.facts["root"] == COPIED for pool in self._image_pools.values())
         if copied:
             weaker.append("images: this kernel mounts no overlay of them here, so every machine gets a copy in memory")
