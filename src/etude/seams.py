@@ -1,5 +1,6 @@
-"""Every seam of etude: the Protocols that an implementation can stand behind. No torch; of implementation only `told`,
-which makes one of `Streaming` of what may be one.
+"""Every seam of etude: the Protocols that an implementation can stand behind. No torch; of implementation only what all
+would write alike: `Command`, which fills in and checks what a machine is asked to run, and `told`, which makes one of
+`Streaming` of what may be one.
 
 Each has at most six methods, a fake in `etude.testing`, and a contract suite in `tests/contracts` that an
 implementation joins in one line. Deadlines are in seconds; each method that waits says what for in its error.
@@ -7,9 +8,11 @@ implementation joins in one line. Deadlines are in seconds; each method that wai
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypedDict, Unpack, runtime_checkable
 
 import msgspec
 
@@ -65,30 +68,78 @@ class Printed(msgspec.Struct, frozen=True):
 Tell = Callable[[Started | Printed], None]
 """Called in the event loop while a command runs; it must not block."""
 
+MAX_COMMAND_BYTES = 1 << 20  # of its words and variables, 16 more for each
+
+
+class ExecOptions(TypedDict, total=False):
+    """What a command may be given beside its words, key and deadline. `Command` has the defaults."""
+
+    stdin: bytes | AsyncIterable[bytes]  # at once, or as the command takes it
+    output_bytes: int  # output past it is cut in the middle
+    cwd: str  # below the working directory, or absolute; "" is the working directory
+    env: Mapping[str, str]  # added to the machine's own
+    user: str  # one of `RuntimeInfo.users`; "" is the image's
+    tell: Tell | None  # stdout and stderr have a pipe each, and every byte is told as it comes
+
+
+@dataclass(frozen=True)
+class Command:
+    """What `Machine.exec` was asked, whole and checked. Made by machines, see `of`.
+
+    >>> Command.of(["ls", "-l"], key="1", deadline_s=5, user="root").cwd
+    ''
+    >>> Command.of([], key="1", deadline_s=5)
+    Traceback (most recent call last):
+    ValueError: a command has at least one word and no NUL byte
+    """
+
+    argv: tuple[str, ...]
+    key: str
+    deadline_s: float
+    stdin: bytes | AsyncIterable[bytes] = b""
+    output_bytes: int = 65_536
+    cwd: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str = ""
+    tell: Tell | None = None
+
+    @classmethod
+    def of(cls, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]) -> Command:
+        """By `exec`'s arguments. `ValueError` for what cannot be a command."""
+        if isinstance(argv, str):
+            raise ValueError(f"a command is a list of words, not the text {argv[:80]!r}")
+        return cls(tuple(argv), key, deadline_s, **options)
+
+    def __post_init__(self) -> None:
+        words = [self.user, self.cwd, *self.argv, *(f"{name}={value}" for name, value in self.env.items())]
+        if not self.argv or not self.argv[0] or any("\0" in word for word in words):
+            raise ValueError("a command has at least one word and no NUL byte")
+        if any(not name or "=" in name for name in self.env):
+            raise ValueError("a variable's name is not empty and has no '='")
+        if sum(len(os.fsencode(word)) + 16 for word in words) > MAX_COMMAND_BYTES:
+            raise ValueError("the command line is too long")
+
+    @property
+    def has_input(self) -> bool:
+        return self.stdin != b""
+
+    def must_be_by(self, users: Sequence[str]) -> None:
+        """`ValueError` where its user is none of these."""
+        if self.user and self.user not in users:
+            raise ValueError(f"a command cannot run as {self.user!r}; users are {', '.join(users)}")
+
 
 @runtime_checkable
 class Machine(Protocol):
     """An isolated, single-use machine. Paths are relative to its working directory."""
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        key: str,
-        deadline_s: float,
-        stdin: bytes | AsyncIterable[bytes] = b"",
-        output_bytes: int = 65_536,
-        cwd: str = "",
-        env: Mapping[str, str] | None = None,
-        user: str = "",
-        tell: Tell | None = None,
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """Run a command, beside others that run. The same `key` never runs twice: whoever repeats it gets the record.
 
         It ends with its first process; what that left in the background lives on. At the deadline everything it ever
-        started is dead. Output past `output_bytes` is cut in the middle. `cwd` is below the working directory or
-        absolute, `env` is added to the machine's own, `user` is one of `RuntimeInfo.users` ("": the image's). With
-        `tell`, stdout and stderr have a pipe each, and every byte is told as it comes.
+        started is dead. What it may be given is in `ExecOptions`.
 
         Whatever the command does is a result: not found is 127, not runnable 126, killed 128 + signal. `MachineError`
         is for what it could not have caused; `ValueError` for a command that cannot be one."""

@@ -17,10 +17,10 @@ import io
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import numpy as np
@@ -31,7 +31,7 @@ from etude.records.image import Image
 from etude.records.rollout import Graded, Invalid
 from etude.records.sample import Batch, Published, StepReport
 from etude.records.task import Answer, Split, Task, Trust
-from etude.seams import Engine, EngineInfo, ExecResult, Machine, Printed, RuntimeInfo, Started, Tell
+from etude.seams import Command, Engine, EngineInfo, ExecOptions, ExecResult, Machine, Printed, RuntimeInfo, Started
 
 
 def make_version(step: int, content: str = "") -> Version:
@@ -172,44 +172,38 @@ class MemoryMachine:
         self._runtime, self._results = runtime, dict[str, ExecResult]()
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        key: str,
-        deadline_s: float,
-        stdin: bytes | AsyncIterable[bytes] = b"",
-        output_bytes: int = 65_536,
-        cwd: str = "",
-        env: Mapping[str, str] | None = None,
-        user: str = "",
-        tell: Tell | None = None,
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         self._alive()
-        if self.frozen and key not in self._results:
-            raise MachineError("the machine is frozen", hint="fork its snapshot")
-        if cwd or env or user:
-            raise ValueError("a memory machine has one folder, one environment and one user")
         if key not in self._results:
-            started = time.perf_counter()
-            given = stdin if isinstance(stdin, bytes) else b"".join([part async for part in stdin])
-            if tell is not None:
-                tell(Started(1))
-            code, text = self._run(list(argv), given)
-            data = text.encode()
-            if tell is not None and data:
-                tell(Printed(1, data))
-            self._results[key] = ExecResult(
-                exit_code=code,
-                output=data[:output_bytes],
-                timed_out=False,
-                truncated=len(data) > output_bytes,
-                wall_s=time.perf_counter() - started,
-            )
+            if self.frozen:
+                raise MachineError("the machine is frozen", hint="fork its snapshot")
+            self._results[key] = await self._ran(Command.of(argv, key=key, deadline_s=deadline_s, **options))
         return self._results[key]
 
-    def _run(self, argv: list[str], stdin: bytes) -> tuple[int, str]:
+    async def _ran(self, command: Command) -> ExecResult:
+        if command.cwd or command.env or command.user:
+            raise ValueError("a memory machine has one folder, one environment and one user")
+        started, given, tell = time.perf_counter(), command.stdin, command.tell
+        if not isinstance(given, bytes):
+            given = b"".join([part async for part in given])
+        if tell is not None:
+            tell(Started(1))
+        code, text = self._run(command.argv, given)
+        data = text.encode()
+        if tell is not None and data:
+            tell(Printed(1, data))
+        return ExecResult(
+            exit_code=code,
+            output=data[: command.output_bytes],
+            timed_out=False,
+            truncated=len(data) > command.output_bytes,
+            wall_s=time.perf_counter() - started,
+        )
+
+    def _run(self, argv: Sequence[str], stdin: bytes) -> tuple[int, str]:
         if len(argv) < 2 or argv[0] not in ("python", "python3"):
-            return 127, f"{argv[0] if argv else ''}: not found\n"
+            return 127, f"{argv[0]}: not found\n"
         if argv[1] not in self.files:
             return 2, f"python: can't open file {argv[1]!r}\n"
         return run_python(self.files, argv[1], argv[2:], stdin)

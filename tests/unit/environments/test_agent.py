@@ -9,6 +9,7 @@ import signal
 import struct
 import subprocess
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from etude.environments.agent import AgentMachine, Channel, commands, program, p
 from etude.environments.agent.channel import Lost
 from etude.environments.agent.protocol import Frame, Parser, ProtocolError, frame
 from etude.errors import MachineError
+from etude.seams import MAX_COMMAND_BYTES, Command
 
 KINDS = [protocol.READY, protocol.STARTED, protocol.OUTPUT, protocol.ENDED, protocol.DATA, protocol.DONE, b"?"]
 FRAMES = st.lists(
@@ -94,13 +96,11 @@ def test_damaged_frames_are_refused_or_are_others(frames, data):
         pass
 
 
-@pytest.mark.parametrize(
-    ("argv", "env"),
-    [([], {}), ([""], {}), (["a\0b"], {}), (["a"], {"": "x"}), (["a"], {"x=y": "z"}), (["a" * 2**20], {})],
-)
-def test_what_cannot_be_a_command_is_refused_before_it_is_sent(argv, env):
-    with pytest.raises(ValueError, match=r"command|variable"):
-        protocol.command(argv, env=env)
+def test_the_longest_command_fits_into_a_frame():
+    command = Command.of(["a"] * ((MAX_COMMAND_BYTES - 32) // 17), key="1", deadline_s=1e300)
+    with pytest.raises(ValueError, match="too long"):
+        replace(command, argv=(*command.argv, "a"))
+    assert len(protocol.run(1, command, 0)) <= protocol.MAX_FRAME
 
 
 async def _answered_by(answer: bytes) -> tuple[Any, Any]:
@@ -180,8 +180,8 @@ def test_an_agent_speaks_over_a_pair_of_pipes_as_well():
         os.close(theirs_out)
         channel = Channel(ours_in, ours_out)
         await channel.ready(20)
-        words = protocol.command(["sh", "-c", "cat; ls /proc/self/fd >&2"])
-        result = await commands.run(channel, words, deadline_s=20, stdin=b"in\n")
+        listing = ["sh", "-c", "cat; ls /proc/self/fd >&2"]
+        result = await commands.run(channel, Command.of(listing, key="1", deadline_s=20, stdin=b"in\n"))
         assert result.output.split() == [b"in", b"0", b"1", b"2", b"3"]
         channel.close()
         assert await asyncio.to_thread(process.wait, 20) == 0
@@ -206,9 +206,9 @@ def test_a_deadline_holds_where_the_host_has_stopped_reading():
 
     async def test(agent):
         channel = agent.channel
-        words = protocol.command(["sh", "-c", f"sleep {marker} & yes"])
+        flood = Command.of(["sh", "-c", f"sleep {marker} & yes"], key="1", deadline_s=1.0, output_bytes=100)
         asyncio.get_running_loop().remove_reader(channel._in)
-        channel.send(protocol.run(7, words, deadline_s=1.0, output_bytes=100, flags=protocol.WHOLE))
+        channel.send(protocol.run(7, flood, protocol.WHOLE))
         await until(lambda: bool(alive(marker)), "it runs")
         await until(lambda: not alive(marker), "it was ended")
         held_kb = int(Path(f"/proc/{agent.process.pid}/status").read_text().partition("VmRSS:")[2].split()[0])

@@ -72,7 +72,7 @@ async def begun(machine: Any, argv: list[str]) -> asyncio.Task[Any]:
 
 
 def test_a_machine_runs_a_bounded_number_of_commands(monkeypatch):
-    monkeypatch.setattr("etude.environments.namespace.machine.MAX_COMMANDS", 1)
+    monkeypatch.setattr("etude.environments.commands.MAX_COMMANDS", 1)
 
     async def use(machine):
         first = await machine.exec(["true"], key="1", deadline_s=20)

@@ -138,7 +138,7 @@ def test_a_command_gets_no_more_time_than_the_rollout_has_left() -> None:
     seen: list[float] = []
 
     class Slow(ShellMachine):
-        async def exec(self, argv, *, key, deadline_s, stdin=b"", output_bytes=0):  # type: ignore[no-untyped-def]
+        async def exec(self, argv, *, key, deadline_s, **options):  # type: ignore[no-untyped-def]
             seen.append(deadline_s)
             return self.result
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Unpack
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from etude.harness import Call, Workbench, standard_tools
 from etude.harness.tools import clip, find_line, number_lines
 from etude.records import Task
 from etude.records.task import Split
-from etude.seams import ExecResult
+from etude.seams import ExecOptions, ExecResult
 from etude.testing import MemoryMachine
 
 TOOLS = standard_tools()
@@ -89,7 +90,7 @@ class ShellMachine(MemoryMachine):
         self.result, self.commands = result, list[tuple[Sequence[str], str]]()
 
     async def exec(
-        self, argv: Sequence[str], *, key: str, deadline_s: float, stdin: bytes = b"", output_bytes: int = 65_536
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         self.commands.append((argv, key))
         return self.result

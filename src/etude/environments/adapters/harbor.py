@@ -169,7 +169,7 @@ class EtudeEnvironment(BaseEnvironment):
             deadline_s=deadline_s or DAY_S,
             stdin=stdin,
             cwd=cwd,
-            env=env,
+            env=env or {},
             user=self._user(user),
             tell=tell,
         )

@@ -12,35 +12,24 @@ from etude.environments.agent.channel import Channel, Lost
 from etude.environments.agent.protocol import Ended, ProtocolError
 from etude.environments.output import Capped
 from etude.errors import MachineError
-from etude.seams import ExecResult, Printed, Started, Tell
+from etude.seams import Command, ExecResult, Printed, Started
 
 SLACK_S = 5.0  # what the agent may take to end a command after its deadline
 _PART_BYTES = 64 << 10  # of standard input in one frame
 _MOST_HELD = 512 << 10  # the agent keeps half of this of a command's end; whoever wants more gets everything
 
 
-async def run(
-    channel: Channel,
-    words: bytes,
-    *,
-    deadline_s: float,
-    stdin: bytes | AsyncIterable[bytes] = b"",
-    output_bytes: int = 65_536,
-    tell: Tell | None = None,
-) -> ExecResult:
-    """Run a command (`protocol.command` made its words). Raises `Lost` where there is no answer to be had,
-    `MachineError` where the agent cannot confine it, `ValueError` for a user that the machine has not."""
+async def run(channel: Channel, command: Command) -> ExecResult:
+    """Run a command. Raises `Lost` where there is no answer to be had, `MachineError` where the agent cannot confine
+    it, `ValueError` for a user that the machine has not."""
     began = time.perf_counter()
-    flags = protocol.APART if tell is not None else protocol.WHOLE if output_bytes > _MOST_HELD else 0
-    given = not isinstance(stdin, bytes) or bool(stdin)
-    command = _Command(output_bytes, tell)
-    number = channel.begin(command)
-    flags |= protocol.STDIN if given else 0
-    channel.send(protocol.run(number, words, deadline_s=deadline_s, output_bytes=output_bytes, flags=flags))
-    feeding = asyncio.create_task(_feed(channel, number, stdin, command)) if given else None
+    heard = _Heard(command)
+    number = channel.begin(heard)
+    channel.send(protocol.run(number, command, _flags(command)))
+    feeding = asyncio.create_task(_feed(channel, number, command.stdin, heard)) if command.has_input else None
     try:
-        async with asyncio.timeout(deadline_s + SLACK_S):
-            ended = await command.ended
+        async with asyncio.timeout(command.deadline_s + SLACK_S):
+            ended = await heard.ended
     except TimeoutError:
         raise Lost(f"a command did not end {SLACK_S:g} s after its deadline", late=True) from None
     finally:
@@ -48,18 +37,25 @@ async def run(
             await _stop(feeding)
     return ExecResult(
         exit_code=ended.exit_code,
-        output=command.output.value(),
+        output=heard.output.value(),
         timed_out=ended.late,
-        truncated=command.output.truncated,
+        truncated=heard.output.truncated,
         wall_s=time.perf_counter() - began,
     )
 
 
-class _Command:
-    """Hears the answers to one command."""
+def _flags(command: Command) -> int:
+    given = protocol.STDIN if command.has_input else 0
+    if command.tell is not None:
+        return given | protocol.APART
+    return given | (protocol.WHOLE if command.output_bytes > _MOST_HELD else 0)
 
-    def __init__(self, output_bytes: int, tell: Tell | None) -> None:
-        self.output, self._tell = Capped(output_bytes), tell
+
+class _Heard:
+    """What the agent answers to one command."""
+
+    def __init__(self, command: Command) -> None:
+        self.output, self._tell = Capped(command.output_bytes), command.tell
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(_retrieve)
         self.window = protocol.INPUT_WINDOW
@@ -112,29 +108,29 @@ def _refusal(number: int, words: str) -> Exception:
     return MachineError("a command could not be confined", words, hint="see the machine's limits")
 
 
-async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[bytes], command: _Command) -> None:
+async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[bytes], heard: _Heard) -> None:
     try:
         if isinstance(stdin, bytes):
-            await _pass(channel, number, stdin, command)
+            await _pass(channel, number, stdin, heard)
         else:
             async for part in stdin:
-                await _pass(channel, number, part, command)
+                await _pass(channel, number, part, heard)
     finally:
-        if not command.ended.done():
+        if not heard.ended.done():
             channel.send(protocol.frame(protocol.INPUT, number))
 
 
-async def _pass(channel: Channel, number: int, data: bytes, command: _Command) -> None:
+async def _pass(channel: Channel, number: int, data: bytes, heard: _Heard) -> None:
     """Ends with the command: whoever runs it cancels this."""
     view = memoryview(data)
     while view:
         await channel.room()
-        while command.window <= 0:
-            command.moved.clear()
-            await command.moved.wait()
-        part = view[: min(_PART_BYTES, command.window)]
+        while heard.window <= 0:
+            heard.moved.clear()
+            await heard.moved.wait()
+        part = view[: min(_PART_BYTES, heard.window)]
         channel.send(protocol.frame(protocol.INPUT, number, bytes(part)))
-        command.window -= len(part)
+        heard.window -= len(part)
         view = view[len(part) :]
 
 

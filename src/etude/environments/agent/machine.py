@@ -10,16 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+import msgspec
 
 from etude.environments.agent import commands, protocol
 from etude.environments.agent.channel import Channel, Lost, Reply
+from etude.environments.commands import Commands, retrieve
 from etude.environments.paths import inside
 from etude.errors import MachineError
-from etude.seams import ExecResult, Tell
+from etude.seams import Command, ExecOptions, ExecResult
 
-MAX_COMMANDS = 4096  # of one machine: each keeps its result, so that a repeated key is answered from it
 _FILES_S = 30.0  # what a file may take, and a second more for each of so many bytes:
 _BYTES_PER_S = 4 << 20
 _KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False, wall_s=0.0)
@@ -45,53 +48,36 @@ class AgentMachine:
     ) -> None:
         self._channel, self._env, self._users = channel, dict(env), tuple(users)
         self._snapshot, self._finish, self._blame = snapshot, end, blame
-        self._commands: dict[str, asyncio.Task[ExecResult]] = {}
+        self._commands = Commands()
         self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
         self._frozen: asyncio.Task[None] | None = None
         self._finished: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        key: str,
-        deadline_s: float,
-        stdin: bytes | AsyncIterable[bytes] = b"",
-        output_bytes: int = 65_536,
-        cwd: str = "",
-        env: Mapping[str, str] | None = None,
-        user: str = "",
-        tell: Tell | None = None,
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        command = self._commands.get(key)
-        if command is None:
-            self._must_be_open()
-            if self._frozen is not None:
-                raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
-            if user not in ("", *self._users):
-                raise ValueError(f"a command cannot run as {user!r}; users are {', '.join(self._users)}")
-            words = protocol.command(argv, cwd=cwd, env={**self._env, **(env or {})}, user=user or self._users[0])
-            if len(self._commands) >= MAX_COMMANDS:
-                raise MachineError(f"a machine runs at most {MAX_COMMANDS} commands", hint="fork another one")
-            command = asyncio.create_task(self._run(words, deadline_s, stdin, output_bytes, tell))
-            command.add_done_callback(_retrieve)
-            self._commands[key] = command
-        return await asyncio.shield(command)
+        return await self._commands.once(
+            key, lambda: self._begin(Command.of(argv, key=key, deadline_s=deadline_s, **options))
+        )
 
-    async def _run(
-        self, words: bytes, deadline_s: float, stdin: bytes | AsyncIterable[bytes], output_bytes: int, tell: Tell | None
-    ) -> ExecResult:
+    def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
+        self._must_be_open()
+        if self._frozen is not None:
+            raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
+        command.must_be_by(self._users)
+        user = command.user or self._users[0]
+        return self._run(replace(command, env={**self._env, **command.env}, user=user))
+
+    async def _run(self, command: Command) -> ExecResult:
         if self._gone is not None:
             return _KILLED
         try:
-            return await commands.run(
-                self._channel, words, deadline_s=deadline_s, stdin=stdin, output_bytes=output_bytes, tell=tell
-            )
+            return await commands.run(self._channel, command)
         except Lost as lost:
             await self._lose(lost)
-            return ExecResult(exit_code=137, output=b"", timed_out=lost.late, truncated=False, wall_s=deadline_s)
+            return msgspec.structs.replace(_KILLED, timed_out=lost.late, wall_s=command.deadline_s)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""
@@ -165,7 +151,7 @@ class AgentMachine:
         """A request in several frames, whole even where the caller is cancelled."""
         self._must_be_there()
         sending = asyncio.create_task(self._send_all(kind, bodies, _FILES_S + num_bytes / _BYTES_PER_S))
-        sending.add_done_callback(_retrieve)
+        sending.add_done_callback(retrieve)
         try:
             await asyncio.shield(sending)
         except Lost as lost:
@@ -226,8 +212,3 @@ def _file_error(error: OSError, path: str, max_bytes: int | None = None) -> Exce
         case None:
             return error
     return OSError(error.errno, error.strerror, path)
-
-
-def _retrieve(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # nobody may be waiting any more; whoever asks again with the key still gets it

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
+
+from etude.seams import Command
 
 VERSION = 1
 MAX_FRAME = (1 << 20) + (64 << 10)  # of kind, id and body together
-MAX_WORDS = 1 << 20  # bytes of a command's fields
 INPUT_WINDOW = 256 << 10  # of standard input that the agent has not said it took
 PART = 256 << 10  # of a file or a tree in one frame
 
@@ -93,24 +94,13 @@ def fields(*values: bytes) -> bytes:
     return b"".join((_NUMBER.pack(len(values)), *(part for v in values for part in (_NUMBER.pack(len(v)), v))))
 
 
-def command(argv: Sequence[str], *, cwd: str = "", env: Mapping[str, str] | None = None, user: str = "") -> bytes:
-    """The fields of a command. `ValueError` for what cannot be one."""
-    variables = [f"{name}={value}" for name, value in (env or {}).items()]
-    words = [user, cwd, str(len(argv)), *argv, *variables]
-    if not argv or not argv[0] or any("\0" in word for word in words):
-        raise ValueError("a command has at least one word and no NUL byte")
-    if any(not name or "=" in name for name in env or {}):
-        raise ValueError("a variable's name is not empty and has no '='")
-    packed = fields(*map(os.fsencode, words))
-    if len(packed) > MAX_WORDS:
-        raise ValueError("the command line is too long")
-    return packed
-
-
-def run(number: int, words: bytes, *, deadline_s: float, output_bytes: int, flags: int) -> bytes:
+def run(number: int, command: Command, flags: int) -> bytes:
     """The frame that starts a command."""
-    deadline_ms = min(max(int(deadline_s * 1000), 1), 0xFFFF_FFFF)
-    return frame(RUN, number, _RUN.pack(deadline_ms, min(output_bytes, 0xFFFF_FFFF), flags), words)
+    deadline_ms = int(min(max(command.deadline_s * 1000, 1), 0xFFFF_FFFF))
+    head = _RUN.pack(deadline_ms, min(command.output_bytes, 0xFFFF_FFFF), flags)
+    variables = (f"{name}={value}" for name, value in command.env.items())
+    words = (command.user, command.cwd, str(len(command.argv)), *command.argv, *variables)
+    return frame(RUN, number, head, fields(*map(os.fsencode, words)))
 
 
 def ended(body: bytes) -> Ended:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Unpack
 
 from etude.errors import MachineError
-from etude.seams import ExecResult, Machine, Tell
+from etude.seams import ExecOptions, ExecResult, Machine
 
 
 class Lent:
@@ -16,30 +17,10 @@ class Lent:
         self.inner, self._returned, self._is_returned, self._lost = machine, returned, False, ""
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        key: str,
-        deadline_s: float,
-        stdin: bytes | AsyncIterable[bytes] = b"",
-        output_bytes: int = 65_536,
-        cwd: str = "",
-        env: Mapping[str, str] | None = None,
-        user: str = "",
-        tell: Tell | None = None,
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`."""
-        return await self._there().exec(
-            argv,
-            key=key,
-            deadline_s=deadline_s,
-            stdin=stdin,
-            output_bytes=output_bytes,
-            cwd=cwd,
-            env=env,
-            user=user,
-            tell=tell,
-        )
+        return await self._there().exec(argv, key=key, deadline_s=deadline_s, **options)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`."""

@@ -15,12 +15,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
+from etude.environments.commands import Commands
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import ExecResult, Machine, Printed, RuntimeInfo, Tell
+from etude.seams import Command, ExecOptions, ExecResult, Machine, Printed, RuntimeInfo, Tell
 
 
 class PlainMachine:
@@ -28,56 +30,38 @@ class PlainMachine:
 
     def __init__(self, folder: Path, runtime: PlainRuntime) -> None:
         self._folder, self._runtime, self._groups = folder, runtime, list[int]()
-        self._commands: dict[str, asyncio.Task[ExecResult]] = {}
+        self._commands = Commands()
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        key: str,
-        deadline_s: float,
-        stdin: bytes | AsyncIterable[bytes] = b"",
-        output_bytes: int = 65_536,
-        cwd: str = "",
-        env: Mapping[str, str] | None = None,
-        user: str = "",
-        tell: Tell | None = None,
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        if key not in self._commands:
-            given = stdin if isinstance(stdin, bytes) else b"".join([part async for part in stdin])
-            running = self._run(list(argv), given, deadline_s, output_bytes, cwd, env or {}, tell)
-            self._commands[key] = asyncio.create_task(running)
-        return await asyncio.shield(self._commands[key])
+        return await self._commands.once(
+            key, lambda: self._run(Command.of(argv, key=key, deadline_s=deadline_s, **options))
+        )
 
-    async def _run(
-        self,
-        argv: list[str],
-        given: bytes,
-        deadline_s: float,
-        output_bytes: int,
-        cwd: str,
-        env: Mapping[str, str],
-        tell: Tell | None,
-    ) -> ExecResult:
+    async def _run(self, command: Command) -> ExecResult:
+        given, (program, *rest) = command.stdin, command.argv
+        if not isinstance(given, bytes):
+            given = b"".join([part async for part in given])
         began = time.perf_counter()
-        words = [sys.executable if os.path.basename(argv[0]) in ("python", "python3") else argv[0], *argv[1:]]
+        words = [sys.executable if os.path.basename(program) in ("python", "python3") else program, *rest]
         process = await asyncio.create_subprocess_exec(
             *words,
-            cwd=self._folder / cwd,
-            env={**os.environ, **env},
+            cwd=self._folder / command.cwd,
+            env={**os.environ, **command.env},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
         self._groups.append(process.pid)
-        output, timed_out = await self._until(process, given, deadline_s, tell)
+        output, timed_out = await self._until(process, given, command.deadline_s, command.tell)
         code = process.returncode or 0
         return ExecResult(
             exit_code=code if code >= 0 else 128 - code,
-            output=output[:output_bytes],
+            output=output[: command.output_bytes],
             timed_out=timed_out,
-            truncated=len(output) > output_bytes,
+            truncated=len(output) > command.output_bytes,
             wall_s=time.perf_counter() - began,
         )
 

@@ -19,12 +19,13 @@ import shutil
 import weakref
 from pathlib import Path
 
-from etude.environments.agent import Channel, commands, protocol
+from etude.environments.agent import Channel, commands
 from etude.environments.agent.channel import Lost
 from etude.environments.microvm import memory, overlay
 from etude.environments.microvm.qemu import MEMORY_NAME, Boot, Hardware, Qemu
 from etude.environments.microvm.snapshots import Snapshot
 from etude.errors import MachineError
+from etude.seams import Command
 
 BOOT_DEADLINE_S = 120.0
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
@@ -98,8 +99,9 @@ async def _until_ready(guest: Qemu, booting: Booting) -> None:
     channel = Channel(os.dup(guest.channel.fileno()))
     try:
         await channel.ready(BOOT_DEADLINE_S)
-        words = protocol.command(["sh", "-c", booting.warm], env={"LANG": "C.UTF-8"}, user=booting.user)
-        await commands.run(channel, words, deadline_s=BOOT_DEADLINE_S)
+        warm, env = ["sh", "-c", booting.warm], {"LANG": "C.UTF-8"}
+        command = Command.of(warm, key="warm", deadline_s=BOOT_DEADLINE_S, env=env, user=booting.user)
+        await commands.run(channel, command)
     except Lost as lost:
         raise MachineError(
             "a guest did not boot", f"{lost}; {guest.process.said()}", hint="build the image again"

@@ -15,31 +15,33 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, Unpack
+
+import msgspec
 
 from etude.environments.agent import commands as agents
-from etude.environments.agent import protocol
 from etude.environments.agent.channel import Channel, Lost
+from etude.environments.commands import Commands
 from etude.environments.namespace.feed import feed
 from etude.environments.namespace.guest import files, python, wire
 from etude.environments.namespace.guest.packets import CONTINUE_ALL, END_ALL, ERRORS_APART, INPUT_GIVEN, STOP_ALL
 from etude.environments.namespace.guest.syscalls import acting_on_files_as
-from etude.environments.namespace.guest.tools import BROKEN_EXIT, ENVIRONMENT, MAX_REQUEST_BYTES, request
+from etude.environments.namespace.guest.tools import BROKEN_EXIT, ENVIRONMENT, request
 from etude.environments.namespace.launcher import Ended, LauncherProcess, Made
 from etude.environments.namespace.output import Output
 from etude.environments.network.inside import listen_inside
 from etude.environments.paths import inside
 from etude.errors import MachineError
-from etude.seams import ExecResult, Tell
+from etude.seams import Command, ExecOptions, ExecResult
 
 T = TypeVar("T")
-MAX_COMMANDS = 4096  # of one machine: each keeps its result, so that a repeated key is answered from it
 _SLACK_S = 5.0  # what the runner may take to end a command after its deadline, before the machine itself is killed
 _LARGE_BYTES = 1 << 20  # files from here on are moved in a thread
 _SIGNAL_S = 10.0  # what stopping or ending everything in a machine may take
-_KILLED = 137
+_KILLED = ExecResult(exit_code=137, output=b"", timed_out=False, truncated=False, wall_s=0.0)
 _PIPE_BYTES = 4096  # any pipe holds as much, also where a user may have no more
 USERS = ("user",)
 WITH_ROOT = (*USERS, "root")  # of a machine that has an agent, where there are ids for both
@@ -65,7 +67,7 @@ class NamespaceMachine:
         self._max_tree_bytes, self._keep, self._kill = max_tree_bytes, keep, kill
         self._users, self._environment = users, _ENVIRONMENT
         self._agent = Channel(made.agent) if made.agent >= 0 else None
-        self._commands: dict[str, asyncio.Task[ExecResult]] = {}
+        self._commands = Commands()
         self._left: list[Output] = []  # pipes that something a command left behind can still write to
         self._at_work = 0  # how many have the machine's descriptors in use
         self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
@@ -74,53 +76,34 @@ class NamespaceMachine:
         self._abandoned = self._let_go_of = False
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        key: str,
-        deadline_s: float,
-        stdin: bytes | AsyncIterable[bytes] = b"",
-        output_bytes: int = 65_536,
-        cwd: str = "",
-        env: Mapping[str, str] | None = None,
-        user: str = "",
-        tell: Tell | None = None,
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        command = self._commands.get(key)
-        if command is None:
-            self._must_be_open()
-            if self._frozen is not None:
-                raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
-            if user not in ("", *self._users):
-                raise ValueError(f"a command cannot run as {user!r}; users are {', '.join(self._users)}")
-            if len(self._commands) >= MAX_COMMANDS:
-                raise MachineError(f"a machine runs at most {MAX_COMMANDS} commands", hint="fork another one")
-            if self._agent is not None and not self._is_forked(argv, user):
-                words = protocol.command(argv, cwd=cwd, env={**self._environment, **(env or {})}, user=user)
-                running = self._run_by_agent(self._agent, words, deadline_s, stdin, output_bytes, tell)
-            else:
-                running = self._run(_request(argv, cwd, env or {}), deadline_s, stdin, output_bytes, tell)
-            command = asyncio.create_task(running)
-            command.add_done_callback(_retrieve)
-            self._commands[key] = command
-        return await asyncio.shield(command)
+        return await self._commands.once(
+            key, lambda: self._begin(Command.of(argv, key=key, deadline_s=deadline_s, **options))
+        )
 
-    def _is_forked(self, argv: Sequence[str], user: str) -> bool:
-        """Whether the runner's interpreter does this command."""
-        return user in ("", USERS[0]) and python.serves([*argv])
+    def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
+        self._must_be_open()
+        if self._frozen is not None:
+            raise MachineError("the machine is frozen", hint="read its files, or fork a snapshot of it")
+        command.must_be_by(self._users)
+        forked = command.user in ("", USERS[0]) and python.serves([*command.argv])  # by the runner's interpreter
+        if self._agent is None or forked:
+            return self._run(command)
+        return self._run_by_agent(self._agent, replace(command, env={**self._environment, **command.env}))
 
-    async def _run(
-        self, words: bytes, deadline_s: float, stdin: bytes | AsyncIterable[bytes], output_bytes: int, tell: Tell | None
-    ) -> ExecResult:
+    async def _run(self, command: Command) -> ExecResult:
         with self._using():
             if self._gone is not None:
-                return ExecResult(exit_code=_KILLED, output=b"", timed_out=False, truncated=False, wall_s=0.0)
+                return _KILLED
             started = time.perf_counter()
+            words = request(command.argv, cwd=command.cwd, env=command.env)
+            stdin, deadline_s, tell = command.stdin, command.deadline_s, command.tell
             if isinstance(stdin, bytes) and len(stdin) > _PIPE_BYTES:
                 stdin = _in_parts(stdin)
             streams = self._streams(words, stdin, apart=tell is not None)
-            output = Output(streams.outputs, output_bytes, tell)
+            output = Output(streams.outputs, command.output_bytes, tell)
             feeding: asyncio.Task[None] | None = None
             try:
                 ending = self._launcher.run(self._made, streams.given, deadline_s, flags=streams.flags, tell=tell)
@@ -144,27 +127,15 @@ class NamespaceMachine:
                 wall_s=time.perf_counter() - started,
             )
 
-    async def _run_by_agent(
-        self,
-        agent: Channel,
-        words: bytes,
-        deadline_s: float,
-        stdin: bytes | AsyncIterable[bytes],
-        output_bytes: int,
-        tell: Tell | None,
-    ) -> ExecResult:
+    async def _run_by_agent(self, agent: Channel, command: Command) -> ExecResult:
         with self._using():
             if self._gone is not None:
-                return ExecResult(exit_code=_KILLED, output=b"", timed_out=False, truncated=False, wall_s=0.0)
+                return _KILLED
             try:
-                return await agents.run(
-                    agent, words, deadline_s=deadline_s, stdin=stdin, output_bytes=output_bytes, tell=tell
-                )
+                return await agents.run(agent, command)
             except Lost as lost:
                 await self._lose_agent(lost)
-                return ExecResult(
-                    exit_code=_KILLED, output=b"", timed_out=lost.late, truncated=False, wall_s=deadline_s
-                )
+                return msgspec.structs.replace(_KILLED, timed_out=lost.late, wall_s=command.deadline_s)
 
     async def _lose_agent(self, lost: Lost) -> None:
         """The machine is no more, with its launcher or without."""
@@ -189,7 +160,7 @@ class NamespaceMachine:
             self._gone = f"a command did not end {_SLACK_S:g} s after its deadline"
             with contextlib.suppress(MachineError):
                 await self._kill()
-            return Ended(_KILLED, timed_out=True, lost=True)
+            return Ended(_KILLED.exit_code, timed_out=True, lost=True)
         if how.lost:
             self._gone = "its first process was killed"
             with contextlib.suppress(MachineError):
@@ -403,24 +374,7 @@ async def _stop(task: asyncio.Task[None]) -> None:
         task.exception()  # its source's trouble: the command has met the end of its input
 
 
-def _request(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> bytes:
-    """A command's request. `ValueError` for one that cannot be a command."""
-    words = [*argv, cwd, *env, *env.values()]
-    if not argv or not argv[0] or any("\0" in word for word in words):
-        raise ValueError("a command has at least one word and no NUL byte")
-    if any(not name or "=" in name for name in env):
-        raise ValueError("a variable's name is not empty and has no '='")
-    if sum(map(len, words)) > MAX_REQUEST_BYTES // 4 - 2 * len(words):
-        raise ValueError("the command line is too long")
-    return request(argv, cwd=cwd, env=env)
-
-
 def _number_of(pidfd: int) -> int:
     """A process's number, as this process sees it; -1 when it is gone."""
     lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
-
-
-def _retrieve(task: asyncio.Task[ExecResult]) -> None:
-    if not task.cancelled():
-        task.exception()  # nobody may be waiting any more; whoever asks again with the key still gets it

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from etude.environments.remote import messages as m
@@ -19,35 +18,13 @@ from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.foreign import Collected, as_result
 from etude.environments.remote.service import Service
 from etude.errors import MachineError
-from etude.seams import ExecResult, Printed, Started, Tell
+from etude.seams import Command, ExecResult, Printed, Started, Tell
 
 _PIECE = 1 << 20  # of standard input, in one call
 _GRACE_S = 30.0  # after a command's deadline, for its result to come
 _START, _CONNECT = "process.Process/Start", "process.Process/Connect"
 _WAITS_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # between two tries to hear of a command again
 _NO_END = "the stream ended before the command"
-
-
-@dataclass(frozen=True)
-class Command:
-    """What `Machine.exec` was asked."""
-
-    config: m.Config
-    key: str
-    deadline_s: float
-    stdin: bytes | AsyncIterable[bytes]
-    output_bytes: int
-    user: str
-    tell: Tell | None
-
-    @property
-    def tag(self) -> str:
-        """What it is known by to those who list processes."""
-        return f"etude-{self.key}"
-
-    @property
-    def has_input(self) -> bool:
-        return not (isinstance(self.stdin, bytes) and not self.stdin)
 
 
 async def run_exactly(service: Service, command: Command) -> ExecResult:
@@ -107,7 +84,7 @@ async def run_abroad(service: Service, command: Command) -> ExecResult:
                 if error.hint != "unsent":
                     await _must_run(service, command)
                     got.missed()
-                    method, message = _CONNECT, m.Selected(process=m.Selector(tag=command.tag))
+                    method, message = _CONNECT, m.Selected(process=m.Selector(tag=_tag(command)))
     return got.result(137, timed_out=True)
 
 
@@ -119,20 +96,29 @@ def _exact_start(command: Command, heard: int) -> m.Start:
         tell=command.tell is not None,
         after=heard,
     )
-    return m.Start(process=command.config, tag=command.tag, stdin=command.has_input, etude=exact)
+    process = _config(command, command.cwd or None)
+    return m.Start(process=process, tag=_tag(command), stdin=command.has_input, etude=exact)
 
 
 def _placed_start(service: Service, command: Command) -> m.Start:
     """In the working directory, which another service does not know of."""
-    here, config = PurePosixPath(service.config.workdir), command.config
-    placed = m.Config(cmd=config.cmd, args=config.args, envs=config.envs, cwd=str(here / (config.cwd or "")))
-    return m.Start(process=placed, tag=command.tag, stdin=command.has_input)
+    process = _config(command, str(PurePosixPath(service.config.workdir) / command.cwd))
+    return m.Start(process=process, tag=_tag(command), stdin=command.has_input)
+
+
+def _config(command: Command, cwd: str | None) -> m.Config:
+    return m.Config(cmd=command.argv[0], args=[*command.argv[1:]], envs=dict(command.env), cwd=cwd)
+
+
+def _tag(command: Command) -> str:
+    """What it is known by to those who list processes."""
+    return f"etude-{command.key}"
 
 
 async def _must_run(service: Service, command: Command) -> None:
     """It runs still; else what became of it is not known, and it is not tried again."""
     running = await service.unary("process.Process/List", {}, m.ProcessList)
-    if not any(process.tag == command.tag for process in running.processes):
+    if not any(process.tag == _tag(command) for process in running.processes):
         facts = "the connection broke, and it does not run any more; it is not run a second time"
         what = f"what became of command {command.key!r} is not known"
         raise MachineError(what, facts, hint="fork another machine")
@@ -173,7 +159,7 @@ async def _fed(service: Service, command: Command) -> AsyncIterator[Callable[[],
 
 async def _feed(service: Service, command: Command) -> None:
     """Standard input, piece by piece, then its end. Who does not read it any more is not a failure."""
-    select, offset = m.Selector(tag=command.tag), 0
+    select, offset = m.Selector(tag=_tag(command)), 0
     with contextlib.suppress(RpcError):
         async for piece in _pieces(command.stdin):
             mark = offset if service.is_etude else None

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Any, Protocol, Unpack
 
-from etude.environments.remote import messages as m
-from etude.environments.remote.commands import Command, run_abroad, run_exactly
+from etude.environments.commands import Commands
+from etude.environments.remote.commands import run_abroad, run_exactly
 from etude.environments.remote.connect import RpcError, of_answer
 from etude.environments.remote.foreign import check_links, kill_all
 from etude.environments.remote.service import Service
 from etude.errors import MachineError
-from etude.seams import ExecResult, Tell
+from etude.seams import Command, ExecOptions, ExecResult
 
-_MAX_COMMANDS = 4096
-_MAX_WORDS = 1 << 20  # bytes of a command line
 _UPLOAD = 8 << 20  # of files, in one call
 
 
@@ -34,41 +32,24 @@ class RemoteMachine:
     def __init__(self, service: Service, owner: Owner) -> None:
         self.id = service.id
         self._service, self._owner = service, owner
-        self._commands: dict[str, asyncio.Task[ExecResult]] = {}
+        self._commands = Commands()
         self._closing: asyncio.Task[None] | None = None
         self._frozen = False
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        key: str,
-        deadline_s: float,
-        stdin: bytes | AsyncIterable[bytes] = b"",
-        output_bytes: int = 65_536,
-        cwd: str = "",
-        env: Mapping[str, str] | None = None,
-        user: str = "",
-        tell: Tell | None = None,
+        self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        command = self._commands.get(key)
-        if command is None:
-            self._must_be_open()
-            if self._frozen:
-                raise MachineError(f"machine {self.id} is frozen", hint="fork its snapshot")
-            words = [*argv, cwd, *(f"{name}={value}" for name, value in (env or {}).items())]
-            if not argv or any("\0" in word for word in words) or sum(map(len, words)) > _MAX_WORDS:
-                raise ValueError("a command has words, without NUL, of a megabyte at most")
-            if len(self._commands) >= _MAX_COMMANDS:
-                raise MachineError(f"a machine runs at most {_MAX_COMMANDS} commands", hint="fork another one")
-            config = m.Config(cmd=argv[0], args=list(argv[1:]), envs=dict(env or {}), cwd=cwd or None)
-            asked = Command(config, key, deadline_s, stdin, output_bytes, user, tell)
-            run = run_exactly if self._service.is_etude else run_abroad
-            command = asyncio.create_task(run(self._service, asked))
-            command.add_done_callback(_retrieve)
-            self._commands[key] = command
-        return await asyncio.shield(command)
+        return await self._commands.once(
+            key, lambda: self._begin(Command.of(argv, key=key, deadline_s=deadline_s, **options))
+        )
+
+    def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
+        self._must_be_open()
+        if self._frozen:
+            raise MachineError(f"machine {self.id} is frozen", hint="fork its snapshot")
+        run = run_exactly if self._service.is_etude else run_abroad
+        return run(self._service, command)
 
     # files
 
@@ -177,8 +158,3 @@ def inside(path: str) -> str:
     if not path or pure.is_absolute() or ".." in pure.parts or "\0" in path or len(path.encode()) > 4095:
         raise ValueError(f"{path[:200]!r} is not a path inside the working directory")
     return str(pure)
-
-
-def _retrieve(task: asyncio.Task[ExecResult]) -> None:
-    if not task.cancelled():
-        task.exception()  # nobody may be waiting any more; whoever asks again with the key still gets it

@@ -1,0 +1,84 @@
+"""What a machine may be asked to run, and that it runs once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from etude.environments.commands import Commands
+from etude.seams import Command, ExecResult
+
+DONE = ExecResult(exit_code=0, output=b"", timed_out=False, truncated=False, wall_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        ([], {}),
+        ([""], {}),
+        (["a\0b"], {}),
+        ("ls -l", {}),
+        (["a"], {"cwd": "x\0y"}),
+        (["a"], {"user": "x\0y"}),
+        (["a"], {"env": {"": "x"}}),
+        (["a"], {"env": {"x=y": "z"}}),
+        (["a" * 2**20], {}),
+        ([""] * 2**17, {}),
+        (["\ud800"], {}),
+    ],
+)
+def test_what_cannot_be_a_command_is_refused(argv, options):
+    with pytest.raises(ValueError, match=r"command|variable|surrogates"):
+        Command.of(argv, key="1", deadline_s=1, **options)
+
+
+def test_a_misspelt_option_is_an_error():
+    with pytest.raises(TypeError, match="output_byte"):
+        Command.of(["a"], key="1", deadline_s=1, output_byte=3)
+
+
+def test_a_command_outlives_who_asked_for_it_and_is_found_by_its_key():
+    async def main():
+        commands, go, begun, times = Commands(), asyncio.Event(), asyncio.Event(), []
+
+        async def run():
+            times.append(1)
+            begun.set()
+            await go.wait()
+            return DONE
+
+        first = asyncio.create_task(commands.once("a", run))
+        await begun.wait()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        go.set()
+        assert await commands.once("a", run) is DONE
+        assert len(times) == 1
+
+    asyncio.run(main())
+
+
+def test_a_command_that_could_not_begin_leaves_its_key_free_and_one_that_failed_does_not():
+    async def main():
+        commands = Commands()
+
+        def refused():
+            raise ValueError("no")
+
+        async def failing():
+            raise OSError("gone")
+
+        async def run():
+            return DONE
+
+        with pytest.raises(ValueError, match="no"):
+            await commands.once("a", refused)
+        assert not commands
+        assert await commands.once("a", run) is DONE
+        for again in (failing, run):
+            with pytest.raises(OSError, match="gone"):
+                await commands.once("b", again)
+
+    asyncio.run(main())
