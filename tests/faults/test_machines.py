@@ -91,6 +91,43 @@ def test_no_socket_of_the_host_can_be_reached_not_even_on_loopback():
     assert len(result.output.split()) == 3
 
 
+LOCKED = """
+import fcntl, os, sys, time
+def lock(path):
+    fd = os.open(path, os.O_RDONLY)
+    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError: print(path)
+for path in sys.argv[2:]: lock(path)
+if sys.argv[1] == "stay":
+    if os.fork() == 0: time.sleep(60)
+"""
+
+
+def test_a_lock_on_a_file_of_the_system_is_felt_in_one_machine_and_not_in_its_siblings():
+    places = ["/", "/usr", "/usr/bin/env", "/etc/passwd", "/opt/python/bin/python", json.__file__]
+    places += ["/dev/null"] if os.geteuid() == 0 else []  # the host's own, where none can be made
+
+    async def felt(runtime: NamespaceRuntime) -> list[list[str]]:
+        if any(note.startswith("system files") for note in runtime.info.notes):
+            pytest.skip("this kernel mounts no overlay here")
+        left, right = await runtime.fork(await runtime.prepare({"lock.py": LOCKED.encode()}), 2)
+        there = await left.exec(
+            ["sh", "-c", 'for p; do if test -e "$p"; then echo "$p"; fi; done', "sh", *places], key="0", deadline_s=20
+        )
+        paths = there.output.decode().split()
+        assert len(paths) >= 5
+        tries = [(left, "stay"), (left, "go"), (right, "go")]
+        results = [
+            await machine.exec(["python", "lock.py", how, *paths], key=str(i), deadline_s=20)
+            for i, (machine, how) in enumerate(tries, 1)
+        ]
+        assert not any(result.exit_code for result in results), results
+        return [paths, *(result.output.decode().split() for result in results)]
+
+    paths, first, again, siblings = with_runtime(felt)
+    assert (first, again, siblings) == ([], paths, [])
+
+
 @pytest.mark.parametrize("family", ["AF_VSOCK", "AF_NETLINK", "AF_PACKET", "AF_ALG"])
 def test_socket_families_that_reach_past_the_network_namespace_are_refused(family):
     result = python(f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)")

@@ -144,8 +144,8 @@ class Machines:
             sys_.setns(fd, kind)
 
     def _base_of(self, frame: Frame) -> int:
-        """A mount namespace with a root of its own. A slot's machines, no two of which live at once, have copies of one:
-        nothing can be written there, and what can be locked or watched goes with the processes that did."""
+        """A mount namespace with a root of its own. A slot's machines, no two of which live at once, have copies of it:
+        nothing can be written there, and what is locked or watched goes with the processes that did."""
         sys_.unshare(sys_.CLONE_NEWNS)
         try:
             frame.make()
