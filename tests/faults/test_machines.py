@@ -659,13 +659,18 @@ def _runs(pid: int) -> bool:
     return False
 
 
-def test_a_dead_launcher_is_evidence_and_the_next_fork_starts_another():
+@pytest.mark.parametrize("victim", ["launcher", "runner", "template"])
+def test_a_dead_launcher_is_evidence_and_the_next_fork_starts_another(victim):
     async def test(runtime):
+        launcher = runtime._pool.launcher
+        if victim == "template" and not launcher.facts["agent"]:
+            pytest.skip("no agent was built")
         snapshot = await runtime.prepare({"a": b"1"})
         [machine] = await runtime.fork(snapshot, 1)
+        processes = descendants(launcher.pid)  # the machine's first one is the last of them
+        helpers = dict(zip(("runner", "template"), processes[:-1], strict=False))
         running = asyncio.create_task(machine.exec(["sleep", "100"], key="1", deadline_s=100))
-        until(lambda: len(descendants(runtime._pool.launcher.pid)) >= 2, "the runner and the machine")
-        os.kill(runtime._pool.launcher.pid, signal.SIGKILL)
+        os.kill({"launcher": launcher.pid, **helpers}[victim], signal.SIGKILL)
         with pytest.raises(MachineError, match="launcher"):
             await running
         with pytest.raises(MachineError, match="launcher"):
@@ -690,8 +695,7 @@ def test_closing_a_runtime_leaves_nothing():
 def test_a_machine_killed_from_outside_counts_as_a_killed_command_not_as_an_error():
     async def test(runtime):
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
-        [pid] = set(descendants(runtime._pool.launcher.pid)) - {runtime._pool.launcher.runner_pid}
-        os.kill(pid, signal.SIGKILL)
+        signal.pidfd_send_signal(machine._made.init, signal.SIGKILL)
         result = await machine.exec(["true"], key="1", deadline_s=20)
         with pytest.raises(FileNotFoundError, match="gone"):
             await machine.read("x")
