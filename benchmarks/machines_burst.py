@@ -193,6 +193,25 @@ def peer_exec_s(peer: Peer, times: int) -> list[float]:
     return spent
 
 
+def cpu_s(runtime: NamespaceRuntime) -> dict[str, float]:
+    """CPU seconds so far: of this process, of launcher and runner, of machines that have ended, and of the kernel's own
+    threads, which free what they left; those are a machine's only where nothing else runs."""
+    launcher, tick = runtime._pool.launcher, os.sysconf("SC_CLK_TCK")
+    spent = {"host": time.process_time(), "launcher": 0.0, "machines": 0.0, "kernel": 0.0}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            fields = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended
+        own, waited = (sum(map(int, fields[i : i + 2])) / tick for i in (11, 13))
+        if int(name) in (launcher.pid, launcher.runner_pid):
+            spent["launcher"] += own
+            spent["machines"] += waited
+        elif fields[1] == "2":
+            spent["kernel"] += own
+    return spent
+
+
 def available_bytes() -> int:
     text = Path("/proc/meminfo").read_text()
     return int(text.partition("MemAvailable:")[2].split()[0]) * 1024
@@ -302,11 +321,14 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         ours = Ours(runtime, await runtime.prepare(FILES))
         await ours.loop(1.0, arguments.workers, python=True)  # warm
+        before = cpu_s(runtime)
         sustained = await ours.loop(arguments.seconds, arguments.workers, python=False)
+        spent = cpu_s(runtime)
         batches = await ours.loop(arguments.seconds / 4, 2, python=False, batch=16)
         with_python = await ours.loop(arguments.seconds, arguments.workers, python=True)
         told = {
             "fork_to_ready": sustained.told(),
+            "fork_cpu_ms": {who: round((spent[who] - before[who]) / len(sustained.whole) * 1e3, 3) for who in spent},
             "fork_of_16_to_ready": batches.told(),
             "fork_to_python": with_python.told(),
             "python_alone_ms": milliseconds(python_start_s()),

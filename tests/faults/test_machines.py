@@ -91,6 +91,43 @@ def test_no_socket_of_the_host_can_be_reached_not_even_on_loopback():
     assert len(result.output.split()) == 3
 
 
+LOCKED = """
+import fcntl, os, sys, time
+def lock(path):
+    fd = os.open(path, os.O_RDONLY)
+    try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError: print(path)
+for path in sys.argv[2:]: lock(path)
+if sys.argv[1] == "stay":
+    if os.fork() == 0: time.sleep(60)
+"""
+
+
+def test_a_lock_on_a_file_of_the_system_is_felt_in_one_machine_and_not_in_its_siblings():
+    places = ["/", "/usr", "/usr/bin/env", "/etc/passwd", "/opt/python/bin/python", json.__file__]
+    places += ["/dev/null"] if os.geteuid() == 0 else []  # the host's own, where none can be made
+
+    async def felt(runtime: NamespaceRuntime) -> list[list[str]]:
+        if any(note.startswith("system files") for note in runtime.info.notes):
+            pytest.skip("this kernel mounts no overlay here")
+        left, right = await runtime.fork(await runtime.prepare({"lock.py": LOCKED.encode()}), 2)
+        there = await left.exec(
+            ["sh", "-c", 'for p; do if test -e "$p"; then echo "$p"; fi; done', "sh", *places], key="0", deadline_s=20
+        )
+        paths = there.output.decode().split()
+        assert len(paths) >= 5
+        tries = [(left, "stay"), (left, "go"), (right, "go")]
+        results = [
+            await machine.exec(["python", "lock.py", how, *paths], key=str(i), deadline_s=20)
+            for i, (machine, how) in enumerate(tries, 1)
+        ]
+        assert not any(result.exit_code for result in results), results
+        return [paths, *(result.output.decode().split() for result in results)]
+
+    paths, first, again, siblings = with_runtime(felt)
+    assert (first, again, siblings) == ([], paths, [])
+
+
 @pytest.mark.parametrize("family", ["AF_VSOCK", "AF_NETLINK", "AF_PACKET", "AF_ALG"])
 def test_socket_families_that_reach_past_the_network_namespace_are_refused(family):
     result = python(f"import socket; socket.socket(socket.{family}, socket.SOCK_DGRAM)")
@@ -622,13 +659,18 @@ def _runs(pid: int) -> bool:
     return False
 
 
-def test_a_dead_launcher_is_evidence_and_the_next_fork_starts_another():
+@pytest.mark.parametrize("victim", ["launcher", "runner", "template"])
+def test_a_dead_launcher_is_evidence_and_the_next_fork_starts_another(victim):
     async def test(runtime):
+        launcher = runtime._pool.launcher
+        if victim == "template" and not launcher.facts["agent"]:
+            pytest.skip("no agent was built")
         snapshot = await runtime.prepare({"a": b"1"})
         [machine] = await runtime.fork(snapshot, 1)
+        processes = descendants(launcher.pid)  # the machine's first one is the last of them
+        helpers = dict(zip(("runner", "template"), processes[:-1], strict=False))
         running = asyncio.create_task(machine.exec(["sleep", "100"], key="1", deadline_s=100))
-        until(lambda: len(descendants(runtime._pool.launcher.pid)) >= 2, "the runner and the machine")
-        os.kill(runtime._pool.launcher.pid, signal.SIGKILL)
+        os.kill({"launcher": launcher.pid, **helpers}[victim], signal.SIGKILL)
         with pytest.raises(MachineError, match="launcher"):
             await running
         with pytest.raises(MachineError, match="launcher"):
@@ -653,8 +695,7 @@ def test_closing_a_runtime_leaves_nothing():
 def test_a_machine_killed_from_outside_counts_as_a_killed_command_not_as_an_error():
     async def test(runtime):
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
-        [pid] = set(descendants(runtime._pool.launcher.pid)) - {runtime._pool.launcher.runner_pid}
-        os.kill(pid, signal.SIGKILL)
+        signal.pidfd_send_signal(machine._made.init, signal.SIGKILL)
         result = await machine.exec(["true"], key="1", deadline_s=20)
         with pytest.raises(FileNotFoundError, match="gone"):
             await machine.read("x")

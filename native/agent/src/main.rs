@@ -18,14 +18,14 @@ fn main() -> ExitCode {
     if words == ["--check"] {
         return ExitCode::SUCCESS; // it can be run here
     }
-    let mut options = match options::parse(words) {
+    let options = match options::parse(words) {
         Ok(options) => options,
         Err(wrong) => {
             eprintln!("etude-agent: {wrong}\n{USAGE}");
             return ExitCode::from(2);
         }
     };
-    let result = serve(&mut options);
+    let result = serve(&options);
     if let Err(why) = &result {
         eprintln!("etude-agent: {why}");
     }
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn serve(options: &mut Options) -> Result<(), String> {
+fn serve(options: &Options) -> Result<(), String> {
     let at = |step: &'static str| move |error: io::Error| format!("{step}: {error}");
     sys::close_all_but(&options.descriptors());
     if options.init {
@@ -43,20 +43,24 @@ fn serve(options: &mut Options) -> Result<(), String> {
     }
     sys::show_memory(false);
     sys::be_called(c"init");
-    leave_standard_streams().map_err(at("leaving the standard streams"))?;
     sys::ignore_signals().map_err(at("ignoring signals"))?;
     let filter = options.filter.map(filter_in).transpose().map_err(at("reading the filter"))?;
-    if let Some(template) = &options.template {
+    let link = if let Some(template) = &options.template {
+        leave_standard_streams().map_err(at("leaving the standard streams"))?;
         let Some(given) = template::serve(template).map_err(at("being a template"))? else { return Ok(()) };
         let channel = namespaces::enter(given, template.id, options.root_capabilities);
         let channel = channel.map_err(|(step, error)| format!("{step}: {error}"))?;
-        options.channel = Channel::Fd(channel.into_raw_fd());
-    }
+        Link::open(&Channel::Fd(channel.into_raw_fd()))
+    } else {
+        let link = Link::open(&options.channel);
+        leave_standard_streams().map_err(at("leaving the standard streams"))?;
+        link
+    };
+    let link = link.map_err(at("opening the channel"))?;
     sys::bound_capabilities(options.root_capabilities);
     if std::process::id() != 1 {
         sys::adopt_orphans().map_err(at("adopting orphans"))?; // a first process has them anyway
     }
-    let link = Link::open(&options.channel).map_err(at("opening the channel"))?;
     if let Some(filter) = filter {
         sys::no_new_privileges().and_then(|()| sys::filter_calls(&filter)).map_err(at("filtering calls"))?;
     }

@@ -75,9 +75,12 @@ class Channel:
 
     async def ready(self, deadline_s: float) -> None:
         """Wait until a started agent has said that it is there. Raises `Lost`."""
+        if self.ended is None and not self._ready.is_set():
+            self._read()  # it may have said so long ago
         with waiting(deadline_s, "its agent to be ready"):
-            async with asyncio.timeout(deadline_s):
-                await self._ready.wait()
+            if not self._ready.is_set():
+                async with asyncio.timeout(deadline_s):
+                    await self._ready.wait()
         self._must_be_up()
 
     def begin(self, handler: Handler) -> int:

@@ -44,10 +44,6 @@ _HARMLESS = {
     "make_by_clone", "make_by_unshare", "open_socket_families", "open_raw_sockets", "open_devices",
     "export_a_link", "export_a_hard_link", "work_past_the_deadline", "change_control_groups",
 }  # fmt: skip
-_KNOWN = {
-    "meet_at_a_lock": "locks on the files of one root are one set for all machines: siblings that conspire can signal",
-    "watch_a_shared_file": "inotify on the files of one root tells which of them other machines open, not what they do",
-}
 _STATEFUL = {
     "trojan_every_command",
     "leave_a_shell_running",
@@ -80,7 +76,6 @@ def _programs() -> list[Cheat]:
                     kinds=(Kind.DATA, Kind.STATE) if name in _STATEFUL else (Kind.DATA,),
                     shared_kernel=of_kernel,
                     bomb=module == "bombs" or name in ("kill_them_all", "exhaust_asynchronous_io"),
-                    known=_KNOWN.get(name, ""),
                     danger=name not in _HARMLESS,
                 )
             )

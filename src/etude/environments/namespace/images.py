@@ -48,10 +48,10 @@ class State(NamedTuple):
 
 
 def state_in(frame: bytes) -> State | None:
-    """The state in a frame, or None for the frame of a plain tree. `ValueError` for bytes that are neither."""
-    kind, fields = wire.unpack(frame)
-    if kind == wire.TREE:
+    """The state in a frame, or None for what could be the frame of a plain tree. `ValueError` for other bytes."""
+    if frame[:1] == bytes([wire.TREE]):
         return None
+    kind, fields = wire.unpack(frame)
     if kind != _KIND or len(fields) != 3:
         raise ValueError("these bytes are no snapshot")
     try:
@@ -140,7 +140,7 @@ class ImageMachine(NamespaceMachine):
         if state.layer:
             await self._on_root(lambda: self._apply(state.layer))
         elif state.tree:
-            await self.load(state.tree)
+            await self.load(wire.unpack(state.tree).fields)
 
     def _apply(self, layer: bytes) -> None:
         limits = ImageLimits(total_bytes=max(self._max_tree_bytes, 1) * 2)

@@ -225,10 +225,9 @@ class NamespaceMachine:
                 hint = "this process's standard error may say why"
                 raise MachineError("a machine's agent did not start", str(lost), hint=hint) from None
 
-    async def load(self, tree: bytes) -> None:
-        """Fill a new machine's work folder from a TREE frame. `OSError` for a tree that does not fit."""
-        fields = wire.unpack(tree).fields
-        await self._on_files(lambda: files.load(self._made.work, fields), num_bytes=len(tree))
+    async def load(self, tree: list[bytes]) -> None:
+        """Fill a new machine's work folder from the fields of a TREE frame. `OSError` for a tree that does not fit."""
+        await self._on_files(lambda: files.load(self._made.work, tree), num_bytes=sum(map(len, tree)))
 
     async def _on_files(self, work: Callable[[], T], *, num_bytes: int = 0) -> T:
         """Work on its files as its user."""

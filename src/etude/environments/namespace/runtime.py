@@ -22,8 +22,10 @@ import msgspec
 from etude.environments.agent.program import BUILT
 from etude.environments.config import MachineLimits
 from etude.environments.images.store import ImageStore
+from etude.environments.namespace.guest import wire
 from etude.environments.namespace.guest.confine import user_of
 from etude.environments.namespace.guest.overlay import COPIED, NUM_IDS
+from etude.environments.namespace.guest.root import SHARED
 from etude.environments.namespace.images import ImageMachine, State, launcher_facts, state_in
 from etude.environments.namespace.launcher import Blank, LauncherProcess, default_python
 from etude.environments.namespace.machine import USERS, WITH_ROOT, NamespaceMachine
@@ -87,6 +89,8 @@ class NamespaceRuntime:
         weaker = [f"{what}: {how}" for what, how in self.limits.items() if how.startswith(("per process", "none"))]
         if not self._pool.launcher.facts["agent"]:
             weaker.append("programs: each by the runner, slower than by the agent, which is not there")
+        if self._pool.launcher.facts["root"] == SHARED:
+            weaker.append("system files: one set of inodes for all machines, so siblings can meet at locks on them")
         copied = any(pool.launcher.facts["root"] == COPIED for pool in self._image_pools.values())
         if copied:
             weaker.append("images: this kernel mounts no overlay of them here, so every machine gets a copy in memory")
@@ -155,7 +159,7 @@ class NamespaceRuntime:
             async with asyncio.timeout(deadline_s):
                 await self._reserve(n)
                 waiting_for = "machines to start"
-                return [*await self._fork(tree, state, n)]
+                return [*await self._fork(state or wire.unpack(tree).fields, n)]
         except TimeoutError:
             facts = f"waited {deadline_s:g} s for {waiting_for}; {len(self._alive)} are alive"
             hint = "close machines, or wait longer"
@@ -176,13 +180,14 @@ class NamespaceRuntime:
                 raise MachineError("the runtime is closed", hint="make another one")
             self._reserved += n
 
-    async def _fork(self, tree: bytes, state: State | None, n: int) -> list[NamespaceMachine]:
+    async def _fork(self, start: State | list[bytes], n: int) -> list[NamespaceMachine]:
+        """`start` is a state, or the fields of a tree."""
         try:
-            pool = self._pool if state is None else await self._pool_of(state.image)
+            pool = await self._pool_of(start.image) if isinstance(start, State) else self._pool
             launcher = pool.launcher
             if pool.revive():
                 self._abandon_all(launcher)
-            wakes = [asyncio.create_task(self._wake(pool, blank, tree, state)) for blank in pool.take(n)]
+            wakes = [asyncio.create_task(self._wake(pool, blank, start)) for blank in pool.take(n)]
             try:
                 await asyncio.wait(wakes)
             finally:
@@ -233,7 +238,7 @@ class NamespaceRuntime:
             pool.hang_up()
             await pool.wait()
 
-    async def _wake(self, pool: Pool, blank: Blank, tree: bytes, state: State | None) -> NamespaceMachine:
+    async def _wake(self, pool: Pool, blank: Blank, start: State | list[bytes]) -> NamespaceMachine:
         """Load a blank machine."""
         try:
             made = await asyncio.shield(blank)
@@ -247,15 +252,14 @@ class NamespaceRuntime:
             "kill": partial(self._kill, launcher, made.number),
         }
         machine: NamespaceMachine
-        if state is None:
-            machine = NamespaceMachine(
-                made, launcher, owner=None if base is None else user_of(base, made.slot), users=self._users, **common
-            )
-            loaded = machine.load(tree)
-        else:
+        if isinstance(start, State):
             first = 0 if base is None else base + made.slot * NUM_IDS
-            machine = ImageMachine(made, launcher, state, first=first, **common)
-            loaded = machine.restore(state)
+            machine = ImageMachine(made, launcher, start, first=first, **common)
+            loaded = machine.restore(start)
+        else:
+            owner = None if base is None else user_of(base, made.slot)
+            machine = NamespaceMachine(made, launcher, owner=owner, users=self._users, **common)
+            loaded = machine.load(start)
         try:
             await machine.ready(_START_S)
             await loaded

@@ -23,7 +23,7 @@ import socket
 from . import agents, cgroups, confine, overlay
 from . import syscalls as sys_
 from .packets import FAILED, GONE, HEAD, KILL, MADE, MADE_FACTS, SPAWN
-from .root import WORK
+from .root import WORK, Frame
 
 _OWN = sys_.CLONE_NEWNS | sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS
 _HOME = {"mnt": sys_.CLONE_NEWNS, "net": sys_.CLONE_NEWNET, "ipc": sys_.CLONE_NEWIPC, "uts": sys_.CLONE_NEWUTS}
@@ -45,9 +45,11 @@ class Machines:
         program: int | None,
         filter_: bytes,
         person: confine.Person,
-        roots: overlay.Roots | None,
+        root: overlay.Roots | Frame,
     ) -> None:
-        self._roots = roots
+        self._frame = root if isinstance(root, Frame) and root.overlays else None
+        self._roots = None if isinstance(root, Frame) else root
+        self._bases: dict[int, int] = {}  # by slot: what its machines' mount namespaces are copies of
         self._channel, self._hierarchies, self._base, self._limits = channel, hierarchies, base, limits
         self._free = list(range(max_machines, 0, -1))
         self._prepared: set[int] = set()  # slots whose control groups exist
@@ -60,8 +62,8 @@ class Machines:
         self._sleeper = Sleeper()
         self._agents: agents.Agents | None = None
         if program is not None:
-            me = agents.AGENT if roots is None else overlay.AGENT
-            users = self._user_namespace if roots is None else self._kept_user_namespace
+            me = agents.AGENT if self._roots is None else overlay.AGENT
+            users = self._user_namespace if self._roots is None else self._kept_user_namespace
             self._agents = agents.Agents(program, base, limits, hierarchies, filter_, users, person, me)
             self._helpers.append(self._agents.template)
         self._poller = select.poll()
@@ -114,8 +116,10 @@ class Machines:
     def _make(self, slot: int, fds: list[int]) -> int:
         """PID 1's number here. `fds` gets its open work folder, where it is an agent the channel to it, and of an image
         what `overlay` opens."""
-        sys_.unshare(_OWN)
+        if slot in self._bases:
+            sys_.setns(self._bases[slot], sys_.CLONE_NEWNS)
         try:
+            sys_.unshare(_OWN)
             sys_.set_hostname("machine")
             if self._roots is not None:
                 fds += self._roots.make(slot)
@@ -130,11 +134,24 @@ class Machines:
                 pid, channel = self._agents.start(slot)
                 fds.append(channel)
         finally:
-            for fd, kind in self._home:
-                sys_.setns(fd, kind)
+            self._go_home()
         if self._agents is None:
             self._map_users(pid, slot)
         return pid
+
+    def _go_home(self) -> None:
+        for fd, kind in self._home:
+            sys_.setns(fd, kind)
+
+    def _base_of(self, frame: Frame) -> int:
+        """A mount namespace with a root of its own. A slot's machines, no two of which live at once, have copies of it:
+        nothing can be written there, and what is locked or watched goes with the processes that did."""
+        sys_.unshare(sys_.CLONE_NEWNS)
+        try:
+            frame.make()
+            return _namespace("mnt")
+        finally:
+            self._go_home()
 
     def _map_users(self, pid: int, slot: int) -> None:
         try:
@@ -170,6 +187,8 @@ class Machines:
                 hierarchy.make(
                     slot, self._limits.memory_bytes, self._limits.processes + 1, self._limits.cpus
                 )  # and PID 1
+            if self._frame is not None:
+                self._bases[slot] = self._base_of(self._frame)
             if self._roots is not None:
                 self._kept_user_namespace(slot)
             if self._agents is not None:

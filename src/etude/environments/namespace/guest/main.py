@@ -123,7 +123,7 @@ def _enter_user_namespace() -> None:
 def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hierarchy], base: int | None) -> None:
     channel = socket.socket(fileno=control)
     limits, image = confine.Limits(*config["limits"]), config["image"]
-    person, roots = confine.Person(), None
+    person, roots, frame = confine.Person(), None, None
     try:
         sys_.prctl(sys_.PR_SET_PDEATHSIG, 9)
         for name in config["preload"]:
@@ -135,7 +135,7 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
         sys_.unshare(sys_.CLONE_NEWNET | sys_.CLONE_NEWIPC | sys_.CLONE_NEWUTS)  # to come home to between machines
         program = _open_program(config["agent"])
         if image is None:
-            root.enter(config["python"], config["prefix"])
+            frame = root.enter(config["python"], config["prefix"])
         else:
             overlay.enter_frame(image["path"])
             person = confine.Person(image["uid"], image["gid"], image["workdir"], image["user"], image["env"]["PATH"])
@@ -155,11 +155,13 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
         )
         raise Become(partial(commands.serve, config["commands"], confinement))
     os.close(config["commands"])
+    whole = roots or frame
+    assert whole is not None
     bounded = {c: h.version for h in hierarchies for c in h.controllers}
-    facts = {"base": base, "cgroups": bounded, "agent": program is not None, "root": roots.mode if roots else None}
+    facts = {"base": base, "cgroups": bounded, "agent": program is not None, "root": whole.mode}
     channel.send(HEAD.pack(STARTED, os.getpid()) + json.dumps(facts).encode())
     machines.Machines(
-        channel, hierarchies, base, limits, config["max_machines"], runner, program, seccomp.packed(), person, roots
+        channel, hierarchies, base, limits, config["max_machines"], runner, program, seccomp.packed(), person, whole
     ).serve()
 
 

@@ -1,13 +1,17 @@
 """The filesystem that every machine starts from: a read-only root with what a Python needs and nothing else.
 
-Built once by the launcher, which then has no other root either; a machine only adds its own work folder, /tmp and
-/proc. Binds, not copies, so a machine costs three small mounts. /usr/local is left out unless the interpreter lives
-there: what an operator installed by hand is not part of a machine.
+Its frame is built once by the launcher, which then has no other root either. A machine's own root is a few overlays of
+it, without an upper folder: nothing is copied, and yet no inode is shared with a sibling, who could lock or watch it.
+Where the kernel mounts no overlay here, or something is mounted below what would be overlaid, machines have binds of
+the same folders, shared. A machine adds its work folder, /tmp and /proc. /usr/local is left out unless the interpreter
+lives there: what an operator installed by hand is not part of a machine.
 """
 
 from __future__ import annotations
 
 import os
+import stat
+from typing import NamedTuple
 
 from .syscalls import (
     CLONE_NEWNS,
@@ -18,19 +22,24 @@ from .syscalls import (
     MS_NODEV,
     MS_NOSUID,
     MS_PRIVATE,
+    MS_RDONLY,
     MS_REC,
+    clone_tree,
     mount,
+    move_tree,
     pivot_into,
     protect,
+    unmount,
     unshare,
 )
 
 WORK = "/workspace"  # the working directory of every machine
 PYTHON_BIN = "/opt/python/bin"  # holds the names `python` and `python3`
-_SYSTEM = (
-    "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/share",
-    "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives",
-)  # fmt: skip
+_USR = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "share")  # of /usr; what else is there is hidden
+_BESIDE_USR = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")  # links into /usr where the two were merged
+_ALTERNATIVES = "/etc/alternatives"
+OWN, SHARED = "own", "shared"  # whether a machine's inodes are its own
+_FRAME = "/.frame"  # of the launcher's root, and in no machine: what machines' roots are made of
 DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = {
     "passwd": f"root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000:user:{WORK}:/bin/sh\n",
@@ -49,17 +58,52 @@ LINKS = {
 READ_ONLY = MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV
 
 
-def enter(python: str, prefix: str) -> None:
-    """Build the root in a new mount namespace and make it ours. `prefix` is the interpreter's installation."""
+class Overlay(NamedTuple):
+    """One of those that make up a machine's root: where it is mounted in it, and its layers, the upper one first."""
+
+    place: str
+    layers: tuple[str, ...]
+
+
+class Frame(NamedTuple):
+    """What machines' roots are made of. `overlays` is empty where they share the launcher's."""
+
+    overlays: tuple[Overlay, ...]
+    has_nodes: bool  # devices are its own files, not the host's
+
+    @property
+    def mode(self) -> str:
+        return OWN if self.overlays else SHARED
+
+    def make(self) -> None:
+        """In a mount namespace that was the launcher's: be in a root of its own."""
+        root, held = f"{_FRAME}/root", ["/proc"] if self.has_nodes else ["/proc", "/dev"]
+        for place, layers in self.overlays:
+            flags = MS_RDONLY | MS_NOSUID | (MS_NODEV if place != "/" or not self.has_nodes else 0)
+            mount("overlay", root + place, "overlay", flags, f"lowerdir={':'.join(layers)}")
+        trees = [(clone_tree(place), place) for place in held]
+        try:
+            pivot_into(root)
+            for tree, place in trees:
+                move_tree(tree, place)
+        finally:
+            for tree, _ in trees:
+                os.close(tree)
+
+
+def enter(python: str, prefix: str) -> Frame:
+    """Build the frame in a new mount namespace and make it our root. `prefix` is the interpreter's installation."""
     unshare(CLONE_NEWNS)
     mount("none", "/", "", MS_REC | MS_PRIVATE)
-    sources = [*_SYSTEM] if _covered(prefix) else [*_SYSTEM, prefix]
     new = next(d for d in ("/mnt", "/media", "/srv", "/sys") if os.path.isdir(d) and not f"{prefix}/".startswith(d))
-    mount("tmpfs", new, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for source in sources:
-        _bring(source, new)
-    for name in DEVICES:
-        bind_device(f"/dev/{name}", f"{new}/dev/{name}")
+    mount("tmpfs", new, "tmpfs", MS_NOSUID, "size=1m,mode=755")
+    sources = ["/usr", *(top for top in _BESIDE_USR if os.path.isdir(top) and not os.path.islink(top))]
+    sources += [] if _covered(prefix, sources) else [prefix]
+    whole = not any(mounted.startswith(f"{source}/") for mounted in _mounted() for source in sources)
+    for top in filter(os.path.islink, _BESIDE_USR):
+        os.symlink(os.readlink(top), new + top)
+    overlays = _layers(new, sources, prefix)
+    has_nodes = _make_devices(new)
     _write_etc(new)
     for link, target in {**LINKS, f"{PYTHON_BIN}/python": python, f"{PYTHON_BIN}/python3": python}.items():
         os.makedirs(os.path.dirname(new + link), exist_ok=True)
@@ -68,20 +112,93 @@ def enter(python: str, prefix: str) -> None:
         os.makedirs(new + folder, exist_ok=True)
     mount("proc", f"{new}/proc", "proc", MS_NOSUID | MS_NODEV)
     pivot_into(new)
-    protect("/", READ_ONLY, recursive=False)
+    frame = Frame(overlays, has_nodes)
+    if not (whole and _works(frame, python)):
+        frame = Frame((), has_nodes)
+        _bind(sources)
+    protect("/", READ_ONLY & ~(MOUNT_ATTR_NODEV if has_nodes else 0), recursive=False)
+    return frame
 
 
-def _covered(prefix: str) -> bool:
-    return prefix == "/usr" or any(f"{prefix}/".startswith(f"{folder}/") for folder in _SYSTEM)
+def _covered(prefix: str, sources: list[str]) -> bool:
+    system = [f"/usr/{name}" for name in _USR] + sources[1:]
+    return prefix == "/usr" or any(f"{prefix}/".startswith(f"{folder}/") for folder in system)
 
 
-def _bring(source: str, new: str) -> None:
-    if os.path.islink(source):
-        os.symlink(os.readlink(source), new + source)
-    elif os.path.isdir(source):
+def _mounted() -> list[str]:
+    """Where something is mounted."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
+        return [line.split()[4] for line in lines]
+
+
+def _layers(new: str, sources: list[str], prefix: str) -> tuple[Overlay, ...]:
+    """Have the sources in the frame, and say what is to be overlaid with what. Layers of our own are `places`, for what
+    is to be mounted on, `hidden` and `top`, of whiteouts, and `empty`."""
+    frame = new + _FRAME
+    os.mkdir(frame)
+    mount("tmpfs", frame, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=700")  # layers lie in none of the others
+    for folder in ("root", "places", "hidden", "top", "empty"):
+        os.mkdir(f"{frame}/{folder}")
+    os.mknod(f"{frame}/top{_FRAME}", stat.S_IFCHR)
+    for name in {*os.listdir("/usr")} - {*_USR}:
+        os.mknod(f"{frame}/hidden/{name}", stat.S_IFCHR)
+    overlays = [Overlay("/", (f"{_FRAME}/top", "/"))]
+    for i, source in enumerate(sources):
         os.makedirs(new + source, exist_ok=True)
-        mount(source, new + source, "", MS_BIND | MS_REC)
-        protect(new + source, READ_ONLY, recursive=True)
+        os.mkdir(f"{frame}/{i}")
+        mount(source, f"{frame}/{i}", "", MS_BIND | MS_REC)
+        protect(f"{frame}/{i}", READ_ONLY, recursive=True)
+        above = ("places", "hidden") if source == "/usr" else ("empty",)  # an overlay has two at least
+        overlays.append(Overlay(source, (*(f"{_FRAME}/{name}" for name in above), f"{_FRAME}/{i}")))
+    if prefix in sources and prefix.startswith("/usr/"):
+        os.makedirs(f"{frame}/places/{prefix.removeprefix('/usr/')}")
+    return tuple(overlays)
+
+
+def _works(frame: Frame, python: str) -> bool:
+    """Whether such a root can be made, tried in a process that then ends."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            unshare(CLONE_NEWNS)
+            frame.make()
+            code = 0 if os.access(python, os.X_OK) and os.access("/dev/null", os.R_OK | os.W_OK) else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _bind(sources: list[str]) -> None:
+    """Have the sources where they belong, and nothing to make overlays of."""
+    for i, source in enumerate(sources):
+        at = f"{_FRAME}/{i}"
+        for part in [f"/{name}" for name in _USR] if source == "/usr" else [""]:
+            if os.path.islink(at + part):
+                os.symlink(os.readlink(at + part), source + part)
+            elif os.path.isdir(at + part):
+                os.makedirs(source + part, exist_ok=True)
+                mount(at + part, source + part, "", MS_BIND | MS_REC)
+    unmount(_FRAME)
+    os.rmdir(_FRAME)
+
+
+def _make_devices(new: str) -> bool:
+    """True where they could be made; otherwise they are the host's."""
+    os.mkdir(f"{new}/dev")
+    try:
+        for name in DEVICES:
+            path = f"{new}/dev/{name}"
+            os.mknod(path, stat.S_IFCHR, os.stat(f"/dev/{name}").st_rdev)
+            os.chmod(path, 0o666)
+            os.close(os.open(path, os.O_RDONLY))
+        return True
+    except OSError:
+        for name in os.listdir(f"{new}/dev"):
+            os.unlink(f"{new}/dev/{name}")
+        for name in DEVICES:
+            bind_device(f"/dev/{name}", f"{new}/dev/{name}")
+        return False
 
 
 def bind_device(source: str, target: str) -> None:
@@ -96,6 +213,11 @@ def _write_etc(new: str) -> None:
     for name, text in _ETC.items():
         with open(f"{new}/etc/{name}", "w", encoding="ascii") as file:
             file.write(text)
+    os.mkdir(new + _ALTERNATIVES)
+    if os.path.isdir(_ALTERNATIVES):
+        for name in os.listdir(_ALTERNATIVES):
+            if os.path.islink(f"{_ALTERNATIVES}/{name}"):
+                os.symlink(os.readlink(f"{_ALTERNATIVES}/{name}"), f"{new}{_ALTERNATIVES}/{name}")
     if os.path.exists("/etc/ld.so.cache"):
         with open("/etc/ld.so.cache", "rb") as old, open(f"{new}/etc/ld.so.cache", "wb") as copy:
             copy.write(old.read())

@@ -101,6 +101,11 @@ def pivot_into(new_root: str) -> None:
     os.chdir("/")
 
 
+def unmount(path: str) -> None:
+    """umount2(2), with all that is mounted below."""
+    _check(_libc.umount2(path.encode(), MNT_DETACH), f"umount {path}")
+
+
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
     """openat2(2): `path` under `directory`, never through a link, never out of it."""
     how = (ctypes.c_uint64 * 3)(
