@@ -12,6 +12,7 @@ from tests.unit.environments.judging import RIGHT, TASK, judge, on_machines
 from tests.virtual import microvm
 
 from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
+from etude.environments.grading.verifier import _judged
 from etude.environments.gvisor import GVisorRuntime
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
@@ -174,6 +175,20 @@ def test_whatever_an_agent_leaves_is_judged(script, reward):
     _, outcome = left_by(script)
     assert isinstance(outcome, Graded), outcome
     assert outcome.reward == reward, outcome
+
+
+@pytest.mark.parametrize("path", ["{here}/locked/reward", "locked/reward"])
+def test_a_reward_that_lies_there_and_cannot_be_taken_away_is_no_verdict(path):
+    async def work(runtime: Any) -> Any:
+        [machine] = await runtime.fork(await runtime.prepare({"locked/reward": b"1"}), 1)
+        script = "cd locked; chmod 444 reward; chmod 555 .; cd ..; printf %s $PWD"
+        here = (await machine.exec(["sh", "-c", script], key="plant", deadline_s=20.0)).output.decode()
+        verifier = Verifier(files={}, argv=("true",), reward_path=path.format(here=here), deadline_s=10.0)
+        return await _judged(machine, verifier, user="")
+
+    said = on_machines(work)
+    assert said.reward is None
+    assert "cannot be taken away" in said.reason
 
 
 @pytest.mark.parametrize(("backend", "make"), [("microvm", microvm), ("gvisor", GVisorRuntime)])
