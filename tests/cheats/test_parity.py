@@ -8,7 +8,8 @@ import numpy as np
 from tests.here import opened
 
 from etude.environments import NamespaceRuntime
-from etude.environments.cheats.parity import Parity, Table, auc_of, judged, probe_parity
+from etude.environments.cheats.booted import BootedRuntime
+from etude.environments.cheats.parity import Parity, Table, auc_of, judged, probe_parity, wilson
 from etude.environments.cheats.plain import PlainRuntime
 
 
@@ -36,6 +37,26 @@ def test_a_namespace_and_a_plain_process_are_told_apart_and_by_what_is_said():
     assert found.auc == 1.0
     assert found.told_apart
     assert {"environment.path", "file.uid_map"} <= {each.fact for each in found.giveaways}
+
+
+def test_a_machine_that_booted_has_its_files_a_name_of_its_own_and_runs_commands():
+    command = ["sh", "-c", "cat hi.txt /etc/machine-id; hostname"]
+
+    async def main(runtime: BootedRuntime) -> bytes:
+        try:
+            [machine] = await runtime.fork(await runtime.prepare({"hi.txt": b"hi "}), 1)
+            return (await machine.exec(command, key="1", deadline_s=60.0)).output
+        finally:
+            await runtime.close()
+
+    told = asyncio.run(main(opened("microvm", BootedRuntime)))
+    hi, machine_id, name = told.decode().replace("\n", " ").split()
+    assert (hi, len(machine_id), len(name)) == ("hi", 32, 12)
+
+
+def test_an_interval_holds_the_share_and_narrows():
+    (low, high), (nearer, farther) = wilson(0.7, 20), wilson(0.7, 200)
+    assert 0 < low < nearer < 0.7 < farther < high < 1
 
 
 def test_a_detector_learns_one_number_among_noise():
