@@ -253,7 +253,10 @@ class MemoryRuntime:
         return data
 
     async def unpack(self, packed: bytes) -> str:
-        return await self.prepare(msgspec.msgpack.decode(packed, type=dict[str, bytes]))
+        try:
+            return await self.prepare(msgspec.msgpack.decode(packed, type=dict[str, bytes]))
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"these bytes are no snapshot: {error}") from None
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         if snapshot not in self._snapshots:
