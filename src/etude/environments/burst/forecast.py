@@ -54,7 +54,8 @@ class Demand:
             return []
         now = max(int(now_s // self._lead_s), self._windows[-1][0])
         # one older than the first stands for all the time before it, in which nobody asked
-        total = (1 - self._fade ** (now - self._first + 2)) / (1 - self._fade) if self._fade < 1 else now + 2.0
+        first = self._first if len(self._windows) < _WINDOWS else self._windows[0][0]  # as far back as is known
+        total = (1 - self._fade ** (now - first + 2)) / (1 - self._fade) if self._fade < 1 else now - first + 2.0
         reached, tail = 0.0, []
         for window, n in sorted(self._windows, key=lambda w: -w[1]):
             reached += self._fade ** (now - window)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +38,28 @@ def test_a_forecast_falls_when_nobody_asks_any_more():
     assert held[0] == 8
     assert held[-1] == 0
     assert held == sorted(held, reverse=True)
+
+
+def kept(quantile: float) -> tuple[float, float]:
+    """(share of windows in which more was asked for than was at hand, machines that idled in a window on average), of
+    a demand of 1 to 40 machines in every second window."""
+    forecast, rng = Forecast(quantile=quantile, lead_s=1.0, memory_s=300.0), random.Random(5)
+    missed = idle = 0
+    for t in range(3000):
+        held = forecast.plan(float(t), budget=1000).get("x", 0)
+        n = rng.choice((0, rng.randint(1, 40)))
+        if n:
+            forecast.asked("x", t + 0.5, n)
+        if t >= 500:
+            missed, idle = missed + (n > held), idle + max(0, held - n)
+    return missed / 2500, idle / 2500
+
+
+def test_machines_at_hand_are_too_few_as_often_as_the_quantile_says_and_idle_in_return():
+    (seldom, costly), (often, cheap) = kept(0.95), kept(0.75)
+    assert 0.02 < seldom < 0.08
+    assert 0.2 < often < 0.3
+    assert cheap < costly < 40 - 10.25  # what 40 at hand always would cost: the demand is 10.25 on average
 
 
 def test_a_budget_goes_to_what_will_most_probably_be_used():
