@@ -357,4 +357,4 @@ async def refusing(work: Awaitable[T], *, deadline_s: float, what: str) -> T:
     except TimeoutError:
         raise Refused(504, what, f"not within {deadline_s:g} s", hint="try again later") from None
     except OSError as error:
-        raise Refused(503, what, str(error), hint="is a disk of the server full?") from None
+        raise Refused(507, what, str(error), hint="is its disk full, or one of the server?") from None
