@@ -97,7 +97,7 @@ def test_a_state_that_is_too_large_or_none_is_refused_by_kind(name):
     running(test, RUNTIMES[name])
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "memory"])
+@pytest.mark.parametrize("name", ["warm", "fleet", "remote"])
 def test_a_machines_state_is_judged_in_a_fork_of_the_frozen_one(name):
     async def test(runtime: Runtime) -> Any:
         solved = await reference_exports(runtime, TASK, ANSWER)
