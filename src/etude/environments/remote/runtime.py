@@ -274,7 +274,10 @@ class RemoteRuntime:
         lease, path = m.Lease(timeout=self._config.lease_s), f"/sandboxes/{quote(machine_id)}/timeout"
         async with self._room:
             with contextlib.suppress(MachineError):  # the next call to the machine says what is wrong
-                await self._call("POST", path, lease, what="renewing a lease", deadline_s=self._config.lease_s / 3)
+                deadline_s = self._config.lease_s / 3
+                answer = await self._call("POST", path, lease, what="renewing a lease", deadline_s=deadline_s)
+                if answer.status == 404:
+                    self._alive.pop(machine_id, None)  # it has ended there
 
     # what machines ask of their runtime
 

@@ -70,7 +70,7 @@ class Box:
 
     def put(self, machine: Machine) -> None:
         """Have a machine: a new one, or one again."""
-        self.machine, self.paused, self.workdir = machine, None, ""
+        self.machine, self.paused = machine, None
         config = self._config
         self.processes = Processes(machine, self.env, max_running=config.max_running, log_bytes=config.log_bytes)
         self.shells = Shells(machine, PROGRAMS)
@@ -99,7 +99,7 @@ class Boxes:
     ) -> None:
         self.runtime, self.config, self.clock = runtime, config, clock
         self.templates = {"base": Template()} | dict(templates)
-        self.draining = False
+        self.draining = self._closed = False
         self._boxes: dict[str, Box] = {}
         self._prepared: dict[str, asyncio.Task[str]] = {}
         self._kept: dict[str, KeptStates] = {}  # by account
@@ -143,6 +143,10 @@ class Boxes:
         except BaseException:
             account.give_back(n)
             raise
+        if self._closed:  # meanwhile
+            account.give_back(n)
+            await asyncio.gather(*(machine.close() for machine in machines), return_exceptions=True)
+            raise Refused(503, "the server has ended", hint="ask another one")
         boxes = [Box(account, asked, machine, self.config) for machine in machines]
         now = self.clock()
         for box in boxes:
@@ -334,8 +338,8 @@ class Boxes:
                 await self._ended.wait_for(lambda: all(box.paused is not None for box in self._boxes.values()))
 
     async def close(self) -> None:
-        """End all."""
-        self.draining = True
+        """End all, and what is being made once it is there."""
+        self.draining = self._closed = True
         for task in (*self._creations.values(), *self._prepared.values()):
             task.cancel()
         await asyncio.gather(*(self.kill(box) for box in list(self._boxes.values())), return_exceptions=True)
