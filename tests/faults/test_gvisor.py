@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from tests.here import opened, why_not
 
 from etude.environments.gvisor import GVisorRuntime
 from etude.environments.microvm import find
@@ -24,10 +25,7 @@ from etude.records.image import Image
 
 def with_runtime(test: Callable[[GVisorRuntime], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        try:
-            runtime = GVisorRuntime()
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("gvisor", GVisorRuntime)
         try:
             return await test(runtime)
         finally:
@@ -101,10 +99,9 @@ def test_a_machine_without_runsc_is_refused_with_what_to_install(monkeypatch, tm
 
 
 def test_an_image_is_never_written_to_and_its_machines_share_nothing(tmp_path):
-    try:
-        busybox = find().busybox
-    except MachineError as error:
-        pytest.skip(str(error))
+    if why := why_not("microvm"):
+        pytest.skip(f"no busybox: {why}")
+    busybox = find().busybox
     root = tmp_path / "root"
     (root / "bin").mkdir(parents=True)
     shutil.copy(busybox, root / "bin/busybox")
@@ -117,10 +114,7 @@ def test_an_image_is_never_written_to_and_its_machines_share_nothing(tmp_path):
     image = Image(digest="a" * 64, workdir="/opt/app", env={"STAGE": "test"})
 
     async def main() -> tuple[bytes, bytes]:
-        try:
-            runtime = GVisorRuntime(roots=lambda digest: root)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("gvisor", lambda: GVisorRuntime(roots=lambda digest: root))
         try:
             one, other = await runtime.fork(await runtime.prepare({"new": b"file\n"}, image=image), 2)
             script = "cat version new; echo $STAGE; id -un; echo more > version; cat version"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.here import opened
 from tests.virtual import microvm
 
 from etude.environments.microvm import MicroVMRuntime, find, memory, overlay, probe
@@ -183,10 +184,7 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
 
 
 def test_the_accelerator_is_probed_once(monkeypatch):
-    try:
-        microvm()
-    except MachineError as error:
-        pytest.skip(str(error))
+    opened("microvm", microvm)
     first = asyncio.run(probe(find()))
     monkeypatch.setattr(sys.modules["etude.environments.microvm.probe"], "Qemu", None)  # no guest is started any more
     assert asyncio.run(probe(find())) == first
@@ -194,10 +192,7 @@ def test_the_accelerator_is_probed_once(monkeypatch):
 
 def test_an_image_of_ones_own_boots_with_its_files_user_and_environment(tmp_path):
     """A root with nothing but busybox: what a machine needs beside that comes with the boot."""
-    try:
-        microvm()
-    except MachineError as error:
-        pytest.skip(str(error))
+    opened("microvm", microvm)
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "microvm").mkdir()
@@ -228,10 +223,7 @@ def test_an_image_of_ones_own_boots_with_its_files_user_and_environment(tmp_path
 
 
 def test_a_runtime_without_an_image_store_says_so():
-    try:
-        runtime = microvm()
-    except MachineError as error:
-        pytest.skip(str(error))
+    runtime = opened("microvm", microvm)
 
     async def main() -> None:
         try:

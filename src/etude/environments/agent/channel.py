@@ -73,7 +73,7 @@ class Channel:
 
     async def ready(self, deadline_s: float) -> None:
         """Wait until a started agent has said that it is there. Raises `Lost`."""
-        with _waiting(deadline_s, "its agent to be ready"):
+        with waiting(deadline_s, "its agent to be ready"):
             async with asyncio.timeout(deadline_s):
                 await self._ready.wait()
         self._must_be_up()
@@ -222,7 +222,7 @@ class Reply:
 
     async def wait(self, deadline_s: float) -> bytes:
         """The data. Raises `Lost`, `OSError`."""
-        with _waiting(deadline_s, "its agent to answer"):
+        with waiting(deadline_s, "its agent to answer"):
             async with asyncio.timeout(deadline_s):
                 return await asyncio.shield(self._future)
 
@@ -256,7 +256,8 @@ class Reply:
 
 
 @contextlib.contextmanager
-def _waiting(deadline_s: float, what: str) -> Iterator[None]:
+def waiting(deadline_s: float, what: str) -> Iterator[None]:
+    """A `TimeoutError` in it is `Lost`, and says what was waited for."""
     try:
         yield
     except TimeoutError:

@@ -40,11 +40,10 @@ class Monitor:
 
     async def execute(self, command: str, *, deadline_s: float = 10.0, **arguments: Any) -> Any:
         """What QEMU returns. Words in arguments have `_` where QEMU's have `-`."""
-        named = {name.replace("_", "-"): value for name, value in arguments.items()}
         async with self._turn:
             self._next += 1
             number = self._next
-            self._writer.write(json.dumps({"execute": command, "arguments": named, "id": number}).encode() + b"\n")
+            self._writer.write(_line(command, arguments, number))
             try:
                 async with asyncio.timeout(deadline_s):
                     while (message := await self._message()).get("id") != number:
@@ -92,3 +91,11 @@ class Monitor:
     def close(self) -> None:
         """Let go of the socket. Idempotent."""
         self._writer.close()
+
+
+def _line(command: str, arguments: dict[str, Any], number: int) -> bytes:
+    """As short as can be: QEMU reads it byte by byte, with seven system calls for each."""
+    message: dict[str, Any] = {"execute": command, "id": number}
+    if arguments:
+        message["arguments"] = {name.replace("_", "-"): value for name, value in arguments.items()}
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"

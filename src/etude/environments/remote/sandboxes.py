@@ -132,8 +132,10 @@ class Boxes:
         try:
             [box] = await self._fork(account, asked, snapshot, 1)
         except MachineError:
-            self._prepared.pop(asked.template_id, None)  # the runtime may have had to let go of it
-            raise
+            if self._prepared.pop(asked.template_id, None) is None:
+                raise
+            again = await self.snapshot_of(account, asked.template_id)  # the runtime may have had to let go of it
+            [box] = await self._fork(account, asked, again, 1)
         return box.made
 
     async def _fork(self, account: Account, asked: NewSandbox, snapshot: str, n: int) -> list[Box]:
@@ -175,7 +177,7 @@ class Boxes:
             return kept
         if template not in self.templates:
             facts = f"templates: {', '.join(sorted(self.templates)[:20])}"
-            raise Refused(404, f"no template or snapshot {template[:80]!r}", facts, hint="name one of them")
+            raise Refused(404, f"no snapshot or template {template[:80]!r}", facts, hint="name one of them")
         return await self._prepare(template)
 
     async def prepare(self) -> None:

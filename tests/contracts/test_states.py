@@ -1,4 +1,4 @@
-"""What runtimes promise whose snapshots go to another of their kind; tasks that are judged by a machine's state."""
+"""Tasks that are judged by a machine's state, over runtimes that stand before others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.contracts.test_machine import RUNTIMES, one
+from tests.here import opened
 from tests.remote_server import PlainRuntime, ServedRuntime
 
 from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
@@ -16,10 +17,9 @@ from etude.errors import MachineError
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust, Verifier
-from etude.seams import Portable, Runtime
+from etude.seams import Runtime
 from etude.testing import MemoryRuntime
 
-NAMES = ["memory", "namespace", "warm", "fleet", "remote"]
 TASK = Task(
     source="s",
     split=Split.TRAIN,
@@ -49,13 +49,7 @@ class Keeping(MemoryRuntime):
 
 def running(test: Callable[..., Awaitable[Any]], *makers: Callable[[], Runtime]) -> Any:
     async def main() -> Any:
-        made: list[Runtime] = []
-        try:
-            made += [make() for make in makers]
-        except MachineError as error:
-            for runtime in made:
-                await runtime.close()
-            pytest.skip(str(error))
+        made = [opened("namespace", make) for make in makers]
         try:
             return await test(*made)
         finally:
@@ -63,38 +57,6 @@ def running(test: Callable[..., Awaitable[Any]], *makers: Callable[[], Runtime])
                 await runtime.close()
 
     return asyncio.run(main())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_state_of_a_machine_goes_to_another_runtime(name):
-    async def test(here: Any, there: Any) -> None:
-        assert isinstance(here, Portable)
-        machine = await one(here, {"a.txt": b"before"})
-        await machine.write("a.txt", b"after")
-        packed = await here.pack(await machine.snapshot(), max_bytes=1 << 20)
-        await machine.close()
-        await here.close()
-        [child] = await there.fork(await there.unpack(packed), 1)
-        assert await child.read("a.txt") == b"after"
-        assert await there.unpack(packed) == await there.unpack(packed)
-
-    running(test, RUNTIMES[name], RUNTIMES[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_state_that_is_too_large_or_none_is_refused_by_kind(name):
-    async def test(runtime: Any) -> None:
-        snapshot = await runtime.prepare({"a.txt": b"x" * 10_000})
-        with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
-            await runtime.pack(snapshot, max_bytes=1000)
-        with pytest.raises(MachineError):
-            await runtime.pack("0" * 64, max_bytes=1 << 20)
-        packed = await runtime.pack(snapshot, max_bytes=1 << 20)
-        for bad in (b"", b"junk" * 99, packed[:-1]):
-            with pytest.raises(ValueError):  # noqa: PT011
-                await runtime.unpack(bad)
-
-    running(test, RUNTIMES[name])
 
 
 @pytest.mark.parametrize("name", ["warm", "fleet", "remote"])
