@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,6 +124,7 @@ from tests.virtual import microvm
         with ends_within(pids, 20.0):
             host.kill()
     assert list(tmp_path.iterdir()) == []
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
 
 
 def test_a_closed_runtime_leaves_no_process_and_no_descriptor():

@@ -6,7 +6,8 @@ spreads by itself where its hosts are busy: a copy is made when waiting costs mo
 will do, the emptiest hosts come from a heap in O(log hosts).
 
 What is expected is corrected by what is seen of each host (`Host.slowness`). All hosts forking slower than was said is
-no host's fault: one that is more than `PATIENT` times slower than the median is asked only where nothing else has room. Knows nothing of groups and attempts.
+no host's fault: one that is more than `PATIENT` times slower than the median is asked only where nothing else has
+room. Knows nothing of groups and attempts.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ class OwnFolder:
             for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
                 _remove_without_owner(old)
             while True:
-                self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+                self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+                self.path = Path(self._folder.name)
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if self.path.exists():  # nobody came between who took it for one without an owner
@@ -33,7 +34,7 @@ class OwnFolder:
 
     def close(self) -> None:
         """Remove it, with all that is in it. Once."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._folder.cleanup()
         os.close(self._lock)
 
 

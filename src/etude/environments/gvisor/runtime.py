@@ -66,6 +66,7 @@ class GVisorRuntime:
     def info(self) -> RuntimeInfo:
         notes = (
             f"gVisor {self._version} with {self._platform}",
+            "a snapshot is the working directory's files, in an image as well",
             "no bound on memory, processors and processes of a machine together: set one on this process",
         )
         return RuntimeInfo(
@@ -98,8 +99,12 @@ class GVisorRuntime:
         return packed
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """See `Portable.pack`: the files of the working directory, and which image it is of."""
+        """See `Portable.pack`: the tree itself. `MachineError` for a machine of an image, whose snapshot is its working
+        directory alone: judged by that, whoever changed what lies outside would have done nothing."""
         packed = self._kept(snapshot)
+        if state_in(packed) is not None:
+            facts = "what is outside its working directory is in no snapshot of gVisor"
+            raise MachineError("this machine's state is not whole", facts, hint="use backend microvm or namespace")
         if len(packed) > max_bytes:
             raise ValueError(f"the snapshot has {len(packed)} bytes, at most {max_bytes}")
         return packed
@@ -107,11 +112,7 @@ class GVisorRuntime:
     async def unpack(self, packed: bytes) -> str:
         """See `Portable.unpack`."""
         self._must_be_open()
-        state = state_in(packed)
-        if state is not None and state.layer:
-            raise ValueError("a snapshot of gVisor has no layer")
-        name = self._snapshots.adopt(packed if state is None else state.tree)
-        return name if state is None else self._keep(state.tree, state.image)
+        return self._snapshots.adopt(packed)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""

@@ -80,9 +80,7 @@ def talking(
     """A git command whose output is read while it runs; it is killed at the end, and at the deadline, for a repository
     may have a pipe where an object should be. Errors as `git` has them."""
     try:
-        process = subprocess.Popen(
-            command(repository, *words), stdin=stdin, stdout=subprocess.PIPE, env=environment()
-        )
+        process = subprocess.Popen(command(repository, *words), stdin=stdin, stdout=subprocess.PIPE, env=environment())
     except FileNotFoundError:
         raise no_git() from None
     late = threading.Timer(deadline_s, process.kill)

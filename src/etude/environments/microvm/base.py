@@ -16,6 +16,7 @@ import os
 import platform
 import secrets
 import shutil
+import time
 import weakref
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from etude.seams import Command
 BOOT_DEADLINE_S = 120.0
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _FORM = 2  # of what is kept; counts up with every change
+_MAKING_S = 3600.0
 _MOST_KEPT = 8  # of all images, agents and hardware; each takes a hundred MiB or more
 
 
@@ -119,6 +121,7 @@ async def _until_ready(guest: Qemu, booting: Booting) -> None:
 
 def _keep(folder: Path, name: str, ram: int, start: Snapshot) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    remove_unfinished(folder)
     new = folder / f".{name[:16]}-{secrets.token_hex(4)}"
     new.mkdir(mode=0o700)
     try:
@@ -140,6 +143,18 @@ def _remove_old(folder: Path) -> None:
     kept = sorted(folder.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime, reverse=True)
     for old in kept[_MOST_KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What was being made here by those who were killed: names with a dot, older than making takes."""
+    for path in folder.glob(".*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < _MAKING_S:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 def _open(folder: Path, name: str, hardware: Hardware) -> Base:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from etude.environments.config import MachineLimits
 from etude.environments.microvm import boot
-from etude.environments.microvm.base import Booting
+from etude.environments.microvm.base import Booting, remove_unfinished
 from etude.environments.microvm.disk import make_disk
 from etude.environments.microvm.image import DISK_BYTES, BaseImage
 from etude.environments.microvm.qemu import Hardware
@@ -103,6 +103,7 @@ def _disk_of(image: GuestImage, own: BaseImage) -> Path:
         new = path.with_name(f".{image.record.digest}-{secrets.token_hex(4)}")
         try:
             path.parent.mkdir(exist_ok=True)
+            remove_unfinished(path.parent)
             make_disk(image.root, new, num_bytes=DISK_BYTES, epoch=EPOCH)
             os.replace(new, path)
         except OSError as error:

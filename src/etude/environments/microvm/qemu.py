@@ -114,8 +114,16 @@ class Qemu:
     async def save(self) -> bytes:
         """The state of all devices. The guest must stand still."""
         monitor = await self.connect()
+        return await self.saved(self.begin_saving(monitor))
+
+    def begin_saving(self, monitor: Monitor) -> int:
+        """Ask for it, behind what was asked before; the number is for `saved`."""
         os.ftruncate(self.state, 0)
-        await monitor.execute("xen-save-devices-state", filename=f"/proc/self/fd/{self.state}", live=False)
+        return monitor.begin("xen-save-devices-state", filename=f"/proc/self/fd/{self.state}", live=False)
+
+    async def saved(self, saving: int) -> bytes:
+        """The state that was asked for."""
+        await (await self.connect()).answer(saving)
         return os.pread(self.state, os.fstat(self.state).st_size, 0)
 
     async def close(self) -> None:

@@ -43,11 +43,12 @@ async def take(guest: Qemu, image: str) -> Snapshot:
     monitor = await guest.connect()
     disk = overlay.anonymous()
     try:
-        await monitor.execute("stop")
+        stopping, saving = monitor.begin("stop"), guest.begin_saving(monitor)
         try:
+            await monitor.answer(stopping)
             copying = asyncio.create_task(asyncio.to_thread(_copy, guest, disk))
             try:
-                devices = await guest.save()  # meanwhile
+                devices = await guest.saved(saving)  # meanwhile
             finally:
                 pages = await _settled(copying)
         finally:

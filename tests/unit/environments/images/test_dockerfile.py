@@ -68,7 +68,7 @@ def built(store: ImageStore, context: Path, text: str, **more) -> dict[str, str]
         ("COPY \\\n  # said in between\n\n  one.txt \\  \n/a", {"a": "1"}),
         ("ENV A=/d\\\nd\nCOPY one.txt $A", {"dd": "1"}),
         ("COPY\tone.txt\t/a", {"a": "1"}),
-        ("SHELL [\"/bin/bash\", \"-c\"]\nVOLUME /v\nHEALTHCHECK NONE\nMAINTAINER me\nCOPY one.txt /a", {"a": "1"}),
+        ('SHELL ["/bin/bash", "-c"]\nVOLUME /v\nHEALTHCHECK NONE\nMAINTAINER me\nCOPY one.txt /a', {"a": "1"}),
     ],
 )
 def test_files_are_copied_to_where_docker_would(store, context, copy, expected):
@@ -190,7 +190,19 @@ def test_the_kinds_of_dockerfile_that_benchmarks_have_are_read():
     assert [stage.base for stage in stages] == ["ubuntu:${UBUNTU}", "build"]
     assert [i.line for i in stages[0].instructions] == [4, 5, 6, 8, 17, 18, 19]
     run = stages[0].instructions[3]
-    assert run.words[0].split() == "apt-get update && apt-get install -y git && rm -rf /var/lib/apt/lists/*".split()
+    assert run.words[0].split() == [
+        "apt-get",
+        "update",
+        "&&",
+        "apt-get",
+        "install",
+        "-y",
+        "git",
+        "&&",
+        "rm",
+        "-rf",
+        "/var/lib/apt/lists/*",
+    ]
     script = stages[0].instructions[4]
     assert script.flags == {"mount": "type=cache,target=/root/.cache/pip"}
     assert script.words == ("pip install pytest==8.3.4",)

@@ -63,7 +63,9 @@ def test_a_tag_chooses_among_the_images_of_a_layout(tmp_path, store, layout):
         [manifest] = json.loads((folder / "index.json").read_text())["manifests"]
         found.append({**manifest, "annotations": {"org.opencontainers.image.ref.name": tag}})
     (layout / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": found}))
-    names = {tag: set(files_of(store.root(build_from_oci(store, layout, tag=tag).image.digest))) for tag in ("one", "two")}
+    names = {
+        tag: set(files_of(store.root(build_from_oci(store, layout, tag=tag).image.digest))) for tag in ("one", "two")
+    }
     assert names == {"one": {"etc", "etc/a"}, "two": {"etc", "etc/b"}}
     with pytest.raises(BadSource, match=r"no image of tag 'three': there are: one, two"):
         build_from_oci(store, layout, tag="three")

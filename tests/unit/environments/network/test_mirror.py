@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from tests.unit.environments.images.archives import tar_of
 
 from etude.environments import NamespaceRuntime
-from etude.environments.network import mirror as mirroring
 from etude.environments.network import Mirror, Package, Packages, Wanted, listen_inside, wanted
+from etude.environments.network import mirror as mirroring
 from etude.environments.network.heads import BadRequest, parse_head
 from etude.errors import InputError, MachineError, StoreError
 
