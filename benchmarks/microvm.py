@@ -111,7 +111,15 @@ async def _in_use(runtime: MicroVMRuntime, snapshot: str) -> dict[str, Any]:
         await child.close()
         takes.append(take_s)
         forks.append(fork_s)
-    return {**_quantiles("snapshot", takes), **_quantiles("restore_in_use", forks)}
+    pack_s, packed = await _timed(lambda: runtime.pack(taken, max_bytes=256 << 20))
+    unpack_s, _ = await _timed(lambda: runtime.unpack(packed))
+    return {
+        **_quantiles("snapshot", takes),
+        **_quantiles("restore_in_use", forks),
+        "pack_ms": round(1e3 * pack_s, 1),
+        "unpack_ms": round(1e3 * unpack_s, 1),
+        "packed_mib": round(len(packed) / 2**20, 1),
+    }
 
 
 async def _run(machine: Machine, program: str, key: str) -> None:

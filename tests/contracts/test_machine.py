@@ -421,36 +421,3 @@ def test_kept_environment_files_modes_and_links_are_in_a_snapshot(using_processe
         assert (await shell(child, "test -x hi.py && readlink link && test -d empty", "1")).output == b"hi.py\n"
 
     using_processes(test)
-
-
-# ---------------------------------------------------------------------------------------------- snapshots that travel
-
-STAYING = ("agent", "remote, another's")
-
-
-def test_a_snapshot_goes_to_another_runtime_whatever_becomes_of_the_first(using, request):
-    if request.node.callspec.params["using"] in STAYING:
-        pytest.skip("its snapshots stay")
-
-    async def pack(runtime):
-        machine = await one(runtime, {"a/old": b"1", "count": b"0"})
-        await machine.write("a/new", b"2" * 100_000)
-        snapshot = await machine.snapshot()
-        packed = await runtime.pack(snapshot, max_bytes=256 << 20)
-        with pytest.raises(ValueError, match="at most 10"):
-            await runtime.pack(snapshot, max_bytes=10)
-        with pytest.raises(MachineError, match="no snapshot"):
-            await runtime.pack("0" * 64, max_bytes=256 << 20)
-        return packed
-
-    async def unpack(runtime):
-        for bad in (b"", b"\1\xff\xff\xff\xff", b"junk" * 99, packed[:-1], packed + b"x"):
-            with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
-                await runtime.unpack(bad)
-        snapshot = await runtime.unpack(packed)
-        assert snapshot == await runtime.unpack(packed)
-        one, other = await runtime.fork(snapshot, 2)
-        assert (await one.read("a/old"), await other.read("a/new")) == (b"1", b"2" * 100_000)
-
-    packed = using(pack, fresh=True)
-    using(unpack, fresh=True)

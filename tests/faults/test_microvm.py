@@ -105,8 +105,7 @@ def test_nothing_outlives_a_host_that_is_killed(tmp_path):
     with_runtime(lambda runtime: runtime.prepare({}))  # skips where there are none, and has the image booted
     code = """
         import asyncio, os, subprocess
-        from tests.here import opened
-from tests.virtual import microvm
+        from tests.virtual import microvm
         async def main():
             runtime = microvm()
             machines = await runtime.fork(await runtime.prepare({}), 2)

@@ -43,10 +43,10 @@ fn serve(options: &mut Options) -> Result<(), String> {
     }
     sys::show_memory(false);
     sys::be_called(c"init");
-    leave_standard_streams().map_err(at("leaving the standard streams"))?;
     sys::ignore_signals().map_err(at("ignoring signals"))?;
     let filter = options.filter.map(filter_in).transpose().map_err(at("reading the filter"))?;
     if let Some(template) = &options.template {
+        leave_standard_streams().map_err(at("leaving the standard streams"))?; // once, for all its clones
         let Some(given) = template::serve(template).map_err(at("being a template"))? else { return Ok(()) };
         let channel = namespaces::enter(given, template.id, options.root_capabilities);
         let channel = channel.map_err(|(step, error)| format!("{step}: {error}"))?;
@@ -57,6 +57,9 @@ fn serve(options: &mut Options) -> Result<(), String> {
         sys::adopt_orphans().map_err(at("adopting orphans"))?; // a first process has them anyway
     }
     let link = Link::open(&options.channel).map_err(at("opening the channel"))?;
+    if options.template.is_none() {
+        leave_standard_streams().map_err(at("leaving the standard streams"))?; // the channel may have been among them
+    }
     if let Some(filter) = filter {
         sys::no_new_privileges().and_then(|()| sys::filter_calls(&filter)).map_err(at("filtering calls"))?;
     }

@@ -1,4 +1,4 @@
-"""Tasks that are judged by a machine's state, over runtimes that stand before others."""
+"""What runtimes promise whose snapshots go to another of their kind; tasks that are judged by a machine's state."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from tests.contracts.test_machine import RUNTIMES, one
-from tests.here import opened
+from tests.contracts.test_machine import NEEDS, RUNTIMES, one
+from tests.here import why_not
 from tests.remote_server import PlainRuntime, ServedRuntime
 
 from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
@@ -17,9 +17,11 @@ from etude.errors import MachineError
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust, Verifier
-from etude.seams import Runtime
+from etude.seams import Portable, Runtime
 from etude.testing import MemoryRuntime
 
+NAMES = ["memory", "namespace", "warm", "fleet", "microvm", "gvisor", "remote"]
+PACKED_BYTES = 64 << 20
 TASK = Task(
     source="s",
     split=Split.TRAIN,
@@ -47,10 +49,13 @@ class Keeping(MemoryRuntime):
     pack = unpack = None  # type: ignore[assignment]
 
 
-def running(test: Callable[..., Awaitable[Any]], *makers: Callable[[], Runtime]) -> Any:
+def running(test: Callable[..., Awaitable[Any]], *makers: Callable[[], Runtime], needs: str = "namespace") -> Any:
     async def main() -> Any:
-        made = [opened("namespace", make) for make in makers]
+        if why := why_not(needs):
+            pytest.skip(why)
+        made: list[Runtime] = []
         try:
+            made += [make() for make in makers]
             return await test(*made)
         finally:
             for runtime in made:
@@ -59,7 +64,39 @@ def running(test: Callable[..., Awaitable[Any]], *makers: Callable[[], Runtime])
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("name", ["warm", "fleet", "remote"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_state_of_a_machine_goes_to_another_runtime(name):
+    async def test(here: Any, there: Any) -> None:
+        assert isinstance(here, Portable)
+        machine = await one(here, {"a.txt": b"before"})
+        await machine.write("a.txt", b"after")
+        packed = await here.pack(await machine.snapshot(), max_bytes=PACKED_BYTES)
+        await machine.close()
+        await here.close()
+        [child] = await there.fork(await there.unpack(packed), 1)
+        assert await child.read("a.txt") == b"after"
+        assert await there.unpack(packed) == await there.unpack(packed)
+
+    running(test, RUNTIMES[name], RUNTIMES[name], needs=NEEDS.get(name, "namespace"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_is_too_large_or_none_is_refused_by_kind(name):
+    async def test(runtime: Any) -> None:
+        snapshot = await runtime.prepare({"a.txt": b"x" * 10_000})
+        with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
+            await runtime.pack(snapshot, max_bytes=1000)
+        with pytest.raises(MachineError):
+            await runtime.pack("0" * 64, max_bytes=PACKED_BYTES)
+        packed = await runtime.pack(snapshot, max_bytes=PACKED_BYTES)
+        for bad in (b"", b"junk" * 99, packed[:-1], packed + b"x"):
+            with pytest.raises(ValueError):  # noqa: PT011
+                await runtime.unpack(bad)
+
+    running(test, RUNTIMES[name], needs=NEEDS.get(name, "namespace"))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "memory"])
 def test_a_machines_state_is_judged_in_a_fork_of_the_frozen_one(name):
     async def test(runtime: Runtime) -> Any:
         solved = await reference_exports(runtime, TASK, ANSWER)
@@ -67,7 +104,7 @@ def test_a_machines_state_is_judged_in_a_fork_of_the_frozen_one(name):
         grader = MachineGrader(runtime)
         return [*solved], [(await grader.grade(TASK, ANSWER, each)).reward for each in (solved, untouched)]
 
-    assert running(test, RUNTIMES[name]) == ([STATE], [1.0, 0.0])
+    assert running(test, RUNTIMES[name], needs=NEEDS.get(name, "namespace")) == ([STATE], [1.0, 0.0])
 
 
 @pytest.mark.parametrize(
