@@ -42,7 +42,7 @@ async def listening(
     """
     config = uvicorn.Config(
         app,
-        http=_protocol(patience_s),
+        http=type("Connection", (_Connection,), {"patience_s": patience_s}),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -117,66 +117,64 @@ async def _started(server: _Server, work: asyncio.Task[None], what: str) -> None
         raise DeadlineExceeded(f"{what} did not start", facts, hint="see what was printed above")
 
 
-def _protocol(patience_s: float) -> type[Any]:
-    """uvicorn's connection, whichever parser it has, cut where its client holds it for nothing."""
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's, whichever parser it has, cut where its client holds it for nothing."""
 
-    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        _cut: asyncio.TimerHandle | None = None
-        _is_in_head, _head_bytes = False, 0
+    patience_s = _PATIENCE_S
+    _cut: asyncio.TimerHandle | None = None
+    _is_in_head, _head_bytes = False, 0
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        before = self.cycle
+        super().data_received(data)
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES:
+                self.transport.abort()
+        if self.cycle is not before:
+            self._expect_nothing()
+        elif self.cycle is None or self.cycle.response_complete:
             self._expect_head()
 
-        def data_received(self, data: bytes) -> None:
-            before = self.cycle
-            super().data_received(data)
-            if self._is_in_head:
-                self._head_bytes += len(data)
-                if self._head_bytes > _HEAD_BYTES:
-                    self.transport.abort()
-            if self.cycle is not before:
-                self._expect_nothing()
-            elif self.cycle is None or self.cycle.response_complete:
-                self._expect_head()
+    def on_message_begin(self) -> None:  # of httptools, which bounds no head; h11 bounds it
+        super().on_message_begin()
+        self._is_in_head, self._head_bytes = True, 0
 
-        def on_message_begin(self) -> None:  # of httptools, which bounds no head; h11 bounds it
-            super().on_message_begin()
-            self._is_in_head, self._head_bytes = True, 0
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
 
-        def on_headers_complete(self) -> None:
-            self._is_in_head = False
-            super().on_headers_complete()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reader(self.transport.get_write_buffer_size() + 1)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._expect_reader(self.transport.get_write_buffer_size() + 1)
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._expect_nothing()
 
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._expect_nothing()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_nothing()
+        super().connection_lost(exc)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._expect_nothing()
-            super().connection_lost(exc)
+    def _expect_head(self) -> None:
+        if self._cut is None:
+            self._cut = asyncio.get_running_loop().call_later(self.patience_s, self.transport.abort)
 
-        def _expect_head(self) -> None:
-            if self._cut is None:
-                self._cut = asyncio.get_running_loop().call_later(patience_s, self.transport.abort)
+    def _expect_reader(self, bytes_before: int) -> None:
+        """Cut it unless less waits to be read now than before; look again later."""
+        self._expect_nothing()
+        num_bytes = self.transport.get_write_buffer_size()
+        if num_bytes >= bytes_before:
+            self.transport.abort()
+        else:
+            loop = asyncio.get_running_loop()
+            self._cut = loop.call_later(self.patience_s, self._expect_reader, num_bytes)
 
-        def _expect_reader(self, bytes_before: int) -> None:
-            """Cut it unless less waits to be read now than before; look again later."""
-            self._expect_nothing()
-            num_bytes = self.transport.get_write_buffer_size()
-            if num_bytes >= bytes_before:
-                self.transport.abort()
-            else:
-                loop = asyncio.get_running_loop()
-                self._cut = loop.call_later(patience_s, self._expect_reader, num_bytes)
-
-        def _expect_nothing(self) -> None:
-            if self._cut is not None:
-                self._cut.cancel()
-                self._cut = None
-
-    return Connection
+    def _expect_nothing(self) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None

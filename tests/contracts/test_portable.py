@@ -15,7 +15,7 @@ from etude.environments import MachineGrader, exports_of, reference_exports, tak
 from etude.environments.burst import WarmRuntime
 from etude.errors import MachineError
 from etude.records.exports import STATE
-from etude.records.rollout import Boundary, Invalid
+from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust, Verifier
 from etude.seams import Portable, Runtime
 from etude.testing import MemoryRuntime
@@ -105,6 +105,27 @@ def test_a_machines_state_is_judged_in_a_fork_of_the_frozen_one(name):
         return [*solved], [(await grader.grade(TASK, ANSWER, each)).reward for each in (solved, untouched)]
 
     assert running(test, RUNTIMES[name], needs=NEEDS.get(name, "namespace")) == ([STATE], [1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("script", "reward"),
+    [
+        ("mkdir db; echo 42 > db/value; ln -s db/value link; sleep 1000 &", 1.0),
+        ("truncate -s 1000000000 sparse", 0.0),
+        ("kill -9 -1", 0.0),
+    ],
+)
+@pytest.mark.parametrize("name", ["fleet", "remote"])
+def test_whatever_an_agent_leaves_elsewhere_is_judged(name, script, reward):
+    async def test(runtime: Runtime) -> Any:
+        machine = await one(runtime, {"seed.txt": b"0\n"})
+        await machine.exec(["sh", "-c", script], key="1", deadline_s=5.0)
+        exports = await take_exports(machine, TASK, runtime)
+        return await MachineGrader(runtime).grade(TASK, ANSWER, exports)
+
+    outcome = running(test, RUNTIMES[name])
+    assert isinstance(outcome, Graded), outcome
+    assert outcome.reward == reward
 
 
 def test_a_state_that_no_server_of_these_keys_has_packed_is_nobodys_reward():

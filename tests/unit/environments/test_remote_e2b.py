@@ -229,7 +229,7 @@ def test_a_machine_is_made_once_for_a_key_and_not_without_a_good_api_key(server)
     made[0].kill()
     with pytest.raises(e2b.AuthenticationException):
         e2b.Sandbox.create(api_key="e2b_wrong")
-    with pytest.raises(e2b.SandboxException, match="no template"):
+    with pytest.raises(e2b.SandboxException, match="no snapshot or template"):
         e2b.Sandbox.create("absent")
 
 

@@ -312,6 +312,27 @@ def test_what_clients_of_ours_have_kept_makes_room_and_what_others_have_named_do
     served(test)
 
 
+def test_a_machine_that_is_being_made_when_the_server_ends_is_not_left_over(monkeypatch):
+    async def test(side):
+        asked, go, made = asyncio.Event(), asyncio.Event(), []
+        fork = side.boxes.runtime.fork
+
+        async def slow(*args: Any, **options: Any) -> Any:
+            asked.set()
+            await go.wait()
+            made.extend(await fork(*args, **options))
+            return made
+
+        monkeypatch.setattr(side.boxes.runtime, "fork", slow)
+        making = asyncio.create_task(side.make())
+        await asked.wait()
+        await side.boxes.close()
+        go.set()
+        assert ((await making).status_code, side.boxes.num_alive, [one.closed for one in made]) == (503, 0, [True])
+
+    served(test)
+
+
 def held() -> Counter[str]:
     """Objects of ours that are alive, by class; classes and what there is few of left out."""
     gc.collect()

@@ -12,9 +12,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,12 +22,10 @@ from etude.environments.burst.choice import Costs
 from etude.environments.burst.hosts import Capacity, Need
 from etude.environments.burst.lent import Lent, closed, portable
 from etude.environments.burst.placement import Batch, Placement
+from etude.environments.burst.recipes import Recipe, Recipes
 from etude.errors import MachineError
 from etude.records.image import Image
 from etude.seams import Machine, Runtime, RuntimeInfo
-
-_RECIPE_BYTES = 256 << 20  # of all files that snapshots are prepared from
-_MAX_RECIPES = 16_384
 
 
 @dataclass
@@ -38,18 +35,6 @@ class FleetHost:
     runtime: Runtime
     capacity: Capacity
     pressure: Callable[[], float] = lambda: 0.0
-
-
-@dataclass
-class _Recipe:
-    files: dict[str, bytes]
-    image: Image | None
-    on: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
-    of_machine: bool = False  # the state of a machine in use, which there is no recipe for
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self.files.values()))
 
 
 @dataclass
@@ -95,8 +80,7 @@ class FleetRuntime:
         self._hosts, self._need = dict(hosts), need if need is not None else Need()
         self._beat_s, self._clock = beat_s, clock
         self._placement = Placement(seed=seed, costs=costs, lease_s=lease_s, suspect_s=3 * beat_s, grace_s=late_s)
-        self._recipes: OrderedDict[str, _Recipe] = OrderedDict()  # least recently used first
-        self._recipe_bytes = 0
+        self._recipes = Recipes()
         self._groups: dict[int, _Wanted] = {}
         self._machines: dict[str, set[_Placed]] = {name: set() for name in hosts}
         self._orphans: dict[str, list[Machine]] = {name: [] for name in hosts}  # of hosts that are lost
@@ -130,28 +114,18 @@ class FleetRuntime:
         self._must_be_open()
         parts = msgspec.msgpack.encode([sorted(files.items()), image])
         snapshot = hashlib.sha256(parts).hexdigest()
-        recipe = self._recipes.get(snapshot) or self._add(snapshot, _Recipe(dict(files), image))
-        self._recipes.move_to_end(snapshot)
+        recipe = self._recipes.get(snapshot) or self._recipes.put(snapshot, Recipe(dict(files), image))
         if not self._placement.holders(snapshot):
             recipe.on.clear()
             try:
                 await self._prepare_somewhere(snapshot, recipe)
             except BaseException:
-                self._drop(snapshot)
+                self._recipes.drop(snapshot)
                 raise
         self._forget_oldest()
         return snapshot
 
-    def _add(self, snapshot: str, recipe: _Recipe) -> _Recipe:
-        self._recipes[snapshot] = recipe
-        self._recipe_bytes += recipe.num_bytes
-        return recipe
-
-    def _drop(self, snapshot: str) -> None:
-        if (recipe := self._recipes.pop(snapshot, None)) is not None:
-            self._recipe_bytes -= recipe.num_bytes
-
-    async def _prepare_somewhere(self, snapshot: str, recipe: _Recipe) -> None:
+    async def _prepare_somewhere(self, snapshot: str, recipe: Recipe) -> None:
         failure: MachineError | None = None
         for name in self._placement.homes(3):
             try:
@@ -164,17 +138,13 @@ class FleetRuntime:
         raise failure or MachineError("no host can prepare a snapshot", self._facts(), hint="see why hosts are lost")
 
     def _forget_oldest(self) -> None:
-        while len(self._recipes) > 1 and (len(self._recipes) > _MAX_RECIPES or self._recipe_bytes > _RECIPE_BYTES):
-            snapshot = next(iter(self._recipes))
-            self._drop(snapshot)
+        for snapshot in self._recipes.surplus():
             for name in self._placement.holders(snapshot):
                 self._placement.dropped(snapshot, name)
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
         """See `Portable.pack`. `MachineError` where the hosts' runtimes are not `Portable`."""
-        recipe = self._recipes.get(snapshot)
-        if recipe is None:
-            raise MachineError(f"no snapshot {snapshot!r}", "this fleet does not hold it", hint="prepare it first")
+        recipe = self._recipe_of(snapshot)
         if not recipe.on:
             await self._prepare_again(snapshot, recipe)
         host, there = next(iter(recipe.on.items()))
@@ -198,9 +168,7 @@ class FleetRuntime:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits where no host has room."""
         self._must_be_open()
-        recipe = self._recipes.get(snapshot)
-        if recipe is None:
-            raise MachineError(f"no snapshot {snapshot!r}", "this fleet does not hold it", hint="prepare it first")
+        recipe = self._recipe_of(snapshot)
         if self._beating is None:
             self._beating = self._spawn(self._beat_always())
         waiting_for, groups = "room on a host", dict[int, _Wanted]()
@@ -227,9 +195,15 @@ class FleetRuntime:
             del self._groups[group]
         return [machine for machines in started for machine in machines]
 
-    async def _prepare_again(self, snapshot: str, recipe: _Recipe) -> None:
+    def _recipe_of(self, snapshot: str) -> Recipe:
+        recipe = self._recipes.get(snapshot)
+        if recipe is None:
+            raise MachineError(f"no snapshot {snapshot!r}", "this fleet does not hold it", hint="prepare it first")
+        return recipe
+
+    async def _prepare_again(self, snapshot: str, recipe: Recipe) -> None:
         if recipe.of_machine:
-            self._drop(snapshot)
+            self._recipes.drop(snapshot)
             facts = "it was the state of a machine there"
             raise MachineError("the snapshot is lost with its host", facts, hint="begin again from a prepared one")
         await self._prepare_somewhere(snapshot, recipe)
@@ -260,7 +234,7 @@ class FleetRuntime:
             return
         left_s = group.until_s - asyncio.get_running_loop().time()
         try:
-            recipe = self._recipes[batch.snapshot]
+            recipe = self._recipe_of(batch.snapshot)
             if batch.host not in recipe.on and not recipe.of_machine:
                 recipe.on[batch.host] = await host.runtime.prepare(recipe.files, image=recipe.image)
             machines = await host.runtime.fork(recipe.on[batch.host], batch.n, deadline_s=max(0.001, left_s))
@@ -313,8 +287,7 @@ class FleetRuntime:
     def _keep(self, host: str, there: str) -> str:
         """The state of a machine as a snapshot of the fleet."""
         snapshot = hashlib.sha256(f"{host}\0{there}".encode()).hexdigest()
-        self._drop(snapshot)
-        self._add(snapshot, _Recipe({}, None, {host: there}, of_machine=True))
+        self._recipes.put(snapshot, Recipe(on={host: there}, of_machine=True))
         self._placement.holds(snapshot, host, self._clock(), need=self._need, copyable=False)
         self._forget_oldest()
         return snapshot
@@ -329,7 +302,7 @@ class FleetRuntime:
         await asyncio.gather(*map(self._ask, self._hosts))
         review = self._placement.review(self._clock())
         for name in review.hosts:
-            for recipe in self._recipes.values():
+            for recipe in self._recipes:
                 recipe.on.pop(name, None)
             for machine in self._machines[name]:
                 machine.lose(name)

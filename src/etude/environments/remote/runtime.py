@@ -274,7 +274,10 @@ class RemoteRuntime:
         lease, path = m.Lease(timeout=self._config.lease_s), f"/sandboxes/{quote(machine_id)}/timeout"
         async with self._room:
             with contextlib.suppress(MachineError):  # the next call to the machine says what is wrong
-                await self._call("POST", path, lease, what="renewing a lease", deadline_s=self._config.lease_s / 3)
+                deadline_s = self._config.lease_s / 3
+                answer = await self._call("POST", path, lease, what="renewing a lease", deadline_s=deadline_s)
+                if answer.status == 404:
+                    self._alive.pop(machine_id, None)  # it has ended there
 
     # what machines ask of their runtime
 
@@ -286,14 +289,19 @@ class RemoteRuntime:
             return answer.read(m.SnapshotInfo).snapshot_id
         if answer.status in (405, 501) or (answer.status == 404 and self._about is None):
             return None
-        raise self._refusal("a snapshot", answer)
+        raise self._of_the_machine(answer) or self._refusal("a snapshot", answer)
 
     async def freeze(self, machine_id: str) -> None:
         """Of a machine of etude's own server."""
         path = f"/etude/sandboxes/{quote(machine_id)}/freeze"
         answer = await self._call("POST", path, what="to freeze")
         if answer.status >= 300:
-            raise self._refusal("a frozen machine", answer)
+            raise self._of_the_machine(answer) or self._refusal("a frozen machine", answer)
+
+    def _of_the_machine(self, answer: Answer) -> Exception | None:
+        """What etude's server says of a machine's own state, as its runtime would: too large, or nothing is left."""
+        kinds = {400: ValueError, 507: OSError} if self._about is not None else {}
+        return kinds[answer.status](answer.message) if answer.status in kinds else None
 
     async def end(self, machine_id: str) -> None:
         """Kill a machine. One that is gone is gone."""

@@ -70,7 +70,7 @@ class Box:
 
     def put(self, machine: Machine) -> None:
         """Have a machine: a new one, or one again."""
-        self.machine, self.paused, self.workdir = machine, None, ""
+        self.machine, self.paused = machine, None
         config = self._config
         self.processes = Processes(machine, self.env, max_running=config.max_running, log_bytes=config.log_bytes)
         self.shells = Shells(machine, PROGRAMS)
@@ -99,7 +99,7 @@ class Boxes:
     ) -> None:
         self.runtime, self.config, self.clock = runtime, config, clock
         self.templates = {"base": Template()} | dict(templates)
-        self.draining = False
+        self.draining = self._closed = False
         self._boxes: dict[str, Box] = {}
         self._prepared: dict[str, asyncio.Task[str]] = {}
         self._kept: dict[str, KeptStates] = {}  # by account
@@ -132,8 +132,10 @@ class Boxes:
         try:
             [box] = await self._fork(account, asked, snapshot, 1)
         except MachineError:
-            self._prepared.pop(asked.template_id, None)  # the runtime may have had to let go of it
-            raise
+            if self._prepared.pop(asked.template_id, None) is None:
+                raise
+            again = await self.snapshot_of(account, asked.template_id)  # the runtime may have had to let go of it
+            [box] = await self._fork(account, asked, again, 1)
         return box.made
 
     async def _fork(self, account: Account, asked: NewSandbox, snapshot: str, n: int) -> list[Box]:
@@ -143,6 +145,10 @@ class Boxes:
         except BaseException:
             account.give_back(n)
             raise
+        if self._closed:  # meanwhile
+            account.give_back(n)
+            await asyncio.gather(*(machine.close() for machine in machines), return_exceptions=True)
+            raise Refused(503, "the server has ended", hint="ask another one")
         boxes = [Box(account, asked, machine, self.config) for machine in machines]
         now = self.clock()
         for box in boxes:
@@ -171,7 +177,7 @@ class Boxes:
             return kept
         if template not in self.templates:
             facts = f"templates: {', '.join(sorted(self.templates)[:20])}"
-            raise Refused(404, f"no template or snapshot {template[:80]!r}", facts, hint="name one of them")
+            raise Refused(404, f"no snapshot or template {template[:80]!r}", facts, hint="name one of them")
         return await self._prepare(template)
 
     async def prepare(self) -> None:
@@ -334,8 +340,8 @@ class Boxes:
                 await self._ended.wait_for(lambda: all(box.paused is not None for box in self._boxes.values()))
 
     async def close(self) -> None:
-        """End all."""
-        self.draining = True
+        """End all, and what is being made once it is there."""
+        self.draining = self._closed = True
         for task in (*self._creations.values(), *self._prepared.values()):
             task.cancel()
         await asyncio.gather(*(self.kill(box) for box in list(self._boxes.values())), return_exceptions=True)
@@ -357,4 +363,4 @@ async def refusing(work: Awaitable[T], *, deadline_s: float, what: str) -> T:
     except TimeoutError:
         raise Refused(504, what, f"not within {deadline_s:g} s", hint="try again later") from None
     except OSError as error:
-        raise Refused(503, what, str(error), hint="is a disk of the server full?") from None
+        raise Refused(507, what, str(error), hint="is its disk full, or one of the server?") from None
