@@ -15,12 +15,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from etude.cli.task_images import with_images
 from etude.cli.task_progress import Steps
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import open_runtime
 from etude.environments.images import ImageStore
 from etude.errors import InputError, TaskError
+from etude.loop.task_images import num_images, with_images
 from etude.records.task import Answer, Split, Task
 from etude.seams import Grader, Runtime, TaskSource
 from etude.tasks import Proof, open_source
@@ -73,7 +73,8 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
     runtime = open_runtime(args.backend, images=store)
     try:
         if store is not None and isinstance(source, HarborSource):
-            source = await with_images(source, store, runtime)
+            with Steps("images built", num_images(source)) as steps:
+                source = await with_images(source, store, runtime, steps.done)
         grader = grader_for(source, MachineGrader(runtime))
         settings = {"concurrency": args.jobs or jobs(), "export": partial(exports_of, runtime)}
         proofs = await _proofs(source, grader, counts, splits, **settings)
