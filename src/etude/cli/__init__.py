@@ -241,12 +241,15 @@ def _task_commands(commands: Commands[Parser]) -> None:
     splits = ["train", "validation", "heldout"]
     check.add_argument("--split", choices=[*splits, "all"], default="train")
     check.add_argument("--num", type=positive, metavar="N", help="how many tasks of each split (default: all, or 100)")
-    check.add_argument("--mutants", type=int, default=0, metavar="N", help="wrong patches to try on each task")
+    check.add_argument("--mutants", type=positive, default=0, metavar="N", help="wrong patches to try on each task")
+    check.add_argument("--within", type=positive, metavar="S", help="begin no task's mutants after so many seconds")
     check.add_argument(
         "--repeat", type=positive, default=3, metavar="N", help="verdicts on each reference, with --mutants"
     )
     check.add_argument("--leaks", action="store_true", help="look for the answers in what agents can read")
-    check.add_argument("--out", type=Path, metavar="FILE.json", help="write the report on every task")
+    check.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="write the report on every task; mutants go on from what is there"
+    )
     check.add_argument("--images", type=Path, metavar="STORE", help="where tasks' images are; missing ones are built")
     _machine_arguments(check)
     show.add_argument("--split", choices=splits, default="train")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +29,7 @@ from etude.tasks import check as prove
 from etude.tasks import show as show_task
 from etude.tasks.gate import Gated, gate
 from etude.tasks.harbor import HarborSource
+from etude.tasks.journal import Journal
 from etude.tasks.leaks import Leak, leaks_in_machines, leaks_in_task
 from etude.tasks.verdicts import DEFAULT_TASKS
 from etude.tasks.verifiers import grader_for
@@ -78,7 +80,8 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
         grader = grader_for(source, MachineGrader(runtime))
         settings = {"concurrency": args.jobs or jobs(), "export": partial(exports_of, runtime)}
         proofs = await _proofs(source, grader, counts, splits, **settings)
-        gated = await _gated(args, source, grader, counts, splits, **settings)
+        hasty = grader_for(source, MachineGrader(runtime, repeats=0, canaries=0, to_the_end=False))
+        gated = await _gated(args, source, hasty, counts, splits, **settings)
         pairs = _pairs(source, proofs)
         leaks = await _leaks(runtime, pairs) if args.leaks else {}
         ids = {place: task.task_id for place, (task, _) in pairs.items()}
@@ -119,9 +122,32 @@ async def _gated(
     if not args.mutants:
         return []
     asked: dict[str, Any] = {"num_mutants": args.mutants, "repeats": args.repeat, "deadline_s": VERDICT_S, **settings}
-    with Steps("tasks mutated", sum(counts[split] for split in splits)) as steps:
-        rows = [await gate(source, grader, split, counts[split], told=steps.done, **asked) for split in splits]
-    return [one for row in rows for one in row]
+    if args.within is not None:
+        asked["until"] = time.monotonic() + args.within
+    if args.out is not None:
+        asked["journal"] = Journal(_journal_of(args.out), Gated)
+    total = sum(counts[split] for split in splits)
+    with Steps("tasks mutated", total) as steps:
+        told = partial(_tell, steps)
+        found = [
+            one for split in splits for one in await gate(source, grader, split, counts[split], told=told, **asked)
+        ]
+    if len(found) < total:
+        again = "the same command goes on with them" if args.out is not None else "with --out FILE.json one can go on"
+        print(f"{total - len(found)} of {total} tasks were not mutated within {args.within} s: {again}")
+    elif args.out is not None:
+        _journal_of(args.out).unlink(missing_ok=True)
+    return found
+
+
+def _journal_of(out: Path) -> Path:
+    """Where the gate's findings are kept until all are there."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def _tell(steps: Steps, found: Gated) -> None:
+    passed = f"{len(found.survivors)} of {found.num_mutants} wrong patches pass"
+    steps.done(f"{found.split} {found.index}: {passed} ({found.wall_s:.0f} s)")
 
 
 def _pairs(source: TaskSource, proofs: Sequence[Proof]) -> dict[tuple[Split, int], tuple[Task, Answer]]:
