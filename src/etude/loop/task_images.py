@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from etude.environments.images import ImageStore, build_from_dockerfile
+from etude.environments.network.outlets import outlets_of
 from etude.errors import InputError, TaskError
 from etude.records.image import Image
 from etude.seams import Runtime
@@ -22,10 +23,13 @@ BUILD_S = 1_800.0
 async def with_images(
     source: HarborSource, store: ImageStore, runtime: Runtime, told: Callable[[str], None] = lambda _: None
 ) -> HarborSource:
-    """The same tasks, on the images that their Dockerfiles describe, named in the store. `told` is called with each
+    """The same tasks, on the images that their Dockerfiles describe, named in the store; a RUN reaches the packages
+    that the store has, and nothing else. `told` is called with each
     task's folder once its image is there. Raises `BadSource`, which names the line."""
     for context in _contexts(source):
-        record = await build_from_dockerfile(store, context, runtime=runtime, run_deadline_s=BUILD_S)
+        record = await build_from_dockerfile(
+            store, context, runtime=runtime, run_deadline_s=BUILD_S, outlets=outlets_of(store.path)
+        )
         store.name(_name_of(context), record)
         told(context.parent.name)
     return with_built_images(source, store)
