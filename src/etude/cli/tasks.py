@@ -20,7 +20,7 @@ from etude.cli.task_progress import Steps
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import open_runtime
 from etude.environments.images import ImageStore
-from etude.errors import InputError, TaskError
+from etude.errors import InputError, StoreError, TaskError
 from etude.loop.task_images import num_images, with_images
 from etude.records.task import Answer, Split, Task
 from etude.seams import Grader, Runtime, TaskSource
@@ -48,6 +48,8 @@ def check(args: argparse.Namespace) -> int:
     """Prove tasks: the reference solution scores 1, the untouched state 0. With --mutants, wrong patches must not
     pass. Exit code 1 when a task does not prove itself; weak ones are reported."""
     started = time.perf_counter()
+    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+        raise InputError(f"--out {args.out} cannot be a file", hint="name a file in a folder that is there")
     tasks, proofs = asyncio.run(_check(args))
     wall_s = time.perf_counter() - started
     num_proven, num_tasks = sum(p.num_proven for p in proofs), sum(p.num_tasks for p in proofs)
@@ -60,7 +62,7 @@ def check(args: argparse.Namespace) -> int:
     if args.mutants or args.leaks:
         _print_weak(tasks, report)
     if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        _write(args.out, json.dumps(report, indent=1) + "\n")
     for proof in proofs:
         proof.require(args.source, listed=True)
     return 0
@@ -88,6 +90,13 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
         return reports(proofs, gated, leaks, ids), proofs
     finally:
         await runtime.close()
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise StoreError(f"{out} cannot be written", str(error), hint="make room, or name another --out") from None
 
 
 def _count(source: TaskSource, split: Split, num: int | None) -> int:

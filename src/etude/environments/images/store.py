@@ -39,6 +39,7 @@ from etude.errors import InputError, StoreError, nearest
 
 _DIGEST = re.compile("[0-9a-f]{64}")
 _NAME = re.compile("[a-z0-9][a-z0-9._/:@-]{0,127}")
+_REFUSED = (errno.EROFS, errno.EACCES, errno.ENOTDIR)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -59,7 +60,7 @@ class ImageStore:
     ) -> None:
         self.path, self.limits = Path(path).absolute(), limits if limits is not None else ImageLimits()
         self._keep_setuid = keep_setuid
-        with _on_disk(self.path):
+        with _on_disk(self.path, (*_REFUSED, errno.ENOENT, errno.EEXIST)):
             for folder in ("names", "steps", "building"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             self.path.chmod(0o700)  # set-user-id files and others' secrets are not for everyone on the host
@@ -334,7 +335,7 @@ def _remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _on_disk(path: Path, refusals: Collection[int] = (errno.EROFS, errno.EACCES, errno.ENOTDIR)) -> Iterator[None]:
+def _on_disk(path: Path, refusals: Collection[int] = _REFUSED) -> Iterator[None]:
     """What the disk refuses is told in three parts."""
     try:
         yield
