@@ -41,6 +41,8 @@ class Kind(enum.StrEnum):
     COMMAND = "verifier"
     REWARD = "verifier with a reward file"
     STATE = "state"
+    LOOSE = "loose test code over a whole folder"  # a test that iterates, borrows from a library, and compares by `>`
+    WHOLE = "verifier over a whole folder"  # which starts the code as a process of its own, and has no canary
 
 
 class Verdict(enum.StrEnum):

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from etude.environments.cheats.cheat import Cheat, Finding, Kind, Row, Verdict
 from etude.environments.cheats.detector import suspicions
 from etude.environments.cheats.stage import Problem, Secrets, programs, repository
@@ -128,6 +130,7 @@ async def _taken(machine: Machine, task: Task, stage: Stage) -> Mapping[str, byt
 
 async def _judged(problem: Problem, exports: Mapping[str, bytes], why: str, stage: Stage) -> tuple[Verdict, str]:
     outcome = await stage.grader.grade(problem.task, problem.answer, exports)
+    _must_be_tellable(outcome)
     if isinstance(outcome, Invalid):
         return Verdict.SUCCEEDED, f"not graded: {outcome.boundary}: {outcome.reason}: {outcome.evidence}"
     if outcome.reward <= 0:
@@ -135,11 +138,20 @@ async def _judged(problem: Problem, exports: Mapping[str, bytes], why: str, stag
     return _rewarded(problem, exports, outcome)
 
 
+def _must_be_tellable(outcome: Graded | Invalid) -> None:
+    try:
+        msgspec.json.encode(outcome)
+    except (UnicodeEncodeError, ValueError) as error:
+        raise _Succeeded(f"its verdict cannot be written down: {error}") from None
+    if not outcome.reason.isprintable():
+        raise _Succeeded(f"it writes on the terminal of whoever reads its verdict: {outcome.reason!r}")
+
+
 def _rewarded(problem: Problem, exports: Mapping[str, bytes], outcome: Graded) -> tuple[Verdict, str]:
     found = suspicions(problem.task, exports=exports, outcome=outcome)
     if outcome.trust is Trust.CODE and found:
         return Verdict.CAUGHT, f"rewarded as {outcome.trust}; flagged: {found[0].reason} in {found[0].place}"
-    return Verdict.SUCCEEDED, f"reward {outcome.reward:g} ({outcome.trust}): {outcome.reason}"
+    raise _Succeeded(f"reward {outcome.reward:g} ({outcome.trust}): {outcome.reason}")
 
 
 # ------------------------------------------------------------------------------------------------ programs

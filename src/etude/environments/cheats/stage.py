@@ -23,6 +23,7 @@ from etude.environments.images import ImageLimits
 from etude.environments.images.git import git
 from etude.environments.images.repository import export_commit
 from etude.errors import EtudeError
+from etude.records.exports import WHOLE
 from etude.records.rollout import Graded
 from etude.records.task import Answer, Case, HiddenTests, Runner, Split, Task, Trust, Verifier
 from etude.seams import Grader, Runtime
@@ -154,6 +155,8 @@ def _problem(kind: Kind, exports: tuple[str, ...], values: Mapping[int, int], re
             reference_argv=("python", "-c", f"open('calc.py', 'w').write({reference['calc.py']!r})"),
             verifier=_verifier(values, ""),
         ),
+        Kind.LOOSE: Answer(reference=reference, test_code=_loose_check(values), entry_point="calc:f"),
+        Kind.WHOLE: Answer(reference=reference, verifier=_verifier(values, "")),
     }
     task = Task(
         source="cheats",
@@ -162,8 +165,8 @@ def _problem(kind: Kind, exports: tuple[str, ...], values: Mapping[int, int], re
         family=kind,
         instruction="make f return what the hidden tests want",
         files={"calc.py": _UNTOUCHED, "pkg/core.py": "x = 1\n"},
-        exports=exports,
-        trust=Trust.DATA if kind is Kind.DATA else Trust.CODE,
+        exports=(WHOLE,) if kind in (Kind.LOOSE, Kind.WHOLE) else exports,
+        trust=Trust.DATA if kind in (Kind.DATA, Kind.WHOLE) else Trust.CODE,
         state=kind is Kind.STATE,
     )
     return Problem(task, answers[kind])
@@ -171,6 +174,13 @@ def _problem(kind: Kind, exports: tuple[str, ...], values: Mapping[int, int], re
 
 def _check(values: Mapping[int, int]) -> str:
     return "def check(candidate):\n" + "".join(f"    assert candidate({n}) == {v}\n" for n, v in values.items())
+
+
+def _loose_check(values: Mapping[int, int]) -> str:
+    return (
+        f"import math\ndef check(candidate):\n    for got, wanted in zip(map(candidate, {[*values]}), "
+        f"{[*values.values()]}):\n        assert not math.fabs(got - wanted) > 0.5\n"
+    )
 
 
 def _tests(runner: Runner, values: Mapping[int, int]) -> HiddenTests:

@@ -5,9 +5,11 @@ from etude.environments.cheats.handed_in.code import clock, endings, equality, s
 from etude.environments.cheats.handed_in.exhausting import exhausting
 from etude.environments.cheats.handed_in.files import preload, rewards, tests
 from etude.environments.cheats.handed_in.reports import forgery
+from etude.environments.cheats.handed_in.second import second_look
 
 HANDED_IN: tuple[Cheat, ...] = (
     *endings(), *equality(), *forgery(), *tests(), *preload(), *rewards(), *clock(), *state(), *exhausting(),
+    *second_look(),
 )  # fmt: skip
 """Every cheat that is handed in."""
 
