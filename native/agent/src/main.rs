@@ -43,7 +43,10 @@ fn serve(options: &mut Options) -> Result<(), String> {
     }
     sys::show_memory(false);
     sys::be_called(c"init");
-    leave_standard_streams().map_err(at("leaving the standard streams"))?;
+    let by_streams = matches!(options.channel, Channel::Stdio);
+    if !by_streams {
+        leave_standard_streams().map_err(at("leaving the standard streams"))?;
+    }
     sys::ignore_signals().map_err(at("ignoring signals"))?;
     let filter = options.filter.map(filter_in).transpose().map_err(at("reading the filter"))?;
     if let Some(template) = &options.template {
@@ -57,6 +60,9 @@ fn serve(options: &mut Options) -> Result<(), String> {
         sys::adopt_orphans().map_err(at("adopting orphans"))?; // a first process has them anyway
     }
     let link = Link::open(&options.channel).map_err(at("opening the channel"))?;
+    if by_streams {
+        leave_standard_streams().map_err(at("leaving the standard streams"))?; // the link has its own of them by now
+    }
     if let Some(filter) = filter {
         sys::no_new_privileges().and_then(|()| sys::filter_calls(&filter)).map_err(at("filtering calls"))?;
     }
