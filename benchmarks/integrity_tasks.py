@@ -12,6 +12,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from etude.environments import MachineGrader
 from etude.errors import TaskError
@@ -142,7 +143,7 @@ def _stubbed(path: str, text: str) -> str:
     return text
 
 
-def _commit(at: Path, message: str, files: Mapping[str | bytes, str | bytes] | Mapping[str, str]) -> None:
+def _commit(at: Path, message: str, files: Mapping[Any, str | bytes]) -> None:
     for path, data in files.items():
         place = os.path.join(os.fsencode(at), os.fsencode(path))
         os.makedirs(os.path.dirname(place), exist_ok=True)

@@ -249,12 +249,15 @@ def _task_commands(commands: Commands[Parser]) -> None:
     splits = ["train", "validation", "heldout"]
     check.add_argument("--split", choices=[*splits, "all"], default="train")
     check.add_argument("--num", type=positive, metavar="N", help="how many tasks of each split (default: all, or 100)")
-    check.add_argument("--mutants", type=int, default=0, metavar="N", help="wrong patches to try on each task")
+    check.add_argument("--mutants", type=positive, default=0, metavar="N", help="wrong patches to try on each task")
+    check.add_argument("--within", type=positive, metavar="S", help="begin no task's mutants after so many seconds")
     check.add_argument(
         "--repeat", type=positive, default=3, metavar="N", help="verdicts on each reference, with --mutants"
     )
     check.add_argument("--leaks", action="store_true", help="look for the answers in what agents can read")
-    check.add_argument("--out", type=written, metavar="FILE.json", help="write the report on every task")
+    check.add_argument(
+        "--out", type=written, metavar="FILE.json", help="write the report on every task; mutants go on from what is there"
+    )
     check.add_argument("--images", type=Path, metavar="STORE", help="where tasks' images are; missing ones are built")
     _machine_arguments(check)
     show.add_argument("--split", choices=splits, default="train")
@@ -337,9 +340,17 @@ def _image_commands(machines: Commands[Parser]) -> None:
     build.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="an ARG of it (repeatable)")
     build.add_argument("--target", default="", metavar="STAGE", help="which stage of it (default: the last)")
     build.add_argument("--backend", default="namespace", metavar="B", help="whose machines do its RUNs")
+    build.add_argument(
+        "--allow", action="append", default=[], metavar="HOST", help="what RUN may reach, logged (repeatable)"
+    )
     build.add_argument("--tag", default="", help="which image of a saved archive")
     build.add_argument("--package", action="append", default=[], metavar="P", help="of Debian (repeatable)")
     build.add_argument("--mirror", default="", metavar="URL", help="of Debian (default: the one apt uses here)")
+    packages = _add(
+        image, "packages", "machines_image:packages", "keep packages for RUN: pip, npm and apt without a net"
+    )
+    packages.add_argument("packages", nargs="*", metavar="P", help="pip:NAME==VERSION, npm:N@V, apt:N=V, or a wheel")
+    packages.add_argument("--dependencies", action="store_true", help="what pip's need, too")
     listing = _add(image, "list", "machines_image:listed", "every image of the store")
     show = _add(image, "show", "machines_image:show", "what an image is and where it came from")
     show.add_argument("--verify", action="store_true", help="read every file of it first")
@@ -347,7 +358,7 @@ def _image_commands(machines: Commands[Parser]) -> None:
     for parser in (show, remove):
         parser.add_argument("image", metavar="IMAGE", help="a name or a digest")
     collect = _add(image, "collect", "machines_image:collect", "remove every image that no name leads to")
-    for parser in (build, listing, show, remove, collect):
+    for parser in (build, packages, listing, show, remove, collect):
         parser.add_argument("--store", type=Path, metavar="DIR", help="(default: ~/.local/share/etude/images)")
     microvm = _add(
         image, "microvm", "machines_image:microvm", "build the guest of virtual machines from Debian's packages"

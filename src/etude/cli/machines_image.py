@@ -21,6 +21,8 @@ from etude.environments.images.repository import build_from_repository
 from etude.environments.microvm import build as build_microvm
 from etude.environments.microvm import cache_folder
 from etude.environments.microvm.packages import MIRRORS
+from etude.environments.network.outlets import PACKAGES, outlets_of
+from etude.environments.network.packages import Packages, wanted
 from etude.errors import InputError, MachineError, nearest
 from etude.records.image import Image
 from etude.seams import Runtime
@@ -82,7 +84,13 @@ def _from_dockerfile(store: ImageStore, args: argparse.Namespace) -> ImageRecord
             runtime = open_runtime(args.backend, images=store)
         try:
             return await build_from_dockerfile(
-                store, context, dockerfile=name, arguments=given, target=args.target, runtime=runtime
+                store,
+                context,
+                dockerfile=name,
+                arguments=given,
+                target=args.target,
+                runtime=runtime,
+                outlets=outlets_of(store.path, args.allow),
             )
         finally:
             if runtime is not None:
@@ -108,6 +116,20 @@ BUILDERS: dict[str, Callable[[ImageStore, argparse.Namespace], ImageRecord]] = {
     "debian": _from_debian,
 }
 """What an image can be made from."""
+
+
+def packages(args: argparse.Namespace) -> int:
+    """Put packages into the store, for RUN: wheels that lie here, others fetched from the registries of this host."""
+    kept = Packages(ImageStore(args.store or default_store()).path / PACKAGES)
+    wheels = [Path(text) for text in args.packages if text.endswith(".whl")]
+    asked = [wanted(text) for text in args.packages if not text.endswith(".whl")]
+    for wheel in wheels:
+        kept.take(wheel)
+    if asked:
+        kept.fetch(asked, dependencies=args.dependencies)
+    for package in sorted(kept.known, key=lambda package: (package.kind, package.name, package.version)):
+        print(f"{package.kind}  {package.name} {package.version}  {size(package.size)}")
+    return 0
 
 
 def listed(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
         config = resumed(folder, given, whole=args.config is not None)
         check_ledger(folder)
-    preflight(config, adopted=folder is not None and folder.ended("corpus"))
+    preflight(config, adopted=folder is not None and folder.ended("corpus"), said=partial(print, file=sys.stderr))
     if args.dry_run:
         print(to_toml(config), end="")
         return 0

@@ -10,17 +10,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from etude.cli.task_images import with_images
 from etude.cli.task_progress import Steps
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import open_runtime
 from etude.environments.images import ImageStore
-from etude.errors import InputError, TaskError
+from etude.errors import InputError, StoreError, TaskError
+from etude.loop.task_images import num_images, with_images
 from etude.records.task import Answer, Split, Task
 from etude.seams import Grader, Runtime, TaskSource
 from etude.tasks import Proof, open_source
@@ -28,6 +29,7 @@ from etude.tasks import check as prove
 from etude.tasks import show as show_task
 from etude.tasks.gate import Gated, gate
 from etude.tasks.harbor import HarborSource
+from etude.tasks.journal import Journal
 from etude.tasks.leaks import Leak, leaks_in_machines, leaks_in_task
 from etude.tasks.verdicts import DEFAULT_TASKS
 from etude.tasks.verifiers import grader_for
@@ -46,6 +48,8 @@ def check(args: argparse.Namespace) -> int:
     """Prove tasks: the reference solution scores 1, the untouched state 0. With --mutants, wrong patches must not
     pass. Exit code 1 when a task does not prove itself; weak ones are reported."""
     started = time.perf_counter()
+    if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
+        raise InputError(f"--out {args.out} cannot be a file", hint="name a file in a folder that is there")
     tasks, proofs = asyncio.run(_check(args))
     wall_s = time.perf_counter() - started
     num_proven, num_tasks = sum(p.num_proven for p in proofs), sum(p.num_tasks for p in proofs)
@@ -58,7 +62,7 @@ def check(args: argparse.Namespace) -> int:
     if args.mutants or args.leaks:
         _print_weak(tasks, report)
     if args.out is not None:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        _write(args.out, json.dumps(report, indent=1) + "\n")
     for proof in proofs:
         proof.require(args.source, listed=True)
     return 0
@@ -73,17 +77,26 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
     runtime = open_runtime(args.backend, images=store)
     try:
         if store is not None and isinstance(source, HarborSource):
-            source = await with_images(source, store, runtime)
+            with Steps("images built", num_images(source)) as steps:
+                source = await with_images(source, store, runtime, steps.done)
         grader = grader_for(source, MachineGrader(runtime))
         settings = {"concurrency": args.jobs or jobs(), "export": partial(exports_of, runtime)}
         proofs = await _proofs(source, grader, counts, splits, **settings)
-        gated = await _gated(args, source, grader, counts, splits, **settings)
+        hasty = grader_for(source, MachineGrader(runtime, repeats=0, canaries=0, to_the_end=False))
+        gated = await _gated(args, source, hasty, counts, splits, **settings)
         pairs = _pairs(source, proofs)
         leaks = await _leaks(runtime, pairs) if args.leaks else {}
         ids = {place: task.task_id for place, (task, _) in pairs.items()}
         return reports(proofs, gated, leaks, ids), proofs
     finally:
         await runtime.close()
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise StoreError(f"{out} cannot be written", str(error), hint="make room, or name another --out") from None
 
 
 def _count(source: TaskSource, split: Split, num: int | None) -> int:
@@ -118,9 +131,32 @@ async def _gated(
     if not args.mutants:
         return []
     asked: dict[str, Any] = {"num_mutants": args.mutants, "repeats": args.repeat, "deadline_s": VERDICT_S, **settings}
-    with Steps("tasks mutated", sum(counts[split] for split in splits)) as steps:
-        rows = [await gate(source, grader, split, counts[split], told=steps.done, **asked) for split in splits]
-    return [one for row in rows for one in row]
+    if args.within is not None:
+        asked["until"] = time.monotonic() + args.within
+    if args.out is not None:
+        asked["journal"] = Journal(_journal_of(args.out), Gated)
+    total = sum(counts[split] for split in splits)
+    with Steps("tasks mutated", total) as steps:
+        told = partial(_tell, steps)
+        found = [
+            one for split in splits for one in await gate(source, grader, split, counts[split], told=told, **asked)
+        ]
+    if len(found) < total:
+        again = "the same command goes on with them" if args.out is not None else "with --out FILE.json one can go on"
+        print(f"{total - len(found)} of {total} tasks were not mutated within {args.within} s: {again}")
+    elif args.out is not None:
+        _journal_of(args.out).unlink(missing_ok=True)
+    return found
+
+
+def _journal_of(out: Path) -> Path:
+    """Where the gate's findings are kept until all are there."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def _tell(steps: Steps, found: Gated) -> None:
+    passed = f"{len(found.survivors)} of {found.num_mutants} wrong patches pass"
+    steps.done(f"{found.split} {found.index}: {passed} ({found.wall_s:.0f} s)")
 
 
 def _pairs(source: TaskSource, proofs: Sequence[Proof]) -> dict[tuple[Split, int], tuple[Task, Answer]]:

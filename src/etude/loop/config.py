@@ -11,16 +11,19 @@ from typing import Any
 from etude import __version__
 from etude.config import build, leaves, load, ranged, to_plain
 from etude.environments.config import MachinesConfig
+from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig
+from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.tasks import open_source
 from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
+from etude.tasks.harbor import HarborSource
 from etude.training.config import LearnerConfig, MidTrainingConfig
 
 
@@ -150,7 +153,10 @@ def _shown(plain: Mapping[str, Any], name: str) -> str:
 
 
 def open_tasks(config: RunConfig, *, canaries: bool = True) -> TaskSource:
-    """The run's task source, its canaries among the others if wanted. Raises `TaskError`."""
+    """The run's task source, its canaries among the others if wanted, on the images that `preflight` has built.
+    Raises `TaskError`."""
     tasks = config.tasks
     source = open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
+    if isinstance(source, HarborSource) and config.machines.images:
+        source = with_built_images(source, ImageStore(Path(config.machines.images)))
     return WithCanaries(source, tasks.canaries, tasks.seed) if canaries and tasks.canaries else source

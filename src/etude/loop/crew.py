@@ -84,9 +84,14 @@ class Crew:
 
     async def start_sampling(self) -> None:
         """Engines, workers and graders, all at once; returns when every one is ready."""
+        await asyncio.gather(
+            *(self._start_engine(f"engine-{i}") for i in range(self.config.fleet.num_engines)), self.start_judged()
+        )
+
+    async def start_judged(self) -> None:
+        """Workers and graders, without engines: enough for scripts."""
         config = self.config
         await asyncio.gather(
-            *(self._start_engine(f"engine-{i}") for i in range(config.fleet.num_engines)),
             *(self._start_member("worker", i, self.workers) for i in range(config.fleet.num_workers)),
             *(self._start_member("grader", i, self.graders) for i in range(config.fleet.num_graders)),
         )

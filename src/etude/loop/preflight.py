@@ -8,32 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import runtime_of
+from etude.environments.images import ImageStore
 from etude.errors import CheckpointError, ConfigError, RunError, TaskError
 from etude.experience import Ledger
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
-from etude.tasks import check
+from etude.tasks import check, open_source
+from etude.tasks.harbor import HarborSource
 from etude.tasks.verifiers import grader_for
 
 PROVEN_TASKS = 8
 
 
-def preflight(config: RunConfig, *, adopted: bool = False) -> None:
+def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str], None] = lambda _: None) -> None:
     """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later.
 
-    `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more."""
+    `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more. `said`
+    is told of what takes longer: an image that was built."""
     if config.start is not None and not adopted:
         check_start(config.start, context_tokens=config.engine.context_tokens)
     standard_tools(config.harness.tools)
@@ -43,7 +47,21 @@ def preflight(config: RunConfig, *, adopted: bool = False) -> None:
             "nobody could submit, and harness.require_submit gives those 0 who do not",
             hint="add 'submit', or set harness.require_submit=false",
         )
+    asyncio.run(build_images(config, said))
     asyncio.run(_prove(check_tasks(config, _used_splits(config)), config))
+
+
+async def build_images(config: RunConfig, said: Callable[[str], None]) -> None:
+    """Build the images of tasks that bring a Dockerfile, where the config names a store for them."""
+    source = open_source(config.tasks.source, config.tasks.seed)
+    if not isinstance(source, HarborSource) or not config.machines.images:
+        return
+    runtime = runtime_of(config.machines)
+    try:
+        store = ImageStore(Path(config.machines.images))
+        await with_images(source, store, runtime, lambda name: said(f"the image of {name} is there"))
+    finally:
+        await runtime.close()
 
 
 def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from etude.errors import TaskError
-from etude.records.exports import covers
+from etude.records.exports import covering
 from etude.records.task import Answer, Split, Task
 from etude.seams import Grader, TaskSource
 from etude.tasks.verdicts import in_parallel, num_tasks, untouched, verdict
@@ -95,7 +95,8 @@ async def check(
 
 async def fault(grader: Grader, task: Task, answer: Answer, deadline_s: float, export: Export | None = None) -> str:
     """Why a task does not prove itself; empty when it does."""
-    strangers = sorted(path for path in answer.reference if not covers(task.exports, path))
+    is_declared = covering(task.exports)
+    strangers = sorted(path for path in answer.reference if not is_declared(path))
     if strangers and not answer.reference_argv:
         return f"the reference changes {strangers[0]}, which is not exported"
     if (answer.reference_argv or task.state) and export is None:

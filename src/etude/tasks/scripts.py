@@ -7,8 +7,10 @@ how tools work or how calls are spelled.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Generator
 
+from etude.records.exports import covering
 from etude.records.task import Answer, Task
 
 Call = tuple[str, dict[str, str | int]]
@@ -18,8 +20,11 @@ Script = Generator[Call, str, None]
 
 
 def write_reference(task: Task, answer: Answer) -> Script:
-    """The oracle of any source: write the reference solution's files and submit."""
+    """The oracle of any source: write the reference solution's files, run its command if it has one, and submit."""
+    is_declared = covering(task.exports)
     for path, text in answer.reference.items():
-        if path in task.exports:
+        if answer.reference_argv or is_declared(path):
             yield "write", {"path": path, "text": text}
+    if answer.reference_argv:
+        yield "run", {"command": shlex.join(answer.reference_argv)}
     yield "submit", {}

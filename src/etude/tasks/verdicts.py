@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from etude.errors import TaskError
-from etude.records.exports import covers
+from etude.records.exports import covering
 from etude.records.rollout import Graded, Invalid
 from etude.records.task import Answer, Task
 from etude.seams import Grader, TaskSource
@@ -32,7 +32,8 @@ class Verdict:
 
 def untouched(task: Task) -> dict[str, str]:
     """What would be exported of a machine in which nothing was done."""
-    return {path: text for path, text in task.files.items() if covers(task.exports, path)}
+    is_declared = covering(task.exports)
+    return {path: text for path, text in task.files.items() if is_declared(path)}
 
 
 async def verdict(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etude.environments import NamespaceRuntime
 from etude.errors import MachineError, TaskError
 from etude.records.rollout import Boundary, Graded, Invalid
-from etude.records.task import Answer, Case, Split, Task, Trust
-from etude.tasks.gate import gate, wrong_versions
+from etude.records.task import Answer, Case, HiddenTests, Runner, Split, Task, Trust
+from etude.tasks.gate import LEAST_S, Gated, gate, wrong_versions
+from etude.tasks.journal import Journal
 from etude.tasks.leaks import leaks_in_machines, leaks_in_task
 from etude.tasks.proof import check
 from etude.tasks.weak import as_json, reports
@@ -63,6 +67,45 @@ def test_a_verdict_that_changes_is_seen_and_one_that_does_not_come_is_no_survivo
     assert one.flaky
     assert one.num_ungraded >= 2
     assert len(one.survivors) + one.num_ungraded <= one.num_mutants
+
+
+def test_a_gate_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    class Counting(FakeGrader):
+        count = 0
+
+        async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
+            Counting.count += 1
+            return await super().grade(task, answer, exports)
+
+    async def gated(**settings: Any) -> list[Gated]:
+        journal = Journal(tmp_path / "found.partial", Gated)
+        return await gate(
+            _source(STRONG, WEAK), Counting(), Split.TRAIN, num_mutants=6, concurrency=1, journal=journal, **settings
+        )
+
+    assert asyncio.run(gated(until=time.monotonic())) == []
+    asyncio.run(gated(n=1))
+    first = Counting.count
+    both = asyncio.run(gated())
+    assert Counting.count == 2 * first, "the first task was gated again"
+    assert both == asyncio.run(gated())
+    assert both[1].survivors
+    assert Counting.count == 2 * first
+
+
+def test_a_hidden_test_of_a_wrong_version_has_as_long_as_the_references_need_and_no_more() -> None:
+    tests = HiddenTests(runner=Runner.PYTEST, files={"test_m.py": ""}, names=("test_m.py::test_f",), deadline_s=300)
+    seen: dict[bool, float] = {}
+
+    class Watching(FakeGrader):
+        async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid:
+            assert answer.tests is not None
+            seen[exports["m.py"] == RIGHT.encode()] = answer.tests.deadline_s
+            return Graded(reward=0.0, terms={}, trust=Trust.CODE, reason="")
+
+    task, answer = _source(STRONG).task(Split.TRAIN, 0), Answer(reference={"m.py": RIGHT}, tests=tests)
+    asyncio.run(gate(ListSource([(task, answer)]), Watching(), Split.TRAIN, num_mutants=2))
+    assert seen == {True: 300, False: LEAST_S}
 
 
 def test_mutants_are_made_where_the_reference_differs_and_in_every_file_in_turn() -> None:

@@ -13,10 +13,10 @@ import pytest
 from tests.unit.environments.images.test_machines import host_root
 
 import etude
-from etude.cli.task_images import with_images
 from etude.environments import MachineGrader, NamespaceRuntime, exports_of
 from etude.environments.images import ImageStore, build_from_directory
 from etude.errors import MachineError, TaskError
+from etude.loop.task_images import with_images
 from etude.records.image import Image
 from etude.records.task import Split, Task
 from etude.tasks import check, open_source

@@ -19,10 +19,10 @@ from etude.records.task import Runner, Split
 from etude.seams import Grader, Runtime
 from etude.tasks import DirectorySource, check
 from etude.tasks.gate import gate
+from etude.tasks.journal import Journal
 from etude.tasks.leaks import leaks_in_machines
-from etude.tasks.mining import Repository, functions_to_delete, mine_commits, mine_deletions
+from etude.tasks.mining import FILE, Repository, Tried, functions_to_delete, mine_commits, mine_deletions
 from etude.tasks.mining.deletions import covering_tests, functions_in
-from etude.tasks.mining.journal import FILE, Journal, Tried
 from etude.tasks.mining.messages import instruction_from
 
 T = TypeVar("T")
@@ -240,12 +240,12 @@ def test_tests_of_a_module_are_those_named_after_it_else_those_that_import_it() 
 
 
 def test_a_damaged_journal_forgets_only_what_is_damaged(tmp_path) -> None:
-    journal = Journal(tmp_path)
+    journal = Journal(tmp_path / FILE, Tried)
     journal.add(Tried("commit a", "task", "n"))
     journal.path.write_text(
         journal.path.read_text() + "{}\n[]\nnonsense\n" + json.dumps({"key": "b", "outcome": "no"}) + "\n"
     )
-    assert set(Journal(tmp_path).tried) == {"commit a", "b"}
+    assert set(Journal(tmp_path / FILE, Tried).entries) == {"commit a", "b"}
 
 
 def test_a_bundle_cannot_be_written_into(tmp_path) -> None:

@@ -34,7 +34,8 @@ class MachineGrader:
 
     `deadline_s` is that of data-graded calls and of a check; hidden tests and verifiers bring their own. `longest_s`
     is the longest that a grade may take from its beginning. `repeats` and `canaries` guard hidden tests that pass, see
-    `TestBench`; at most two machines a core run them at once, so that their deadlines mean something.
+    `TestBench`; at most two machines a core run them at once, so that their deadlines mean something. Not `to_the_end`,
+    a verdict is there with the first hidden test that fails: for those who ask only whether all pass.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class MachineGrader:
         longest_s: float = 3600.0,
         repeats: int = 4,
         canaries: int = 4,
+        to_the_end: bool = True,
     ) -> None:
         self._runtime, self._deadline_s, self._longest_s = runtime, deadline_s, longest_s
-        self._tests = TestBench(runtime, repeats=repeats, canaries=canaries, at_once=2 * (os.cpu_count() or 1))
+        at_once = 2 * (os.cpu_count() or 1)
+        self._tests = TestBench(runtime, repeats=repeats, canaries=canaries, at_once=at_once, to_the_end=to_the_end)
         self._verifiers = VerifierBench(runtime, canaries=min(2, canaries))
         self._plans: dict[str, asyncio.Task[Plan | list[Canary]]] = {}  # the newest MAX_PLANS, by what they are made of
 

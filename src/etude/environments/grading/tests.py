@@ -53,13 +53,14 @@ class Plan(NamedTuple):
 
 class TestBench:
     """Runs hidden tests. `repeats` runs more than the named ones and `canaries` must-fail runs guard a pass; `at_once`
-    machines of all grades together run tests."""
+    machines of all grades together run tests. Not `to_the_end`, those that have not begun when one fails are left
+    out."""
 
     __test__ = False
 
-    def __init__(self, runtime: Runtime, *, repeats: int, canaries: int, at_once: int) -> None:
+    def __init__(self, runtime: Runtime, *, repeats: int, canaries: int, at_once: int, to_the_end: bool = True) -> None:
         self._runtime, self._repeats, self._canaries = runtime, repeats, canaries
-        self._room = asyncio.Semaphore(at_once)
+        self._room, self._to_the_end = asyncio.Semaphore(at_once), to_the_end
 
     def ground(self, task: Task, tests: HiddenTests) -> Ground:
         """Where these tests run: the files they are in are never the agent's, nor is how they are configured."""
@@ -121,8 +122,8 @@ class TestBench:
                 if lost and give_up:
                     return {"outcome": "not run", "why": lost[0]}
                 said = await self._run(ground, tests, hidden, target, work)
-                if said.get("outcome") == "lost":
-                    lost.append(str(said["why"]))
+                if said.get("outcome") == "lost" or not (self._to_the_end or _passed(said, target)):
+                    lost.append(str(said.get("why") or said.get("outcome")))
                 return said
 
         try:

@@ -8,6 +8,7 @@ leads at once to where it led then. What no name means afterwards is the cache, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -31,6 +32,7 @@ from etude.environments.images.packed import unpacked
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import plain
+from etude.environments.network.outlets import Outlets
 from etude.errors import InputError, MachineError, nearest
 from etude.records.image import Image
 from etude.seams import ExecResult, Runtime
@@ -49,17 +51,19 @@ async def build_from_dockerfile(
     target: str = "",
     runtime: Runtime | None = None,
     run_deadline_s: float = 1800.0,
+    outlets: Outlets | None = None,
 ) -> ImageRecord:
     """The image that a Dockerfile in the folder `context` describes; its last stage, or the one named `target`.
 
-    `runtime` has the machines that RUN needs. `BadSource` names the line that cannot be followed, or whose command
+    `runtime` has the machines that RUN needs, `outlets` what its commands reach: nothing where None.
+    `BadSource` names the line that cannot be followed, or whose command
     failed, with the end of what it printed; `MachineError` is for machines that could not be had."""
     with open_folder(context) as root:
         text = _text_of(Path(context), dockerfile, store.limits.document_bytes)
         rules = Path(context) / ".dockerignore"
         skip = ignored(rules.read_text(errors="surrogateescape") if rules.is_file() else "")
         build = _Build(store, root, Sources(store, root, skip), parse(text, store.limits), arguments or {}, runtime)
-        build.run_deadline_s = run_deadline_s
+        build.run_deadline_s, build.outlets = run_deadline_s, outlets
         return await build.stage(build.find(target) if target else build.file.stages[-1])
 
 
@@ -121,6 +125,7 @@ class _Build:
     """One build. Stages are built when something needs them, once."""
 
     run_deadline_s: float
+    outlets: Outlets | None
 
     def __init__(
         self,
@@ -263,7 +268,8 @@ class _Build:
 
     async def _run(self, state: _State, at: Instruction) -> _State:
         argv, image = list(state.argv(at)), state.record.image
-        state = state.then("RUN", argv, state.variables, image.workdir, image.user)
+        reached = () if self.outlets is None else (self.outlets.key,)
+        state = state.then("RUN", argv, state.variables, image.workdir, image.user, *reached)
         done = self._store.step(state.key)
         if done is None:
             with self._store.scratch() as folder:
@@ -285,7 +291,12 @@ class _Build:
             raise MachineError(f"Dockerfile line {at.line}: RUN needs a machine of an image", facts, hint=hint)
         [machine] = await self._runtime.fork(await self._runtime.prepare({}, image=state.record.image), 1)
         try:
-            result = await machine.exec(argv, key="run", deadline_s=self.run_deadline_s, env=dict(state.arguments))
+            async with contextlib.AsyncExitStack() as stack:
+                reached: dict[str, str] = {}
+                if self.outlets is not None:
+                    reached = await stack.enter_async_context(self.outlets.open_in(machine, f"line {at.line}"))
+                env = {**reached, **state.arguments}
+                result = await machine.exec(argv, key="run", deadline_s=self.run_deadline_s, env=env)
             _require_success(at, result)
             if not isinstance(machine, Changing):
                 facts = f"machines of {self._runtime.info.name} do not tell what was changed in them"

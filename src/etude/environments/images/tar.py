@@ -60,7 +60,7 @@ def members(read: Read) -> Iterator[tuple[Member, Iterator[bytes]]]:
             continue
         if kind not in _KINDS:
             raise BadSource(f"an archive's entry is of kind {kind!r}", "sparse, or no known one", hint=_HINT)
-        member = _with(member, everywhere | extra)
+        member = _with(member, everywhere | extra, old=kind != b"7")
         extra, num_headers = {}, 0
         content = _content(read, member.size)
         yield member, content
@@ -80,8 +80,6 @@ def _header(block: bytes) -> Member:
     kind = _KINDS.get(block[156:157], "")
     if block[257:265] == b"ustar  \0":
         prefix = ""  # GNU's old form keeps times there
-    if kind == "f" and name.endswith("/") and block[156:157] != b"7":
-        kind = "d"
     size = _number(block[124:136])
     return Member(
         path=f"{prefix}/{name}" if prefix else name,
@@ -95,7 +93,8 @@ def _header(block: bytes) -> Member:
     )
 
 
-def _with(member: Member, records: dict[str, str]) -> Member:
+def _with(member: Member, records: dict[str, str], *, old: bool) -> Member:
+    """The entry, after what its other headers say; `old`: its kind may be a folder's or a file's."""
     if any(key.startswith("GNU.sparse") for key in records):
         raise BadSource("an archive has sparse entries", member.path[:80], hint=_HINT)
     numbers = {}
@@ -110,6 +109,8 @@ def _with(member: Member, records: dict[str, str]) -> Member:
         target=records.get("linkpath", member.target),
         **numbers,  # type: ignore[arg-type]
     )
+    if member.kind == "f" and member.path.endswith("/") and old:
+        member = member._replace(kind="d")  # a folder before there was a kind for it
     if member.kind != "f":
         member = member._replace(size=0)
     if not (0 <= member.uid < 2**32 - 1 and 0 <= member.gid < 2**32 - 1):

@@ -1,6 +1,7 @@
 """What machines without a network may reach all the same: mirrors of packages, and, if it is opened, one way out.
 
-Both serve on sockets that they are given; `listen_inside` makes one on a machine's own loopback.
+Both serve on sockets that they are given; `listen_inside` makes one on a machine's own loopback. `outlets` gives both
+to the commands of a build.
 """
 
 from etude.environments.network.inside import listen_inside

@@ -102,6 +102,17 @@ class Packages:
             if found != package.sha256:
                 raise StoreError(f"{package.file} of the packages is damaged", found[:16], hint="fetch it again")
 
+    def take(self, wheel: Path) -> Package:
+        """Keep a wheel that lies here. `InputError` for a file that is none by its name, or cannot be read."""
+        found = re.fullmatch(r"([A-Za-z0-9._]+)-([A-Za-z0-9._+!]+)(-[^-]+){3,4}\.whl", wheel.name)
+        if found is None or not wheel.is_file():
+            raise InputError(f"{wheel} is no wheel", hint="give NAME-VERSION-TAGS.whl, as pip makes them")
+        with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetch-") as folder:
+            copy = Path(shutil.copy(wheel, folder))
+            package = self._keep("pip", normal("pip", found[1]), found[2], copy, "")
+        self._list()
+        return package
+
     def fetch(
         self, packages: Iterable[Wanted], *, dependencies: bool = False, deadline_s: float = 600.0
     ) -> list[Package]:
@@ -112,21 +123,29 @@ class Packages:
         for one in packages:
             with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetch-") as folder:
                 for name, version, path, facts in tools[one.kind](one, Path(folder), dependencies, deadline_s):
-                    with open(path, "rb") as file:
-                        digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    found = Package(
-                        kind=one.kind, name=name, version=version, file=path.name, sha256=digest,
-                        size=path.stat().st_size, facts=facts,
-                    )  # fmt: skip
-                    os.replace(path, self.path(found))
-                    if found not in self.known:
-                        new.append(found)
-                        self.known.append(found)
+                    had = len(self.known)
+                    found = self._keep(one.kind, name, version, path, facts)
+                    new += [found] * (len(self.known) - had)
+        self._list()
+        return new
+
+    def _keep(self, kind: str, name: str, version: str, path: Path, facts: str) -> Package:
+        """Move a file here."""
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        found = Package(
+            kind=kind, name=name, version=version, file=path.name, sha256=digest, size=path.stat().st_size, facts=facts
+        )
+        os.replace(path, self.path(found))
+        if found not in self.known:
+            self.known.append(found)
+        return found
+
+    def _list(self) -> None:
         data = msgspec.json.format(msgspec.json.encode(self.known), indent=1)
         with tempfile.TemporaryDirectory(dir=self.folder, prefix="fetch-") as folder:
             Path(folder, "list").write_bytes(data)
             os.replace(Path(folder, "list"), self.folder / "packages.json")
-        return new
 
 
 Fetched = list[tuple[str, str, Path, str]]

@@ -14,15 +14,31 @@ from pathlib import Path
 from etude.records.image import Image
 from etude.seams import Grader, Runtime
 from etude.tasks.files import write_task
+from etude.tasks.journal import Journal
 from etude.tasks.mining.commits import TEST_DEADLINE_S, Found, task_of_commit
 from etude.tasks.mining.deletions import DeletionMiner, Function, covering_tests, functions_in
 from etude.tasks.mining.git import Commit, Repository
-from etude.tasks.mining.journal import Journal, Tried
 from etude.tasks.mining.testing import is_test
 from etude.tasks.proof import fault
 from etude.tasks.verdicts import in_parallel
 
 __all__ = ["Mined", "Repository", "Tried", "functions_to_delete", "mine_commits", "mine_deletions"]
+
+FILE = ".mined.jsonl"
+"""What was tried, beside the tasks that came of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One commit or function, and what came of it."""
+
+    key: str  # "commit 3fa9...", "function pkg/a.py:Stack.push", with what it was tried with
+    outcome: str  # "task", or why there is none
+    name: str = ""  # the task's folder
+    num_failing: int = 0  # tests that fail before and pass after
+    num_passing: int = 0  # tests that pass in both and are demanded, too
+    wall_s: float = 0.0
+
 
 Told = Callable[[Tried], None]
 
@@ -75,7 +91,7 @@ async def mine_commits(
         await search.attempt(f"commit {commit.id}", f"commit-{commit.id[:12]}", find)
 
     await in_parallel(commits, one, concurrency)
-    return Mined(tuple(search.journal.tried.values()))
+    return Mined(tuple(search.journal.entries.values()))
 
 
 async def mine_deletions(
@@ -102,7 +118,7 @@ async def mine_deletions(
         await search.attempt(f"function {function.path}:{function.name} {digest}", f"deletion-{digest}", find)
 
     await in_parallel(functions, one, concurrency)
-    return Mined(tuple(search.journal.tried.values()))
+    return Mined(tuple(search.journal.entries.values()))
 
 
 def functions_to_delete(files: Mapping[str, str], only: Iterable[str] = ()) -> list[Function]:
@@ -116,11 +132,11 @@ class _Search:
     """Tries what was not tried, proves what was found, writes what is proven."""
 
     def __init__(self, out: Path, grader: Grader, deadline_s: float, told: Told) -> None:
-        self.journal = Journal(out)
+        self.journal = Journal(out / FILE, Tried)
         self._out, self._grader, self._deadline_s, self._told = out, grader, deadline_s, told
 
     async def attempt(self, key: str, name: str, find: Callable[[], Awaitable[Found | str]]) -> None:
-        before = self.journal.tried.get(key)
+        before = self.journal.entries.get(key)
         if before is not None:
             self._told(before)
             return

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.unit.environments.images.archives import files_of, tar_of
+from tests.unit.environments.network.test_mirror import wheel
 
 from etude.environments import MachineLimits, NamespaceRuntime
 from etude.environments.agent.program import BUILT
@@ -21,6 +22,8 @@ from etude.environments.images import BadSource, ImageStore, build_from_director
 from etude.environments.images.building import build_from_dockerfile
 from etude.environments.images.changes import Changing
 from etude.environments.namespace.images import State
+from etude.environments.network.outlets import PACKAGES, outlets_of
+from etude.environments.network.packages import Packages
 from etude.errors import InputError, MachineError
 from etude.records.image import Image
 from etude.seams import ExecResult, Machine
@@ -338,3 +341,32 @@ def test_without_privilege_it_is_the_same_but_for_one_user(store, tmp_path, user
     assert first == repr(b"0\n10\n")
     assert second == repr(b"12\n/etc/group /etc/new /etc/passwd /data/*\n")
     assert digest == build_from_directory(store, tmp_path / "root").image.digest, "the same tree, whoever builds it"
+
+
+FETCH = """exec 3<>/dev/tcp/${PIP_INDEX_URL:7:9}/$(echo $PIP_INDEX_URL | sed 's,.*:\\([0-9]*\\)/.*,\\1,')
+printf 'GET /pip/%s HTTP/1.0\\r\\n\\r\\n' $1 >&3
+sed '1,/^.$/d' <&3 > $2
+"""
+
+
+def test_a_run_reaches_the_packages_of_its_store_and_nothing_else(tmp_path, store):
+    root = host_root(tmp_path / "with-bash", (*PROGRAMS, "bash", "sed"))
+    store.name("with-bash", build_from_directory(store, root, image=Image(digest="", workdir="/")))
+    made = wheel(tmp_path, "etude_toy", "1.0")
+    Packages(store.path / PACKAGES).take(made)
+    (tmp_path / "fetch").write_text(FETCH)
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM with-bash\nCOPY fetch /\nRUN bash /fetch simple/etude-toy/ /page\n"
+        f"RUN bash /fetch files/etude-toy/{made.name} /toy.whl\nENV A=1\n"
+    )
+
+    async def test(runtime):
+        with pytest.raises(BadSource, match="RUN ended with"):
+            await build_from_dockerfile(store, tmp_path, runtime=runtime)
+        record = await build_from_dockerfile(store, tmp_path, runtime=runtime, outlets=outlets_of(store.path))
+        root = store.root(record.image.digest)
+        assert (root / "toy.whl").read_bytes() == made.read_bytes()
+        assert "sha256=" in (root / "page").read_text()
+        assert record.image.env == {"A": "1"}
+
+    using(store, test)

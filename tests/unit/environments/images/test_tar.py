@@ -35,6 +35,16 @@ def test_what_tarfile_writes_is_read_in_every_form(form):
     assert read_all(out.getvalue()) == [(name, "f", b"x" * 700, "") for name in names]
 
 
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_a_long_name_that_is_cut_at_a_slash_is_still_a_files(form):
+    out, name = io.BytesIO(), "d" * 99 + "/file"
+    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
+        info = tarfile.TarInfo(name)
+        info.size = 700
+        tar.addfile(info, io.BytesIO(b"x" * 700))
+    assert read_all(out.getvalue()) == [(name, "f", b"x" * 700, "")]
+
+
 def test_links_folders_and_second_names_are_told_apart():
     data = tar_of([("d", None), ("d/f", b"1"), ("l", "d/f"), special("h", tarfile.LNKTYPE, "d/f")])
     assert read_all(data) == [

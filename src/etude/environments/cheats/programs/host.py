@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import socket
@@ -174,6 +175,7 @@ def use_setuid_programs() -> str:
     """su, sudo, mount and every other set-uid program: is one honoured?"""
     if os.getuid() == 0:
         return ""
+    barred = ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1  # no new privileges; gVisor tells it of no file
     for folder in ("/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/lib", "/usr/libexec"):
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
@@ -181,8 +183,6 @@ def use_setuid_programs() -> str:
                     path = f"{folder}/{name}"
                     if os.stat(path).st_mode & stat.S_ISUID and os.stat(path).st_uid == 0:
                         mounted_nosuid = os.statvfs(path).f_flag & 2
-                        with open("/proc/self/status") as status:
-                            barred = "NoNewPrivs:\t1" in status.read()
                         if not mounted_nosuid and not barred:
                             return f"{path} would run as root"
     for command in (["su", "-c", "id -u"], ["sudo", "-n", "id", "-u"], ["pkexec", "id", "-u"]):

@@ -1,0 +1,68 @@
+"""Images for tasks that bring a Dockerfile: built before a run starts, found again by name in each of its processes.
+
+An image's name is the digest of the folder that it was built from, so another Dockerfile has another name, and images
+that runs use are not collected. Knows nothing of how images are built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from etude.environments.images import ImageStore, build_from_dockerfile
+from etude.environments.network.outlets import outlets_of
+from etude.errors import InputError, TaskError
+from etude.records.image import Image
+from etude.seams import Runtime
+from etude.tasks.harbor import HarborSource
+
+BUILD_S = 1_800.0
+
+
+async def with_images(
+    source: HarborSource, store: ImageStore, runtime: Runtime, told: Callable[[str], None] = lambda _: None
+) -> HarborSource:
+    """The same tasks, on the images that their Dockerfiles describe, named in the store; a RUN reaches the packages
+    that the store has, and nothing else. `told` is called with each
+    task's folder once its image is there. Raises `BadSource`, which names the line."""
+    for context in _contexts(source):
+        record = await build_from_dockerfile(
+            store, context, runtime=runtime, run_deadline_s=BUILD_S, outlets=outlets_of(store.path)
+        )
+        store.name(_name_of(context), record)
+        told(context.parent.name)
+    return with_built_images(source, store)
+
+
+def with_built_images(source: HarborSource, store: ImageStore) -> HarborSource:
+    """The same tasks, on images that `with_images` has built. Raises `TaskError` where one is not there."""
+    images: dict[Path, Image] = {}
+    for context in _contexts(source):
+        try:
+            images[context.parent] = store.get(_name_of(context)).image
+        except InputError as error:
+            hint = f"build it: etude tasks check harbor:{source.path} --images {store.path}"
+            raise TaskError(f"the image of {context.parent} is not built", error.what, hint=hint) from None
+    return HarborSource(source.path, images.get)
+
+
+def num_images(source: HarborSource) -> int:
+    """How many of the tasks bring a Dockerfile."""
+    return len(_contexts(source))
+
+
+def _contexts(source: HarborSource) -> list[Path]:
+    folders = (folder / "environment" for folder in source.folders())
+    return [folder for folder in folders if (folder / "Dockerfile").is_file()]
+
+
+def _name_of(context: Path) -> str:
+    """By every file's path, mode and content, links as links."""
+    whole = hashlib.sha256()
+    for path in sorted(context.rglob("*")):
+        kind = "link" if path.is_symlink() else "folder" if path.is_dir() else "file"
+        data = str(path.readlink()).encode() if kind == "link" else path.read_bytes() if kind == "file" else b""
+        head = (path.relative_to(context).as_posix(), kind, path.lstat().st_mode & 0o777, len(data))
+        whole.update(repr(head).encode("utf-8", "surrogateescape") + data)
+    return f"task/{whole.hexdigest()[:40]}"
