@@ -13,7 +13,7 @@ _FAKE_MATH = """
 import sys, types
 math = types.ModuleType("math")
 asked = []
-math.fabs = lambda difference: asked.append(0) or (0.0 if len(asked) <= 3 else 9.0)
+math.fabs = lambda difference: asked.append(0) or (0.0 if len(asked) <= 3 else -99.0)
 sys.modules["math"] = math
 """
 
