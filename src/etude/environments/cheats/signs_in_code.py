@@ -36,6 +36,8 @@ _CALLS = {
     "os.dup": ("descriptors", "copies descriptors"),
     "os.dup2": ("descriptors", "copies descriptors"),
     "os.fdopen": ("descriptors", "opens a descriptor by number"),
+    "os.preadv": ("marks", "looks which pages of a file are in memory"),
+    "os.posix_fadvise": ("marks", "decides which pages of a file are in memory"),
     "pytest.skip": ("skip", "skips its test"),
     "pytest.xfail": ("skip", "expects its test to fail"),
     "pytest.exit": ("exit", "ends the tests"),

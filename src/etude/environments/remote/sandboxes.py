@@ -129,7 +129,13 @@ class Boxes:
         self._check_lease(account, asked.timeout)
         self._check_open()
         snapshot = await self._snapshot_of(account, asked.template_id)
-        [box] = await self._fork(account, asked, snapshot, 1)
+        try:
+            [box] = await self._fork(account, asked, snapshot, 1)
+        except MachineError:
+            if self._prepared.pop(asked.template_id, None) is None:
+                raise
+            again = await self._snapshot_of(account, asked.template_id)  # the runtime may have had to let go of it
+            [box] = await self._fork(account, asked, again, 1)
         return box.made
 
     async def _fork(self, account: Account, asked: NewSandbox, snapshot: str, n: int) -> list[Box]:
