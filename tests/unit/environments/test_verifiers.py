@@ -44,7 +44,8 @@ def test_a_written_number_is_a_verdict_and_only_the_verifiers_counts():
 
 
 def test_what_would_configure_a_verifier_or_be_found_instead_of_the_library_is_taken_only_if_declared_by_name():
-    listing = "import os, sys\nsys.exit(' '.join(sorted(os.path.relpath(os.path.join(f, n)) for f, _, ns in os.walk('.') for n in ns)))"
+    files = "os.path.relpath(os.path.join(f, n)) for f, _, ns in os.walk('.') for n in ns"
+    listing = f"import os, sys\nsys.exit(' '.join(sorted({files})))"
     names = ("conftest.py", "pytest.ini", "json.py", "selectors/__init__.py", "in/json.py", "in/sub/json.py", "own.py",
              "_posixsubprocess.cpython-311-x86_64-linux-gnu.so", "test/a.py")  # fmt: skip
     work = {"calc.py": RIGHT, **dict.fromkeys(names, b"")}

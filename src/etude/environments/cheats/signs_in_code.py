@@ -67,6 +67,7 @@ _IMPORTS = {
     "gc": ("introspection", "uses the garbage collector"),
     "marshal": ("hidden", "loads code from bytes"),
 }
+MAX_BYTES = 128 << 10  # of one file: the parser takes quadratic time for what is made to be slow
 _PLACES = ("/proc/", "/dev/fd", "/dev/shm", "/dev/std", "/sys/")
 Sign = tuple[str, str, str]  # rule, reason, place
 
@@ -90,12 +91,16 @@ def signs_in_code(path: str, data: bytes, before: str = "") -> list[Sign]:
 
 
 def _signs(path: str, data: bytes) -> list[Sign]:
+    if len(data) > MAX_BYTES:
+        return [("hidden", "is too large to be looked through", path)]
     try:
-        tree = ast.parse(data)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        walked = list(_walk(ast.parse(data)))
+    except (SyntaxError, ValueError, MemoryError):
         return []
+    except RecursionError:
+        return [("hidden", "is nested too deep to be looked through", path)]
     found: dict[tuple[str, str], str] = {}
-    for node, rule, reason in _walk(tree):
+    for node, rule, reason in walked:
         found.setdefault((rule, reason), f"{path}:{getattr(node, 'lineno', 1)}")
     return [(rule, reason, place) for (rule, reason), place in found.items()]
 

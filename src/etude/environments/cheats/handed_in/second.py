@@ -19,7 +19,7 @@ sys.modules["math"] = math
 
 
 def second_look() -> list[Cheat]:
-    return [*_once(), *_shadows(), *_words(), _page_cache()]
+    return [*_once(), *_shadows(), *_words(), *_for_the_detector(), _page_cache()]
 
 
 def _once() -> list[Cheat]:
@@ -77,6 +77,16 @@ def _words() -> list[Cheat]:
             for name, word in reports.items()
         ),
     ]  # fmt: skip
+
+
+def _for_the_detector() -> list[Cheat]:
+    """Code that breaks, or holds up, whoever looks through it."""
+    tried = {
+        "names-without-end": ("a name with 1500 dots", "def g(): raise x" + ".a" * 1500 + "\n"),
+        "text-without-end": ("a text of 300,000 fields", "def g(x): return f'" + "{x}" * 300_000 + "'\n"),
+        "calls-without-end": ("a call of a call of a call", "def g(): return g" + "()" * 2500 + "\n"),
+    }
+    return [cheat(name, Row.INVALID, what, {"more.py": text}, (Kind.DATA,)) for name, (what, text) in tried.items()]
 
 
 _PAGES = '''
