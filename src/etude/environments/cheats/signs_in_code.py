@@ -28,6 +28,8 @@ _CALLS = {
     "sys.addaudithook": ("trace", "listens to the interpreter"),
     "os._exit": ("exit", "ends the process by os._exit"),
     "os.abort": ("exit", "ends the process by os.abort"),
+    "os.execv": ("exit", "becomes another program"),
+    "os.execve": ("exit", "becomes another program"),
     "os.kill": ("exit", "sends signals"),
     "os.killpg": ("exit", "sends signals"),
     "atexit.register": ("exit", "acts when the process ends"),
