@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from etude.environments import NamespaceRuntime
 from etude.environments.remote import ClientConfig, Keyring, Quota, RemoteRuntime, create_app, serving
-from etude.environments.remote.server import bind
+from etude.listening import bind
 from etude.records.image import Image
 from etude.seams import Machine, Runtime
 
@@ -22,13 +22,14 @@ class ServedRuntime(RemoteRuntime):
 
     plain = False
 
-    def __init__(self, behind: Runtime | None = None) -> None:
+    def __init__(self, behind: Runtime | None = None, *, key: str = KEY) -> None:
+        self._key = key
         self._behind: Runtime = behind if behind is not None else NamespaceRuntime()
         self._sock = bind("127.0.0.1", 0)
         self._serving: contextlib.AsyncExitStack | None = None
         super().__init__(
             f"http://127.0.0.1:{self._sock.getsockname()[1]}",
-            key=KEY,
+            key=key,
             config=ClientConfig(workdir="/workspace", users=("user",)),
         )
 
@@ -40,10 +41,16 @@ class ServedRuntime(RemoteRuntime):
         await self._serve()
         return await super().fork(snapshot, n, deadline_s=deadline_s)
 
+    async def unpack(self, packed: bytes) -> str:
+        await self._serve()
+        return await super().unpack(packed)
+
     async def _serve(self) -> None:
         if self._serving is None:
             self._serving = contextlib.AsyncExitStack()
-            app = create_app(self._behind, Keyring({"tests": Quota(key=KEY, max_live=64, creations_per_minute=6000)}))
+            app = create_app(
+                self._behind, Keyring({"tests": Quota(key=self._key, max_live=64, creations_per_minute=6000)})
+            )
             if self.plain:
                 app.router.routes[:] = [r for r in app.router.routes if not getattr(r, "path", "").startswith("/etude")]
             await self._serving.enter_async_context(serving(app, sock=self._sock))

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import pytest
+from tests.here import opened
 
 from etude.environments import NamespaceRuntime
 from etude.environments.cheats.parity import Parity, Table, auc_of, judged, probe_parity
 from etude.environments.cheats.plain import PlainRuntime
-from etude.errors import MachineError
 
 
 def probed(other: bool, num_machines: int) -> Parity:
     async def main() -> Parity:
-        try:
-            mine = NamespaceRuntime()
-        except MachineError as error:
-            pytest.skip(str(error))
+        mine = opened("namespace", NamespaceRuntime)
         theirs = PlainRuntime() if other else mine
         try:
             return await probe_parity(mine, theirs, num_machines=num_machines)

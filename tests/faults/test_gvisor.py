@@ -12,9 +12,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.here import opened, why_not
 
 from etude.environments.gvisor import GVisorRuntime
 from etude.environments.microvm import find
@@ -24,10 +26,7 @@ from etude.records.image import Image
 
 def with_runtime(test: Callable[[GVisorRuntime], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        try:
-            runtime = GVisorRuntime()
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("gvisor", GVisorRuntime)
         try:
             return await test(runtime)
         finally:
@@ -42,19 +41,27 @@ def of_folder(folder: str) -> set[int]:
     return set(map(int, found.stdout.split()))
 
 
-def test_a_sandbox_that_is_killed_counts_as_killed_by_what_ran_in_it(tmp_path, monkeypatch):
+def test_whichever_process_of_a_sandbox_is_killed_it_is_dead_by_its_own_doing_and_nothing_is_left(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def test(runtime):
-        [machine] = await runtime.fork(await runtime.prepare({}), 1)
-        running = asyncio.create_task(machine.exec(["sleep", "100"], key="1", deadline_s=60.0))
-        await machine.write("x", b"y")
-        for pid in of_folder(str(tmp_path)):
+        snapshot = await runtime.prepare({})
+        for role in ("run", "boot", "gofer"):
+            [machine] = await runtime.fork(snapshot, 1)
+            words = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in of_folder(str(tmp_path))}
+            running = asyncio.create_task(machine.exec(["sleep", "100"], key="1", deadline_s=60.0))
+            await machine.write("x", b"y")
+            [pid] = [pid for pid, command in words.items() if role in command]
             os.kill(pid, signal.SIGKILL)
-        assert (await running).exit_code == 137
-        with pytest.raises(FileNotFoundError):
-            await machine.read("x")
+            assert (await running).exit_code == 137
+            with pytest.raises(FileNotFoundError):
+                await machine.read("x")
+            assert of_folder(str(tmp_path)) == set()
+            assert str(tmp_path) not in Path("/proc/mounts").read_text()
+            assert f"@runsc-sandbox.{words[pid][-2]}" not in Path("/proc/net/unix").read_text()
 
     with_runtime(test)
     assert (list(tmp_path.iterdir()), of_folder(str(tmp_path))) == ([], set())
@@ -101,10 +108,9 @@ def test_a_machine_without_runsc_is_refused_with_what_to_install(monkeypatch, tm
 
 
 def test_an_image_is_never_written_to_and_its_machines_share_nothing(tmp_path):
-    try:
-        busybox = find().busybox
-    except MachineError as error:
-        pytest.skip(str(error))
+    if why := why_not("microvm"):
+        pytest.skip(f"no busybox: {why}")
+    busybox = find().busybox
     root = tmp_path / "root"
     (root / "bin").mkdir(parents=True)
     shutil.copy(busybox, root / "bin/busybox")
@@ -117,14 +123,13 @@ def test_an_image_is_never_written_to_and_its_machines_share_nothing(tmp_path):
     image = Image(digest="a" * 64, workdir="/opt/app", env={"STAGE": "test"})
 
     async def main() -> tuple[bytes, bytes]:
-        try:
-            runtime = GVisorRuntime(roots=lambda digest: root)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("gvisor", lambda: GVisorRuntime(roots=lambda digest: root))
         try:
             one, other = await runtime.fork(await runtime.prepare({"new": b"file\n"}, image=image), 2)
             script = "cat version new; echo $STAGE; id -un; echo more > version; cat version"
             said = await one.exec(["sh", "-c", script], key="1", deadline_s=30)
+            with pytest.raises(MachineError, match="not whole"):
+                await runtime.pack(await one.snapshot(), max_bytes=1 << 20)
             return said.output, await other.read("version")
         finally:
             await runtime.close()

@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.unit.environments.images.archives import oci_layout, tar_of
+from tests.unit.environments.images.archives import oci_layout, repository, tar_of
 
 from etude.environments.images import ImageStore, build_from_directory, build_from_oci
 from etude.errors import EtudeError, StoreError
@@ -17,14 +17,14 @@ from etude.errors import EtudeError, StoreError
 FULL = """
 import os, subprocess, sys
 from pathlib import Path
-from etude.environments.images import ImageStore, build_from_directory
+from etude.environments.images import ImageStore, build_from_directory, build_from_repository
 from etude.errors import StoreError
 at = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(at / "disk")], check=True)
 store = ImageStore(at / "disk/images")
-for source in ("large", "many"):
+for source, build in (("large", build_from_directory), ("many", build_from_directory), ("repo", build_from_repository)):
     try:
-        build_from_directory(store, at / source)
+        build(store, at / source)
     except StoreError as error:
         print(error.what.startswith("no image can be kept"), "make room" in error.hint)
     print(os.listdir(store.path / "building"), store.images())
@@ -42,6 +42,8 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "many").mkdir()
     for number in range(400):
         (tmp_path / "many" / str(number)).write_bytes(bytes(4096))
+    # its files have room on the disk, and their pack beside them has not: it is git that is told
+    repository(tmp_path / "repo", [{"file": os.urandom(700_000)}])
     (tmp_path / "disk").mkdir()
     inside = ["--mount"] if os.geteuid() == 0 else ["--mount", "--user", "--map-root-user"]
     command = ["unshare", *inside, sys.executable, "-c", FULL, str(tmp_path)]
@@ -49,7 +51,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(tmp_path):
     if "unshare" in done.stderr or "permission denied" in done.stderr:
         pytest.skip("no file system can be mounted here")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["True True", "[] []"] * 2 + ["1"]
+    assert done.stdout.splitlines() == ["True True", "[] []"] * 3 + ["1"]
 
 
 BUILDING = """

@@ -260,7 +260,8 @@ def test_nothing_is_left_of_a_server_that_was_killed_and_its_machines_are_not_ma
         nonlocal again
         runtime = RemoteRuntime(url, key=KEY)
         try:
-            [machine] = await runtime.fork(await runtime.prepare({}), 1)
+            snapshot = await runtime.prepare({"a.txt": b"a"})
+            [machine] = await runtime.fork(snapshot, 1)
             began = asyncio.Event()
 
             def tell(event: object) -> None:
@@ -282,6 +283,11 @@ def test_nothing_is_left_of_a_server_that_was_killed_and_its_machines_are_not_ma
                 await machine.exec(["true"], key="2", deadline_s=10)
             gone, alive = await asyncio.to_thread(psutil.wait_procs, left, 20)
             assert (len(gone), alive) == (1, [])
+            with pytest.raises(MachineError, match="refused a machine"):  # the new server has never seen it
+                await runtime.fork(snapshot, 1)
+            assert await runtime.prepare({"a.txt": b"a"}) == snapshot
+            [another] = await runtime.fork(snapshot, 1)
+            assert await another.read("a.txt") == b"a"
         finally:
             await runtime.close()
 
@@ -343,3 +349,20 @@ def test_a_server_that_is_told_to_end_lets_machines_finish_and_then_ends_by_itse
     finally:
         server.kill()
         server.communicate()
+
+
+def test_what_a_service_had_to_let_go_of_is_sent_again():
+    async def test(runtime: RemoteRuntime, relay: Relay, boxes: Boxes) -> None:
+        files = {"a.txt": b"a"}
+        snapshot = await runtime.prepare(files)
+        behind = boxes.runtime
+        assert isinstance(behind, NamespaceRuntime)
+        behind._snapshots._trees.clear()  # as if others had needed the room
+        for _ in range(2):  # what was kept there, and the template that it is made from
+            with pytest.raises(MachineError, match="no snapshot"):
+                [_] = await runtime.fork(await runtime.prepare(files), 1)
+        [machine] = await runtime.fork(await runtime.prepare(files), 1)
+        assert (await machine.read("a.txt"), boxes.num_snapshots) == (b"a", 1)
+        assert await runtime.prepare(files) == snapshot
+
+    with_relay(test)

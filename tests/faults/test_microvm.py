@@ -14,9 +14,11 @@ import sys
 import textwrap
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.here import opened
 from tests.virtual import microvm
 
 from etude.environments.microvm import MicroVMRuntime
@@ -28,10 +30,7 @@ MIB = 1 << 20
 
 def with_runtime(test: Callable[[MicroVMRuntime], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        try:
-            runtime = microvm()
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("microvm", microvm)
         try:
             return await test(runtime)
         finally:
@@ -106,7 +105,8 @@ def test_nothing_outlives_a_host_that_is_killed(tmp_path):
     with_runtime(lambda runtime: runtime.prepare({}))  # skips where there are none, and has the image booted
     code = """
         import asyncio, os, subprocess
-        from tests.virtual import microvm
+        from tests.here import opened
+from tests.virtual import microvm
         async def main():
             runtime = microvm()
             machines = await runtime.fork(await runtime.prepare({}), 2)
@@ -124,6 +124,7 @@ def test_nothing_outlives_a_host_that_is_killed(tmp_path):
         with ends_within(pids, 20.0):
             host.kill()
     assert list(tmp_path.iterdir()) == []
+    assert str(tmp_path) not in Path("/proc/mounts").read_text()
 
 
 def test_a_closed_runtime_leaves_no_process_and_no_descriptor():

@@ -42,19 +42,19 @@ def test_a_command_outlives_who_asked_for_it_and_is_found_by_its_key():
     async def main():
         commands, go, begun, times = Commands(), asyncio.Event(), asyncio.Event(), []
 
-        async def run():
+        async def run(command):
             times.append(1)
             begun.set()
             await go.wait()
             return DONE
 
-        first = asyncio.create_task(commands.once("a", run))
+        first = asyncio.create_task(commands.once(run, ["true"], key="a", deadline_s=1))
         await begun.wait()
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
         go.set()
-        assert await commands.once("a", run) is DONE
+        assert await commands.once(run, ["true"], key="a", deadline_s=1) is DONE
         assert len(times) == 1
 
     asyncio.run(main())
@@ -64,21 +64,21 @@ def test_a_command_that_could_not_begin_leaves_its_key_free_and_one_that_failed_
     async def main():
         commands = Commands()
 
-        def refused():
+        def refused(command):
             raise ValueError("no")
 
-        async def failing():
+        async def failing(command):
             raise OSError("gone")
 
-        async def run():
+        async def run(command):
             return DONE
 
         with pytest.raises(ValueError, match="no"):
-            await commands.once("a", refused)
+            await commands.once(refused, ["true"], key="a", deadline_s=1)
         assert not commands
-        assert await commands.once("a", run) is DONE
+        assert await commands.once(run, ["true"], key="a", deadline_s=1) is DONE
         for again in (failing, run):
             with pytest.raises(OSError, match="gone"):
-                await commands.once("b", again)
+                await commands.once(again, ["true"], key="b", deadline_s=1)
 
     asyncio.run(main())

@@ -55,7 +55,7 @@ impl Agent {
     pub fn new(link: Link, options: &Options) -> io::Result<Self> {
         Ok(Self {
             link,
-            children: sys::take_signals()?,
+            children: sys::ended_children()?,
             spawner: Spawner::new(options)?,
             user: options.user.clone(),
             commands: Vec::new(),

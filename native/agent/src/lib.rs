@@ -19,6 +19,7 @@ pub mod processes;
 pub mod requests;
 pub mod spawn;
 pub mod sys;
+pub mod template;
 pub mod transfers;
 pub mod tree;
 pub mod users;

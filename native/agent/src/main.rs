@@ -2,14 +2,14 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, IntoRawFd};
 use std::os::unix::fs::FileExt;
 use std::process::ExitCode;
 
 use etude_agent::agent::Agent;
 use etude_agent::link::Link;
-use etude_agent::options::{self, Options, USAGE};
-use etude_agent::{init, namespaces, sys};
+use etude_agent::options::{self, Channel, Options, USAGE};
+use etude_agent::{init, namespaces, sys, template};
 
 const MOST_FILTER: usize = 8 * 4096; // bytes; the kernel takes as many instructions
 
@@ -18,14 +18,14 @@ fn main() -> ExitCode {
     if words == ["--check"] {
         return ExitCode::SUCCESS; // it can be run here
     }
-    let options = match options::parse(words) {
+    let mut options = match options::parse(words) {
         Ok(options) => options,
         Err(wrong) => {
             eprintln!("etude-agent: {wrong}\n{USAGE}");
             return ExitCode::from(2);
         }
     };
-    let result = serve(&options);
+    let result = serve(&mut options);
     if let Err(why) = &result {
         eprintln!("etude-agent: {why}");
     }
@@ -35,36 +35,41 @@ fn main() -> ExitCode {
     if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn serve(options: &Options) -> Result<(), String> {
+fn serve(options: &mut Options) -> Result<(), String> {
     let at = |step: &'static str| move |error: io::Error| format!("{step}: {error}");
     sys::close_all_but(&options.descriptors());
     if options.init {
         init::mount_all().map_err(|(step, error)| format!("{step}: {error}"))?;
     }
-    if let Some(places) = &options.namespaces {
-        namespaces::enter(places, options.root_capabilities).map_err(|(step, error)| format!("{step}: {error}"))?;
-    }
-    sys::bound_capabilities(options.root_capabilities);
     sys::show_memory(false);
     sys::be_called(c"init");
+    leave_standard_streams().map_err(at("leaving the standard streams"))?;
+    sys::ignore_signals().map_err(at("ignoring signals"))?;
+    let filter = options.filter.map(filter_in).transpose().map_err(at("reading the filter"))?;
+    if let Some(template) = &options.template {
+        let Some(given) = template::serve(template).map_err(at("being a template"))? else { return Ok(()) };
+        let channel = namespaces::enter(given, template.id, options.root_capabilities);
+        let channel = channel.map_err(|(step, error)| format!("{step}: {error}"))?;
+        options.channel = Channel::Fd(channel.into_raw_fd());
+    }
+    sys::bound_capabilities(options.root_capabilities);
     if std::process::id() != 1 {
         sys::adopt_orphans().map_err(at("adopting orphans"))?; // a first process has them anyway
     }
     let link = Link::open(&options.channel).map_err(at("opening the channel"))?;
-    leave_standard_streams().map_err(at("leaving the standard streams"))?;
-    if let Some(fd) = options.filter {
-        filter_calls(fd).map_err(at("filtering calls"))?;
+    if let Some(filter) = filter {
+        sys::no_new_privileges().and_then(|()| sys::filter_calls(&filter)).map_err(at("filtering calls"))?;
     }
     let mut agent = Agent::new(link, options).map_err(at("starting"))?;
     agent.serve().map_err(|wrong| format!("the host broke the protocol: {}", wrong.0))
 }
 
-/// Have calls judged from here on, of commands as well. Machines share one open file, so it is read from its beginning.
-fn filter_calls(fd: i32) -> io::Result<()> {
+/// The filter of calls in a file that was inherited.
+fn filter_in(fd: i32) -> io::Result<Vec<u8>> {
     let mut filter = vec![0; MOST_FILTER];
     let length = File::from(sys::take_over(fd)?).read_at(&mut filter, 0)?;
-    sys::no_new_privileges()?;
-    sys::filter_calls(&filter[..length])
+    filter.truncate(length);
+    Ok(filter)
 }
 
 /// Commands must not get at what this process was started with. Standard error stays, for the agent's own last words.

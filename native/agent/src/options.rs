@@ -14,12 +14,12 @@ pub enum Channel {
     Stdio,
 }
 
-/// Descriptors of what a machine that is made of namespaces consists of beside those that the agent is started in.
+/// Descriptors of a template (`template`): where machines are asked for, and the process that makes their namespaces.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Namespaces {
-    pub users: i32,       // the user namespace
-    pub id: u32,          // uid and gid of the agent in it
-    pub groups: Vec<i32>, // the entrances of control groups
+pub struct Template {
+    pub requests: i32,
+    pub maker: i32,
+    pub id: u32, // uid and gid of the agents, in their user namespaces
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -33,21 +33,21 @@ pub struct Options {
     pub root_capabilities: u64,
     pub filter: Option<i32>, // a descriptor to read it from
     pub init: bool,
-    pub namespaces: Option<Namespaces>,
+    pub template: Option<Template>,
 }
 
 impl Options {
     /// The descriptors that this process was started with, and wants.
     pub fn descriptors(&self) -> Vec<i32> {
         let channel = if let Channel::Fd(fd) = self.channel { Some(fd) } else { None };
-        let namespaces = self.namespaces.iter().flat_map(|places| places.groups.iter().chain([&places.users]));
-        channel.iter().chain(&self.filter).chain(namespaces).copied().collect()
+        let template = self.template.iter().flat_map(|template| [&template.requests, &template.maker]);
+        channel.iter().chain(&self.filter).chain(template).copied().collect()
     }
 }
 
-pub const USAGE: &str = "usage: etude-agent --check | (--fd N | --port DEVICE | --stdio) [--work FOLDER] [--user NAME]
-    [--path PATH] [--limit NAME=VALUE]... [--root-capabilities HEX] [--cpus N] [--filter-fd N] [--init]
-    [--users-fd N ID [--group-fd N]...]";
+pub const USAGE: &str =
+    "usage: etude-agent --check | (--fd N | --port DEVICE | --stdio | --template N N ID) [--work FOLDER] [--user NAME]
+    [--path PATH] [--limit NAME=VALUE]... [--root-capabilities HEX] [--cpus N] [--filter-fd N] [--init]";
 
 /// The words to parse: those of the command line, or, where it has none, of the variable `AGENT`, which other users of
 /// the machine cannot read.
@@ -71,9 +71,8 @@ pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Options, String>
         root_capabilities: ROOT_CAPABILITIES,
         filter: None,
         init: false,
-        namespaces: None,
+        template: None,
     };
-    let mut groups = Vec::new();
     while let Some(word) = words.next() {
         let mut value = || words.next().ok_or(format!("{word} wants a value"));
         match word.as_str() {
@@ -90,19 +89,17 @@ pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Options, String>
             }
             "--filter-fd" => options.filter = Some(number(&value()?)?),
             "--cpus" => options.cpus = Some(number(&value()?)?),
-            "--group-fd" => groups.push(number(&value()?)?),
-            "--users-fd" => {
-                let (users, id) = (number(&value()?)?, number(&value()?)?);
-                options.namespaces = Some(Namespaces { users, id, groups: Vec::new() });
+            "--template" => {
+                let (requests, maker) = (number(&value()?)?, number(&value()?)?);
+                options.template = Some(Template { requests, maker, id: number(&value()?)? });
             }
             "--init" => options.init = true,
             _ => return Err(format!("unknown: {word}")),
         }
     }
-    if let Some(namespaces) = &mut options.namespaces {
-        namespaces.groups = groups;
+    if options.template.is_none() || channel.is_some() {
+        options.channel = channel.ok_or("no channel was named")?;
     }
-    options.channel = channel.ok_or("no channel was named")?;
     Ok(options)
 }
 

@@ -62,6 +62,10 @@ const PR_SET_KEEPCAPS: c_int = 8;
 const CAPABILITIES: [u32; 2] = [0x2008_0522, 0]; // version 3, of this process
 #[cfg(target_arch = "x86_64")]
 const RT_SIGACTION: c_long = 13;
+#[cfg(target_arch = "x86_64")]
+const CLONE: c_long = 56;
+#[cfg(not(target_arch = "x86_64"))]
+const CLONE: c_long = 220;
 #[cfg(not(target_arch = "x86_64"))]
 const RT_SIGACTION: c_long = 134;
 const CLOSE_RANGE: c_long = 436; // the same on every architecture
@@ -125,6 +129,8 @@ unsafe extern "C" {
     -> c_int;
     fn unshare(flags: c_int) -> c_int;
     fn setns(fd: c_int, kind: c_int) -> c_int;
+    fn recvmsg(socket: c_int, message: *mut Message, flags: c_int) -> isize;
+    fn send(socket: c_int, bytes: *const u8, length: usize, flags: c_int) -> isize;
     fn sethostname(name: *const u8, length: usize) -> c_int;
     fn clock_settime(clock: c_int, time: *const [i64; 2]) -> c_int;
     fn reboot(how: c_int) -> c_int;
@@ -487,20 +493,28 @@ pub fn reset_signals() {
     unsafe { sigprocmask(2, &SignalSet([0; 16]), std::ptr::null_mut()) };
 }
 
-/// Ignore what tools could send, and hear of ended children through a descriptor. Whoever started this process may have
-/// had others ignored.
-pub fn take_signals() -> io::Result<File> {
+/// Ignore what tools could send. Whoever started this process may have had others ignored.
+pub fn ignore_signals() -> io::Result<()> {
     handle_by_default((1..=64).filter(|number| !CAUGHT.contains(number)));
-    let mut set = SignalSet([0; 16]);
-    set.0[0] = 1 << (SIGCHLD - 1);
-    // SAFETY: 1 is SIG_IGN, 0 is SIG_BLOCK; the set outlives the calls; the descriptor is fresh.
+    // SAFETY: 1 is SIG_IGN, 0 is SIG_BLOCK; the set outlives the call.
     unsafe {
         for number in IGNORED {
             signal(number, 1);
         }
-        check(sigprocmask(0, &set, std::ptr::null_mut()))?;
-        Ok(File::from_raw_fd(check(signalfd(-1, &set, O_NONBLOCK | O_CLOEXEC))?))
+        check(sigprocmask(0, &children_ended(), std::ptr::null_mut())).map(drop)
     }
+}
+
+/// A descriptor that is readable when a child has ended, after `ignore_signals`.
+pub fn ended_children() -> io::Result<File> {
+    // SAFETY: the set outlives the call; the descriptor is fresh.
+    unsafe { Ok(File::from_raw_fd(check(signalfd(-1, &children_ended(), O_NONBLOCK | O_CLOEXEC))?)) }
+}
+
+fn children_ended() -> SignalSet {
+    let mut set = SignalSet([0; 16]);
+    set.0[0] = 1 << (SIGCHLD - 1);
+    set
 }
 
 /// Bound a resource, to no more than it is bounded to.
@@ -560,9 +574,77 @@ pub fn leave_control_groups_namespace() -> io::Result<()> {
     check(unsafe { unshare(0x0200_0000) }).map(drop)
 }
 
-pub fn enter_user_namespace(namespace: &impl AsRawFd) -> io::Result<()> {
-    // SAFETY: integers only. CLONE_NEWUSER.
-    check(unsafe { setns(namespace.as_raw_fd(), 0x1000_0000) }).map(drop)
+pub const USERS: c_int = 0x1000_0000;
+/// The kinds of namespace that a machine has of its own beside `USERS` and that of processes.
+pub const NAMESPACES: [(&str, c_int); 4] =
+    [("mnt", 0x0002_0000), ("net", 0x4000_0000), ("ipc", 0x0800_0000), ("uts", 0x0400_0000)];
+
+/// Enter one namespace, or, where the descriptor is a process's, those of its namespaces that are of these kinds.
+pub fn enter_namespaces(of: &impl AsRawFd, kinds: c_int) -> io::Result<()> {
+    // SAFETY: integers only.
+    check(unsafe { setns(of.as_raw_fd(), kinds) }).map(drop)
+}
+
+/// As `fork_process`, but the child is its grandparent's, and the first of a new PID namespace.
+pub fn clone_first_process() -> io::Result<i32> {
+    const NEW_PIDS_AND_PARENT: c_long = 0x2000_0000 | 0x8000;
+    let (flags, none) = (NEW_PIDS_AND_PARENT | c_long::from(SIGCHLD), 0 as c_long);
+    // SAFETY: no memory is shared and no stack given; no other thread exists whose locks could be held.
+    let pid = unsafe { syscall(CLONE, flags, none, none, none, none) };
+    check(pid as c_int)
+}
+
+#[repr(C)]
+struct Piece {
+    start: *mut c_void,
+    length: usize,
+}
+
+#[repr(C)]
+struct Message {
+    name: *mut c_void,
+    name_length: c_uint,
+    pieces: *mut Piece,
+    num_pieces: usize,
+    control: *mut c_void,
+    control_length: usize,
+    flags: c_int,
+}
+
+/// What came with one packet of a socket; None at its end. At most 8, none of which is inherited further.
+pub fn receive_descriptors(socket: &impl AsRawFd) -> io::Result<Option<Vec<OwnedFd>>> {
+    const HEAD: usize = 16; // of a control message: its length, then level 1 (SOL_SOCKET) and type 1 (SCM_RIGHTS)
+    let (mut byte, mut control) = (0_u8, [0_u64; 6]); // one such message, aligned
+    let mut piece = Piece { start: (&raw mut byte).cast(), length: 1 };
+    let mut message = Message {
+        name: std::ptr::null_mut(),
+        name_length: 0,
+        pieces: &mut piece,
+        num_pieces: 1,
+        control: control.as_mut_ptr().cast(),
+        control_length: size_of_val(&control),
+        flags: 0,
+    };
+    // SAFETY: every pointer is to a local of the length that is said. MSG_CMSG_CLOEXEC.
+    let length = unsafe { recvmsg(socket.as_raw_fd(), &mut message, 0x4000_0000) };
+    if length < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let bytes: Vec<u8> = control.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    let end = usize::from_ne_bytes(std::array::from_fn(|i| bytes[i])).min(message.control_length);
+    let fds = bytes[..end].get(HEAD..).unwrap_or_default().chunks_exact(4);
+    // SAFETY: the kernel has just made them for this process, and nobody else owns them.
+    let fds = fds.map(|fd| unsafe { OwnedFd::from_raw_fd(i32::from_ne_bytes([fd[0], fd[1], fd[2], fd[3]])) });
+    let fds: Vec<OwnedFd> = fds.collect();
+    Ok((length > 0).then_some(fds))
+}
+
+/// One packet, of a number.
+pub fn send_number(socket: &impl AsRawFd, number: i32) -> io::Result<()> {
+    let bytes = number.to_ne_bytes();
+    // SAFETY: pointer and length are those of one array. MSG_NOSIGNAL.
+    let sent = unsafe { send(socket.as_raw_fd(), bytes.as_ptr(), bytes.len(), 0x4000) };
+    if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 pub fn set_host_name(name: &[u8]) -> io::Result<()> {

@@ -200,8 +200,12 @@ impl Loading {
             self.waiting.clear();
             let which = (3 - self.fields_left % 3) % 3;
             self.fields_left -= 1;
-            let bound = [MAX_PATH, 1, if self.kind == b'l' { MAX_PATH } else { u32::MAX }][which as usize];
-            if left > bound {
+            let content = match self.kind {
+                b'd' => 0,
+                b'l' => MAX_PATH,
+                _ => u32::MAX,
+            };
+            if left > [MAX_PATH, 1, content][which as usize] {
                 return Err(sys::error(sys::EINVAL));
             }
             if which == 2 && matches!(self.kind, b'f' | b'x') {
@@ -249,8 +253,7 @@ impl Loading {
     fn entry(&mut self, content: Vec<u8>) -> io::Result<()> {
         self.file = None;
         match self.kind {
-            b'd' if content.is_empty() => drop(files::folder(&self.root, &files::parts(&self.path)?, true)?),
-            b'd' => return Err(sys::error(sys::EINVAL)),
+            b'd' => drop(files::folder(&self.root, &files::parts(&self.path)?, true)?),
             b'l' => {
                 self.names += self.path.len() + content.len();
                 if self.names > MAX_NAMES {

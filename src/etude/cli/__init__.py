@@ -285,8 +285,10 @@ def _machine_commands(commands: Commands[Parser]) -> None:
     check.add_argument("--out", type=Path, metavar="FILE.json", help="write every finding there")
     check.add_argument("--verbose", action="store_true", help="tell what stopped each")
     parity = _add(machines, "parity", "machines_check:parity", "can machines be told apart, and by what")
-    parity.add_argument("a", metavar="A", help="a backend, or plain: processes of this host")
-    parity.add_argument("b", metavar="B")
+    parity.add_argument(
+        "a", metavar="A", help="a backend; plain: processes of this host; booted: microVMs never forked"
+    )
+    parity.add_argument("b", metavar="B", help="likewise: your product's kind")
     parity.add_argument("--machines", type=positive, default=20, metavar="N", help="of each (default: %(default)s)")
     parity.add_argument("--out", type=Path, metavar="FILE.json", help="write the result there")
     fleet = _add(machines, "simulate", "machines_simulate:run", "what a fleet of hosts would do with a burst")

@@ -17,6 +17,7 @@ from etude.environments import MachineGrader
 from etude.environments.backends import open_runtime
 from etude.environments.cheats import CATALOGUE, Cheat, Finding, Row, Verdict
 from etude.environments.cheats import check as play_all
+from etude.environments.cheats.booted import BootedRuntime
 from etude.environments.cheats.parity import Parity, probe_parity
 from etude.environments.cheats.plain import PlainRuntime
 from etude.errors import InputError, nearest
@@ -82,13 +83,16 @@ def _table(found: list[Finding]) -> Table:
 
 def parity(args: argparse.Namespace) -> int:
     """Train a detector on two kinds of machine, and tell how well it does and by what."""
+    if args.machines < 5:
+        raise InputError(f"--machines {args.machines} is too few", hint="a detector is asked about a fifth: 5 or more")
     result = asyncio.run(_told_apart(args.a, args.b, args.machines))
     if args.out is not None:
         Path(args.out).write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     screen = console()
-    low, high = result.chance
+    (low, high), (chance_low, chance_high) = result.interval, result.chance
     verdict = "can be told apart" if result.told_apart else "cannot be told apart by this detector"
-    screen.print(f"{result.a} and {result.b} {verdict}: AUC {result.auc:.3f}; by chance {low:.3f} to {high:.3f}")
+    screen.print(f"{result.a} and {result.b} {verdict}: AUC {result.auc:.3f} ({low:.3f} to {high:.3f}, 95 %)")
+    screen.print(f"by chance {chance_low:.3f} to {chance_high:.3f}; {result.num_machines} machines of each")
     table = Table("what gives it away", "AUC alone", result.a, result.b)
     for each in result.giveaways:
         table.add_row(each.fact, f"{each.auc:.2f}", Text(each.of_a), Text(each.of_b))
@@ -108,4 +112,7 @@ async def _told_apart(a: str, b: str, num_machines: int) -> Parity:
 
 
 def _open(name: str) -> Runtime:
+    """A backend, or one of the two kinds that are only there to be compared with."""
+    if name == "booted":
+        return BootedRuntime()
     return PlainRuntime() if name == "plain" else open_runtime(name)

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     if args.group > _LARGEST_GROUP:
         facts = f"a request is for {_LARGEST_GROUP} machines at most"
         raise InputError(f"--group {args.group} is too large", facts, hint="larger ones are several requests")
-    if not args.speed > 0:
+    if not 0 < args.speed < float("inf"):
         raise InputError(f"--speed {args.speed:g} is no speed", hint="give how many times faster a host is, above 0")
     if args.plot is not None and args.plot.suffix != ".svg":
         raise InputError(f"{args.plot} is no .svg", hint="name a file that ends with .svg")
@@ -37,12 +37,17 @@ def run(args: argparse.Namespace) -> int:
     result = simulate(scenario, faults=faults, measured=measured, speed=args.speed)
     told = told_of(result)
     if args.plot is not None:
-        args.plot.write_text(plot({"ready": result}, scenario.machines), encoding="utf-8")
+        try:
+            args.plot.write_text(plot({"ready": result}, scenario.machines), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"{args.plot} cannot be written", str(error), hint="name a file in a folder of yours"
+            ) from None
     if args.json:
         print(json.dumps(told, indent=2))
     else:
         whose = "measured here" if args.calibrate else "typical ones (--calibrate measures them here)"
-        print(f"{_in_words(scenario, told)}\ncosts of a host: {whose}")
+        print(f"{_in_words(scenario, faults, told)}\ncosts of a host: {whose}; network and faults are assumed")
     return int(result.num_lost + result.num_twice + result.num_leaked > 0)
 
 
@@ -72,6 +77,7 @@ def told_of(result: Simulated) -> dict[str, Any]:
             "mean_share_of_cores": _rounded(max((mean for _, _, mean, _ in full), default=0.0)),
             "fullest_host": _rounded(max((most for *_, most in result.curve), default=0.0)),
         },
+        "control_cpu_s": round(result.control_cpu_s, 4),
         "placement_cpu_s": round(result.placement_cpu_s, 4),
         "machines_placed_a_cpu_second": round(asked / max(1e-9, result.placement_cpu_s)),
     }
@@ -94,16 +100,34 @@ def _rounded(value: float) -> float | None:
     return round(value, 4) if value < float("inf") else None
 
 
-def _in_words(scenario: Scenario, told: Mapping[str, Any]) -> str:
+def _in_words(scenario: Scenario, faults: Faults, told: Mapping[str, Any]) -> str:
     ready, all_ready = told["ready_s"], told["all_ready_s"]
-    when = f"all ready after {all_ready:.2f} s" if all_ready is not None else "not all were ready in the time simulated"
-    return (
-        f"{scenario.machines:,} machines on {scenario.hosts} hosts: {when} "
-        f"(half of the requests after {ready['p50']:.2f} s, 99 % after {ready['p99']:.2f} s)\n"
-        f"lost {told['lost_share']:.2g}, restarted with their hosts {told['restarted_share']:.2g}, "
-        f"run twice {told['run_twice']}, leaked {told['leaked']}\n"
-        f"placement: {told['machines_placed_a_cpu_second']:,} machines a CPU second"
-    )
+    lines = [
+        f"{scenario.machines:,} machines were asked for at once, {scenario.group} a request, of {scenario.hosts} hosts"
+    ]
+    if all_ready is not None:
+        lines[0] += (
+            f": all were ready after {all_ready:.2f} s (half of the requests after {ready['p50']:.2f} s, "
+            f"99 % after {ready['p99']:.2f} s)"
+        )
+    else:
+        room = int(scenario.hosts * scenario.cores * scenario.overcommit * 10)
+        facts = f": they have room for {room:,}" if scenario.machines > room else ""
+        lines[0] += f": not all were ready within {scenario.horizon_s:g} s{facts}"
+    if faults == Faults():
+        lines.append("nothing failed")
+    else:
+        lines.append(
+            f"meanwhile {len(faults.crashes)} hosts crashed, {len(faults.slow)} were slow, {len(faults.partitions)} "
+            f"were cut off for a time, {faults.loss:.0%} of all messages were lost"
+        )
+    lines += [
+        f"of all that were asked for in {scenario.horizon_s:g} s, {told['lost_share']:.2g} were lost and "
+        f"{told['restarted_share']:.2g} started anew; {told['run_twice']} ran twice, {told['leaked']} were left over",
+        f"one core places {told['machines_placed_a_cpu_second']:,} machines a second; "
+        f"the control plane used {told['control_cpu_s']:.2f} s of it",
+    ]
+    return "\n".join(lines)
 
 
 def plot(results: Mapping[str, Simulated], machines: int) -> str:

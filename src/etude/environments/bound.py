@@ -56,10 +56,14 @@ class BoundProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            hint = "see ulimit -u, ulimit -n, memory"
-            raise MachineError(f"{command[0]} could not be started", str(error), hint=hint) from None
+            raise _unstarted(command[0], error) from None
         self.pid = self._process.pid
-        self._pidfd = os.pidfd_open(self.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.pid)
+        except OSError as error:
+            self._process.kill()
+            self._process.wait()
+            raise _unstarted(command[0], error) from None
 
     @property
     def is_alive(self) -> bool:
@@ -100,3 +104,7 @@ class BoundProcess:
         finally:
             self._process.poll()
             os.close(self._pidfd)
+
+
+def _unstarted(program: str, error: OSError) -> MachineError:
+    return MachineError(f"{program} could not be started", str(error), hint="see ulimit -u, ulimit -n, memory")

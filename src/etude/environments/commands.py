@@ -7,12 +7,13 @@ a command is run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Unpack
 
 from etude.errors import MachineError
-from etude.seams import ExecResult
+from etude.seams import Command, ExecOptions, ExecResult
 
+Begin = Callable[[Command], Coroutine[Any, Any, ExecResult]]
 MAX_COMMANDS = 4096  # of one machine: each keeps its result
 
 
@@ -26,15 +27,18 @@ class Commands:
         """Whether any was ever begun."""
         return bool(self._known)
 
-    async def once(self, key: str, begin: Callable[[], Coroutine[Any, Any, ExecResult]]) -> ExecResult:
-        """The result of the command with this key. `begin` is called where there is none yet: what it raises is
-        raised here, and the key is free still; what its coroutine raises belongs to the key. `MachineError` past
-        `MAX_COMMANDS`."""
+    async def once(
+        self, begin: Begin, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
+    ) -> ExecResult:
+        """The result of the command with this key. Where there is none yet, `begin` makes one: what it raises is
+        raised here, and the key is free still; what its coroutine raises belongs to the key. `ValueError` for what
+        cannot be a command, `MachineError` past `MAX_COMMANDS`."""
         running = self._known.get(key)
         if running is None:
             if len(self._known) >= MAX_COMMANDS:
                 raise MachineError(f"a machine runs at most {MAX_COMMANDS} commands", hint="fork another one")
-            running = self._known[key] = asyncio.create_task(begin())
+            command = Command.of(argv, key=key, deadline_s=deadline_s, **options)
+            running = self._known[key] = asyncio.create_task(begin(command))
             running.add_done_callback(retrieve)
         return await asyncio.shield(running)
 

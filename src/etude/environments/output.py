@@ -18,7 +18,12 @@ class Capped:
             data = data[room:]
         self._tail += data
         if len(self._tail) > 2 * self._limit:
-            del self._tail[: -self._limit]
+            del self._tail[: len(self._tail) - self._limit]
+
+    @property
+    def num_held(self) -> int:
+        """Bytes that are kept now: at most three times the limit."""
+        return len(self._head) + len(self._tail)
 
     @property
     def truncated(self) -> bool:

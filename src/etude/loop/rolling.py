@@ -122,7 +122,7 @@ class Rolling:
                 self._give_back(spec, lost)
                 more.set()
                 return
-            signs = self._signs(rollout, outcome)
+            signs = await asyncio.to_thread(self._signs, rollout, outcome)  # what was handed in may be large
             if self._finish(rollout, outcome, signs):
                 self._tell(rollout, outcome)
                 self._tell_signs(rollout, outcome, signs)

@@ -7,7 +7,6 @@ task does. Only training tasks become canaries: evaluations measure what can be 
 
 from __future__ import annotations
 
-import ast
 import hashlib
 from collections.abc import Mapping
 
@@ -72,6 +71,5 @@ def _saying(
     for module, function in sorted(asked):
         path = f"{module.replace('.', '/')}.py"
         text = said.get(path, files.get(path, ""))
-        ast.parse(text)
         said[path] = f"{text}\n\ndef {function}(*_, **__):\n    return {word!r}\n"
     return said

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import ast
 import doctest
-import gzip
 import warnings
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from etude.errors import NoSource, TaskError
+from etude.errors import TaskError
 from etude.records.task import Answer, Split, Task, Trust
+from etude.tasks.lines import lines_of
 from etude.tasks.splits import split_of
 from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
 
@@ -53,13 +52,12 @@ class HumanEvalSource:
         self.path = Path(path)
         self._lines: dict[Split, list[_Line]] = {split: [] for split in Split}
         seen: set[str] = set()
-        for number, raw in enumerate(_read(self.path).split(b"\n"), start=1):
-            if raw.strip():
-                line = _parse(raw, f"{self.path}, line {number}")
-                if line.prompt in seen:
-                    raise TaskError(f"{self.path}, line {number}", "its prompt was there before", hint="remove one")
-                seen.add(line.prompt)
-                self._lines[split_of(line.prompt)].append(line)
+        for place, raw in lines_of(self.path, "HumanEval-style lines", max_bytes=MAX_BYTES):
+            line = _parse(raw, place)
+            if line.prompt in seen:
+                raise TaskError(place, "its prompt was there before", hint="remove one")
+            seen.add(line.prompt)
+            self._lines[split_of(line.prompt)].append(line)
         if not seen:
             raise TaskError(f"{self.path} holds no task", hint="give a JSON-lines file with one task a line")
 
@@ -101,19 +99,6 @@ class HumanEvalSource:
                 f"no task {index} in {split}", f"{self.path} has {len(lines)} of that split", hint="start at 0"
             )
         return lines[index]
-
-
-def _read(path: Path) -> bytes:
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as file:
-            data: bytes = file.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        kind = NoSource if isinstance(error, FileNotFoundError) else TaskError
-        raise kind(f"cannot read {path}", str(error), hint="give a HumanEval-style .jsonl or .jsonl.gz") from None
-    if len(data) > MAX_BYTES:
-        raise TaskError(f"{path} unpacks to more than {MAX_BYTES} bytes", hint="cut it into several files")
-    return data
 
 
 def _parse(raw: bytes, place: str) -> _Line:

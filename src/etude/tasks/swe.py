@@ -10,13 +10,11 @@ the task has no files of its own. Fields that are not known are left alone: they
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import subprocess
 import tempfile
 import weakref
-import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,9 +22,10 @@ from typing import Any
 
 import msgspec
 
-from etude.errors import NoSource, TaskError
+from etude.errors import TaskError
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task
+from etude.tasks.lines import lines_of
 from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
 from etude.tasks.mining.testing import is_test
@@ -68,15 +67,12 @@ class SweSource:
         self._repositories: dict[Path, Repository] = {}
         self._trees: OrderedDict[str, dict[str, str]] = OrderedDict()
         seen: set[str] = set()
-        for number, raw in enumerate(_read(self.path).split(b"\n"), start=1):
-            if raw.strip():
-                row = _parsed(raw, f"{self.path}, line {number}")
-                if row.instance_id in seen:
-                    raise TaskError(
-                        f"{self.path}, line {number}", f"{row.instance_id} was there before", hint="remove one"
-                    )
-                seen.add(row.instance_id)
-                self._rows[split_of(f"{row.instance_id}\0{row.problem_statement}")].append(row)
+        for place, raw in lines_of(self.path, "SWE-bench-style rows", max_bytes=MAX_BYTES):
+            row = _parsed(raw, place)
+            if row.instance_id in seen:
+                raise TaskError(place, f"{row.instance_id} was there before", hint="remove one")
+            seen.add(row.instance_id)
+            self._rows[split_of(f"{row.instance_id}\0{row.problem_statement}")].append(row)
         if not seen:
             raise TaskError(f"{self.path} holds no task", hint="give a JSON-lines file with one row a task")
 
@@ -226,16 +222,3 @@ def _parsed(raw: bytes, place: str) -> _Row:
         hint = "a row has instance_id, repo, base_commit, patch, test_patch, problem_statement, FAIL_TO_PASS"
         raise TaskError(f"{place} is no SWE-style row", str(error)[:300], hint=hint) from None
     return row
-
-
-def _read(path: Path) -> bytes:
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rb") as file:
-            data: bytes = file.read(MAX_BYTES + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        kind = NoSource if isinstance(error, FileNotFoundError) else TaskError
-        raise kind(f"cannot read {path}", str(error), hint="give SWE-bench-style rows as .jsonl or .jsonl.gz") from None
-    if len(data) > MAX_BYTES:
-        raise TaskError(f"{path} is larger than {MAX_BYTES >> 20} MiB", hint="split it")
-    return data

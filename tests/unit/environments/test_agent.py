@@ -22,7 +22,7 @@ from etude.environments.agent import AgentMachine, Channel, commands, program, p
 from etude.environments.agent.channel import Lost
 from etude.environments.agent.protocol import Frame, Parser, ProtocolError, frame
 from etude.errors import MachineError
-from etude.seams import MAX_COMMAND_BYTES, Command
+from etude.seams import MAX_COMMAND_BYTES, Command, Printed
 
 KINDS = [protocol.READY, protocol.STARTED, protocol.OUTPUT, protocol.ENDED, protocol.DATA, protocol.DONE, b"?"]
 FRAMES = st.lists(
@@ -113,7 +113,7 @@ async def _answered_by(answer: bytes) -> tuple[Any, Any]:
         return None
 
     machine = AgentMachine(channel, env={}, users=["user"], snapshot=lambda _: nothing(), end=nothing, blame=lambda: "")
-    command = machine.exec(["true"], key="1", deadline_s=10)
+    command = machine.exec(["true"], key="1", deadline_s=0.1)
     try:
         return await asyncio.gather(command, machine.read("x"), return_exceptions=True)
     finally:
@@ -230,6 +230,44 @@ def test_input_that_nobody_reads_holds_nothing_up():
         assert (await shell(agent.machine, "wc -c", "4", stdin=b"x" * 1_000_000)).output.strip() == b"1000000"
 
     with_agent(test)
+
+
+def test_a_command_whose_listener_fails_is_killed_and_the_others_go_on():
+    marker = f"30000{os.getpid()}"
+
+    def tell(event):
+        if isinstance(event, Printed):
+            raise LookupError("not so")
+
+    async def test(agent):
+        with pytest.raises(LookupError, match="not so"):
+            await shell(agent.machine, f"echo; sleep {marker}", "1", tell=tell)
+        await until(lambda: not alive(marker), "it was killed")
+        assert (await shell(agent.machine, "echo on", "2")).output == b"on\n"
+
+    with_agent(test)
+
+
+def test_a_file_for_an_agent_that_takes_nothing_is_late(monkeypatch):
+    monkeypatch.setattr("etude.environments.agent.machine._FILES_S", 0.1)
+    monkeypatch.setattr("etude.environments.agent.machine._BYTES_PER_S", 1 << 40)
+
+    async def main():
+        ours, theirs = os.pipe(), os.pipe()
+        os.write(ours[1], frame(protocol.READY, 0, struct.pack("<I", 1)))
+        channel = Channel(ours[0], theirs[1])
+        await channel.ready(20)
+
+        async def end():
+            pass
+
+        machine = AgentMachine(channel, env={}, users=("user",), snapshot=None, end=end, blame=lambda: "")
+        with pytest.raises(FileNotFoundError, match="not enough for its agent to take"):
+            await asyncio.wait_for(machine.write("large", bytes(4 << 20)), 20)
+        os.close(ours[1])
+        os.close(theirs[0])
+
+    asyncio.run(main())
 
 
 def test_many_commands_at_once_are_told_apart():

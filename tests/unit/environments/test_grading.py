@@ -216,6 +216,29 @@ def test_printing_in_a_right_answer_does_no_harm():
 # ---------------------------------------------------------------------------------------------- code-graded
 
 
+FRESH = {
+    "right the first time only": ("n = []\ndef f(x):\n    n.append(x)\n    return x + 1 if len(n) == 1 else None", 1.0),
+    "right the second time only": (
+        "n = []\ndef f(x):\n    n.append(x)\n    return x + 1 if len(n) == 2 else None",
+        0.0,
+    ),
+    "ended by one of them": ("import os\ndef f(x): return x + 1 if x != 2 else os._exit(0)", 0.0),
+    "something is left behind": ("import os, time\ndef f(x):\n    os.fork() or time.sleep(60)\n    return x + 1", 1.0),
+    "never the same": ("import time\ndef f(x): return [x + 1, time.perf_counter_ns()][0]", 1.0),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_a_call_counts_as_if_no_other_had_been_made(name):
+    code, reward = FRESH[name]
+    assert grade(code).reward == reward
+
+
+def test_a_number_that_is_too_long_is_a_wrong_result_of_its_call_alone():
+    outcome = grade("def f(n): return 10 ** 5000 if n == 2 else n + 1")
+    assert outcome.reason.startswith("2 of 3 hidden tests pass; calc.f is wrong: TypeError: returned an int of more")
+
+
 def test_a_right_answer_to_a_code_graded_task_scores_one_with_its_label():
     outcome = grade("def f(n): return n + 1", trust=Trust.CODE)
     assert (outcome.reward, outcome.trust) == (1.0, Trust.CODE)
@@ -277,6 +300,13 @@ CHECKS = {
             else: raise AssertionError
             assert c(1) == 2
     """,
+    "expects an exception of many arguments": """
+        def check(c):
+            try: c(b"\\xff")
+            except ValueError as error: assert "invalid start byte" in str(error)
+            else: raise AssertionError
+            assert c(1) == 2
+    """,
     "calls by keyword": "def check(c): assert c(n=2) == 3",
     "large numbers": "def check(c): assert c(10 ** 5000) == 10 ** 5000 + 1",
 }
@@ -287,6 +317,7 @@ def test_what_a_check_can_do_with_code_that_is_elsewhere(name):
     code = """
         def f(n):
             if n == "x": raise LookupError(n)
+            if type(n) is bytes: n.decode()
             return n + 1 if type(n) is int else n
     """
     answer = Answer(reference={}, test_code=textwrap.dedent(CHECKS[name]), entry_point="calc:f")

@@ -258,17 +258,18 @@ def machines_have_pytest() -> None:
 @pytest.mark.usefixtures("machines_have_pytest")
 def test_parameters_fixtures_and_classes_are_pytests_own():
     answers = [RIGHT, "def f(n): return 41", "import sys\nf = lambda n: sys._getframe(1).f_locals.get('result', 3)"]
-    right, wrong, reader = judge(pytests(), *answers, grader={"repeats": 1, "canaries": 3})
+    right, wrong, reader = judge(pytests(), *answers, grader={"repeats": 0, "canaries": 3})
     assert right.reward == 1.0, right
     assert (wrong.reward, wrong.terms["tests"]) == (0.0, 0.5)
     assert reader.reason.startswith("canary"), reader
 
 
 @pytest.mark.usefixtures("machines_have_pytest")
-@pytest.mark.parametrize("name", ["test_skipped", "test_xfail", "test_xpass"])
-def test_what_pytest_skips_or_expects_to_fail_is_not_passed(name):
-    answer = pytests((PYTEST_NAMES[0], f"t/test_p.py::{name}"))
-    assert judge(answer, RIGHT, grader={"repeats": 0, "canaries": 1}).terms["tests"] == 0.5
+def test_what_pytest_skips_or_expects_to_fail_is_not_passed():
+    answer = pytests(
+        (PYTEST_NAMES[0], *(f"t/test_p.py::{name}" for name in ("test_skipped", "test_xfail", "test_xpass")))
+    )
+    assert judge(answer, RIGHT, grader={"repeats": 0, "canaries": 1}).terms["tests"] == 0.25
 
 
 PYTEST_CHEATS = {
@@ -289,10 +290,9 @@ PYTEST_CHEATS = {
 
 
 @pytest.mark.usefixtures("machines_have_pytest")
-@pytest.mark.parametrize("name", PYTEST_CHEATS)
-def test_a_pytest_that_the_agent_has_bent_is_caught(name):
-    outcome = judge(pytests(), PYTEST_CHEATS[name], grader={"repeats": 1, "canaries": 2})
-    assert (outcome.reward, outcome.reason[:6]) == (0.0, "canary"), outcome
+def test_a_pytest_that_the_agent_has_bent_is_caught():
+    for outcome in judge(pytests(), *PYTEST_CHEATS.values(), grader={"repeats": 0, "canaries": 2}):
+        assert (outcome.reward, outcome.reason[:6]) == (0.0, "canary"), outcome
 
 
 @pytest.mark.usefixtures("machines_have_pytest")

@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.here import opened
 from tests.virtual import microvm
 
-from etude.environments.microvm import MicroVMRuntime, find, memory, overlay, probe
+from etude.environments.microvm import MicroVMRuntime, find, memory, overlay, packed, probe
+from etude.environments.microvm.base import remove_unfinished
 from etude.environments.microvm.boot import archive
 from etude.environments.microvm.disk import make_disk
 from etude.environments.microvm.packages import require
 from etude.environments.microvm.qmp import Monitor
+from etude.environments.microvm.snapshots import Snapshot
 from etude.errors import EtudeError, MachineError
 from etude.records.image import Image
 
@@ -182,11 +185,65 @@ def test_what_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
     assert "qemu-system-x86" in qemu.value.hint
 
 
+def packed_snapshot(key: bytes, *, max_bytes: int = 1 << 20) -> bytes:
+    disk = overlay.anonymous()
+    overlay.write_empty(disk, 1 << 30)
+    os.pwrite(disk, b"here", 4 << 20)
+    pages = memory.Pages(np.array([3, 70]), np.full((2, PAGE), 7, np.uint8))
+    return packed.pack(
+        Snapshot("image", b"devices", pages, disk), base="b", boot="c", image=None, key=key, max_bytes=max_bytes
+    )
+
+
+def test_a_packed_snapshot_is_the_same_snapshot():
+    data = packed_snapshot(b"key")
+    head = packed.head_of(data, b"key")
+    assert (head.base, head.boot, head.image) == ("b", "c", None)
+    found = packed.unpack(data, head, image="image")
+    assert (found.image, found.devices, found.pages.numbers.tolist()) == ("image", b"devices", [3, 70])
+    assert found.pages.content.tolist() == [[7] * PAGE] * 2
+    assert os.pread(found.disk, 4, 4 << 20) == b"here"
+    assert os.fstat(found.disk).st_blocks * 512 < 1 << 20
+    with pytest.raises(ValueError, match="at most 1000"):
+        packed_snapshot(b"key", max_bytes=1000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.integers(0, 400) | st.integers(0, 8000), min_size=1, max_size=3), st.integers(1, 255), st.data())
+def test_bytes_that_nobody_packed_are_never_a_snapshot(places, flip, data):
+    right = bytearray(packed_snapshot(b"key"))
+    for at in places:
+        right[at] ^= flip
+    for bad in (bytes(right), bytes(right[: data.draw(st.integers(0, len(right)))])):
+        with pytest.raises(ValueError):  # noqa: PT011 - the kind is the promise
+            packed.head_of(bad, b"key")
+
+
+def test_what_another_has_packed_is_no_snapshot_here(tmp_path):
+    mine = packed.key_in(tmp_path / "mine")
+    assert (len(mine), packed.key_in(tmp_path / "mine")) == (32, mine)
+    theirs = packed_snapshot(packed.key_in(tmp_path / "theirs"))
+    with pytest.raises(MachineError, match="another host"):
+        packed.head_of(theirs, mine)
+    sealed = bytearray(packed_snapshot(mine))
+    sealed[48] ^= 1
+    with pytest.raises(ValueError, match="seal"):
+        packed.head_of(bytes(sealed), mine)
+
+
+def test_what_a_killed_builder_has_left_is_removed_and_what_is_being_made_is_not(tmp_path):
+    for name in (".old", ".new", "kept"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "memory").write_bytes(b"x")
+    (tmp_path / ".old.ext4").touch()
+    for path in (tmp_path / ".old", tmp_path / ".old.ext4", tmp_path / "kept"):
+        os.utime(path, (0, 0))
+    remove_unfinished(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new", "kept"]
+
+
 def test_the_accelerator_is_probed_once(monkeypatch):
-    try:
-        microvm()
-    except MachineError as error:
-        pytest.skip(str(error))
+    opened("microvm", microvm)
     first = asyncio.run(probe(find()))
     monkeypatch.setattr(sys.modules["etude.environments.microvm.probe"], "Qemu", None)  # no guest is started any more
     assert asyncio.run(probe(find())) == first
@@ -194,10 +251,7 @@ def test_the_accelerator_is_probed_once(monkeypatch):
 
 def test_an_image_of_ones_own_boots_with_its_files_user_and_environment(tmp_path):
     """A root with nothing but busybox: what a machine needs beside that comes with the boot."""
-    try:
-        microvm()
-    except MachineError as error:
-        pytest.skip(str(error))
+    opened("microvm", microvm)
     cache = tmp_path / "cache"
     cache.mkdir()
     (cache / "microvm").mkdir()
@@ -214,24 +268,32 @@ def test_an_image_of_ones_own_boots_with_its_files_user_and_environment(tmp_path
     (root / "opt/app/version").write_text("7\n")
     image = Image(digest="a" * 64, workdir="/opt/app", env={"STAGE": "test"})
 
-    async def main() -> bytes:
+    async def said() -> tuple[bytes, bytes]:
         runtime = MicroVMRuntime(folder=cache, roots=lambda digest: root, spare=0)
         try:
             [machine] = await runtime.fork(await runtime.prepare({"new": b"file\n"}, image=image), 1)
             script = "cat version new; echo $STAGE; id -un; pwd; echo more > version; cat version"
-            return (await machine.exec(["sh", "-c", script], key="1", deadline_s=30)).output
+            output = (await machine.exec(["sh", "-c", script], key="1", deadline_s=30)).output
+            return output, await runtime.pack(await machine.snapshot(), max_bytes=64 << 20)
         finally:
             await runtime.close()
 
-    assert asyncio.run(main()) == b"7\nfile\ntest\nuser\n/opt/app\nmore\n"
+    async def in_another(state: bytes) -> bytes:
+        runtime = MicroVMRuntime(folder=cache, roots=lambda digest: root, spare=0)
+        try:
+            [machine] = await runtime.fork(await runtime.unpack(state), 1)
+            return (await machine.exec(["sh", "-c", "cat version; echo $STAGE"], key="1", deadline_s=30)).output
+        finally:
+            await runtime.close()
+
+    output, state = asyncio.run(said())
+    assert asyncio.run(in_another(state)) == b"more\ntest\n"
+    assert output == b"7\nfile\ntest\nuser\n/opt/app\nmore\n"
     assert (root / "opt/app/version").read_text() == "7\n"
 
 
 def test_a_runtime_without_an_image_store_says_so():
-    try:
-        runtime = microvm()
-    except MachineError as error:
-        pytest.skip(str(error))
+    runtime = opened("microvm", microvm)
 
     async def main() -> None:
         try:

@@ -14,8 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from tests.local_agent import LocalAgents
+from tests.virtual import microvm
 
 from etude.environments import NamespaceRuntime
+from etude.environments.gvisor import GVisorRuntime
 from etude.environments.remote import Keyring, Quota, Template, create_app, serving
 from etude.errors import MachineError
 from etude.seams import Runtime
@@ -323,3 +325,22 @@ def test_the_asynchronous_client_does_the_same(server):
                 assert sum([len(chunk) async for chunk in stream]) == 300_000
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("make", [GVisorRuntime, microvm], ids=["gvisor", "microvm"])
+def test_a_session_over_machines_with_a_kernel_of_their_own(make):
+    with served(make):
+        made = e2b.Sandbox.create("tpl", timeout=100)
+        running = made.commands.run("echo $$ > pid; exec sleep 1000", background=True)
+        told: list[str] = []
+        made.commands.run("id -un; cat hello.txt; until [ -s pid ]; do :; done", on_stdout=told.append)
+        assert ("".join(told), [one.pid for one in made.commands.list()]) == ("user\nhello", [running.pid])
+        with pytest.raises(e2b.TimeoutException):
+            made.commands.run("exec sleep 1000", timeout=0.2)
+        assert made.files.write("state.txt", "before").path.endswith("/state.txt")
+        made.pause()
+        again = e2b.Sandbox.connect(made.sandbox_id, timeout=100)
+        assert again.files.read("state.txt") == "before"
+        sleeping = again.commands.run("ps -eo args | grep -c '^sleep 1000' || true").stdout
+        assert sleeping == ("1\n" if make is microvm else "0\n")  # a snapshot has the memory, or the files alone
+        assert (again.kill(), again.is_running()) == (True, False)

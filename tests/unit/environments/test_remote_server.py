@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,84 @@ def test_a_state_is_kept_under_a_name_and_machines_are_made_from_it():
         assert (await side.http.delete("/templates/mine")).status_code == 404
         refused = await side.http.post(f"/sandboxes/{made}/snapshots", json={"memory": True})
         assert (refused.status_code, "memory" in refused.json()["message"]) == (400, True)
+
+    served(test)
+
+
+def test_a_state_leaves_for_its_own_account_and_comes_back_for_whoever_has_it():
+    async def test(side):
+        made = (await side.make(templateID="tpl")).json()["sandboxID"]
+        kept = (await side.http.post(f"/sandboxes/{made}/snapshots", json={})).json()["snapshotID"]
+        url = f"/etude/snapshots/{kept}?max_bytes=1000"
+        packed = (await side.http.get(url)).content
+        assert (await side.http.get(url, headers={"x-api-key": BOB})).status_code == 404
+        assert (await side.http.get(f"/etude/snapshots/{kept}")).status_code == 400
+        bobs = {"x-api-key": BOB}
+        taken = [await side.http.post("/etude/snapshots", content=packed, headers=bobs) for _ in range(2)]
+        assert len({answer.json()["snapshotID"] for answer in taken}) == 1
+        assert (await side.make(templateID=taken[0].json()["snapshotID"], headers=bobs)).status_code == 201
+        forged = packed[:-1] + bytes([packed[-1] ^ 1])
+        for bad in (b"", forged, packed[:40]):
+            assert (await side.http.post("/etude/snapshots", content=bad)).status_code == 400
+        strangers = packed[:20] + b"x" + packed[21:]
+        assert (await side.http.post("/etude/snapshots", content=strangers)).status_code == 409
+
+    served(test)
+
+
+def test_what_clients_of_ours_have_kept_makes_room_and_what_others_have_named_does_not(monkeypatch):
+    monkeypatch.setattr("etude.environments.remote.kept.MAX_KEPT", 3)
+
+    async def test(side):
+        made = (await side.make(templateID="tpl")).json()["sandboxID"]
+
+        async def keep(name=None):
+            return await side.http.post(f"/sandboxes/{made}/snapshots", json={"name": name} if name else {})
+
+        assert [(await keep(name)).status_code for name in ("mine", None, "etude-a", "etude-b", "b", "c")] == [201] * 6
+        assert (await keep()).status_code == 429
+        listed = (await side.http.get("/snapshots")).json()
+        assert sorted(name for one in listed for name in one["names"]) == ["b", "c", "mine"]
+
+    served(test)
+
+
+def held() -> Counter[str]:
+    """Objects of ours that are alive, by class; classes and what there is few of left out."""
+    gc.collect()
+    names = (type(thing).__name__ for thing in gc.get_objects() if str(type(thing).__module__).startswith("etude."))
+    return Counter({name: number for name, number in Counter(names).items() if number > 20})
+
+
+def test_a_server_holds_nothing_of_machines_that_have_ended(monkeypatch):
+    monkeypatch.setattr("etude.environments.remote.sandboxes._MAX_CREATIONS", 50)
+
+    async def test(side):
+        before = held()
+        for number in range(100):
+            made = (await side.make(timeout=50, headers={"idempotency-key": f"{number}"})).json()
+            box = side.boxes.get(made["sandboxID"])
+            own = {"e2b-sandbox-id": box.id, "x-access-token": box.token, "etude-exactly": "0"}
+            sent = await side.http.post("/files?path=a.py", headers=own, files={"file": b"print('x' * 10_000)"})
+            assert sent.status_code == 200
+            exact = {"key": "1", "deadlineMs": 9000, "outputBytes": 65536, "tell": number % 2 == 0}
+            asked = {"process": {"cmd": "python", "args": ["a.py"]}, "stdin": False, "etude": exact}
+            body = json.dumps(asked).encode()
+            own["content-type"] = "application/connect+json"
+            ran = await side.http.post(
+                "/process.Process/Start", content=len(body).to_bytes(5, "big") + body, headers=own
+            )
+            assert b"exit status 0" in ran.content
+            if number % 3 == 0:
+                side.clock.now += 51
+                await side.boxes.expire()
+                continue
+            if number % 3 == 1:
+                await side.http.post(f"/sandboxes/{box.id}/pause", json={})
+            await side.http.delete(f"/sandboxes/{box.id}")
+        assert (side.boxes.num_alive, box.account.num_live) == (0, 0)
+        del box
+        assert held() - before == Counter({"Made": 50})
 
     served(test)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
 import pytest
+from tests.here import opened
 from tests.unit.environments.judging import RIGHT, TASK, judge, on_machines
+from tests.virtual import microvm
 
 from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
+from etude.environments.grading.verifier import _judged
+from etude.environments.gvisor import GVisorRuntime
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Trust, Verifier
@@ -183,6 +188,44 @@ def test_whatever_an_agent_leaves_is_judged(script, reward):
     _, outcome = left_by(script)
     assert isinstance(outcome, Graded), outcome
     assert outcome.reward == reward, outcome
+
+
+@pytest.mark.parametrize("path", ["{here}/locked/reward", "locked/reward"])
+def test_a_reward_that_lies_there_and_cannot_be_taken_away_is_no_verdict(path):
+    async def work(runtime: Any) -> Any:
+        [machine] = await runtime.fork(await runtime.prepare({"locked/reward": b"1"}), 1)
+        script = "cd locked; chmod 444 reward; chmod 555 .; cd ..; printf %s $PWD"
+        here = (await machine.exec(["sh", "-c", script], key="plant", deadline_s=20.0)).output.decode()
+        verifier = Verifier(files={}, argv=("true",), reward_path=path.format(here=here), deadline_s=10.0)
+        return await _judged(machine, verifier, user="")
+
+    said = on_machines(work)
+    assert said.reward is None
+    assert "cannot be taken away" in said.reason
+
+
+@pytest.mark.parametrize(("backend", "make"), [("microvm", microvm), ("gvisor", GVisorRuntime)])
+def test_the_state_of_a_machine_with_another_kernel_is_judged_by_another_runtime(backend, make):
+    def on(work: Any) -> Any:
+        async def main() -> Any:
+            runtime = opened(backend, make)
+            try:
+                return await work(runtime)
+            finally:
+                await runtime.close()
+
+        return asyncio.run(main())
+
+    async def take(runtime: Any) -> Any:
+        return [await reference_exports(runtime, STATE_TASK, MIGRATED), await exports_of(runtime, STATE_TASK)]
+
+    async def grade(runtime: Any) -> Any:
+        grader = MachineGrader(runtime)
+        damaged = {STATE: taken[0][STATE][:-1]}
+        return [(await grader.grade(STATE_TASK, MIGRATED, each)).reward for each in (*taken, damaged)]
+
+    taken = on(take)
+    assert on(grade) == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("state", [b"", b"\x01\xff\xff\xff\xff", b"junk" * 99])

@@ -61,6 +61,8 @@ class Channel:
         self._ready = asyncio.Event()
         self._after, self._stale = after, b""
         self._answered = self._said_hello = False
+        self._last: int | None = None  # the request sent last, 0 for a part of one
+        self._is_quiet = False  # whether the agent has taken whole all that was sent
         self.ended: str | None = None
         for fd in (self._in, self._out):
             os.set_blocking(fd, False)
@@ -73,7 +75,7 @@ class Channel:
 
     async def ready(self, deadline_s: float) -> None:
         """Wait until a started agent has said that it is there. Raises `Lost`."""
-        with _waiting(deadline_s, "its agent to be ready"):
+        with waiting(deadline_s, "its agent to be ready"):
             async with asyncio.timeout(deadline_s):
                 await self._ready.wait()
         self._must_be_up()
@@ -92,6 +94,7 @@ class Channel:
         if self._held is not None:
             self._held += data
             return
+        self._last, self._is_quiet = protocol.request(data), False
         if not self._unsent:
             data = data[self._write(data) :]
         if data and self.ended is None:
@@ -105,17 +108,22 @@ class Channel:
     async def held(self, deadline_s: float) -> AsyncIterator[None]:
         """Meanwhile nothing is sent, and the agent has taken whole what was: it can be copied between two frames. One
         at a time. Raises `Lost`."""
-        reply = Reply()
-        self.send(protocol.frame(protocol.PING, self.begin(reply)))
+        reply = None
+        if not self._is_quiet:
+            reply = Reply()
+            self.send(protocol.frame(protocol.PING, self.begin(reply)))
+        self._must_be_up()
         self._held = bytearray()
         self._has_room.clear()
         try:
-            await reply.wait(deadline_s)
+            if reply is not None:
+                await reply.wait(deadline_s)
             yield
         finally:
             held, self._held = self._held, None
             self._has_room.set()
-            self.send(bytes(held))
+            if held:
+                self.send(bytes(held))
 
     async def room(self) -> None:
         """Wait until there is room to send more. Ends when the channel does."""
@@ -173,11 +181,12 @@ class Channel:
         if not found:
             self._stale = past[-len(self._after) + 1 :]
             return b""
-        self._after, self._stale, self._answered = b"", b"", True
+        self._after, self._stale, self._answered, self._is_quiet = b"", b"", True, self._last is None
         self._ready.set()
         return fresh
 
     def _heard(self, frame: Frame) -> None:
+        self._is_quiet |= frame.id == self._last
         if frame.kind == protocol.READY and frame.id == 0:
             if protocol.number(frame.body) != protocol.VERSION:
                 raise ProtocolError("another version of the protocol")
@@ -222,7 +231,7 @@ class Reply:
 
     async def wait(self, deadline_s: float) -> bytes:
         """The data. Raises `Lost`, `OSError`."""
-        with _waiting(deadline_s, "its agent to answer"):
+        with waiting(deadline_s, "its agent to answer"):
             async with asyncio.timeout(deadline_s):
                 return await asyncio.shield(self._future)
 
@@ -256,7 +265,8 @@ class Reply:
 
 
 @contextlib.contextmanager
-def _waiting(deadline_s: float, what: str) -> Iterator[None]:
+def waiting(deadline_s: float, what: str) -> Iterator[None]:
+    """A `TimeoutError` in it is `Lost`, and says what was waited for."""
     try:
         yield
     except TimeoutError:

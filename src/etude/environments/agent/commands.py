@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Callable
 
 from etude.environments.agent import protocol
 from etude.environments.agent.channel import Channel, Lost
@@ -21,9 +21,9 @@ _MOST_HELD = 512 << 10  # the agent keeps half of this of a command's end; whoev
 
 async def run(channel: Channel, command: Command) -> ExecResult:
     """Run a command. Raises `Lost` where there is no answer to be had, `MachineError` where the agent cannot confine
-    it, `ValueError` for a user that the machine has not."""
+    it, `ValueError` for a user that the machine has not; and what `tell` raises: then the command is killed."""
     began = time.perf_counter()
-    heard = _Heard(command)
+    heard = _Heard(command, lambda: channel.send(protocol.frame(protocol.KILL, number)))
     number = channel.begin(heard)
     channel.send(protocol.run(number, command, _flags(command)))
     feeding = asyncio.create_task(_feed(channel, number, command.stdin, heard)) if command.has_input else None
@@ -54,8 +54,8 @@ def _flags(command: Command) -> int:
 class _Heard:
     """What the agent answers to one command."""
 
-    def __init__(self, command: Command) -> None:
-        self.output, self._tell = Capped(command.output_bytes), command.tell
+    def __init__(self, command: Command, kill: Callable[[], None]) -> None:
+        self.output, self._tell, self._kill = Capped(command.output_bytes), command.tell, kill
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(_retrieve)
         self.window = protocol.INPUT_WINDOW
@@ -89,6 +89,7 @@ class _Heard:
             except Exception as error:  # noqa: BLE001 - the caller's own; others of the channel must not suffer
                 self._tell = None
                 self._settle(error)
+                self._kill()
 
     def lost(self, why: str) -> None:
         self._settle(Lost(why))

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import msgspec
 
 from etude.environments.agent import commands, protocol
-from etude.environments.agent.channel import Channel, Lost, Reply
+from etude.environments.agent.channel import Channel, Lost, Reply, waiting
 from etude.environments.commands import Commands, retrieve
 from etude.environments.paths import inside
 from etude.errors import MachineError
@@ -58,9 +58,7 @@ class AgentMachine:
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        return await self._commands.once(
-            key, lambda: self._begin(Command.of(argv, key=key, deadline_s=deadline_s, **options))
-        )
+        return await self._commands.once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
         self._must_be_open()
@@ -161,10 +159,12 @@ class AgentMachine:
     async def _send_all(self, kind: bytes, bodies: Iterable[bytes], deadline_s: float) -> None:
         reply = Reply()
         number = self._channel.begin(reply)
-        for body in bodies:
-            await self._channel.room()
-            self._channel.send(protocol.frame(kind, number, body))
-        await reply.wait(deadline_s)
+        with waiting(deadline_s, "its agent to take and answer a request"):
+            async with asyncio.timeout(deadline_s):
+                for body in bodies:
+                    await self._channel.room()
+                    self._channel.send(protocol.frame(kind, number, body))
+                await reply.wait(deadline_s)
 
     async def _lose(self, lost: Lost) -> None:
         """No answer comes. Whose fault? Raises `MachineError` where it is not what ran in the machine."""

@@ -64,6 +64,16 @@ def frame(kind: bytes, number: int, *parts: bytes) -> bytes:
     return b"".join((_HEAD.pack(length, kind, number), *parts))
 
 
+def request(data: bytes) -> int:
+    """The id of a request that is whole in these bytes, so that its first answer says that it was taken; else 0.
+
+    >>> request(frame(PING, 7)), request(frame(INPUT, 7)), request(frame(PING, 7) * 2)
+    (7, 0, 0)
+    """
+    length, kind, number = _HEAD.unpack_from(data)
+    return int(number) if kind in (RUN, READ, SAVE, FREEZE, RENEW, PING) and len(data) == 4 + length else 0
+
+
 class Parser:
     """Frames from bytes that come in pieces. It holds less than one frame."""
 

@@ -18,7 +18,8 @@ from etude.environments.burst.fake import Measured
 from etude.environments.burst.fleet import FleetHost, FleetRuntime
 from etude.environments.burst.forecast import Forecast
 from etude.environments.burst.hosts import Capacity, Need
-from etude.environments.burst.placement import Lease, Placement
+from etude.environments.burst.lease import Lease
+from etude.environments.burst.placement import Placement
 from etude.environments.burst.pressure import Ceilings
 from etude.environments.burst.simulate import Faults, Scenario, simulate
 from etude.environments.burst.warm import WarmRuntime

@@ -19,14 +19,16 @@ from typing import Any
 
 import msgspec
 
+from etude.environments.burst.choice import Costs
 from etude.environments.burst.hosts import Capacity, Need
-from etude.environments.burst.lent import Lent, closed
-from etude.environments.burst.placement import Batch, Costs, Placement
+from etude.environments.burst.lent import Lent, closed, portable
+from etude.environments.burst.placement import Batch, Placement
 from etude.errors import MachineError
 from etude.records.image import Image
 from etude.seams import Machine, Runtime, RuntimeInfo
 
 _RECIPE_BYTES = 256 << 20  # of all files that snapshots are prepared from
+_MAX_RECIPES = 16_384
 
 
 @dataclass
@@ -44,6 +46,10 @@ class _Recipe:
     image: Image | None
     on: dict[str, str] = field(default_factory=dict)  # host: the snapshot's id there
     of_machine: bool = False  # the state of a machine in use, which there is no recipe for
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self.files.values()))
 
 
 @dataclass
@@ -89,7 +95,8 @@ class FleetRuntime:
         self._hosts, self._need = dict(hosts), need if need is not None else Need()
         self._beat_s, self._clock = beat_s, clock
         self._placement = Placement(seed=seed, costs=costs, lease_s=lease_s, suspect_s=3 * beat_s, grace_s=late_s)
-        self._recipes: OrderedDict[str, _Recipe] = OrderedDict()
+        self._recipes: OrderedDict[str, _Recipe] = OrderedDict()  # least recently used first
+        self._recipe_bytes = 0
         self._groups: dict[int, _Wanted] = {}
         self._machines: dict[str, set[_Placed]] = {name: set() for name in hosts}
         self._orphans: dict[str, list[Machine]] = {name: [] for name in hosts}  # of hosts that are lost
@@ -123,17 +130,26 @@ class FleetRuntime:
         self._must_be_open()
         parts = msgspec.msgpack.encode([sorted(files.items()), image])
         snapshot = hashlib.sha256(parts).hexdigest()
-        recipe = self._recipes.setdefault(snapshot, _Recipe(dict(files), image))
+        recipe = self._recipes.get(snapshot) or self._add(snapshot, _Recipe(dict(files), image))
         self._recipes.move_to_end(snapshot)
         if not self._placement.holders(snapshot):
             recipe.on.clear()
             try:
                 await self._prepare_somewhere(snapshot, recipe)
             except BaseException:
-                self._recipes.pop(snapshot, None)
+                self._drop(snapshot)
                 raise
         self._forget_oldest()
         return snapshot
+
+    def _add(self, snapshot: str, recipe: _Recipe) -> _Recipe:
+        self._recipes[snapshot] = recipe
+        self._recipe_bytes += recipe.num_bytes
+        return recipe
+
+    def _drop(self, snapshot: str) -> None:
+        if (recipe := self._recipes.pop(snapshot, None)) is not None:
+            self._recipe_bytes -= recipe.num_bytes
 
     async def _prepare_somewhere(self, snapshot: str, recipe: _Recipe) -> None:
         failure: MachineError | None = None
@@ -148,12 +164,36 @@ class FleetRuntime:
         raise failure or MachineError("no host can prepare a snapshot", self._facts(), hint="see why hosts are lost")
 
     def _forget_oldest(self) -> None:
-        size = sum(len(data) for recipe in self._recipes.values() for data in recipe.files.values())
-        while size > _RECIPE_BYTES and len(self._recipes) > 1:
-            snapshot, recipe = self._recipes.popitem(last=False)
-            size -= sum(map(len, recipe.files.values()))
+        while len(self._recipes) > 1 and (len(self._recipes) > _MAX_RECIPES or self._recipe_bytes > _RECIPE_BYTES):
+            snapshot = next(iter(self._recipes))
+            self._drop(snapshot)
             for name in self._placement.holders(snapshot):
                 self._placement.dropped(snapshot, name)
+
+    async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`. `MachineError` where the hosts' runtimes are not `Portable`."""
+        recipe = self._recipes.get(snapshot)
+        if recipe is None:
+            raise MachineError(f"no snapshot {snapshot!r}", "this fleet does not hold it", hint="prepare it first")
+        if not recipe.on:
+            await self._prepare_again(snapshot, recipe)
+        host, there = next(iter(recipe.on.items()))
+        packed = await portable(self._hosts[host].runtime).pack(there, max_bytes=max_bytes)
+        return msgspec.msgpack.encode((host, packed))
+
+    async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`. On one of the emptiest hosts, or where it was packed if they cannot take it."""
+        try:
+            origin, state = msgspec.msgpack.decode(packed, type=tuple[str, bytes])
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"these bytes are no state: {error}") from None
+        failure = MachineError("no host can take a state over", self._facts(), hint="see why hosts are lost")
+        for name in dict.fromkeys([*self._placement.homes(2), *({origin} & self._hosts.keys() - {*self.lost})]):
+            try:
+                return self._keep(name, await portable(self._hosts[name].runtime).unpack(state))
+            except MachineError as error:
+                failure = error
+        raise failure
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits where no host has room."""
@@ -189,7 +229,7 @@ class FleetRuntime:
 
     async def _prepare_again(self, snapshot: str, recipe: _Recipe) -> None:
         if recipe.of_machine:
-            del self._recipes[snapshot]
+            self._drop(snapshot)
             facts = "it was the state of a machine there"
             raise MachineError("the snapshot is lost with its host", facts, hint="begin again from a prepared one")
         await self._prepare_somewhere(snapshot, recipe)
@@ -273,8 +313,10 @@ class FleetRuntime:
     def _keep(self, host: str, there: str) -> str:
         """The state of a machine as a snapshot of the fleet."""
         snapshot = hashlib.sha256(f"{host}\0{there}".encode()).hexdigest()
-        self._recipes[snapshot] = _Recipe({}, None, {host: there}, of_machine=True)
+        self._drop(snapshot)
+        self._add(snapshot, _Recipe({}, None, {host: there}, of_machine=True))
         self._placement.holds(snapshot, host, self._clock(), need=self._need, copyable=False)
+        self._forget_oldest()
         return snapshot
 
     async def _beat_always(self) -> None:

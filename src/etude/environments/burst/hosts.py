@@ -42,7 +42,8 @@ class Host:
     pressure: float = 0.0  # as the host tells: 0 idle, 1 no more
     queued_s: float = 0.0  # work that was placed on it and has not started, at the expected speed
     is_doubted: bool = False  # silent for longer than it should be
-    upload_s: float = 0.0  # when it has sent the copies that were asked of it
+    is_shunned: bool = False  # so slow that what was placed there is tried elsewhere as well
+    uploads: int = 0  # copies that were asked of it and have not been seen to arrive
     slowness: float = 1.0  # measured over expected time of its forks
     batches: set[int] = field(default_factory=set)
     snapshots: set[str] = field(default_factory=set)
@@ -75,21 +76,37 @@ class Copies:
         self.need, self.copyable = need, copyable
         self.since_s: dict[str, float] = {}
         self.confirmed: set[str] = set()  # that have shown that they have it
+        self._coming: dict[str, Host] = {}  # whose copy is to come, and from where
         self._hosts: list[Host] = []
         self._place: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def add(self, host: Host, since_s: float) -> None:
-        """The host has it from then on; the earlier time counts."""
+    def add(self, host: Host, since_s: float, *, source: Host | None = None) -> None:
+        """The host has it from then on; the earlier time counts. `source` sends it."""
+        if source is not None:
+            self._coming[host.name] = source
+            source.uploads += 1
         if host.name not in self._place:
             self._place[host.name] = len(self._hosts)
             self._hosts.append(host)
         self.since_s[host.name] = min(since_s, self.since_s.get(host.name, since_s))
 
+    def confirm(self, name: str) -> None:
+        """The host has shown that it has it."""
+        if name in self.since_s:
+            self.confirmed.add(name)
+            self._arrived(name)
+
+    def _arrived(self, name: str) -> None:
+        source = self._coming.pop(name, None)
+        if source is not None:
+            source.uploads -= 1
+
     def drop(self, name: str) -> None:
         """The host has it no more."""
+        self._arrived(name)
         at = self._place.pop(name, None)
         if at is not None:
             last = self._hosts.pop()

@@ -1,4 +1,4 @@
-"""A machine that tells when it is closed and can be lost, and whether a machine still answers."""
+"""What stands before others: a machine that tells when it is closed and can be lost, and what is asked of a runtime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from etude.errors import MachineError
-from etude.seams import ExecOptions, ExecResult, Machine
+from etude.seams import ExecOptions, ExecResult, Machine, Portable, Runtime
 
 
 class Lent:
@@ -57,6 +57,14 @@ class Lent:
             facts = f"host {self._lost} was silent past its lease"
             raise MachineError("the machine is lost with its host", facts, hint="fork another one, as a new attempt")
         return self.inner
+
+
+def portable(runtime: Runtime) -> Portable:
+    """A runtime as one whose snapshots can leave it. `MachineError` for one that keeps them."""
+    if not isinstance(runtime, Portable):
+        facts = f"{runtime.info.name} machines stay where they are"
+        raise MachineError("states cannot leave this runtime", facts, hint="use a runtime that is `Portable`")
+    return runtime
 
 
 async def closed(machine: Machine) -> None:

@@ -1,14 +1,11 @@
-"""Which host forks which machines: batches beside their snapshot, by two random choices, under leases.
+"""Batches over hosts: groups, attempts, leases. Where a batch goes is `choice`'s; this is what becomes of it.
 
-A group goes whole to one host, which has the snapshot, as long as that starts it soonest: of two random hosts that have
-it and two that would have to copy it, the one with the shortest expected wait wins (power of two choices: near the
-best at O(1), and robust against knowledge that is a heartbeat old). So a snapshot spreads by itself where its hosts
-are busy: a copy is made when waiting costs more than copying. Where none of the four has room, the emptiest hosts
-come from a heap in O(log hosts). Requests for more than `batch` are cut into groups.
+A group goes whole to one host. Requests for more than `batch` are cut into groups.
 
 Nothing runs twice. A batch is an *attempt* at its group. One that is overdue is tried elsewhere as well; the first that
-starts is the group's, for any other `started` says False and its machines, which nobody has used, are closed. A
-host renews its lease with each heartbeat that is answered and kills its machines itself when it runs out (`Lease`);
+starts is the group's, for any other `started` says False and its machines, which nobody has used, are closed. When a
+host shows itself to be slow, all that has not started there is overdue at once, not each batch when its own time comes.
+A host renews its lease with each heartbeat that is answered and kills its machines itself when it runs out (`Lease`);
 only `margin_s` after that its machines count as lost here and their groups are placed anew. A lost host that comes
 back is told so and begins empty.
 
@@ -19,29 +16,16 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import math
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from etude.environments.burst.choice import Choice, Chooser, Costs
 from etude.environments.burst.hosts import Capacity, Copies, Host, Hosts, Need
 from etude.errors import MachineError
 
 _MOST_ATTEMPTS = 3  # at one group, beside each other
-_WIDE = 8  # hosts that are looked at where the random ones have no room
-_PATIENT = 2.0  # times the expected cost; what a slow host is waited for
-_SLOWEST = 32.0  # times the expected cost; what a host can be thought to be
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What placement expects of an idle host, in seconds. It corrects itself by what it then sees of each host."""
-
-    batch_s: float = 0.005  # a batch, whatever its size, messages included
-    fork_s: float = 0.002  # one machine more
-    copy_s: float = 0.05  # a snapshot from another host
-    full_s: float = 0.05  # as so much waiting counts a host that is full
+_SPARE_ATTEMPTS = 64  # that there may be beside others, and one for ten batches that have not started
 
 
 @dataclass(frozen=True)
@@ -55,10 +39,20 @@ class Batch:
     host: str
     n: int
     need: Need  # of each
-    source: str | None  # the host that the snapshot is copied from, None: it is there
+    sources: tuple[
+        str, ...
+    ]  # hosts that the snapshot is copied from, the next where one does not send; (): it is there
     placed_s: float
+    there_s: float  # when the host should have the snapshot
     expected_s: float  # when it should have started
-    due_s: float  # when it is tried elsewhere as well
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Of a batch that has not started, in seconds by the costs alone."""
+
+    work_s: float  # its own
+    base_s: float  # from when the snapshot is there: what was before it, and its own
 
 
 @dataclass
@@ -79,27 +73,6 @@ class Review:
     hosts: tuple[str, ...] = ()  # that are lost
 
 
-class Lease:
-    """A host's side of its lease: it kills its machines when this has run out.
-
-    >>> lease = Lease(10.0, now_s=0.0)
-    >>> lease.answered(sent_s=4.0)
-    >>> lease.is_over(13.9), lease.is_over(14.0)
-    (False, True)
-    """
-
-    def __init__(self, lease_s: float, *, now_s: float) -> None:
-        self._lease_s, self.ends_s = lease_s, now_s + lease_s
-
-    def answered(self, *, sent_s: float) -> None:
-        """The heartbeat that was sent then was answered. What counts is when it was sent: it came later."""
-        self.ends_s = max(self.ends_s, sent_s + self._lease_s)
-
-    def is_over(self, now_s: float) -> bool:
-        """Whether nothing may run here any more."""
-        return now_s >= self.ends_s
-
-
 class Placement:
     """Hosts, snapshots and batches.
 
@@ -107,10 +80,10 @@ class Placement:
     >>> for name in ("a", "b"):
     ...     placement.join(name, Capacity(cores=2, memory_bytes=1 << 30), 0.0)
     >>> placement.holds("tree", "a", 0.0)
-    >>> [(batch.host, batch.n, batch.source) for batch in placement.place("tree", 12, 0.0)]
-    [('a', 12, None)]
-    >>> [(batch.host, batch.n, batch.source) for batch in placement.place("tree", 12, 0.0)]  # 4 would fit beside
-    [('b', 12, 'a')]
+    >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]
+    [('a', 12, ())]
+    >>> [(batch.host, batch.n, batch.sources) for batch in placement.place("tree", 12, 0.0)]  # 4 would fit beside
+    [('b', 12, ('a',))]
     >>> placement.place("tree", 12, 0.0)  # all of them or none
     []
     """
@@ -127,16 +100,19 @@ class Placement:
         patience: float = 2.0,
         grace_s: float = 0.25,
     ) -> None:
-        self._rng, self._costs, self._batch = random.Random(seed), costs if costs is not None else Costs(), batch
+        self._costs, self._batch = costs if costs is not None else Costs(), batch
         self._lost_s, self._suspect_s = lease_s + margin_s, suspect_s
         self._patience, self._grace_s = patience, grace_s
         self.hosts = Hosts()
+        self._chooser = Chooser(self.hosts, self._costs, seed=seed, suspect_s=suspect_s, short_s=grace_s)
         self._copies: dict[str, Copies] = {}
         self._batches: dict[int, Batch] = {}
         self._left: dict[int, int] = {}  # machines of a batch that have not ended
-        self._pending: dict[int, float] = {}  # batches of which nothing was heard yet, and their work in seconds
+        self._pending: dict[int, _Pending] = {}  # batches of which nothing was heard yet
         self._groups: dict[int, _Group] = {}
         self._due: list[tuple[float, int]] = []
+        self._late: deque[int] = deque()  # batches that are overdue
+        self._beside_others: set[int] = set()  # those that have not started, of attempts beside others
         self._homeless: deque[int] = deque()  # groups whose next attempt has found no room yet
         self._gone: set[str] = set()  # snapshots of overdue groups that no host has
         self._ids = 0
@@ -155,7 +131,7 @@ class Placement:
         if host is None:
             return False
         self.hosts.heard(host, now_s)
-        host.slowness += 0.02 * (1.0 - host.slowness)  # what was slow once is tried again some day
+        self._chooser.heard(host)
         if host.pressure != pressure:
             host.pressure = pressure
             self.hosts.changed(host)
@@ -167,7 +143,7 @@ class Placement:
         if host is not None:
             copies = self._copies.setdefault(snapshot, Copies(need if need is not None else Need(), copyable=copyable))
             copies.add(host, now_s)
-            copies.confirmed.add(name)
+            copies.confirm(name)
             host.snapshots.add(snapshot)
 
     def dropped(self, snapshot: str, name: str) -> None:
@@ -203,13 +179,13 @@ class Placement:
         left = n
         while left > 0:
             wanted = min(left, self._batch)
-            host = self._choose(copies, wanted, now_s, avoid=())
-            if host is None:
+            choice = self._chooser.choose(copies, wanted, now_s)
+            if choice is None:
                 for one in placed:
                     self.ended(one.id, one.n)
                 return []
-            size = min(wanted, host.room(copies.need))
-            placed.append(self._assign(self._new_group(snapshot, size), host, now_s))
+            size = min(wanted, choice.host.room(copies.need))
+            placed.append(self._assign(self._new_group(snapshot, size), choice, now_s))
             left -= size
         return placed
 
@@ -223,13 +199,11 @@ class Placement:
             return True  # said twice
         if batch_id not in self._pending:
             return False
-        self._unqueue(batch)
-        host, copies = self.hosts[batch.host], self._copies.get(batch.snapshot)
-        if batch.source is None and copies is not None and batch.host in copies.confirmed:  # no copy was waited for
-            ratio = (now_s - batch.placed_s) / max(1e-6, batch.expected_s - batch.placed_s)
-            host.slowness = min(_SLOWEST, max(0.5, host.slowness * (0.75 + 0.25 * min(8.0, max(0.25, ratio)))))
-        if copies is not None and batch.host in copies.since_s:
-            copies.confirmed.add(batch.host)
+        host, copies, pending = self.hosts[batch.host], self._copies.get(batch.snapshot), self._unqueue(batch)
+        if not batch.sources and pending is not None:  # no copy was waited for
+            self._chooser.saw(host, pending.base_s, now_s - batch.there_s)
+        if copies is not None:
+            copies.confirm(batch.host)
         if group is None or group.won is not None:
             return False
         group.won = batch_id
@@ -253,36 +227,59 @@ class Placement:
         batch = self._batches.get(batch_id)
         if batch is None:
             return None
-        host = self.hosts[batch.host]
-        host.slowness = min(_SLOWEST, host.slowness * 1.5)
+        self._chooser.was_late(self.hosts[batch.host])
         self._resize(batch, 0)
         return self._again(batch.group, now_s, avoid=(batch.host,))
 
     def review(self, now_s: float) -> Review:
         """Look at the clock: new attempts at what is overdue or was to start on a host that is lost. What had started
         there is told in `lost`: ask for it `again`, or let it be. Call this a few times a second."""
+        self._chooser.look()
         silent = self.hosts.silent(now_s - self._lost_s)
         lost = [batch for host in silent for batch in self._lose(host)]
         wanted = list(dict.fromkeys(self._homeless))
         self._homeless.clear()
         new = [self._again(group, now_s) for group in wanted]
         for host in self.hosts.silent(now_s - self._suspect_s):
-            if not host.is_doubted:  # what has not started there is overdue now
+            if not host.is_doubted:
                 host.is_doubted = True
-                for batch_id in sorted(self._pending.keys() & host.batches):
-                    heapq.heappush(self._due, (now_s, batch_id))
+                self._all_late(host)
         while self._due and self._due[0][0] <= now_s:
-            batch = self._batches.get(heapq.heappop(self._due)[1])
-            group = self._groups.get(batch.group) if batch is not None else None
-            if batch is not None and group is not None and group.won is None:
-                copies = self._copies.get(batch.snapshot)
-                if copies is not None and batch.host not in copies.confirmed:
-                    self.dropped(batch.snapshot, batch.host)  # the copy has not come
+            batch_id = heapq.heappop(self._due)[1]
+            if batch_id in self._pending:
+                due_s = self._due_s(self._batches[batch_id])
+                if due_s > now_s:  # all hosts are slower than they were thought to be when it was placed
+                    heapq.heappush(self._due, (due_s, batch_id))
                 else:
-                    host = self.hosts[batch.host]
-                    host.slowness = min(_SLOWEST, host.slowness * 1.5)
-                new.append(self._beside(batch, group, now_s))
+                    self._late.append(batch_id)
+        while self._late:
+            new.append(self._care_for(self._late.popleft(), now_s))
         return Review(tuple(one for one in new if one), tuple(lost), tuple(host.name for host in silent))
+
+    def _due_s(self, batch: Batch) -> float:
+        """When it is overdue, by what is known of its host and of all by now."""
+        wait_s = self._chooser.wait_s(self.hosts[batch.host], self._pending[batch.id].base_s)
+        return batch.there_s + self._patience * wait_s + self._grace_s
+
+    def _care_for(self, batch_id: int, now_s: float) -> Batch | None:
+        """Think less of whoever keeps a batch waiting, the copy or the host, and try it elsewhere as well."""
+        batch = self._batches.get(batch_id)
+        group = self._groups.get(batch.group) if batch is not None else None
+        if batch is None or group is None or group.won is not None:
+            return None
+        copies, host = self._copies.get(batch.snapshot), self.hosts[batch.host]
+        if copies is not None and batch.host not in copies.confirmed:
+            self.dropped(batch.snapshot, batch.host)  # the copy has not come
+        elif not (host.is_doubted or host.is_shunned):
+            self._chooser.was_late(host)
+            if self._chooser.is_slow(host):
+                host.is_shunned = True
+                self._all_late(host)
+        return self._beside(batch, group, now_s)
+
+    def _all_late(self, host: Host) -> None:
+        """What has not started there is overdue now."""
+        self._late += sorted(self._pending.keys() & host.batches)
 
     def again(self, lost: Batch, now_s: float) -> Batch | None:
         """The next attempt at a group whose machines were lost. None: no room yet, a later `review` has it."""
@@ -323,70 +320,46 @@ class Placement:
         if group is None or group.open:
             return None
         copies = self._copies.get(group.snapshot)
-        host = self._choose(copies, group.n, now_s, avoid=avoid) if copies else None
-        if host is None or copies is None or host.room(copies.need) < group.n:
+        choice = self._chooser.choose(copies, group.n, now_s, avoid=avoid) if copies else None
+        if choice is None or copies is None or choice.host.room(copies.need) < group.n:
             self._homeless.append(group_id)
             return None
-        return self._assign(group_id, host, now_s)
+        return self._assign(group_id, choice, now_s)
 
     def _beside(self, batch: Batch, group: _Group, now_s: float) -> Batch | None:
         """One more attempt beside one that is overdue."""
         copies = self._copies.get(group.snapshot)
-        host = None
-        if copies and len(group.open) < _MOST_ATTEMPTS:
+        choice = None
+        if copies and len(group.open) < _MOST_ATTEMPTS and len(self._beside_others) < self._most_beside:
             tried = [self._batches[other].host for other in group.open]
-            host = self._choose(copies, group.n, now_s, avoid=tried)
-            if host is not None and (host.name in tried or host.room(copies.need) < group.n):
-                host = None
+            choice = self._chooser.choose(copies, group.n, now_s, avoid=tried)
+            if choice is not None and (choice.host.name in tried or choice.host.room(copies.need) < group.n):
+                choice = None
         if not copies:
             self._gone.add(group.snapshot)
         heapq.heappush(self._due, (now_s + 4 * self._grace_s, batch.id))
-        return self._assign(batch.group, host, now_s) if host is not None else None
+        if choice is None:
+            return None
+        further = self._assign(batch.group, choice, now_s)
+        self._beside_others.add(further.id)
+        return further
 
-    def _choose(self, copies: Copies, n: int, now_s: float, *, avoid: Sequence[str]) -> Host | None:
-        """The host that would start n machines soonest, or one with room for some of them; None without any room."""
-        some = copies.some(self._rng, 2)
-        if copies.copyable:
-            some += self.hosts.some(self._rng, 2)
-        best = self._soonest(some, copies, n, now_s, avoid)
-        if best is not None:
-            return best
-        wide = [*some, *(self.hosts.emptiest(_WIDE) if copies.copyable else copies.some(self._rng, _WIDE))]
-        best = self._soonest(wide, copies, n, now_s, avoid)
-        if best is not None:
-            return best
-        rooms = [(host.room(copies.need), -i) for i, host in enumerate(wide) if self._is_well(host, now_s)]
-        room, at = max(rooms, default=(0, 0))
-        return wide[-at] if room else None
+    @property
+    def _most_beside(self) -> int:
+        """Bounded, so that hosts which are late since there is too much to do are not given more to do."""
+        return _SPARE_ATTEMPTS + len(self._pending) // 10
 
-    def _is_well(self, host: Host, now_s: float) -> bool:
-        return now_s - host.heard_s <= self._suspect_s
-
-    def _soonest(
-        self, hosts: Sequence[Host], copies: Copies, n: int, now_s: float, avoid: Sequence[str]
-    ) -> Host | None:
-        best, best_s = None, math.inf
-        for host in hosts:
-            if host.name not in avoid and self._is_well(host, now_s) and host.room(copies.need) >= n:
-                there_s = copies.since_s.get(host.name, now_s + self._costs.copy_s)
-                wait_s = max(0.0, there_s - now_s) + (host.queued_s + self._work_s(n)) * host.slowness
-                wait_s += self._costs.full_s * host.fullness**2
-                if wait_s < best_s:
-                    best, best_s = host, wait_s
-        return best
-
-    def _work_s(self, n: int) -> float:
-        return self._costs.batch_s + n * self._costs.fork_s
-
-    def _assign(self, group_id: int, host: Host, now_s: float) -> Batch:
-        group = self._groups[group_id]
+    def _assign(self, group_id: int, choice: Choice, now_s: float) -> Batch:
+        group, host = self._groups[group_id], choice.host
         copies = self._copies[group.snapshot]
-        source = None if host.name in copies.since_s else self._copy(copies, group.snapshot, host, now_s)
-        there_s = max(0.0, copies.since_s[host.name] - now_s)
-        wait_s = there_s + (host.queued_s + self._work_s(group.n)) * min(host.slowness, _PATIENT)
+        if choice.sources:
+            copies.add(host, choice.there_s, source=choice.sources[0])
+            host.snapshots.add(group.snapshot)
+        there_s = max(now_s, choice.there_s)
+        work_s = self._costs.work_s(group.n)
+        wait_s = self._chooser.wait_s(host, host.queued_s + work_s)
         self._ids += 1
         group.attempts += 1
-        due_s = now_s + self._patience * wait_s + self._grace_s
         batch = Batch(
             id=self._ids,
             group=group_id,
@@ -395,34 +368,20 @@ class Placement:
             host=host.name,
             n=group.n,
             need=copies.need,
-            source=source,
+            sources=tuple(source.name for source in choice.sources),
             placed_s=now_s,
-            expected_s=now_s + wait_s,
-            due_s=due_s,
+            there_s=there_s,
+            expected_s=there_s + wait_s,
         )
         group.open.add(batch.id)
-        self._pending[batch.id] = self._work_s(batch.n)
-        host.queued_s += self._pending[batch.id]
+        self._pending[batch.id] = _Pending(work_s, host.queued_s + work_s)
+        host.queued_s += work_s
         self._batches[batch.id], self._left[batch.id] = batch, batch.n
         host.batches.add(batch.id)
         host.take(batch.n, copies.need)
         self.hosts.changed(host)
-        heapq.heappush(self._due, (due_s, batch.id))
+        heapq.heappush(self._due, (self._due_s(batch), batch.id))
         return batch
-
-    def _copy(self, copies: Copies, snapshot: str, host: Host, now_s: float) -> str:
-        """Count the host among the holders from when the copy will be there; who sends it."""
-        some = copies.some(self._rng, 4)
-        well = [source for source in some if self._is_well(source, now_s)]
-        sources = [source for source in well if source.name in copies.confirmed] or well or some
-        ends_s = [
-            max(copies.since_s[one.name], one.upload_s, now_s) + self._costs.copy_s * one.slowness for one in sources
-        ]
-        source = sources[ends_s.index(min(ends_s))]
-        source.upload_s = min(ends_s)
-        copies.add(host, source.upload_s)
-        host.snapshots.add(snapshot)
-        return source.name
 
     def _resize(self, batch: Batch, left: int) -> None:
         host = self.hosts[batch.host]
@@ -432,11 +391,12 @@ class Placement:
             self._forget(batch, host)
         self.hosts.changed(host)
 
-    def _unqueue(self, batch: Batch) -> None:
-        host = self.hosts.get(batch.host)
-        work_s = self._pending.pop(batch.id, 0.0)
-        if host is not None:
-            host.queued_s = max(0.0, host.queued_s - work_s)
+    def _unqueue(self, batch: Batch) -> _Pending | None:
+        host, pending = self.hosts.get(batch.host), self._pending.pop(batch.id, None)
+        self._beside_others.discard(batch.id)
+        if host is not None and pending is not None:
+            host.queued_s = max(0.0, host.queued_s - pending.work_s)
+        return pending
 
     def _forget(self, batch: Batch, host: Host) -> None:
         del self._batches[batch.id], self._left[batch.id]

@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from etude.config import ranged
+from etude.environments.burst.choice import Costs
 from etude.environments.burst.fake import Clock, FakeHost, Measured, Network
 from etude.environments.burst.hosts import Capacity, Need
-from etude.environments.burst.placement import Batch, Costs, Lease, Placement
+from etude.environments.burst.lease import Lease
+from etude.environments.burst.placement import Batch, Placement
 from etude.errors import MachineError
 
 T = TypeVar("T")
@@ -78,7 +80,9 @@ class Simulated:
     num_twice: int = 0
     num_leaked: int = 0
     num_batches: int = 0
-    placement_cpu_s: float = 0.0  # CPU time in the placement code
+    control_cpu_s: float = 0.0  # that the control plane took, in simulated time: what each message was measured to cost
+    placement_cpu_s: float = 0.0  # CPU time of this process in the placement code
+    calls: dict[str, tuple[int, float]] = field(default_factory=dict)  # of it: (number, seconds) of each kind
     curve: list[tuple[float, int, float, float]] = field(default_factory=list)  # (t, ready, mean, max share of cores)
 
 
@@ -92,23 +96,36 @@ class _Request:
 
 
 class _Control:
-    """The control plane: carries batches between placement and hosts; one message after another."""
+    """The control plane: carries batches between placement and hosts. One process on one core: it handles one message
+    after another, for as long as that and the placement's part of it was measured to take."""
 
-    message_s = 30e-6  # to read, handle and write one, beside the placement
     lease_s = 10.0
 
     def __init__(self, scenario: Scenario, faults: Faults, measured: Measured, network: Network, speed: float) -> None:
         self.scenario, self.clock, self.network = scenario, Clock(scenario.seed), network
         self.loss, self.result, self.need = faults.loss, Simulated(), Need()
-        copy_s = scenario.snapshot_bytes * (1 / network.bytes_per_s + measured.load_s_per_byte)
+        self.price_s = {
+            "_place": measured.place_s,
+            "_started": measured.started_s,
+            "_closed": measured.ended_s,
+        }
+        self.message_s, self.measured = measured.message_s, measured
+        self.upload_s = scenario.snapshot_bytes / network.bytes_per_s
+        self.load_s = scenario.snapshot_bytes * measured.load_s_per_byte
         latency_s = 4 * network.latency_s
         costs = Costs(
-            batch_s=measured.batch_s / speed + latency_s, fork_s=measured.fork_s / speed, copy_s=copy_s + latency_s
+            batch_s=measured.batch_s / speed + latency_s,
+            fork_s=measured.fork_s / speed,
+            copy_s=self.upload_s + self.load_s + latency_s,
+            upload_s=self.upload_s,
         )
         self.placement = Placement(seed=scenario.seed, costs=costs, lease_s=self.lease_s)
         self.hosts: dict[str, FakeHost] = {}
-        self.free_s = 0.0  # when the control plane has handled what came
-        self.waiting: deque[_Request] = deque()
+        self.inbox: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()  # of hosts
+        self.asked: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()  # of clients
+        self.is_busy, self.owed_s = False, 0.0  # owed: CPU that what was handled took
+        self.waiting: deque[_Request] = deque()  # for room
+        self.is_retrying = False
         self.groups: dict[int, _Request] = {}
         self.batches: dict[int, tuple[Batch, str]] = {}  # sent to hosts; "wanted", "accepted", "running" or "closing"
         self.alive: dict[int, tuple[str, int, int]] = {}  # group: host, its life, batch, of machines with clients
@@ -117,9 +134,9 @@ class _Control:
         self.num_ready = 0
         self.first_left = scenario.machines
         for i in range(scenario.hosts):
-            self._add_host(f"host{i:03d}", measured, copy_s, speed)
+            self._add_host(f"host{i:03d}", measured, speed)
 
-    def _add_host(self, name: str, measured: Measured, copy_s: float, speed: float) -> None:
+    def _add_host(self, name: str, measured: Measured, speed: float) -> None:
         host = FakeHost(
             name=name,
             clock=self.clock,
@@ -129,10 +146,12 @@ class _Control:
             lease_s=self.lease_s,
             cores=self.scenario.cores,
             machine_cores=self.need.cores,
-            copy_s=copy_s,
+            upload_s=self.upload_s,
+            load_s=self.load_s,
             tell=self.told,
             peers=self.hosts,
             speed=speed,
+            own_factor=self.clock.rng.choice(measured.host_spread),
         )
         self.hosts[name] = host
         self._join(host)
@@ -159,9 +178,28 @@ class _Control:
         if self._arrives(host):
             self.clock.after(self._delay_s(), self._queue, getattr(self, f"_{what}"), host, *arguments)
 
-    def _queue(self, handle: Callable[..., None], *arguments: Any) -> None:
-        self.free_s = max(self.free_s, self.clock.now_s) + self.message_s
-        self.clock.at(self.free_s, handle, *arguments)
+    def _queue(self, handle: Callable[..., Any], *arguments: Any) -> None:
+        """What hosts say comes before what clients ask: otherwise a burst of requests hides that hosts have long
+        started, and they look late."""
+        (self.asked if handle == self._place else self.inbox).append((handle, arguments))
+        if not self.is_busy:
+            self._next()
+
+    def _next(self) -> None:
+        self.is_busy = bool(self.inbox or self.asked)
+        if self.is_busy:
+            handle, arguments = (self.inbox or self.asked).popleft()
+            self._pay(self.message_s + self.price_s.get(handle.__name__, 0.0))
+            owed_s, self.owed_s = self.owed_s, 0.0
+            self.clock.after(owed_s, self._handle, handle, arguments)
+
+    def _handle(self, handle: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        handle(*arguments)
+        self._next()
+
+    def _pay(self, cpu_s: float) -> None:
+        self.owed_s += cpu_s
+        self.result.control_cpu_s += cpu_s
 
     def _send(self, host: FakeHost, do: Callable[..., None], *arguments: Any) -> None:
         if self._arrives(host):
@@ -172,41 +210,57 @@ class _Control:
             do(*arguments)
 
     def _timed(self, do: Callable[..., T], *arguments: Any) -> T:
-        before = time.process_time()
+        before = time.thread_time()
         try:
             return do(*arguments)
         finally:
-            self.result.placement_cpu_s += time.process_time() - before
+            took_s = time.thread_time() - before
+            self.result.placement_cpu_s += took_s
+            number, sum_s = self.result.calls.get(do.__name__, (0, 0.0))
+            self.result.calls[do.__name__] = number + 1, sum_s + took_s
 
     # requests
 
     def ask(self, request: _Request) -> None:
         """Machines are asked for."""
         self.result.num_asked += request.n
-        self.waiting.append(request)
-        self._queue(self._place_first)
+        self._queue(self._place, request)
 
-    def _place_first(self) -> None:
-        if not self.waiting:
-            return
-        request = self.waiting[0]
+    def _place(self, request: _Request) -> bool:
+        """Place a request; one that finds no room waits, and is placed before those that come later."""
+        batches = []
         try:
             batches = self._timed(self.placement.place, request.snapshot, request.n, self.clock.now_s)
         except MachineError:
             self._prepare(request.snapshot)
-            return
-        if batches:
-            self.waiting.popleft()
-            for batch in batches:
-                self.groups[batch.group] = request
-                self._order(batch)
+        if not batches:
+            self.waiting.append(request)
+        for batch in batches:
+            self.groups[batch.group] = request
+            self._order(batch)
+        return bool(batches)
+
+    def _retry(self) -> None:
+        """There may be room: for those that wait, one after another, until one does not fit."""
+        self.is_retrying = False
+        for _ in range(len(self.waiting)):
+            request = self.waiting.popleft()
+            self._pay(self.measured.place_s)
+            if not self._place(request):
+                self.waiting.rotate(1)
+                return
+
+    def _room(self) -> None:
+        if self.waiting and not self.is_retrying:
+            self.is_retrying = True
+            self._queue(self._retry)
 
     def _prepare(self, snapshot: str) -> None:
         """From what it was made of, on one host, as a fleet does when the last copy is lost."""
         homes = self.placement.homes(1)
         if homes and snapshot not in self.preparing:
             self.preparing.add(snapshot)
-            self.clock.after(2 * self.hosts[homes[0]].copy_s, self._prepared, snapshot, homes[0])
+            self.clock.after(2 * (self.upload_s + self.load_s), self._prepared, snapshot, homes[0])
 
     def _prepared(self, snapshot: str, name: str) -> None:
         self.preparing.discard(snapshot)
@@ -301,14 +355,14 @@ class _Control:
         batch, _ = self.batches.pop(batch_id, (None, ""))
         if batch is not None:
             self._timed(self.placement.ended, batch_id, batch.n)
-            if self.waiting:
-                self._place_first()
+            self._room()
 
     def _uncopied(self, host: FakeHost, snapshot: str, batches: Sequence[int]) -> None:
         self.placement.dropped(snapshot, host.name)
         for batch_id in batches:
             if self.batches.pop(batch_id, None) is not None:
                 new = self._timed(self.placement.failed, batch_id, self.clock.now_s)
+                self._pay(self.measured.place_s)
                 if new is not None:
                     self._order(new)
 
@@ -333,13 +387,14 @@ class _Control:
         for batch in review.lost:
             self.num_ready -= batch.n
             self.down[batch.group] = batch.n
+        self._pay(self.measured.review_s)
         for new in (*review.batches, *again):
             if new is not None:
+                self._pay(self.measured.place_s)
                 self._order(new)
         for snapshot in self.placement.missing:
             self._prepare(snapshot)
-        for _ in range(min(len(self.waiting), 256)):
-            self._place_first()
+        self._room()
         shares = [host.cores / self.scenario.cores for host in self.placement.hosts]
         mean, most = sum(shares) / max(1, len(shares)), max(shares, default=0.0)
         self.result.curve.append((self.clock.now_s, self.num_ready, mean, most))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.environments.burst.forecast import Forecast
-from etude.environments.burst.lent import Lent, answers, closed
+from etude.environments.burst.lent import Lent, answers, closed, portable
 from etude.environments.burst.pressure import AHEAD_OF_CALLERS, FOR_CALLERS, Ceilings, Read, admit, read_pressure
 from etude.errors import MachineError
 from etude.records.image import Image
@@ -110,6 +110,14 @@ class WarmRuntime:
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
         """See `Runtime.prepare`."""
         return await self._runtime.prepare(files, image=image)
+
+    async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`. `MachineError` where the runtime behind is not `Portable`."""
+        return await portable(self._runtime).pack(snapshot, max_bytes=max_bytes)
+
+    async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`."""
+        return await portable(self._runtime).unpack(packed)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits in line where there is no room, or the host is pressed."""

@@ -4,7 +4,8 @@ Machines of both kinds are made in random order, one at a time, and the same pro
 (`programs.look`). A detector is trained on some and asked about the others (k folds): decision stumps chosen and
 weighted by boosting, which is weak enough to be honest about twenty machines a side and says which facts it used.
 The AUC is 0.5 when nothing tells them apart, 1.0 when everything does. What labels dealt at random give, refitted
-every time, is the interval that an AUC has to leave to mean anything.
+every time, is the interval that an AUC has to leave to mean anything; how far it may lie from that of many more such
+machines is Wilson's interval over as many pairs as there are machines of a kind, which leans to the wide side.
 
 A fact that differs in every single machine (a boot id) cannot be learned and is no giveaway by itself; a number that
 only grows with time is not one either, as both kinds are made in turns.
@@ -46,6 +47,7 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     b: str
     num_machines: int  # of each kind
     auc: float  # of the detector, on machines that it was not trained on
+    interval: tuple[float, float]  # 95 %, of the AUC that many more machines would give
     chance: tuple[float, float]  # 95 % of the AUCs with labels dealt at random
     giveaways: tuple[Giveaway, ...]
 
@@ -59,18 +61,44 @@ async def probe_parity(
     a: Runtime, b: Runtime, *, num_machines: int = 20, names: tuple[str, str] = ("", ""), seed: int = 0
 ) -> Parity:
     """Make that many machines of each, in random order, and train a detector. Raises `MachineError`."""
-    order = np.random.default_rng(seed).permutation([0, 1] * num_machines)
-    seen = [await _look((a, b)[kind]) for kind in order]
+    seen = await look_at((a, b), num_machines=num_machines, seed=seed)
+    return compare(seen[0], seen[1], names=(names[0] or a.info.name, names[1] or b.info.name), seed=seed)
+
+
+async def look_at(runtimes: Sequence[Runtime], *, num_machines: int, seed: int = 0) -> list[list[Seen]]:
+    """What is seen in that many machines of each runtime, all of them made in random order. Raises `MachineError`."""
+    seen: list[list[Seen]] = [[] for _ in runtimes]
+    for kind in np.random.default_rng(seed).permutation([*range(len(runtimes))] * num_machines):
+        seen[kind].append(await _look(runtimes[kind]))
+    return seen
+
+
+def compare(a: Sequence[Seen], b: Sequence[Seen], *, names: tuple[str, str], seed: int = 0) -> Parity:
+    """How well a detector tells two kinds apart by what was seen in as many machines of each."""
+    seen, labels = [*a, *b], np.array([0] * len(a) + [1] * len(b))
     table = Table.of(seen)
-    auc, chance = judged(table.values, order, seed=seed)
+    auc, chance = judged(table.values, labels, seed=seed)
+    low, high = wilson(auc, min(len(a), len(b)))
     return Parity(
-        a=names[0] or a.info.name,
-        b=names[1] or b.info.name,
-        num_machines=num_machines,
+        a=names[0],
+        b=names[1],
+        num_machines=min(len(a), len(b)),
         auc=round(auc, 4),
+        interval=(round(low, 4), round(high, 4)),
         chance=(round(chance[0], 4), round(chance[1], 4)),
-        giveaways=tuple(_giveaways(seen, table, order)),
+        giveaways=tuple(_giveaways(seen, table, labels)),
     )
+
+
+def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """The 95 % interval of a share that was found among so many.
+
+    >>> tuple(round(end, 2) for end in wilson(1.0, 20))
+    (0.84, 1.0)
+    """
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * np.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
+    return float(max(0.0, middle - half)), float(min(1.0, middle + half))
 
 
 async def _look(runtime: Runtime) -> Seen:

@@ -35,9 +35,7 @@ class PlainMachine:
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        return await self._commands.once(
-            key, lambda: self._run(Command.of(argv, key=key, deadline_s=deadline_s, **options))
-        )
+        return await self._commands.once(self._run, argv, key=key, deadline_s=deadline_s, **options)
 
     async def _run(self, command: Command) -> ExecResult:
         given, (program, *rest) = command.stdin, command.argv

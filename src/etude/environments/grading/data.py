@@ -1,7 +1,7 @@
 """Data-graded: the machine calls the agent's functions and sends plain data back; the comparison happens out here.
 
-Expected values never enter a machine, so nothing in it is worth reading. Each call has a process of its own, forked
-once the agent's modules are imported, in an order that the nonce decides: no call meets what another left in memory.
+Expected values never enter a machine, so nothing in it is worth reading. A call counts as if no other had been made,
+see `runners.data`, once the agent's modules are imported; in which order they are made the nonce decides.
 """
 
 from __future__ import annotations

@@ -113,6 +113,8 @@ class Ground:
             return await self.runtime.unpack(packed)
         except ValueError as error:
             raise Refused(f"the machine's state cannot be taken over: {error}") from None
+        except MachineError as error:  # nothing of the agent's has run
+            raise Broken(Boundary.MACHINE, "the machine's state cannot be taken over", str(error)) from None
 
     async def _without(self, base: str, paths: Sequence[str]) -> str:
         """The image has files of its own at declared paths; those that the agent's machine no longer had are gone."""

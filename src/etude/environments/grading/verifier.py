@@ -152,7 +152,7 @@ async def _judged(machine: Machine, verifier: Verifier, user: str) -> Said:
         try:
             await _clear(machine, path, user)
         except (OSError, ValueError) as error:
-            return Said(None, f"there is something at {path} that is no file: {error}")
+            return Said(None, f"there is something at {path} that cannot be taken away: {error}")
     result = await machine.exec(
         verifier.argv, key="verify", deadline_s=verifier.deadline_s, output_bytes=_SAID_BYTES, user=user
     )
@@ -180,10 +180,12 @@ def _by_exit(result: ExecResult, said: str) -> Said:
 
 
 async def _clear(machine: Machine, path: str, user: str) -> None:
-    """What lay at the reward's place before is nobody's verdict."""
+    """What lay at the reward's place before is nobody's verdict. `OSError`, `ValueError` where it stays there."""
     if path.startswith("/"):
         script = 'rm -rf "$1" && mkdir -p "$(dirname "$1")"'
-        await machine.exec(["sh", "-c", script, "sh", path], key="clear", deadline_s=30.0, user=user)
+        done = await machine.exec(["sh", "-c", script, "sh", path], key="clear", deadline_s=30.0, user=user)
+        if done.exit_code != 0:
+            raise OSError(one_line(done.output.decode(errors="replace")))
     else:
         await machine.write(path, b"")
 

@@ -8,36 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import os
 import secrets
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from etude.environments.agent import AgentMachine, Channel, program
 from etude.environments.agent.channel import Lost
 from etude.environments.config import MachineLimits
 from etude.environments.gvisor.bundle import WORK, config, make_image_root, make_root
+from etude.environments.gvisor.folder import OwnFolder, room
 from etude.environments.gvisor.sandbox import Sandbox, memory_overlay, probe_platform, require_runsc
+from etude.environments.namespace.images import State, state_in
 from etude.environments.namespace.snapshots import Snapshots, tree
 from etude.errors import MachineError
 from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
 _SNAPSHOT_BYTES = 256 << 20
-_PREFIX = "etude-gvisor-"
+_HAVE_WORK = 'mkdir -p "$0" && { [ -n "$1" ] || chown -R 1000:1000 "$0"; }'
 _USERS = ("user", "root")
 _ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-class _Kept(NamedTuple):
-    """What a snapshot is of. `tree` names its files."""
-
-    tree: str
-    image: Image | None
 
 
 class GVisorRuntime:
@@ -58,21 +49,24 @@ class GVisorRuntime:
         self._overlay = memory_overlay()
         self._limits = limits if limits is not None else MachineLimits()
         self._max_machines, self._roots = max_machines, roots
-        self._trees = Snapshots(max_bytes=_SNAPSHOT_BYTES)
-        self._kept: dict[str, _Kept] = {}
+        self._snapshots = Snapshots(max_bytes=_SNAPSHOT_BYTES)
         self._machines: dict[Sandbox, AgentMachine] = {}
         self._num_coming = 0
         self._closed = False
-        self._temporary, self._lock = _own_folder()
-        self._folder = Path(self._temporary.name)
-        (self._folder / "root").mkdir()
         self._image_roots: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
-        self._mounts = make_root(self._folder / "root")
+        self._own = OwnFolder()
+        try:
+            with room():
+                self._mounts = make_root(self._own.path / "root")
+        except MachineError:
+            self._own.close()
+            raise
 
     @property
     def info(self) -> RuntimeInfo:
         notes = (
             f"gVisor {self._version} with {self._platform}",
+            "a snapshot is the working directory's files, in an image as well",
             "no bound on memory, processors and processes of a machine together: set one on this process",
         )
         return RuntimeInfo(
@@ -85,27 +79,47 @@ class GVisorRuntime:
         )
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """See `Runtime.prepare`. `OSError` where the files do not fit in a machine."""
+        """See `Runtime.prepare`."""
         self._must_be_open()
-        packed = tree(files)
-        if image is not None and (self._roots is None or not self._roots(image.digest).is_dir()):
-            hint = "give GVisorRuntime the roots of an image store, and build the image"
-            raise MachineError(f"no image {image.digest[:12]}", "its files are not there", hint=hint)
-        return self._keep(packed, image)
+        return self._keep(tree(files), image)
 
     def _keep(self, packed: bytes, image: Image | None) -> str:
-        name = self._trees.keep(packed)
-        snapshot = name if image is None else f"{name}-{image.digest[:16]}"
-        self._kept[snapshot] = _Kept(name, image)
-        return snapshot
+        """Keep a tree, or one in an image. `MachineError` where the image is not there."""
+        if image is None:
+            return self._snapshots.keep(packed)
+        if self._roots is None or not self._roots(image.digest).is_dir():
+            hint = "give GVisorRuntime the roots of an image store, and build the image"
+            raise MachineError(f"no image {image.digest[:12]}", "its files are not there", hint=hint)
+        return self._snapshots.keep(State(image, packed, b"").pack())
+
+    def _kept(self, snapshot: str) -> bytes:
+        packed = self._snapshots.get(snapshot)
+        if packed is None:
+            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+        return packed
+
+    async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`: the tree itself. `MachineError` for a machine of an image, whose snapshot is its working
+        directory alone: judged by that, whoever changed what lies outside would have done nothing."""
+        packed = self._kept(snapshot)
+        if state_in(packed) is not None:
+            facts = "what is outside its working directory is in no snapshot of gVisor"
+            raise MachineError("this machine's state is not whole", facts, hint="use backend microvm or namespace")
+        if len(packed) > max_bytes:
+            raise ValueError(f"the snapshot has {len(packed)} bytes, at most {max_bytes}")
+        return packed
+
+    async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`."""
+        self._must_be_open()
+        return self._snapshots.adopt(packed)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
         self._must_be_open()
-        kept = self._kept.get(snapshot)
-        packed = self._trees.get(kept.tree) if kept is not None else None
-        if kept is None or packed is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+        packed = self._kept(snapshot)
+        state = state_in(packed)
+        image = None if state is None else state.image
         num_alive = len(self._machines) + self._num_coming
         if num_alive + n > self._max_machines:
             facts = f"{num_alive} machines are alive, {n} more were asked for"
@@ -113,7 +127,7 @@ class GVisorRuntime:
                 f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
             )
         self._num_coming += n
-        forking = [asyncio.create_task(self._fork(packed, kept.image)) for _ in range(n)]
+        forking = [asyncio.create_task(self._fork(packed if state is None else state.tree, image)) for _ in range(n)]
         try:
             async with asyncio.timeout(deadline_s):
                 return list(await asyncio.gather(*forking))
@@ -141,24 +155,25 @@ class GVisorRuntime:
         self._machines[sandbox] = machine
         try:
             await channel.ready(60.0)
-            if image is not None and not image.user:
-                owned = ["sh", "-c", 'mkdir -p "$0" && chown -R 1000:1000 "$0"', image.workdir]
-                await machine.exec(owned, key=secrets.token_hex(8), deadline_s=60.0, user="root", cwd="/")
+            if image is not None:
+                await _have_work(machine, image)
             await machine.load(packed)
             self._must_be_open()
-        except Lost as lost:
+        except (Lost, FileNotFoundError) as lost:
             said = sandbox.process.said()
             await machine.close()
             raise MachineError("a sandbox did not start", f"{lost}; {said}", hint="try: runsc do true") from None
+        except (OSError, ValueError) as error:
+            await machine.close()
+            raise MachineError("a tree does not fit into a machine", str(error), hint="see MachineLimits") from None
         except BaseException:
             await machine.close()
             raise
         return machine
 
     def _start(self, image: Image | None) -> tuple[Sandbox, Channel]:
-        folder = self._folder / secrets.token_hex(6)
-        folder.mkdir(mode=0o700)
-        root, mounts, work, user = self._folder / "root", self._mounts, WORK, _USERS[0]
+        folder = self._own.path / secrets.token_hex(6)
+        root, mounts, work, user = self._own.path / "root", self._mounts, WORK, _USERS[0]
         if image is not None:
             work, user = image.workdir, image.user or _USERS[0]
             root, mounts = self._image_root(image.digest)
@@ -172,17 +187,21 @@ class GVisorRuntime:
             user=user,
             own=image is None,
         )
-        (folder / "config.json").write_bytes(words)
-        sandbox = Sandbox(folder, self._platform, overlay="" if image is None else self._overlay, ended=self._gone)
+        with room(folder):
+            folder.mkdir(mode=0o700)
+            (folder / "config.json").write_bytes(words)
+            overlay = "" if image is None else self._overlay
+            sandbox = Sandbox(folder, self._platform, overlay=overlay, ended=self._gone)
         return sandbox, Channel(sandbox.read_fd, sandbox.write_fd)
 
     def _image_root(self, digest: str) -> tuple[Path, list[dict[str, Any]]]:
         """Made once, and never written to: what machines write goes to their memory."""
         assert self._roots is not None
         if digest not in self._image_roots:
-            root = self._folder / f"root-{digest[:16]}"
-            root.mkdir()
-            self._image_roots[digest] = root, make_image_root(self._roots(digest), root)
+            root = self._own.path / f"root-{digest[:16]}"
+            with room(root):
+                root.mkdir()
+                self._image_roots[digest] = root, make_image_root(self._roots(digest), root)
         return self._image_roots[digest]
 
     def _gone(self, sandbox: Sandbox) -> None:
@@ -197,12 +216,21 @@ class GVisorRuntime:
             return
         self._closed = True
         await asyncio.gather(*(machine.close() for machine in list(self._machines.values())))
-        await asyncio.to_thread(self._temporary.cleanup)
-        os.close(self._lock)
+        await asyncio.to_thread(self._own.close)
 
     def _must_be_open(self) -> None:
         if self._closed:
             raise MachineError("the runtime is closed", hint="make another one")
+
+
+async def _have_work(machine: AgentMachine, image: Image) -> None:
+    """Its working directory is there, and who works in it owns it. An image's tools do it: its root is not ours."""
+    argv = ["sh", "-c", _HAVE_WORK, image.workdir, image.user]
+    made = await machine.exec(argv, key=secrets.token_hex(8), deadline_s=60.0, user="root", cwd="/")
+    if made.exit_code:
+        facts = f"exit code {made.exit_code}: {made.output[-200:].decode(errors='replace').strip()}"
+        hint = "an image of machines of gVisor needs sh, mkdir and chown"
+        raise MachineError(f"no working directory {image.workdir}", facts, hint=hint)
 
 
 def _blame(sandbox: Sandbox) -> str:
@@ -218,20 +246,3 @@ async def _undo(forking: list[asyncio.Task[AgentMachine]]) -> None:
         if isinstance(result, AgentMachine):
             with contextlib.suppress(MachineError):
                 await result.close()
-
-
-def _own_folder() -> tuple[tempfile.TemporaryDirectory[str], int]:
-    """A folder, and the descriptor whose lock says that it has an owner. Folders whose owner was killed are removed."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                if os.fstat(lock).st_uid == os.geteuid():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(old, ignore_errors=True)
-            finally:
-                os.close(lock)
-    folder = tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
-    lock = os.open(folder.name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return folder, lock

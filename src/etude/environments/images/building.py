@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,16 +21,9 @@ import msgspec
 from etude.environments.images.changes import Changing
 from etude.environments.images.copies import Copies, Sources
 from etude.environments.images.directory import open_folder
-from etude.environments.images.dockerfile import (
-    Dockerfile,
-    Instruction,
-    Stage,
-    argument,
-    expand,
-    pairs,
-    parse,
-    words_of,
-)
+from etude.environments.images.dockerfile import MEANINGLESS, Dockerfile, Instruction, Stage, parse
+from etude.environments.images.dockerfile_words import arguments as arguments_of
+from etude.environments.images.dockerfile_words import expand, pairs, words_of
 from etude.environments.images.ignore import ignored
 from etude.environments.images.layers import apply_layer
 from etude.environments.images.limits import BadSource, too_large
@@ -42,6 +36,8 @@ from etude.records.image import Image
 from etude.seams import ExecResult, Runtime
 
 _TAIL_BYTES = 2000  # of what a failed RUN printed
+_SHELL = ("/bin/sh", "-c")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # where no image says another
 
 
 async def build_from_dockerfile(
@@ -83,10 +79,21 @@ class _State:
     record: ImageRecord
     key: str
     arguments: Mapping[str, str] = field(default_factory=dict)
+    shell: tuple[str, ...] = _SHELL
 
     @property
     def variables(self) -> dict[str, str]:
-        return {**self.arguments, **self.record.image.env}
+        """What the words of an instruction may name."""
+        return {"PATH": _PATH, **self.arguments, **self.record.image.env}
+
+    def argv(self, at: Instruction) -> tuple[str, ...]:
+        """The command of a RUN, CMD or ENTRYPOINT: a list as it is, a text for the shell, with its here-documents."""
+        if at.is_exec:
+            return at.words
+        text = at.words[0]
+        if len(at.documents) == 1 and re.fullmatch(r"<<-?\S+", text):  # the document is the script
+            return _of_script(at.documents[0].text, self.shell)
+        return (*self.shell, "".join([text, *(f"\n{d.text}{d.name}\n" for d in at.documents)]))
 
     def then(self, *facts: object, **settings: object) -> _State:
         """The same with other settings of the image, and the facts that make it another step."""
@@ -95,6 +102,15 @@ class _State:
         others = {k: v for k, v in settings.items() if k not in of_image}
         image = msgspec.structs.replace(self.record.image, **of_image)
         return replace(self, record=msgspec.structs.replace(self.record, image=image, **others), key=key)
+
+
+def _of_script(text: str, shell: tuple[str, ...]) -> tuple[str, ...]:
+    """How a script is run: by what its first line names, else by the shell."""
+    found = re.match(r"#!\s*(\S+)(?:[ \t]+(\S.*?))?[ \t]*\n", text)
+    if found is None:
+        return (*shell, text)
+    file = 'printf %s "$0" >/tmp/script && exec "$@" /tmp/script'  # the machine's own /tmp, no part of the image
+    return ("/bin/sh", "-c", file, text, found[1], *([found[2]] if found[2] else []))
 
 
 def _key(*facts: object) -> str:
@@ -118,7 +134,16 @@ class _Build:
         self.file, self._store, self._root, self._sources = file, store, root, sources
         self._given, self._runtime = given, runtime
         self._built: dict[str, ImageRecord] = {}  # by the line a stage begins at
-        self._global = _known(argument(i, given, {}) for i in file.arguments)
+        self._global = _platform()
+        for at in file.arguments:
+            self._global |= _known(arguments_of(at, given, self._global))
+        declared = {
+            name for at in (*file.arguments, *(i for stage in file.stages for i in stage.instructions))
+            if at.name == "ARG" for name, _ in arguments_of(at, {}, {})
+        }  # fmt: skip
+        for name in given:
+            if name not in declared:
+                raise InputError(f"the Dockerfile has no ARG {name[:40]}", hint=nearest(name, declared))
 
     def find(self, name: str) -> Stage:
         for number, stage in enumerate(self.file.stages):
@@ -153,7 +178,10 @@ class _Build:
         return msgspec.structs.replace(state.record, source="dockerfile", made=made)
 
     async def _base(self, stage: Stage) -> ImageRecord:
-        name = expand(stage.base, self._global)
+        name, platform = expand(stage.base, self._global), expand(stage.begin.flags.get("platform", ""), self._global)
+        if platform and not platform.startswith(self._global["TARGETPLATFORM"]):
+            hint = f"images here are for {self._global['TARGETPLATFORM']}: leave it out"
+            raise stage.begin.error(f"FROM --platform={platform[:40]}", hint)
         earlier = self.file.stages[: self.file.stages.index(stage)]
         for other in earlier:
             if other.name == name.lower():
@@ -164,7 +192,8 @@ class _Build:
         try:
             return self._store.get(name)
         except InputError as error:
-            raise stage.begin.error(f"{error.what}", f"build it, or name it: {error.hint}") from None
+            hint = f"build it first, from `docker save {name[:80]}` for instance, by --name {name[:80]}; {error.hint}"
+            raise stage.begin.error(error.what, hint) from None
 
     def _setting(self, state: _State, at: Instruction) -> _State:
         record, variables = state.record, state.variables
@@ -172,32 +201,39 @@ class _Build:
         if at.name == "ENV":
             return state.then(at.name, found := pairs(at, variables), env={**record.image.env, **found})
         if at.name == "ARG":
-            name, value = argument(at, self._given, variables)
-            value = self._global.get(name) if value is None else value
-            known = dict(state.arguments) if value is None else {**state.arguments, name: value}
-            return replace(state.then(at.name, name, value), arguments=known)
+            named = arguments_of(at, self._given, variables)
+            known = _known((name, self._global.get(name) if value is None else value) for name, value in named)
+            return replace(state.then(at.name, known), arguments={**state.arguments, **known})
+        if at.name == "SHELL":
+            return replace(state, shell=at.words)
+        if at.name in MEANINGLESS:
+            return state
         if at.name == "LABEL":
             return state.then(at.name, labels={**record.labels, **pairs(at, variables)})
         if at.name == "EXPOSE":
             return state.then(at.name, ports=(*record.ports, *words_of(at, variables)))
         if at.name == "USER":
             return state.then(at.name, user := expand(text, variables), user=user)
-        words = at.words if at.is_exec else ("/bin/sh", "-c", text)
-        return state.then(at.name, **{"command" if at.name == "CMD" else "entrypoint": words})
+        return state.then(at.name, **{"command" if at.name == "CMD" else "entrypoint": state.argv(at)})
 
     async def _copies(self, stage: Stage, state: _State, at: Instruction) -> Copies:
         variables = state.variables
         if at.name == "WORKDIR":
             return self._sources.folder(at, _joined(state, expand(at.words[0], variables), at, self._store))
         words = words_of(at, variables)
+        at = at._replace(
+            flags={name: expand(value, variables) for name, value in at.flags.items()},
+            documents=tuple(d._replace(text=expand(d.text, variables)) if d.expands else d for d in at.documents),
+        )
         if len(words) < 2:
             raise at.error(f"{at.name} needs a source and a destination", f"write {at.name} SOURCE DESTINATION")
         digest = None
         if "from" in at.flags:
-            digest = (await self._other(stage, at, expand(at.flags["from"], variables))).image.digest
+            digest = (await self._other(stage, at, at.flags["from"])).image.digest
         to = _joined(state, words[-1], at, self._store)
         into = words[-1].endswith(("/", "/.")) or words[-1] == "."
-        return self._sources.copies(at, words[:-1], to, into=into, digest=digest)
+        names = [word for word in words[:-1] if not (at.documents and word.startswith("<<"))]
+        return self._sources.copies(at, names, to, into=into, digest=digest)
 
     async def _other(self, stage: Stage, at: Instruction, name: str) -> ImageRecord:
         earlier = self.file.stages[: self.file.stages.index(stage)]
@@ -224,9 +260,8 @@ class _Build:
         return _at(state, done)
 
     async def _run(self, state: _State, at: Instruction) -> _State:
-        argv = [expand(word, {}) for word in at.words] if at.is_exec else ["/bin/sh", "-c", at.words[0]]
-        image = state.record.image
-        state = state.then("RUN", at.words, at.is_exec, state.variables, image.workdir, image.user)
+        argv, image = list(state.argv(at)), state.record.image
+        state = state.then("RUN", argv, state.variables, image.workdir, image.user)
         done = self._store.step(state.key)
         if done is None:
             with self._store.scratch() as folder:
@@ -293,6 +328,14 @@ def _joined(state: _State, path: str, at: Instruction, store: ImageStore) -> str
         return "/" + plain(normal, store.limits)
     except BadSource as error:
         raise at.error(error.what, error.hint) from None
+
+
+def _platform() -> dict[str, str]:
+    """The arguments that every build has: what it is for, which is what this host is."""
+    machine = os.uname().machine
+    name = {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine)
+    facts = {"PLATFORM": f"linux/{name}", "OS": "linux", "ARCH": name}
+    return {f"{who}{what}": value for who in ("TARGET", "BUILD") for what, value in facts.items()}
 
 
 def _known(found: Iterable[tuple[str, str | None]]) -> dict[str, str]:

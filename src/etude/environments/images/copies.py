@@ -1,7 +1,7 @@
 """COPY, ADD and WORKDIR of a Dockerfile: where their files come from, and what they make of a tree.
 
 Sources are found below the build's folder or an image's root and nowhere else: links lead where they would with that
-folder as root.
+folder as root. Users that are named are those of the image's own `/etc/passwd` and `/etc/group`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from etude.environments.images.packed import unpacked
 from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import Tree, plain
 
+_MAX_USERS_BYTES = 1 << 20  # of /etc/passwd
 Whose = Callable[[os.stat_result], Owner]
 
 
@@ -51,23 +52,34 @@ class Sources:
         return Copies((at.name, path), path, lambda tree: _require_folder(tree, path))
 
     def copies(self, at: Instruction, names: list[str], to: str, *, into: bool, digest: str | None) -> Copies:
-        """COPY or ADD of `names` to the path `to`; `into`: it was written as a folder. `digest`: from that image."""
+        """COPY or ADD of `names`, and of the instruction's here-documents, to the path `to`; `into`: it was written as a
+        folder. `digest`: from that image."""
         if any(re.match("[a-z]+://|git@", name) for name in names):
             raise at.error(f"{at.name} of a URL", "fetch it beforehand: a build reads this host's files only")
         with self._root(digest) as root:
-            found = [path for name in names for path in _matching(root, name, at)]
-            if len(found) > 1 and not into:
-                raise at.error(f"{at.name} of {len(found)} sources to a file", "end the destination with a slash")
             skip = self.skip if digest is None else _never
+            found = [path for name in names for path in _matching(root, name, at, skip)]
+            count = len(found) + len(at.documents)
+            if count > 1 and not into:
+                raise at.error(f"{at.name} of {count} sources to a file", "end the destination with a slash")
             facts = [self._content(root, path, skip) for path in found]
-        whose = _whose(at)
+        mode = _mode(at)
 
         def take(tree: Tree) -> None:
+            uid, gid = _owner(at, tree)
+
+            def whose(found: os.stat_result) -> Owner:
+                return Owner(root_owned(found).mode if mode is None else mode, uid, gid)
+
             with self._root(digest) as root:
                 for path in found:
                     _copy(root, path, tree, to, into, skip, whose, unpack=at.name == "ADD")
+            for document in at.documents:
+                inside = into or tree.is_folder(to)
+                owner = Owner(0o644 if mode is None else mode, uid, gid)
+                tree.file(f"{to}/{document.name}" if inside else to, owner, (os.fsencode(document.text),))
 
-        return Copies((at.name, facts, to, into, sorted(at.flags.items()), digest), to, take)
+        return Copies((at.name, facts, at.documents, to, into, sorted(at.flags.items()), digest), to, take)
 
     @contextmanager
     def _root(self, digest: str | None) -> Iterator[int]:
@@ -93,13 +105,17 @@ class Sources:
             os.close(fd)
 
 
-def _matching(root: int, name: str, at: Instruction) -> list[str]:
-    """The paths that a source means; its last part may be a pattern."""
+def _matching(root: int, name: str, at: Instruction, skip: Callable[[str], bool]) -> list[str]:
+    """The paths that a source means; its last part may be a pattern, which no ignored file matches."""
     path = os.path.normpath(f"/{name}").lstrip("/")
     folder, _, last = path.rpartition("/")
     try:
         if not re.search(r"[*?\[]", last):
-            os.close(open_in(root, path or ".", os.O_PATH))
+            fd = open_in(root, path or ".", os.O_PATH)
+            is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+            os.close(fd)
+            if not is_folder and skip(path):
+                raise at.error(f"{path} is left out by .dockerignore", "take it out of there, or do not copy it")
             return [path]
         fd = open_in(root, folder or ".", os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -107,12 +123,13 @@ def _matching(root: int, name: str, at: Instruction) -> list[str]:
             f"no {name[:80]} to copy", "it is looked for below the build's folder, or in the image"
         ) from None
     try:
-        found = sorted(fnmatch.filter(os.listdir(fd), last))
+        names = sorted(fnmatch.filter(os.listdir(fd), last))
     finally:
         os.close(fd)
+    found = [path for each in names if not skip(path := f"{folder}/{each}" if folder else each)]
     if not found:
         raise at.error(f"nothing matches {name[:80]}", "it is looked for below the build's folder, or in the image")
-    return [f"{folder}/{each}" if folder else each for each in found]
+    return found
 
 
 def _copy(
@@ -135,8 +152,6 @@ def _copy(
             copy_folder(
                 fd, "", tree, target, skip=lambda below: skip(f"{path}/{below}" if path else below), owner=whose
             )
-        elif skip(path):
-            raise BadSource(f"{path} is left out by .dockerignore", hint="take it out of there, or do not copy it")
         elif unpack and _is_archive(fd):
             _require_folder(tree, to)
             with open(fd, "rb", closefd=False) as file:
@@ -154,26 +169,41 @@ def _require_folder(tree: Tree, path: str) -> None:
 
 
 def _is_archive(fd: int) -> bool:
+    """Whether ADD unpacks it; of the kinds that Docker unpacks and `unpacked` does not, that says so."""
     head = os.pread(fd, 512, 0)
-    return head[:2] == b"\x1f\x8b" or head[:4] == b"\x28\xb5\x2f\xfd" or head[257:262] == b"ustar"
+    return head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0")) or head[257:262] == b"ustar"
 
 
-def _whose(at: Instruction) -> Whose:
-    """Root's with the source's permissions, unless --chown and --chmod say otherwise."""
-    uid, gid = 0, 0
-    if "chown" in at.flags:
-        found = re.fullmatch("(root|[0-9]{1,9})(?::(root|[0-9]{1,9}))?", at.flags["chown"])
-        if not found:
-            raise at.error(f"--chown={at.flags['chown'][:40]}", "write numbers, 1000:1000 for instance")
-        uid, gid = (int(part.replace("root", "0")) for part in (found[1], found[2] or found[1]))
+def _mode(at: Instruction) -> int | None:
+    """The permissions that --chmod says; None: the source's."""
     mode = at.flags.get("chmod")
     if mode is not None and not re.fullmatch("0?[0-7]{3}", mode):
         raise at.error(f"--chmod={mode[:40]}", "write three octal digits, 755 for instance")
+    return None if mode is None else int(mode, 8)
 
-    def whose(found: os.stat_result) -> Owner:
-        return Owner(root_owned(found).mode if mode is None else int(mode, 8), uid, gid)
 
-    return whose
+def _owner(at: Instruction, tree: Tree) -> tuple[int, int]:
+    """Whose a copy is by --chown, root's without it: numbers, or names that the image knows at that step."""
+    user, _, group = at.flags.get("chown", "0:0").partition(":")
+    uid = _number(user, tree, "etc/passwd", at)
+    return uid, _number(group, tree, "etc/group", at) if group else uid
+
+
+def _number(name: str, tree: Tree, path: str, at: Instruction) -> int:
+    if re.fullmatch("[0-9]{1,9}", name):
+        return int(name)
+    if name == "root":
+        return 0
+    try:
+        with open(open_in(tree.root, path, os.O_RDONLY | os.O_NONBLOCK), errors="replace") as file:
+            lines = [line.split(":") for line in file.read(_MAX_USERS_BYTES).splitlines()]
+    except OSError:
+        lines = []
+    for fields in lines:
+        if len(fields) > 2 and fields[0] == name and re.fullmatch("[0-9]{1,9}", fields[2]):
+            return int(fields[2])
+    hint = f"the image's /{path} has no {name[:40]!r}: make it by RUN before, or write numbers, 1000:1000 for instance"
+    raise at.error(f"--chown={at.flags['chown'][:40]}", hint)
 
 
 def _never(path: str) -> bool:

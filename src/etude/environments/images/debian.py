@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from etude.environments.images.directory import copy_folder, open_folder
-from etude.environments.images.limits import BadSource
+from etude.environments.images.limits import BadSource, tells_of_a_full_disk
 from etude.environments.images.listing import Owner
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
@@ -152,6 +152,7 @@ def _run(command: list[str], deadline_s: float) -> None:
         raise MachineError("no Debian could be made", facts, hint="is the mirror slow? name another") from None
     if done.returncode:
         facts = done.stdout[-_TAIL_BYTES:].decode(errors="replace").strip()
+        tells_of_a_full_disk(facts)
         hint = "see its last words: a package that is not there, or a mirror that does not answer"
         raise BadSource(f"{Path(command[0]).name} ended with {done.returncode}", facts, hint=hint)
 

@@ -1,28 +1,45 @@
-"""Dockerfiles as data: instructions with their line, flags and words. A subset; everything else is an error with its
-line and what to do.
+"""Dockerfiles as data: instructions with their line, flags, words and here-documents. What is not followed is an error
+with its line and what to do.
 
-Knows nothing of images and machines. Reference: Docker's "Dockerfile reference" for what the words mean.
+Knows nothing of images and machines. Reference: Docker's "Dockerfile reference" and BuildKit's parser for what the
+words mean: a backslash at a line's end joins it to the next with nothing between, comments and empty lines in between
+are gone.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from etude.environments.images.dockerfile_words import raw_words, unsupported
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.errors import nearest
 
-_FLAGS = {"FROM": (), "COPY": ("from", "chown", "chmod"), "ADD": ("chown", "chmod"), "RUN": ()}
-INSTRUCTIONS = ("FROM", "RUN", "COPY", "ADD", "ENV", "ARG", "WORKDIR", "USER", "LABEL", "EXPOSE", "CMD", "ENTRYPOINT")
-_MEANINGLESS = ("VOLUME", "HEALTHCHECK", "STOPSIGNAL", "MAINTAINER", "ONBUILD", "SHELL")
-_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
-_VARIABLE = re.compile(r"\\(.)|\$(?:\{([A-Za-z_]\w*)(?::([-+])([^{}]*))?\}|([A-Za-z_]\w*))")
+INSTRUCTIONS = ("FROM", "RUN", "COPY", "ADD", "ENV", "ARG", "WORKDIR", "USER", "SHELL", "LABEL", "EXPOSE", "CMD",
+                "ENTRYPOINT", "VOLUME", "HEALTHCHECK", "STOPSIGNAL", "MAINTAINER")  # fmt: skip
+MEANINGLESS = ("VOLUME", "HEALTHCHECK", "STOPSIGNAL", "MAINTAINER")
+"""What a machine has no use for: read, kept in the record of how the image was made, and nothing else."""
+
+_FLAGS = {
+    "FROM": ("platform",),
+    "COPY": ("from", "chown", "chmod", "link"),
+    "ADD": ("chown", "chmod", "link"),
+    "RUN": ("mount", "network"),
+}
+_TAKES_DOCUMENTS = ("RUN", "COPY", "ADD")
+_TAKES_JSON = ("RUN", "CMD", "ENTRYPOINT", "COPY", "ADD", "SHELL", "VOLUME")
+_CONTINUED = re.compile(r"(.*?)(?<!\\)\\[ \t]*")
+_DOCUMENT = re.compile(r"\d*<<(-?)((['\"]?)([^<'\"]+)\3)")
 
 
-_PART = r"'[^']*'|\"(?:\\.|[^\"\\])*\"|(?:\\.|[^'\"\\\s])+"
-_WORD = rf"(?:{_PART})+"
+class Document(NamedTuple):
+    """A here-document. `expands`: variables in it are replaced, as its name was written without quotes."""
+
+    name: str
+    text: str
+    expands: bool
 
 
 class Instruction(NamedTuple):
@@ -33,6 +50,7 @@ class Instruction(NamedTuple):
     flags: dict[str, str]
     words: tuple[str, ...]
     is_exec: bool  # written as a JSON list
+    documents: tuple[Document, ...] = ()
 
     def error(self, what: str, hint: str) -> BadSource:
         """An error that names this instruction's line."""
@@ -59,9 +77,9 @@ def parse(text: str, limits: ImageLimits) -> Dockerfile:
     """The stages of a Dockerfile. Raises `BadSource`.
 
     >>> parse("FROM scratch AS a\\nENV X=1 \\\\\\n  Y=2", ImageLimits()).stages[0].instructions[0].words
-    ('X=1 Y=2',)
+    ('X=1   Y=2',)
     """
-    found = [_instruction(line, text) for line, text in _lines(text)]
+    found = list(_instructions(text))
     if len(found) > limits.num_layers:
         raise BadSource(f"a Dockerfile of {len(found)} instructions", f"at most {limits.num_layers}", hint="split it")
     starts = [i for i, instruction in enumerate(found) if instruction.name == "FROM"]
@@ -82,48 +100,85 @@ def parse(text: str, limits: ImageLimits) -> Dockerfile:
     return Dockerfile(tuple(before), tuple(stages))
 
 
-def _lines(text: str) -> list[tuple[int, str]]:
-    """Instructions with the line they begin at; comments gone, continued lines joined."""
-    found: list[tuple[int, str]] = []
-    start, parts = 0, list[str]()
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
-        stripped = line.strip()
-        if not found and not parts and re.match(r"#\s*escape\s*=", stripped, re.I):
+def _instructions(text: str) -> Iterator[Instruction]:
+    lines = iter(enumerate(text.replace("\r\n", "\n").split("\n"), start=1))
+    begun = False
+    for number, line in lines:
+        if not begun and re.match(r"#\s*escape\s*=", line.strip(), re.I):
             raise BadSource(f"Dockerfile line {number}: escape is set", hint="only the backslash continues a line")
-        if stripped.startswith("#") or not stripped:
+        if _is_silent(line):
             continue
-        start = start if parts else number
-        parts.append(stripped.removesuffix("\\").rstrip() if stripped.endswith("\\") else stripped)
-        if not stripped.endswith("\\"):
-            found.append((start, " ".join(part for part in parts if part)))
-            parts = []
-    if parts:
-        found.append((start, " ".join(part for part in parts if part)))
-    return found
+        begun = True
+        yield _with_documents(_instruction(number, _joined(line.lstrip(), lines)), lines)
+
+
+def _is_silent(line: str) -> bool:
+    return not line.strip() or line.lstrip().startswith("#")
+
+
+def _joined(line: str, lines: Iterator[tuple[int, str]]) -> str:
+    """A line and those that it goes on in."""
+    parts = []
+    while found := _CONTINUED.fullmatch(line):
+        parts.append(found[1])
+        line = next((following for _, following in lines if not _is_silent(following)), "")
+    return "".join([*parts, line]).strip()
 
 
 def _instruction(line: int, text: str) -> Instruction:
-    name, _, rest = text.partition(" ")
+    name, rest = (*re.split(r"\s+", text, maxsplit=1), "")[:2]
     bare = Instruction(line, name.upper(), {}, (), False)
-    if bare.name in _MEANINGLESS:
-        raise bare.error(f"{bare.name} is not supported", "machines have no use for it: leave it out")
+    if bare.name == "ONBUILD":
+        raise bare.error("ONBUILD is not supported", "write the instruction where the image is used")
     if bare.name not in INSTRUCTIONS:
         raise bare.error(f"no instruction {name[:40]!r}", nearest(bare.name, INSTRUCTIONS))
-    flags: dict[str, str] = {}
-    rest = rest.strip()
-    while bare.name in _FLAGS and (found := re.match(r"--([a-z]+)(?:=(\S*))?(?:\s+|$)", rest)):
-        allowed = _FLAGS[bare.name]
-        if found[1] not in allowed or found[2] is None:
-            known = nearest(found[1], allowed) if allowed else "it takes none"
-            raise bare.error(f"{bare.name} has no flag --{found[1][:40]}", known)
-        flags[found[1]] = found[2]
-        rest = rest[found.end() :]
+    flags, rest = _flags(bare, rest)
     if not rest:
         raise bare.error(f"{bare.name} of nothing", "say what")
-    if bare.name in ("RUN", "COPY", "ADD") and re.search(r"<<-?[\"']?[A-Za-z_]", rest):
-        raise bare.error("here-documents are not supported", "write a file, and COPY it")
-    words = _json_list(rest) if bare.name in ("RUN", "CMD", "ENTRYPOINT", "COPY", "ADD") else None
+    words = _json_list(rest) if bare.name in _TAKES_JSON else None
+    if bare.name == "SHELL" and words is None:
+        raise bare.error("SHELL is no list", 'write SHELL ["/bin/bash", "-c"]')
+    if bare.name not in ("RUN", "CMD", "ENTRYPOINT", "SHELL", *MEANINGLESS) and (odd := unsupported(rest)):
+        raise bare.error(f"{odd[:60]!r} is not supported", "write ${NAME}, ${NAME:-default} or ${NAME:+other}")
     return Instruction(line, bare.name, flags, (rest,) if words is None else words, words is not None)
+
+
+def _flags(bare: Instruction, rest: str) -> tuple[dict[str, str], str]:
+    """An instruction's flags, and the text after them."""
+    flags: dict[str, str] = {}
+    while bare.name in _FLAGS and (found := re.match(r"--([a-z]+)(?:=(\S*))?(?:\s+|$)", rest)):
+        name, value = found[1], found[2]
+        if name not in _FLAGS[bare.name] or (value is None and name != "link"):
+            known = ", ".join(f"--{flag}=..." for flag in _FLAGS[bare.name])
+            raise bare.error(f"{bare.name} has no flag --{name[:40]}", f"there are {known}: leave others out")
+        if name == "mount" and not re.search(r"(^|,)type=(cache|tmpfs)(,|$)", value):
+            hint = "COPY what it needs; only type=cache and type=tmpfs are read, and are folders of the image"
+            raise bare.error(f"RUN --mount={value[:60]} is not supported", hint)
+        if name == "network" and value not in ("none", "default"):
+            raise bare.error(f"RUN --network={value[:20]}", "it has no network of the host's: leave it out")
+        flags[name] = value or ""
+        rest = rest[found.end() :]
+    return flags, rest.strip()
+
+
+def _with_documents(at: Instruction, lines: Iterator[tuple[int, str]]) -> Instruction:
+    """The same with the here-documents that its words begin, read from the lines that follow."""
+    if at.name not in _TAKES_DOCUMENTS or at.is_exec:
+        return at
+    documents = []
+    for word in raw_words(at.words[0]):
+        if found := _DOCUMENT.fullmatch(word):
+            strip = "\t" if found[1] else ""
+            body: list[str] = []
+            for _, line in lines:
+                line = line.lstrip(strip) if strip else line
+                if line == found[4]:
+                    break
+                body.append(f"{line}\n")
+            else:
+                raise at.error(f"the here-document {found[4][:40]} does not end", "end it by a line of its name alone")
+            documents.append(Document(found[4], "".join(body), expands=not found[3]))
+    return at._replace(documents=tuple(documents))
 
 
 def _json_list(text: str) -> tuple[str, ...] | None:
@@ -145,72 +200,3 @@ def _from(instruction: Instruction) -> tuple[str, str]:
     if len(words) != 1:
         raise instruction.error("FROM takes an image, and perhaps AS a name", "write FROM image AS name")
     return words[0], ""
-
-
-def expand(text: str, variables: Mapping[str, str]) -> str:
-    """A text with $NAME, ${NAME}, ${NAME:-default} and ${NAME:+other} replaced; a backslash keeps a dollar.
-
-    >>> expand(r"${A}/$B/${C:-c}/\\$A", {"A": "1"})
-    '1//c/$A'
-    """
-
-    def value(found: re.Match[str]) -> str:
-        if found[1] is not None:
-            return found[1] if found[1] == "$" else found[0]
-        known = variables.get(found[2] or found[5], "")
-        if found[3]:
-            return (known or found[4]) if found[3] == "-" else (found[4] if known else "")
-        return known
-
-    return _VARIABLE.sub(value, text)
-
-
-def pairs(instruction: Instruction, variables: Mapping[str, str]) -> dict[str, str]:
-    """The NAME=value pairs of ENV and LABEL, expanded; ``ENV NAME value``, too."""
-    text = instruction.words[0]
-    name, _, rest = text.partition(" ")
-    if "=" not in name:
-        if not rest.strip() or not _NAME.fullmatch(name):
-            raise instruction.error(f"{instruction.name} without a value", "write NAME=value")
-        return {name: expand(rest.strip(), variables)}
-    found = {}
-    for word in words_of(instruction, variables):
-        name, equals, value = word.partition("=")
-        if not equals or not name or (instruction.name == "ENV" and not _NAME.fullmatch(name)):
-            raise instruction.error(f"{word[:60]!r} is no pair", "write NAME=value")
-        found[name] = value
-    return found
-
-
-def words_of(instruction: Instruction, variables: Mapping[str, str]) -> list[str]:
-    """An instruction's words: variables expanded but in single quotes, quotes taken away."""
-    if instruction.is_exec:
-        return [expand(word, variables) for word in instruction.words]
-    text = instruction.words[0]
-    if re.search(r"\S", re.sub(_WORD, "", text)):
-        raise instruction.error("its quotes do not end", "close them")
-    return [_unquoted(word, variables) for word in re.findall(_WORD, text)]
-
-
-def _unquoted(word: str, variables: Mapping[str, str]) -> str:
-    out = []
-    for part in re.findall(_PART, word):
-        if part[0] == "'":
-            out.append(part[1:-1])
-        elif part[0] == '"':
-            out.append(re.sub(r'\\(["\\$])', r"\1", expand(part[1:-1], variables)))
-        else:
-            out.append(re.sub(r"\\(.)", r"\1", expand(part, variables)))
-    return "".join(out)
-
-
-def argument(
-    instruction: Instruction, given: Mapping[str, str], variables: Mapping[str, str]
-) -> tuple[str, str | None]:
-    """An ARG's name, and its value: the one given, else its default, else None."""
-    name, equals, default = instruction.words[0].partition("=")
-    if not _NAME.fullmatch(name):
-        raise instruction.error(f"{name[:40]!r} is no name of an argument", "write ARG NAME=default")
-    if name in given:
-        return name, given[name]
-    return name, _unquoted(default, variables) if equals else None

@@ -6,13 +6,15 @@ only commands that read and write objects are used, no protocol is allowed, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from etude.environments.images.limits import BadSource
+from etude.environments.images.limits import BadSource, tells_of_a_full_disk
 from etude.errors import MachineError
 
 _ENVIRONMENT = {
@@ -71,9 +73,31 @@ def git(
     return done.stdout or b""
 
 
+@contextlib.contextmanager
+def talking(
+    repository: Path, *words: str, stdin: int | None = subprocess.DEVNULL, deadline_s: float = 600.0
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A git command whose output is read while it runs; it is killed at the end, and at the deadline, for a repository
+    may have a pipe where an object should be. Errors as `git` has them."""
+    try:
+        process = subprocess.Popen(command(repository, *words), stdin=stdin, stdout=subprocess.PIPE, env=environment())
+    except FileNotFoundError:
+        raise no_git() from None
+    late = threading.Timer(deadline_s, process.kill)
+    late.daemon = True
+    late.start()
+    with process:
+        try:
+            yield process
+        finally:
+            late.cancel()
+            process.kill()
+
+
 def failed(repository: Path, words: Sequence[str], stderr: bytes) -> BadSource:
     """git's own words, as an error."""
     facts = " ".join(stderr.decode(errors="replace").split())[:300]
+    tells_of_a_full_disk(facts)
     return BadSource(f"git {words[0]} failed in {repository}", facts, hint="is it a repository with that commit?")
 
 

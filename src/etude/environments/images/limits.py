@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import dataclass
 
 from etude.config import ranged
@@ -60,3 +62,11 @@ def too_large(facts: str, limit: str) -> BadSource:
     """What to raise where a bound is passed; `limit` is its name in `ImageLimits`."""
     hint = f"leave out what machines do not need, or raise ImageLimits.{limit}"
     return BadSource("the image is too large", facts, hint=hint)
+
+
+def tells_of_a_full_disk(text: str) -> None:
+    """Raise `OSError`, as a write of our own would, where a program's last words tell of a full disk: that is this
+    host's to mend and not the source's author's."""
+    for words in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "Out of diskspace"):
+        if words in text:
+            raise OSError(errno.ENOSPC, text)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-import subprocess
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from etude.environments.images.git import command, environment, failed, git, no_git
+from etude.environments.images.git import failed, git, talking
 from etude.environments.images.limits import BadSource
 from etude.environments.images.listing import walk
 
@@ -77,23 +76,16 @@ def _search(chunks: Iterator[bytes], wanted: dict[str, bytes], longest: int) -> 
 
 def _objects(at: Path) -> Iterator[tuple[str, Iterator[bytes]]]:
     words = ("cat-file", "--batch-all-objects", "--batch", "--unordered")
-    try:
-        process = subprocess.Popen(command(at, *words), stdout=subprocess.PIPE, env=environment())
-    except FileNotFoundError:
-        raise no_git() from None
-    assert process.stdout is not None
-    with process:
-        try:
-            while line := process.stdout.readline(256):
-                object_id, _, size = line.split()
-                content = _content(process.stdout, int(size))
-                yield object_id.decode(), content
-                for _ in content:
-                    pass
-            if process.wait():
-                raise failed(at, words, b"not every object can be read")
-        finally:
-            process.kill()
+    with talking(at, *words) as process:
+        assert process.stdout is not None
+        while line := process.stdout.readline(256):
+            object_id, _, size = line.split()
+            content = _content(process.stdout, int(size))
+            yield object_id.decode(), content
+            for _ in content:
+                pass
+        if process.wait():
+            raise failed(at, words, b"not every object can be read")
 
 
 def _content(source: IO[bytes], size: int) -> Iterator[bytes]:

@@ -31,6 +31,7 @@ _HINT = "write it again: skopeo copy, docker save, podman save"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _DIGEST = re.compile("sha256:([0-9a-f]{64})")
 _MAX_INDEXES = 4  # in each other
+_TAGS = ("org.opencontainers.image.ref.name", "io.containerd.image.name")
 T = TypeVar("T")
 
 
@@ -44,6 +45,12 @@ class _Descriptor(msgspec.Struct, rename={"media_type": "mediaType"}):
     size: int = 0
     media_type: str = ""
     platform: _Platform | None = None
+    annotations: dict[str, str] = {}
+
+    @property
+    def tags(self) -> set[str]:
+        """What it is called: by the OCI's layouts a tag, by containerd's the whole name."""
+        return {self.annotations[key] for key in _TAGS if key in self.annotations}
 
 
 class _Manifest(msgspec.Struct):
@@ -83,8 +90,8 @@ class _Saved(msgspec.Struct, rename="pascal"):
 
 
 def build_from_oci(store: ImageStore, source: str | os.PathLike[str], *, tag: str = "") -> ImageRecord:
-    """An image from an OCI layout (folder or archive) or a saved archive. `tag` chooses among several of a saved
-    archive. Raises `BadSource`."""
+    """An image from an OCI layout (folder or archive) or a saved archive. `tag` chooses among several. Raises
+    `BadSource`."""
     path = Path(source)
     with store.building() as building, _layout(path, store) as root:
         config_bytes, layers = _find(root, tag, store.limits)
@@ -141,7 +148,7 @@ def _find(root: int, tag: str, limits: ImageLimits) -> tuple[bytes, list[str]]:
     index = _document(root, "index.json", limits)
     saved = _document(root, "manifest.json", limits)
     if index is not None and (saved is None or not tag):
-        return _from_index(root, index, limits)
+        return _from_index(root, index, tag, limits)
     if saved is None:
         raise BadSource("neither an index.json nor a manifest.json", "this is no image layout", hint=_HINT)
     images = _decoded(saved, list[_Saved], "manifest.json")
@@ -155,8 +162,14 @@ def _find(root: int, tag: str, limits: ImageLimits) -> tuple[bytes, list[str]]:
     return config, chosen[0].layers
 
 
-def _from_index(root: int, index: bytes, limits: ImageLimits) -> tuple[bytes, list[str]]:
+def _from_index(root: int, index: bytes, tag: str, limits: ImageLimits) -> tuple[bytes, list[str]]:
     found = _decoded(index, _Manifest, "index.json")
+    if tag:
+        tagged = [m for m in found.manifests or [] if tag in m.tags]
+        if not tagged:
+            tags = ", ".join(sorted({known for m in found.manifests or [] for known in m.tags})) or "none"
+            raise BadSource(f"no image of tag {tag!r}", f"there are: {tags}", hint="name one of them, or none")
+        found.manifests = tagged
     for _ in range(_MAX_INDEXES):
         if found.manifests is None:
             break

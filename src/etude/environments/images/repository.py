@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from etude.environments.images.directory import copy_folder, open_folder
-from etude.environments.images.git import command, environment, failed, git, no_git
+from etude.environments.images.git import failed, git, talking
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.environments.images.listing import Owner
 from etude.environments.images.objects import objects_of
@@ -32,7 +32,7 @@ _MODES = {b"100644": 0o644, b"100664": 0o644, b"100755": 0o755}
 _WHO = {
     f"GIT_{who}_{what}": value
     for who in ("AUTHOR", "COMMITTER")
-    for what, value in (("NAME", "etude"), ("EMAIL", "etude@localhost"), ("DATE", "1000000000 +0000"))
+    for what, value in (("NAME", "Developer"), ("EMAIL", "developer@localhost"), ("DATE", "1000000000 +0000"))
 }
 
 
@@ -76,7 +76,7 @@ def export_commit(source: Path, commit: str, to: Path, limits: ImageLimits) -> s
     kind = "sha1" if len(found) == 40 else "sha256"
     git(to, "init", "--quiet", "--template=", f"--object-format={kind}", "--initial-branch=main", ".")
     _move_objects(source, found, to, limits)
-    made = git(to, "commit-tree", "-m", "The state to start from", found, variables=_WHO).decode().strip()
+    made = git(to, "commit-tree", "-m", "Initial commit", found, variables=_WHO).decode().strip()
     git(to, "update-ref", "--no-deref", "--create-reflog", "refs/heads/main", made)
     git(to, "read-tree", found)
     for name in ("logs", "hooks", "info", "description", "branches"):
@@ -152,18 +152,10 @@ def _content(answer: IO[bytes], size: int) -> Iterator[bytes]:
 @contextmanager
 def _blobs(source: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     words = ("cat-file", "--batch")
-    try:
-        process = subprocess.Popen(
-            command(source, *words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
-        )
-    except FileNotFoundError:
-        raise no_git() from None
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with process:
+    with talking(source, *words, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
         try:
             yield process.stdin, process.stdout
         except BrokenPipeError:
             raise failed(source, words, b"it ended early") from None
-        finally:
-            process.kill()

@@ -125,7 +125,7 @@ class ImageStore:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            raise InputError(f"no image {digest[:16]} in {self.path}", hint="build it") from None
+            raise self._gone(digest) from None
         if listing.digest_of(data) != digest:
             raise StoreError(f"{path} is damaged", "its digest is another", hint="remove the image, build it again")
         return listing.decode(data)
@@ -160,21 +160,35 @@ class ImageStore:
     @contextlib.contextmanager
     def held(self, digest: str) -> Iterator[None]:
         """Keep an image from being removed, by any process, as long as this lasts."""
+        folder = self.root(digest).parent
         try:
-            fd = os.open(self.root(digest).parent, _FOLDER)
+            fd = os.open(folder, _FOLDER)
         except FileNotFoundError:
-            raise InputError(f"no image {digest[:16]} in {self.path}", hint="build it") from None
+            raise self._gone(digest) from None
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
+            try:
+                same = os.path.samestat(os.fstat(fd), folder.stat())
+            except FileNotFoundError:  # taken away before it was locked
+                raise self._gone(digest) from None
+            if not same:  # and built again
+                raise self._gone(digest)
             yield
         finally:
             os.close(fd)
+
+    def _gone(self, digest: str) -> InputError:
+        return InputError(f"no image {digest[:16]} in {self.path}", hint="build it")
 
     def images(self) -> list[ImageRecord]:
         """Every image that is there, by digest."""
         with _on_disk(self.path):
             digests = sorted(path.name for path in self.path.iterdir() if _DIGEST.fullmatch(path.name))
-        return [self.get(digest) for digest in digests]
+        found = []
+        for digest in digests:
+            with contextlib.suppress(InputError):  # taken away meanwhile
+                found.append(self.get(digest))
+        return found
 
     def names(self) -> dict[str, str]:
         """Digest by name."""
@@ -186,11 +200,12 @@ class ImageStore:
         return found
 
     def name(self, name: str, record: ImageRecord) -> None:
-        """Let a name mean this image, in place of what it meant."""
+        """Let a name mean this image, in place of what it meant. `InputError` for an image that is not there."""
         if not _NAME.fullmatch(name) or _DIGEST.fullmatch(name) or name == "scratch":
             hint = "use a-z, 0-9 and . _ / : @ -; neither a digest nor `scratch`"
             raise InputError(f"{name[:80]!r} cannot be an image's name", hint=hint)
-        self._write(self._named(name), record)
+        with self.held(record.image.digest):
+            self._write(self._named(name), record)
 
     def step(self, key: str) -> ImageRecord | None:
         """Where this step of a build led, when it was taken before and the image is still there."""
@@ -214,7 +229,7 @@ class ImageStore:
             self._named(name).unlink(missing_ok=True)
             if others:
                 return 0
-        if not self._take_away(digest):
+        if not self._take_away(digest, but_named=False):
             raise InputError(f"image {digest[:16]} is in use", hint="close the machines that were made from it")
         for known in others:
             self._named(known).unlink(missing_ok=True)
@@ -222,10 +237,9 @@ class ImageStore:
 
     def collect(self) -> tuple[int, int]:
         """Remove every image without a name that nobody uses, and the steps that led there. (images, bytes)"""
-        named = set(self.names().values())
         num_images = num_bytes = 0
         for record in self.images():
-            if record.image.digest not in named and self._take_away(record.image.digest):
+            if self._take_away(record.image.digest, but_named=True):
                 num_images, num_bytes = num_images + 1, num_bytes + record.num_bytes
         for path in (self.path / "steps").iterdir():
             if self.step(path.name) is None:
@@ -233,16 +247,19 @@ class ImageStore:
         self._sweep()
         return num_images, num_bytes
 
-    def _take_away(self, digest: str) -> bool:
+    def _take_away(self, digest: str, *, but_named: bool) -> bool:
+        """Remove an image that nobody holds; `but_named`: nor names, asked when nobody can name it any more."""
         try:
             fd = os.open(self.path / digest, _FOLDER)
         except FileNotFoundError:
-            return True
+            return not but_named
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         else:
+            if but_named and digest in self.names().values():
+                return False
             gone = self.path / "building" / f"{secrets.token_hex(8)}"
             os.rename(self.path / digest, gone)
             _remove(gone)
@@ -307,13 +324,22 @@ class Building:
         (self._folder / "listing").write_bytes(data)
         self._store._write(self._folder / "image.json", record)
         _flush(self._folder)
+        while not self._is_there(self._store.path / digest, record):
+            pass
+        return record
+
+    def _is_there(self, folder: Path, record: ImageRecord) -> bool:
+        """Put it in its place, or find the same bytes there; False where those were taken away meanwhile."""
         try:
-            os.rename(self._folder, self._store.path / digest)
+            os.rename(self._folder, folder)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            self._store._write(self._store.path / digest / "image.json", record)  # it is there: the same bytes
-        return record
+            try:
+                self._store._write(folder / "image.json", record)
+            except FileNotFoundError:
+                return False
+        return True
 
 
 def _flush(folder: Path) -> None:

@@ -16,6 +16,7 @@ import os
 import platform
 import secrets
 import shutil
+import time
 import weakref
 from pathlib import Path
 
@@ -29,15 +30,18 @@ from etude.seams import Command
 
 BOOT_DEADLINE_S = 120.0
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-_FORM = 1  # of what is kept; counts up with every change
+_FORM = 2  # of what is kept; counts up with every change
+_MAKING_S = 3600.0
 _MOST_KEPT = 8  # of all images, agents and hardware; each takes a hundred MiB or more
 
 
 class Base:
-    """A booted image; closed when nobody has it any more. `ram` is a descriptor of its memory, `start` its snapshot."""
+    """A booted image; closed when nobody has it any more. `ram` is a descriptor of its memory, `start` its snapshot,
+    `boot` says which boot it was of those of the same name."""
 
     def __init__(self, name: str, hardware: Hardware, ram: int, start: Snapshot) -> None:
         self.name, self.hardware, self.ram, self.start = name, hardware, ram, start
+        self.boot = hashlib.sha256(start.devices).hexdigest()  # with its clocks
         weakref.finalize(self, os.close, ram)
 
 
@@ -70,8 +74,10 @@ async def boot(booting: Booting, *, qemu: str, kept: Path) -> Base:
             kept_base = _open(kept / name, name, booting.hardware)
             os.close(ram)
             return kept_base
-    except BaseException:
+    except BaseException as error:
         os.close(ram)
+        if isinstance(error, OSError):
+            raise MachineError("no room to boot a guest", str(error), hint=overlay.ROOM) from None
         raise
     return Base(name, booting.hardware, ram, start)
 
@@ -88,9 +94,9 @@ async def _boot_once(name: str, booting: Booting, ram: int) -> Snapshot:
         await _until_ready(guest, booting)
         await monitor.execute("stop")
         devices = await guest.save()
-        disk = overlay.anonymous()
-        overlay.copy(guest.disk, disk)
-        return Snapshot(name, devices, memory.NONE, disk)
+        start = Snapshot(name, devices, memory.NONE, overlay.anonymous())
+        overlay.copy(guest.disk, start.disk)
+        return start
     finally:
         await guest.close()
 
@@ -106,12 +112,16 @@ async def _until_ready(guest: Qemu, booting: Booting) -> None:
         raise MachineError(
             "a guest did not boot", f"{lost}; {guest.process.said()}", hint="build the image again"
         ) from None
+    except ValueError as error:
+        facts = f"{booting.user!r}: {error}"
+        raise MachineError("an image without its user", facts, hint="add whom it names to its /etc/passwd") from None
     finally:
         channel.close()
 
 
 def _keep(folder: Path, name: str, ram: int, start: Snapshot) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    remove_unfinished(folder)
     new = folder / f".{name[:16]}-{secrets.token_hex(4)}"
     new.mkdir(mode=0o700)
     try:
@@ -133,6 +143,18 @@ def _remove_old(folder: Path) -> None:
     kept = sorted(folder.glob("[0-9a-f]*"), key=lambda path: path.stat().st_mtime, reverse=True)
     for old in kept[_MOST_KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What was being made here by those who were killed: names with a dot, older than making takes."""
+    for path in folder.glob(".*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime < _MAKING_S:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 def _open(folder: Path, name: str, hardware: Hardware) -> Base:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import secrets
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from etude.environments.config import MachineLimits
 from etude.environments.microvm import boot
-from etude.environments.microvm.base import Booting
+from etude.environments.microvm.base import Booting, remove_unfinished
 from etude.environments.microvm.disk import make_disk
 from etude.environments.microvm.image import DISK_BYTES, BaseImage
 from etude.environments.microvm.qemu import Hardware
@@ -25,8 +26,8 @@ _MIB = 1 << 20
 _USERS = ("user", "root")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _USER_LINES = {
-    "passwd": "user:x:1000:1000:user:{work}:/bin/sh",
-    "group": "user:x:1000:",
+    "passwd": ("root:x:0:0:root:/root:/bin/sh", "user:x:1000:1000:user:{work}:/bin/sh"),
+    "group": ("root:x:0:", "user:x:1000:"),
 }
 _WARM = """
 python3 -c 'import json, os, re, subprocess, sys, tempfile, unittest' ; git --version ; ls -la / ; cat /dev/null
@@ -83,9 +84,10 @@ async def booting_of(image: GuestImage, own: BaseImage, agent: Path, limits: Mac
 def _prepare(image: GuestImage, work: str, user: str) -> str:
     """What an image has to have: a place to work, owned by whom it works as, and who that is."""
     lines = [f"$b mkdir -p {shlex.quote('/new' + work)}"]
-    for name, line in _USER_LINES.items():
-        text = shlex.quote(line.format(work=work))
-        lines.append(f"$b grep -q ^user: /new/etc/{name} 2>/dev/null || echo {text} >>/new/etc/{name}")
+    for name, known in _USER_LINES.items():
+        for line in known:
+            has = f"$b grep -q ^{line.partition(':')[0]}: /new/etc/{name} 2>/dev/null"
+            lines.append(f"{has} || echo {shlex.quote(line.format(work=work))} >>/new/etc/{name}")
     if user == "user":
         everything = "" if image.record is None else "-R "
         lines.append(f"$b chown {everything}1000:1000 {shlex.quote('/new' + work)}")
@@ -98,11 +100,16 @@ def _disk_of(image: GuestImage, own: BaseImage) -> Path:
     assert image.record is not None
     path = own.disk.parent.parent / "disks" / f"{image.record.digest}.ext4"
     if not path.exists():
-        path.parent.mkdir(exist_ok=True)
         new = path.with_name(f".{image.record.digest}-{secrets.token_hex(4)}")
         try:
+            path.parent.mkdir(exist_ok=True)
+            remove_unfinished(path.parent)
             make_disk(image.root, new, num_bytes=DISK_BYTES, epoch=EPOCH)
             os.replace(new, path)
+        except OSError as error:
+            facts, hint = f"{path.parent}: {error.strerror}", "make room in the folder of the images"
+            raise MachineError(f"no disk of image {image.record.digest[:12]}", facts, hint=hint) from None
         finally:
-            new.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                new.unlink()
     return path

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 
 from etude.environments.agent import AgentMachine, Channel
 from etude.environments.agent.channel import Lost
-from etude.environments.microvm import snapshots
+from etude.environments.microvm import overlay, snapshots
 from etude.environments.microvm.qemu import Qemu
 from etude.environments.microvm.snapshots import Snapshot
 from etude.errors import MachineError
 
 _QUIET_S = 20.0
+_NOTHING = 1 << 20  # bytes on a disk that is full
 
 
 class Guest:
@@ -47,14 +49,26 @@ class Guest:
                 hint = "a machine that what ran in it has killed has no state: fork again"
                 raise MachineError("no snapshot of a machine that is gone", str(lost), hint=hint) from None
 
+    async def go_on(self) -> None:
+        """Try again what its disk had no room for: QEMU stops it then. Nothing for one that runs or is gone."""
+        async with self._turn:
+            with contextlib.suppress(MachineError):
+                await (await self.qemu.connect()).execute("cont")
+
     async def _snapshot(self, machine: AgentMachine) -> str:
         return self._keep(await self.take())
 
     def _blame(self) -> str:
-        """No answer comes. A guest can end or hang by what runs in it, and nothing but its end is owed to it."""
+        """No answer comes. A guest can end or hang by what runs in it, and nothing but its end is owed to it; but one
+        whose writes find no room on the host stands still."""
+        full = overlay.free_bytes(self.qemu.disk) < _NOTHING
         self.qemu.process.kill()
+        if full:
+            return f"the host's disk is full: {overlay.ROOM}"
         return "" if self._channel.is_up else f"it was restored and said nothing: {self.qemu.process.said()}"
 
     async def _end(self) -> None:
         self._ended(self)
-        await self.qemu.close()
+        self.qemu.process.kill()
+        async with self._turn:  # what is being copied of it must not be closed
+            await self.qemu.close()

@@ -14,6 +14,7 @@ import tempfile
 _CLUSTER_BITS = 16
 _CLUSTER = 1 << _CLUSTER_BITS
 _COPY_BYTES = 8 << 20
+ROOM = "make room in the folder for temporary files, or set TMPDIR to one that has some"
 
 
 def anonymous(folder: str | None = None) -> int:
@@ -21,6 +22,12 @@ def anonymous(folder: str | None = None) -> int:
     with contextlib.suppress(OSError):
         return os.open(folder or tempfile.gettempdir(), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     return os.memfd_create("etude-disk", os.MFD_CLOEXEC)
+
+
+def free_bytes(place: int | str = "") -> int:
+    """The room on the disk that this file, or the folder for temporary files, is on."""
+    found = os.statvfs(place or tempfile.gettempdir())
+    return found.f_bavail * found.f_frsize if found.f_blocks else 1 << 62  # memory has no size of its own
 
 
 def write_empty(fd: int, num_bytes: int) -> None:
@@ -42,22 +49,42 @@ def write_empty(fd: int, num_bytes: int) -> None:
 
 def copy(source: int, target: int) -> None:
     """Make `target` the same file as `source`, holes included."""
-    end = os.fstat(source).st_size
     os.ftruncate(target, 0)
-    os.ftruncate(target, end)
-    at = 0
+    os.ftruncate(target, os.fstat(source).st_size)
+    for start, length in extents(source):
+        for at in range(start, start + length, _COPY_BYTES):
+            write(target, at, read(source, at, min(start + length - at, _COPY_BYTES)))
+
+
+def extents(fd: int) -> list[tuple[int, int]]:
+    """Where the file has content: start and length of each part."""
+    found, at, end = list[tuple[int, int]](), 0, os.fstat(fd).st_size
     while at < end:
         try:
-            at = os.lseek(source, at, os.SEEK_DATA)
+            at = os.lseek(fd, at, os.SEEK_DATA)
         except OSError:
-            return  # a hole up to the end
-        stop = os.lseek(source, at, os.SEEK_HOLE)
-        while at < stop:
-            at += _copy_some(source, target, at, min(stop - at, _COPY_BYTES))
+            break  # a hole up to the end
+        stop = os.lseek(fd, at, os.SEEK_HOLE)
+        found.append((at, stop - at))
+        at = stop
+    return found
 
 
-def _copy_some(source: int, target: int, at: int, num_bytes: int) -> int:
-    data = os.pread(source, num_bytes, at)
-    if not data:
-        raise OSError("a disk was cut off while it was copied")
-    return os.pwrite(target, data, at)
+def read(fd: int, at: int, num_bytes: int) -> bytes:
+    """All of these bytes. `OSError` where the file ends before."""
+    parts, left = list[bytes](), num_bytes
+    while left:
+        part = os.pread(fd, left, at + num_bytes - left)
+        if not part:
+            raise OSError("a disk was cut off while it was copied")
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def write(fd: int, at: int, data: bytes | memoryview) -> None:
+    """All of these bytes. `OSError` where there is no room."""
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, at)
+        view, at = view[written:], at + written

@@ -7,6 +7,7 @@ had open. It has no network card, and may neither start programs nor gain rights
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -67,21 +68,23 @@ class Qemu:
         self.state = os.memfd_create("etude-state", os.MFD_CLOEXEC)
         self.disk = overlay.anonymous()
         self._said = os.memfd_create("etude-said", os.MFD_CLOEXEC)
-        self._incoming = os.dup(self.state)  # QEMU closes the one that it has loaded
-        inherited = [qmp.fileno(), agent.fileno(), self.state, self._incoming, self.disk, ram]
+        self._loads, loaded = socket.socketpair()
+        inherited = [qmp.fileno(), agent.fileno(), self.state, loaded.fileno(), self.disk, ram]
         inherited += [boot.initial] if boot else []
         self.monitor: Monitor | None = None
         self._closed = False
-        overlay.write_empty(self.disk, hardware.disk_bytes)
-        command = _command(hardware, qmp.fileno(), agent.fileno(), self.disk, ram, boot)
+        command = _command(hardware, qmp.fileno(), agent.fileno(), self.disk, ram, boot or loaded.fileno())
         try:
+            overlay.write_empty(self.disk, hardware.disk_bytes)
             self.process = BoundProcess(command, said=self._said, fds=inherited)
-        except MachineError:
+        except BaseException as error:
             self._release()
+            if isinstance(error, OSError):
+                raise MachineError("no disk for a virtual machine", str(error), hint=overlay.ROOM) from None
             raise
         finally:
-            qmp.close()
-            agent.close()
+            for end in (qmp, agent, loaded):
+                end.close()
 
     async def connect(self, *, deadline_s: float = 30.0) -> Monitor:
         """The monitor, once QEMU is ready for commands."""
@@ -99,21 +102,28 @@ class Qemu:
     async def load(self, state: bytes, *, deadline_s: float) -> None:
         """Let the guest be what these devices' state says, and run. Memory and disk are already what they must be."""
         monitor = await self.connect()
-        os.ftruncate(self.state, 0)
-        os.pwrite(self.state, state, 0)
         try:
-            await monitor.execute("migrate-incoming", uri=f"fd:{self._incoming}", deadline_s=deadline_s)
+            self._loads.setblocking(False)
+            async with asyncio.timeout(deadline_s):
+                await asyncio.get_running_loop().sock_sendall(self._loads, state)
             await monitor.event("RESUME", deadline_s=deadline_s)
-        except MachineError as error:
-            raise MachineError(
-                "a snapshot cannot be loaded", self.process.said() or str(error), hint=error.hint
-            ) from None
+        except (MachineError, OSError) as error:  # TimeoutError among them
+            facts = self.process.said() or str(error) or f"QEMU did not take it within {deadline_s:g} s"
+            raise MachineError("a snapshot cannot be loaded", facts, hint="fork another machine") from None
 
     async def save(self) -> bytes:
         """The state of all devices. The guest must stand still."""
         monitor = await self.connect()
+        return await self.saved(self.begin_saving(monitor))
+
+    def begin_saving(self, monitor: Monitor) -> int:
+        """Ask for it, behind what was asked before; the number is for `saved`."""
         os.ftruncate(self.state, 0)
-        await monitor.execute("xen-save-devices-state", filename=f"/proc/self/fd/{self.state}", live=False)
+        return monitor.begin("xen-save-devices-state", filename=f"/proc/self/fd/{self.state}", live=False)
+
+    async def saved(self, saving: int) -> bytes:
+        """The state that was asked for."""
+        await (await self.connect()).answer(saving)
         return os.pread(self.state, os.fstat(self.state).st_size, 0)
 
     async def close(self) -> None:
@@ -129,16 +139,17 @@ class Qemu:
     def _release(self) -> None:
         if self.monitor is not None:
             self.monitor.close()
-        self._qmp.close()
-        self.channel.close()
-        for fd in (self.state, self._incoming, self.disk, self._said):
+        for end in (self._qmp, self.channel, self._loads):
+            end.close()
+        for fd in (self.state, self.disk, self._said):
             os.close(fd)
 
 
-def _command(hardware: Hardware, qmp: int, agent: int, disk: int, ram: int, boot: Boot | None) -> Sequence[str]:
+def _command(hardware: Hardware, qmp: int, agent: int, disk: int, ram: int, start: Boot | int) -> Sequence[str]:
+    """`start`: how it boots, or the descriptor that its state will come from."""
     kvm = hardware.accelerator == "kvm"
     accelerator = "kvm" if kvm else f"tcg,thread=multi,tb-size={hardware.translation_mib}"
-    size, shared = hardware.memory_bytes, "on" if boot else "off"
+    size, shared = hardware.memory_bytes, "on" if isinstance(start, Boot) else "off"
     command = [
         PROGRAM, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-sandbox", _SANDBOX,
         "-accel", accelerator, "-cpu", "host" if kvm else "max", "-smp", str(hardware.cpus),
@@ -151,13 +162,13 @@ def _command(hardware: Hardware, qmp: int, agent: int, disk: int, ram: int, boot
         "-blockdev", f"driver=file,node-name=top-file,filename=/proc/self/fd/{disk},locking=off,discard=unmap,"
         "aio=threads,cache.no-flush=on",
         "-blockdev", "driver=qcow2,node-name=top,file=top-file,backing=root,discard=unmap,cache.no-flush=on",
-        "-device", "virtio-blk-pci,drive=top,werror=report,rerror=report,disable-legacy=on",
+        "-device", "virtio-blk-pci,drive=top,werror=enospc,rerror=report,disable-legacy=on",
         "-device", "virtio-rng-pci,disable-legacy=on",
-        "-device", "virtio-serial-pci,disable-legacy=on",
+        "-device", "virtio-serial-pci,disable-legacy=on,max_ports=2",
         "-chardev", f"socket,id=agent,fd={agent}", "-device", "virtserialport,chardev=agent,name=agent",
         "-chardev", f"socket,id=qmp,fd={qmp}", "-mon", "chardev=qmp,mode=control",
     ]  # fmt: skip
-    if boot is None:
-        return [*command, "-serial", "null", "-incoming", "defer"]
-    start = ["-kernel", str(boot.kernel), "-initrd", f"/proc/self/fd/{boot.initial}", "-append", _KERNEL_LINE]
-    return [*command, "-serial", "stdio", *start]
+    if not isinstance(start, Boot):
+        return [*command, "-serial", "null", "-incoming", f"fd:{start}"]
+    booting = ["-kernel", str(start.kernel), "-initrd", f"/proc/self/fd/{start.initial}", "-append", _KERNEL_LINE]
+    return [*command, "-serial", "stdio", *booting]

@@ -1,4 +1,4 @@
-"""QEMU's monitor: one command after another over a socket, as JSON lines. Waits have deadlines, lines a bound.
+"""QEMU's monitor: commands over a socket, as JSON lines, answered in order. Waits have deadlines, lines a bound.
 
 What QEMU says is not trusted to be well formed: anything else than a line of JSON ends the conversation.
 """
@@ -25,6 +25,8 @@ class Monitor:
         self._events: deque[str] = deque(maxlen=_MAX_EVENTS)
         self._turn = asyncio.Lock()
         self._next = 0
+        self._asked: dict[int, str] = {}  # the commands whose answers nobody has taken yet
+        self._answers: dict[int, dict[str, Any]] = {}
 
     @classmethod
     async def open(cls, end: socket.socket, *, deadline_s: float) -> Monitor:
@@ -40,20 +42,30 @@ class Monitor:
 
     async def execute(self, command: str, *, deadline_s: float = 10.0, **arguments: Any) -> Any:
         """What QEMU returns. Words in arguments have `_` where QEMU's have `-`."""
-        named = {name.replace("_", "-"): value for name, value in arguments.items()}
+        return await self.answer(self.begin(command, **arguments), deadline_s=deadline_s)
+
+    def begin(self, command: str, **arguments: Any) -> int:
+        """Ask, and go on: QEMU does what it was asked in order. The number is for `answer`."""
+        self._next += 1
+        self._asked[self._next] = command
+        self._writer.write(_line(command, arguments, self._next))
+        return self._next
+
+    async def answer(self, number: int, *, deadline_s: float = 10.0) -> Any:
+        """What QEMU returns to what was begun. Once each."""
+        command = self._asked[number]
         async with self._turn:
-            self._next += 1
-            number = self._next
-            self._writer.write(json.dumps({"execute": command, "arguments": named, "id": number}).encode() + b"\n")
             try:
                 async with asyncio.timeout(deadline_s):
-                    while (message := await self._message()).get("id") != number:
-                        self._keep(message)
+                    while number not in self._answers:
+                        self._keep(await self._message())
             except TimeoutError:
                 facts = f"no answer within {deadline_s:g} s"
                 raise MachineError(
                     f"QEMU hangs in {command}", facts, hint="the host is overloaded, or fork again"
                 ) from None
+        del self._asked[number]
+        message = self._answers.pop(number)
         if "error" in message:
             facts = str(message["error"].get("desc") if isinstance(message["error"], dict) else message["error"])
             raise MachineError(f"QEMU refused {command}", facts[:500], hint="see the version of QEMU: 7.2 or later")
@@ -74,7 +86,10 @@ class Monitor:
             self._events.remove(name)
 
     def _keep(self, message: dict[str, Any]) -> None:
-        if isinstance(message.get("event"), str):
+        number = message.get("id")
+        if isinstance(number, int) and number in self._asked:
+            self._answers[number] = message
+        elif isinstance(message.get("event"), str):
             self._events.append(message["event"])
 
     async def _message(self) -> dict[str, Any]:
@@ -92,3 +107,11 @@ class Monitor:
     def close(self) -> None:
         """Let go of the socket. Idempotent."""
         self._writer.close()
+
+
+def _line(command: str, arguments: dict[str, Any], number: int) -> bytes:
+    """As short as can be: QEMU reads it byte by byte, with seven system calls for each."""
+    message: dict[str, Any] = {"execute": command, "id": number}
+    if arguments:
+        message["arguments"] = {name.replace("_", "-"): value for name, value in arguments.items()}
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"

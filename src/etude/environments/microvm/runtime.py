@@ -13,10 +13,12 @@ import hashlib
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from etude.environments.agent import program
 from etude.environments.config import MachineLimits
-from etude.environments.microvm import snapshots
+from etude.environments.microvm import overlay, snapshots
+from etude.environments.microvm import packed as packing
 from etude.environments.microvm.base import boot
 from etude.environments.microvm.guests import GuestImage, booting_of, users_of
 from etude.environments.microvm.image import find
@@ -31,6 +33,7 @@ from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
 _SNAPSHOT_BYTES = 4 << 30
+_LOOK_S, _LOW_BYTES = 1.0, 64 << 20  # how often, and when, the host's disk is watched
 _ENVIRONMENT = {"LANG": "C.UTF-8"}
 
 
@@ -52,6 +55,7 @@ class MicroVMRuntime:
         roots: Callable[[str], Path] | None = None,
     ) -> None:
         self._qemu, self._agent, self._image = require_qemu(), program(), find(folder)
+        self._bases = self._image.disk.parent.parent / "booted"
         self._limits = limits if limits is not None else MachineLimits()
         self._max_machines, self._spare, self._roots = max_machines, spare, roots
         self._kept = Kept(max_bytes=_SNAPSHOT_BYTES)
@@ -60,6 +64,7 @@ class MicroVMRuntime:
         self._preparing: dict[str, asyncio.Task[str]] = {}
         self._guests: set[Guest] = set()
         self._num_coming = 0
+        self._watching: asyncio.Task[None] | None = None
         self._accelerator: Accelerator | None = None
         self._closed = False
 
@@ -97,8 +102,13 @@ class MicroVMRuntime:
         try:
             await guest.machine.load(packed)
             return self._kept.keep(name, await guest.take())
+        except FileNotFoundError as gone:
+            raise MachineError("a snapshot could not be prepared", str(gone), hint="prepare it again") from None
+        except OSError as full:
+            raise ValueError(f"the files do not fit into a machine: {full}") from None
         finally:
             await guest.machine.close()
+            spares.fill()
 
     async def _spares(self, image: GuestImage) -> Spares:
         booting = self._booting.get(image.name)
@@ -110,7 +120,7 @@ class MicroVMRuntime:
         if self._accelerator is None:
             self._accelerator = await probe(self._image)
         booting = await booting_of(image, self._image, self._agent, self._limits, self._accelerator.name)
-        base = await boot(booting, qemu=self._qemu, kept=self._image.disk.parent.parent / "booted")
+        base = await boot(booting, qemu=self._qemu, kept=self._bases)
         spares = Spares(base, self._spare)
         self._booted[image.name] = spares, image.record
         spares.fill()
@@ -119,15 +129,15 @@ class MicroVMRuntime:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
         self._must_be_open()
-        found = self._kept.get(snapshot)
-        if found is None:
-            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+        found = self._found(snapshot)
         if len(self._guests) + self._num_coming + n > self._max_machines:
             facts = f"{len(self._guests) + self._num_coming} machines are alive, {n} more were asked for"
             raise MachineError(
                 f"at most {self._max_machines} machines", facts, hint="close some, or raise max_machines"
             )
         self._num_coming += n
+        self._watching = self._watching or asyncio.create_task(self._watch())
+        spares, _ = self._booted[found.image]
         forking = [asyncio.create_task(self._guest(found.image, found)) for _ in range(n)]
         try:
             async with asyncio.timeout(deadline_s):
@@ -140,7 +150,41 @@ class MicroVMRuntime:
             raise
         finally:
             self._num_coming -= n
+            spares.fill()  # only now: starting a QEMU takes what a restore needs
         return [guest.machine for guest in guests]
+
+    def _found(self, snapshot: str) -> Snapshot:
+        found = self._kept.get(snapshot)
+        if found is None:
+            raise MachineError(f"no snapshot {snapshot[:12]}", "unknown, or gone for others", hint="prepare it again")
+        return found
+
+    async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`: all that differs from the base, which the other must have: on this host, by this user.
+        Nothing of it is left here."""
+        self._must_be_open()
+        found = self._found(snapshot)
+        spares, image = self._booted[found.image]
+        key = await asyncio.to_thread(packing.key_in, self._bases)
+        base = spares.base
+        return await asyncio.to_thread(
+            packing.pack, found, base=base.name, boot=base.boot, image=image, key=key, max_bytes=max_bytes
+        )
+
+    async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`. `MachineError` where its base is not here: another host, user, image or limits."""
+        self._must_be_open()
+        key = await asyncio.to_thread(packing.key_in, self._bases)
+        head = await asyncio.to_thread(packing.head_of, packed, key)
+        image = GuestImage.of(head.image, self._image, self._roots)
+        base = (await self._spares(image)).base
+        if (base.name, base.boot) != (head.base, head.boot):
+            facts = "it differs from a boot that is not here: of other limits, or that was thrown away"
+            raise MachineError(
+                "a snapshot of another base", facts, hint="use the limits and the cache it was made with"
+            )
+        name = hashlib.sha256(packed).hexdigest()
+        return self._kept.keep(name, await asyncio.to_thread(packing.unpack, packed, head, image=image.name))
 
     async def _guest(self, image: str, snapshot: Snapshot) -> Guest:
         spares, record = self._booted[image]
@@ -163,6 +207,16 @@ class MicroVMRuntime:
         self._guests.add(guest)
         return guest
 
+    async def _watch(self) -> None:
+        """A guest whose writes find no room on the host stands still; let it try again until there is room."""
+        was_low = False
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            low = overlay.free_bytes() < _LOW_BYTES
+            if low or was_low:
+                await asyncio.gather(*(guest.go_on() for guest in list(self._guests)))
+            was_low = low
+
     def _keep(self, snapshot: Snapshot) -> str:
         return self._kept.keep(secrets.token_hex(32), snapshot)
 
@@ -177,7 +231,8 @@ class MicroVMRuntime:
     async def close(self) -> None:
         """See `Runtime.close`."""
         self._closed = True
-        under_way = [*self._preparing.values(), *self._booting.values()]
+        under_way: list[asyncio.Task[Any]] = [self._watching] if self._watching is not None else []
+        under_way += [*self._preparing.values(), *self._booting.values()]
         for task in under_way:
             task.cancel()
         await asyncio.gather(*under_way, return_exceptions=True)

@@ -13,12 +13,15 @@ import secrets
 import time
 import weakref
 from collections import OrderedDict
+from typing import TypeVar
 
 from etude.environments.agent import protocol
 from etude.environments.microvm import memory, overlay
 from etude.environments.microvm.memory import Pages
 from etude.environments.microvm.qemu import Qemu
+from etude.errors import MachineError
 
+T = TypeVar("T")
 _RESUME_S = 20.0
 
 
@@ -40,14 +43,20 @@ async def take(guest: Qemu, image: str) -> Snapshot:
     monitor = await guest.connect()
     disk = overlay.anonymous()
     try:
-        await monitor.execute("stop")
+        stopping, saving = monitor.begin("stop"), guest.begin_saving(monitor)
         try:
-            devices = await guest.save()
-            pages = await asyncio.to_thread(_copy, guest, disk)
+            await monitor.answer(stopping)
+            copying = asyncio.create_task(asyncio.to_thread(_copy, guest, disk))
+            try:
+                devices = await guest.saved(saving)  # meanwhile
+            finally:
+                pages = await _settled(copying)
         finally:
             await monitor.execute("cont")
-    except BaseException:
+    except BaseException as error:
         os.close(disk)
+        if isinstance(error, OSError):
+            raise MachineError("no room for a snapshot", str(error), hint=overlay.ROOM) from None
         raise
     return Snapshot(image, devices, pages, disk)
 
@@ -57,6 +66,19 @@ def _copy(guest: Qemu, disk: int) -> Pages:
     return memory.written(guest.mapping())
 
 
+async def _settled(task: asyncio.Task[T]) -> T:
+    """Wait for a thread's work even when cancelled: what it works on is closed afterwards, and its number reused."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    return task.result()
+
+
 async def restore(guest: Qemu, snapshot: Snapshot, *, host_name: str) -> bytes:
     """Make a waiting QEMU a guest in this state, and tell its agent that it is another machine now, with these random
     numbers, clock and name, before anything else is asked of it. Raises `MachineError`.
@@ -64,7 +86,10 @@ async def restore(guest: Qemu, snapshot: Snapshot, *, host_name: str) -> bytes:
     What the agent sends first, maybe from the middle of a frame, was meant for the host of its past. The frame that is
     returned ends that: it carries a random number, and everything after it is ours.
     """
-    await asyncio.to_thread(_fill, guest, snapshot)
+    try:
+        await _settled(asyncio.create_task(asyncio.to_thread(_fill, guest, snapshot)))
+    except OSError as error:
+        raise MachineError("no room for a machine", str(error), hint=overlay.ROOM) from None
     await guest.load(snapshot.devices, deadline_s=_RESUME_S)
     number = secrets.randbits(32)
     identity = protocol.fields(secrets.token_bytes(32), time.time_ns().to_bytes(8, "little"), host_name.encode())

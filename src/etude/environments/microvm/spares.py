@@ -21,11 +21,10 @@ class Spares:
         self._closed = False
 
     async def take(self) -> Qemu:
-        """One that waits, or a new one. Raises `MachineError`."""
+        """One that waits, or a new one. It is replaced by the next `fill`. Raises `MachineError`."""
         while self._waiting:
             guest = self._waiting.popleft()
             if guest.process.is_alive:
-                self.fill()
                 return guest
             await guest.close()
         return await self._spawn()

@@ -21,12 +21,14 @@ import urllib.parse
 from collections.abc import Collection, Iterable
 from typing import BinaryIO, NamedTuple
 
+from etude.environments.network.closing import closed
 from etude.environments.network.heads import MAX_HEAD_BYTES, BadRequest, Head, parse_head
 from etude.environments.network.packages import Package, Packages, Wanted, document, normal
 
 _CHUNK_BYTES = 1 << 18
 _CONNECTIONS = 64
-_REQUEST_S, _ANSWER_S = 10.0, 600.0
+_CROWD = 4  # times as many are heard, to be told that it is too many
+_REQUEST_S, _ANSWER_S, _CLOSE_S = 10.0, 600.0, 10.0
 
 
 class Answer(NamedTuple):
@@ -72,20 +74,23 @@ class Mirror:
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            if len(self._serving) <= _CROWD * _CONNECTIONS:
+                await self._one_request(reader, writer)
+        finally:
+            await closed(writer, _CLOSE_S)
+
+    async def _one_request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
             async with asyncio.timeout(_REQUEST_S):
                 head = parse_head(await reader.readuntil(b"\r\n\r\n"))
             answer = _text(503, "busy") if len(self._serving) > _CONNECTIONS else self.answer(head)
         except BadRequest as error:
             head, answer = None, _text(400, str(error))
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
-            writer.close()
             return
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_ANSWER_S):
                 await self._send(answer, writer, with_body=head is None or head.method != "HEAD")
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
 
     async def _send(self, answer: Answer, writer: asyncio.StreamWriter, *, with_body: bool) -> None:
         size = len(answer.body) if answer.file is None else answer.file.size

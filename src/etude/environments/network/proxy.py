@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from etude.config import ranged
+from etude.environments.network.closing import closed
 from etude.environments.network.heads import MAX_HEAD_BYTES, BadRequest, Head, Target, parse_head, target_of
 from etude.environments.network.policy import AllowList, is_public
 
@@ -102,11 +103,11 @@ class EgressProxy:
             verdict = "broken off"
         finally:
             facts |= {"verdict": verdict, "wall_s": round(time.monotonic() - started, 3)}
-            self._log.write(json.dumps(facts).encode() + b"\n")
-            self._log.flush()
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            try:
+                self._log.write(json.dumps(facts).encode() + b"\n")
+                self._log.flush()
+            finally:
+                await closed(writer, self._limits.idle_s)
 
     async def _request(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, facts: dict[str, Any]) -> str:
         """Do what one connection asks for; returns the verdict."""
@@ -141,7 +142,7 @@ class EgressProxy:
         try:
             return await self._carry(head, target, (reader, writer), far, facts)
         finally:
-            far[1].close()
+            far[1].transport.abort()
 
     async def _addresses(self, target: Target) -> Sequence[str]:
         try:
@@ -278,7 +279,7 @@ def _chunk_size(line: bytes) -> int:
 
 
 def _refuse(writer: asyncio.StreamWriter, status: int, why: str) -> str:
-    body = f"etude's proxy: {why}\n".encode()
+    body = f"proxy: {why}\n".encode()
     head = f"HTTP/1.1 {status} Refused\r\ncontent-type: text/plain\r\nconnection: close\r\ncontent-length: {len(body)}"
     writer.write(head.encode() + b"\r\n\r\n" + body)
     return why

@@ -15,8 +15,9 @@ from starlette.routing import Route
 
 from etude.environments.remote import messages as m
 from etude.environments.remote.config import ServerConfig
-from etude.environments.remote.keys import Account, Keyring
-from etude.environments.remote.refusal import Refused
+from etude.environments.remote.door import account_of
+from etude.environments.remote.keys import Keyring
+from etude.environments.remote.refusal import Refused, gone
 from etude.environments.remote.sandboxes import Box, Boxes, Made, refusing
 
 T = TypeVar("T")
@@ -73,9 +74,9 @@ class Control:
 
     async def about(self, request: Request) -> Response:
         """What the machines here are; nobody else's server has this, so it also says that this one is etude's."""
-        self._account(request)
+        account_of(self._keys, request)
         info = self._boxes.runtime.info
-        return _json(
+        return answer_of(
             m.About(
                 backend=info.name,
                 isolation=info.isolation,
@@ -88,7 +89,7 @@ class Control:
 
     async def create(self, request: Request) -> Response:
         """A new machine; with `Idempotency-Key`, the one that was made by it."""
-        account = self._account(request)
+        account = account_of(self._keys, request)
         asked = await _asked(request, m.NewSandbox)
         for name, given in (("mcp", asked.mcp), ("iam", asked.iam), ("volumeMounts", asked.volume_mounts)):
             if given:
@@ -100,11 +101,11 @@ class Control:
             raise Refused(400, "an idempotency key of no or too many letters", hint=f"1 to {_MAX_KEY}")
         work = self._boxes.create(account, asked, key)
         made = await self._done(work, f"a machine from {asked.template_id[:80]!r} could not be made")
-        return _json(self._sandbox(made), status=201)
+        return answer_of(self._sandbox(made), status=201)
 
     async def list(self, request: Request) -> Response:
         """An account's machines, the newest first, by state, metadata, template and age; page by page."""
-        account, query = self._account(request), request.query_params
+        account, query = account_of(self._keys, request), request.query_params
         found = self._boxes.of(account)
         if query.get("order") == "asc":
             found.reverse()
@@ -120,11 +121,11 @@ class Control:
             and (after is None or box.started >= after)
         ]
         page, headers = _page(request, found)
-        return _json([self._detail(box) for box in page], headers=headers)
+        return answer_of([self._detail(box) for box in page], headers=headers)
 
     async def detail(self, request: Request) -> Response:
         """One machine."""
-        return _json(self._detail(self._box(request)))
+        return answer_of(self._detail(self._box(request)))
 
     async def kill(self, request: Request) -> Response:
         """End it."""
@@ -155,20 +156,20 @@ class Control:
         """How to reach it; a paused one runs again (201)."""
         box, asked = self._box(request), await _asked(request, m.Lease)
         was_paused = await self._done(self._boxes.resume(box, asked.timeout), "it could not be resumed")
-        return _json(self._sandbox(box.made), status=201 if was_paused else 200)
+        return answer_of(self._sandbox(box.made), status=201 if was_paused else 200)
 
     async def snapshot(self, request: Request) -> Response:
         """Keep its state under an id; it goes on."""
         box, asked = self._box(request), await _asked(request, m.Pause)
         self._check_memory(asked.memory)
         found = await self._done(self._boxes.snapshot(box, asked.name), "its state could not be kept")
-        return _json(m.SnapshotInfo(snapshot_id=found[0], names=list(found[1])), status=201)
+        return answer_of(m.SnapshotInfo(snapshot_id=found, names=[asked.name] if asked.name else []), status=201)
 
     async def fork(self, request: Request) -> Response:
         """More machines in its state: all, or why none."""
         box, asked = self._box(request), await _asked(request, m.Fork)
         made = await self._done(self._boxes.fork(box, asked.count, asked.timeout), "it could not be forked")
-        return _json([{"sandbox": self._sandbox(one.made)} for one in made], status=201)
+        return answer_of([{"sandbox": self._sandbox(one.made)} for one in made], status=201)
 
     async def freeze(self, request: Request) -> Response:
         """Ours: stop everything in it for good; files can be read, snapshots taken."""
@@ -182,37 +183,29 @@ class Control:
 
     async def snapshots(self, request: Request) -> Response:
         """An account's, by name; page by page."""
-        found = self._boxes.snapshots(self._account(request))
+        found = self._boxes.kept(account_of(self._keys, request)).names()
         name = request.query_params.get("name")
         rows = [m.SnapshotInfo(snapshot_id=key, names=list(names)) for key, names in found.items()]
         page, headers = _page(request, [row for row in rows if name is None or name in row.names])
-        return _json(page, headers=headers)
+        return answer_of(page, headers=headers)
 
     async def templates(self, request: Request) -> Response:
         """Names that machines can be made from."""
-        self._account(request)
+        account_of(self._keys, request)
         names = sorted(self._boxes.templates)
         return JSONResponse([{"templateID": name, "aliases": [name], "names": [name]} for name in names])
 
     async def forget(self, request: Request) -> Response:
         """Delete a snapshot. Templates are the server's own."""
-        account, name = self._account(request), unquote(request.path_params["name"])
-        if not self._boxes.forget_snapshot(account, name):
+        account, name = account_of(self._keys, request), unquote(request.path_params["name"])
+        if not self._boxes.kept(account).forget(name):
             raise Refused(404, f"no snapshot {name[:80]!r}", hint="GET /snapshots says which there are")
         return Response(status_code=204)
 
     # inside
 
-    def _account(self, request: Request) -> Account:
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        given = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
-        account = self._keys.account(given)
-        if account is None:
-            raise Refused(401, "the API key is missing or wrong", hint="send X-API-Key; whoever serves knows the keys")
-        return account
-
     def _box(self, request: Request) -> Box:
-        return self._boxes.get(request.path_params["id"], self._account(request))
+        return self._boxes.get(request.path_params["id"], account_of(self._keys, request))
 
     async def _done(self, work: Awaitable[T], what: str) -> T:
         return await refusing(work, deadline_s=self._config.deadline_s, what=what)
@@ -243,13 +236,6 @@ class Control:
             state=box.state,
             metadata=box.metadata,
         )
-
-
-def gone(box_id: str) -> Response:
-    """What a proxy of E2B's answers for a machine that is not there: clients look for these words."""
-    message = "The sandbox was not found"
-    fields = {"code": 502, "message": message, "sandboxId": box_id[:40], "hint": "it has ended: make another"}
-    return JSONResponse(fields, status_code=502, headers={"should-retry": "false"})
 
 
 async def body_of(request: Request, max_bytes: int) -> bytes:
@@ -286,7 +272,8 @@ def _page(request: Request, rows: list[T]) -> tuple[list[T], dict[str, str]]:
     return rows[at : at + size], headers
 
 
-def _json(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def answer_of(value: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A message as an answer."""
     return Response(msgspec.json.encode(value), status, headers=headers, media_type="application/json")
 
 

@@ -1,7 +1,8 @@
-"""Whom a request into a machine is from, and which machine it means.
+"""Whom a request is from, and which machine it means.
 
-The machine is named by a header (`E2b-Sandbox-Id`) or by the host (`49983-ID.DOMAIN`), and every call needs its access
-token, which only its owner was told; a download or upload may have a signature made of that token instead.
+Machines are had by API keys. For what is inside of one, it is named by a header (`E2b-Sandbox-Id`) or by the host
+(`49983-ID.DOMAIN`), and every call needs its access token, which only its owner was told; a download or upload may have
+a signature made of that token instead.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from etude.environments.remote.connect import Code, RpcError
-from etude.environments.remote.control import gone
-from etude.environments.remote.refusal import Refused
+from etude.environments.remote.keys import Account, Keyring
+from etude.environments.remote.refusal import Refused, gone
 from etude.environments.remote.sandboxes import Box, Boxes
 
 _PORT = "49983"  # of E2B's daemon; other ports of machines are not offered
@@ -38,6 +39,16 @@ def box_of(boxes: Boxes, request: Request, *, signed: str = "") -> Box:
     if not hmac.compare_digest(given.encode(), box.token.encode()) and not _is_signed(request, signed, box.token):
         raise Refused(401, "the access token is missing or wrong", hint="send X-Access-Token, as create said it")
     return box
+
+
+def account_of(keys: Keyring, request: Request) -> Account:
+    """Who asks for machines, by the API key. Raises `Refused` (401)."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    given = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
+    account = keys.account(given)
+    if account is None:
+        raise Refused(401, "the API key is missing or wrong", hint="send X-API-Key; whoever serves knows the keys")
+    return account
 
 
 def user_of(request: Request) -> str:

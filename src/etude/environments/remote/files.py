@@ -27,10 +27,12 @@ _LATEST = 1 << 36  # seconds since 1970: the year 4147
 _FIELDS = 4  # of one found: path, its own line, its target's line, the link's text
 
 # What is said of each path: the path, `stat` of itself and of what it leads to, a link's text; a NUL after each.
+# Old gVisors refuse what coreutils ask a kernel by default, unless they are told not to believe what is cached.
 # There are no single quotes in it, so that it can be quoted by them.
-_TELL: Final = """for f do
-printf "%s\\0" "$f"; stat -c "%f %s %u %U %G %i %Y %y" -- "$f" 2>/dev/null; printf "\\0"
-stat -L -c %f -- "$f" 2>/dev/null; printf "\\0"; readlink -n -- "$f" 2>/dev/null; printf "\\0"
+_TELL: Final = """k="%f %s %u %U %G %i %Y %y"; for f do printf "%s\\0" "$f"
+stat -c "$k" -- "$f" 2>/dev/null || stat --cached=never -c "$k" -- "$f" 2>/dev/null; printf "\\0"
+stat -L -c %f -- "$f" 2>/dev/null || stat --cached=never -L -c %f -- "$f" 2>/dev/null; printf "\\0"
+readlink -n -- "$f" 2>/dev/null; printf "\\0"
 done"""
 _STAT = f"""[ -e "$1" ] || [ -L "$1" ] || exit 44
 d=$(dirname -- "$1"); b=$(basename -- "$1")

@@ -100,6 +100,10 @@ class Keyring:
                 f"{path} is no file of keys", str(error), hint="see etude.environments.remote.keys"
             ) from None
 
+    def secrets(self) -> list[bytes]:
+        """All keys: what nobody has who is not told everything."""
+        return [key for key, _ in self._accounts]
+
     def account(self, given: str) -> Account | None:
         """Whose key it is; None for one that nobody has. Takes the same time for every key of the same length."""
         found, data = None, given.encode("utf-8", "replace")

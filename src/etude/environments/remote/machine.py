@@ -40,9 +40,7 @@ class RemoteMachine:
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
         """See `Machine.exec`. Cancelling the caller does not stop the command: ask again with the same key."""
-        return await self._commands.once(
-            key, lambda: self._begin(Command.of(argv, key=key, deadline_s=deadline_s, **options))
-        )
+        return await self._commands.once(self._begin, argv, key=key, deadline_s=deadline_s, **options)
 
     def _begin(self, command: Command) -> Coroutine[Any, Any, ExecResult]:
         self._must_be_open()

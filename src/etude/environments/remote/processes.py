@@ -18,6 +18,7 @@ from etude.errors import MachineError
 from etude.seams import ExecResult, Machine, Printed, Started, Tell
 
 _MAX_KEPT = 128  # commands that have ended and can still be come back to
+_MAX_RECORDS = 256 << 20  # bytes of results that one machine remembers, by their keys
 _MAX_INPUT = 4  # pieces of standard input that wait to be read
 _MESSAGE_BYTES = 4096  # of what is said of a command that could not be started
 _STDERR = 2
@@ -52,8 +53,9 @@ class Log:
 
     @property
     def num_bytes(self) -> int:
-        """What it keeps, roughly."""
-        return self._bytes
+        """What it keeps, roughly: of its end, too, which does not make room for itself."""
+        end = self._events[-1].end if self._events else None
+        return self._bytes + (len(end.etude.output) if end is not None and end.etude is not None else 0)
 
     @property
     def position(self) -> int:
@@ -190,6 +192,7 @@ class Processes:
         self._machine, self._env, self._max_running, self._log_bytes = machine, env, max_running, log_bytes
         self._running: dict[str, Process] = {}
         self._ended: dict[str, Process] = {}  # oldest first
+        self._recorded = 0  # bytes of results
 
     def running(self) -> list[Process]:
         """Those that have not ended."""
@@ -207,6 +210,9 @@ class Processes:
                 f"{len(self._running)} commands run in this machine",
                 hint="wait for one to end",
             )
+        if self._recorded > _MAX_RECORDS:
+            facts = f"the results of this machine's commands have {self._recorded} bytes"
+            raise RpcError(Code.RESOURCE_EXHAUSTED, facts, hint="ask for less output, or fork another machine")
         self._running[process.key] = process
         if process.exact is not None and not process.exact.tell:
             process.began(0)  # so that who asked can give it input; nothing else is told of it before its end
@@ -245,6 +251,7 @@ class Processes:
             process.failure = RpcError(Code.UNAVAILABLE, "the machine was ended")
             raise
         else:
+            self._recorded += len(result.output)
             process.conclude(result)
         finally:
             del self._running[process.key]

@@ -35,6 +35,13 @@ class Refused(Exception):
         return JSONResponse(self.fields(), status_code=self.status, headers=headers)
 
 
+def gone(box_id: str) -> Response:
+    """What a proxy of E2B's answers for a machine that is not there: clients look for these words."""
+    message = "The sandbox was not found"
+    fields = {"code": 502, "message": message, "sandboxId": box_id[:40], "hint": "it has ended: make another"}
+    return JSONResponse(fields, status_code=502, headers={"should-retry": "false"})
+
+
 def of_error(error: EtudeError) -> Refused:
     """An error of ours: the machines' are 503, since another server, or a later time, may do."""
     status = 503 if isinstance(error, MachineError) else 500

@@ -29,6 +29,9 @@ from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
 _PORT = 49983  # of E2B's daemon
+_SEAL_BYTES = 1024  # more than a server puts before a state
+_MAX_PREPARED = 16_384
+_UPLOAD_BYTES = 256 << 20  # of all files that are sent again to each machine
 _FOREIGN = (
     "at a deadline only a command's first process is known to be killed",
     "frozen by killing the processes of the machine's user; others may go on",
@@ -52,8 +55,8 @@ class RemoteRuntime:
         self._room = asyncio.Semaphore(self._config.parallel)
         self._about: m.About | None = None
         self._asking: asyncio.Task[m.About | None] | None = None
-        self._prepared: dict[str, asyncio.Task[str]] = {}  # by content: the service's name
-        self._uploads: dict[str, tuple[str, Mapping[str, bytes]]] = {}  # where the service keeps no snapshots
+        self._prepared: dict[str, asyncio.Task[str]] = {}  # by content: the service's name; oldest first
+        self._uploads: dict[str, Mapping[str, bytes]] = {}  # where the service keeps no snapshots
         self._alive: dict[str, RemoteMachine] = {}
         self._renewing: asyncio.Task[None] | None = None
         self._undoing: set[asyncio.Task[None]] = set()
@@ -103,7 +106,27 @@ class RemoteRuntime:
         except (MachineError, ValueError, OSError):
             self._prepared.pop(digest, None)
             raise
+        self._forget_oldest()
         return digest
+
+    def _forget_oldest(self) -> None:
+        held = sum(len(data) for files in self._uploads.values() for data in files.values())
+        while len(self._prepared) > 1 and (len(self._prepared) > _MAX_PREPARED or held > _UPLOAD_BYTES):
+            digest = next(iter(self._prepared))
+            del self._prepared[digest]
+            held -= sum(map(len, self._uploads.pop(digest, {}).values()))
+
+    async def _forget(self, template: str) -> None:
+        """The service may have had to let go of what was prepared there: the next `prepare` sends it again."""
+        done = [(digest, task) for digest, task in self._prepared.items() if task.done() and not task.cancelled()]
+        of_it = [digest for digest, task in done if task.exception() is None and task.result() == template]
+        for digest in of_it:
+            self._prepared.pop(digest, None)
+            self._uploads.pop(digest, None)
+        if of_it:
+            path = f"/templates/{quote(template, safe='')}"
+            with contextlib.suppress(MachineError):
+                await self._call("DELETE", path, what="forgetting a snapshot")
 
     async def _prepare(self, digest: str, template: str, files: Mapping[str, bytes]) -> str:
         await self._ask_about()
@@ -122,7 +145,7 @@ class RemoteRuntime:
         finally:
             await machine.close()
         if kept is None:
-            self._uploads[digest] = (template, files)
+            self._uploads[digest] = files
             return template
         return kept
 
@@ -134,7 +157,7 @@ class RemoteRuntime:
         template, files = snapshot, None
         if snapshot in self._prepared:
             template = await self._prepared[snapshot]
-            files = self._uploads.get(snapshot, ("", None))[1]
+            files = self._uploads.get(snapshot)
         stop = asyncio.Event()
         making = [asyncio.create_task(self._make(template, files, deadline_s, stop)) for _ in range(n)]
         try:
@@ -151,6 +174,41 @@ class RemoteRuntime:
             raise errors[0]
         facts = f"waited {deadline_s:g} s for {self.url} to make them; {len(self._alive)} are alive"
         raise MachineError(f"{n} machines could not be forked", facts, hint="close machines, or wait longer")
+
+    async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
+        """See `Portable.pack`. `MachineError` where the service is not etude's, or its runtime is not `Portable`."""
+        name = await self._prepared[snapshot] if snapshot in self._prepared else snapshot
+        path = f"/etude/snapshots/{quote(name, safe='')}?max_bytes={max_bytes}"
+        answer = await self._state("GET", path, None, max_bytes=max_bytes + _SEAL_BYTES)
+        if answer.status == 413:
+            raise ValueError(answer.message)
+        if answer.status != 200:
+            raise self._refusal("the state of a machine", answer)
+        return answer.body
+
+    async def unpack(self, packed: bytes) -> str:
+        """See `Portable.unpack`. `MachineError` for what a service with other keys has packed."""
+        answer = await self._state("POST", "/etude/snapshots", packed)
+        if answer.status in (400, 413):
+            raise ValueError(answer.message)
+        if answer.status != 201:
+            raise self._refusal("to take a state over", answer)
+        return answer.read(m.SnapshotInfo).snapshot_id
+
+    async def _state(self, method: str, path: str, body: bytes | None, *, max_bytes: int = 1 << 20) -> Answer:
+        await self._ask_about()
+        if self._about is None:
+            hint = "use etude machines serve, or a backend here"
+            raise MachineError(f"{self.url} gives no states of machines away", "it is not etude's", hint=hint)
+        return await self._calls.ask(
+            method,
+            self.url + path,
+            what="the state of a machine",
+            deadline_s=self._config.call_s,
+            headers={**self._headers, "content-type": "application/octet-stream"},
+            body=body,
+            max_bytes=max_bytes,
+        )
 
     async def _make(
         self, template: str, files: Mapping[str, bytes] | None, deadline_s: float, stop: asyncio.Event
@@ -188,6 +246,8 @@ class RemoteRuntime:
         answer = await self._call("POST", "/v2/sandboxes", asked, what=what, headers=key, deadline_s=deadline_s)
         if answer.status in (404, 405) and self._about is None:  # older services
             answer = await self._call("POST", "/sandboxes", asked, what=what, headers=key, deadline_s=deadline_s)
+        if answer.status in (404, 503):
+            await self._forget(template)
         if answer.status not in (200, 201):
             raise self._refusal(what, answer)
         made = answer.read(m.Sandbox)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from etude.environments.remote.config import ServerConfig
 from etude.environments.remote.files import PROGRAMS
+from etude.environments.remote.kept import KeptStates
 from etude.environments.remote.keys import Account
 from etude.environments.remote.messages import NewSandbox
 from etude.environments.remote.processes import Processes
@@ -29,7 +30,6 @@ from etude.seams import Machine, Runtime
 
 T = TypeVar("T")
 _MAX_CREATIONS = 4096  # remembered by their keys
-_MAX_SNAPSHOTS = 1024  # of one account
 _MAX_FORKS = 128  # of one request
 _TICK_S = 0.5  # between two looks at leases
 
@@ -102,7 +102,7 @@ class Boxes:
         self.draining = False
         self._boxes: dict[str, Box] = {}
         self._prepared: dict[str, asyncio.Task[str]] = {}
-        self._snapshots: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {}  # account: id: the runtime's, names
+        self._kept: dict[str, KeptStates] = {}  # by account
         self._creations: dict[tuple[str, str], asyncio.Task[Made]] = {}
         self._ended = asyncio.Condition()  # or paused
 
@@ -128,13 +128,13 @@ class Boxes:
     async def _create(self, account: Account, asked: NewSandbox) -> Made:
         self._check_lease(account, asked.timeout)
         self._check_open()
-        snapshot = await self._snapshot_of(account, asked.template_id)
+        snapshot = await self.snapshot_of(account, asked.template_id)
         try:
             [box] = await self._fork(account, asked, snapshot, 1)
         except MachineError:
             if self._prepared.pop(asked.template_id, None) is None:
                 raise
-            again = await self._snapshot_of(account, asked.template_id)  # the runtime may have had to let go of it
+            again = await self.snapshot_of(account, asked.template_id)  # the runtime may have had to let go of it
             [box] = await self._fork(account, asked, again, 1)
         return box.made
 
@@ -166,14 +166,11 @@ class Boxes:
         )
         return await self._fork(box.account, asked, snapshot, n)
 
-    async def _snapshot_of(self, account: Account, template: str) -> str:
-        """The runtime's snapshot behind a template's name, or a snapshot's name or id."""
-        known = self._snapshots.get(account.name, {})
-        if template in known:
-            return known[template][0]
-        for snapshot, names in reversed(known.values()):
-            if template in names:
-                return snapshot
+    async def snapshot_of(self, account: Account, template: str) -> str:
+        """The runtime's snapshot behind a template's name, or a kept state's name or id. Raises `Refused` (404)."""
+        kept = self.kept(account).find(template)
+        if kept is not None:
+            return kept
         if template not in self.templates:
             facts = f"templates: {', '.join(sorted(self.templates)[:20])}"
             raise Refused(404, f"no template or snapshot {template[:80]!r}", facts, hint="name one of them")
@@ -216,7 +213,7 @@ class Boxes:
     @property
     def num_snapshots(self) -> int:
         """Of all accounts."""
-        return sum(map(len, self._snapshots.values()))
+        return sum(map(len, self._kept.values()))
 
     def renew(self, box: Box, seconds: int, *, at_least: bool = False) -> None:
         """Let a lease end so many seconds from now, and not before it would anyway with `at_least`."""
@@ -242,28 +239,15 @@ class Boxes:
 
     # states
 
-    async def snapshot(self, box: Box, name: str | None) -> tuple[str, tuple[str, ...]]:
-        """Keep a machine's state under an id, and a name. The machine goes on."""
+    def kept(self, account: Account) -> KeptStates:
+        """What the account keeps."""
+        return self._kept.setdefault(account.name, KeptStates())
+
+    async def snapshot(self, box: Box, name: str | None) -> str:
+        """Keep a machine's state under an id, which is returned, and a name. The machine goes on."""
         async with self._turn(box):
             state = await self._state_of(box)
-        mine = self._snapshots.setdefault(box.account.name, {})
-        if len(mine) >= _MAX_SNAPSHOTS:
-            raise Refused(429, f"{len(mine)} snapshots are kept", hint="delete those that are done with")
-        snapshot_id, names = f"snap-{secrets.token_hex(10)}", (name,) if name else ()
-        mine[snapshot_id] = (state, names)
-        return snapshot_id, names
-
-    def snapshots(self, account: Account) -> dict[str, tuple[str, ...]]:
-        """Names of an account's snapshots by their ids."""
-        return {key: names for key, (_, names) in self._snapshots.get(account.name, {}).items()}
-
-    def forget_snapshot(self, account: Account, name: str) -> bool:
-        """Whether there was one of this id or name; there is none now."""
-        mine = self._snapshots.get(account.name, {})
-        gone = [key for key, (_, names) in mine.items() if name == key or name in names]
-        for key in gone:
-            del mine[key]
-        return bool(gone)
+        return self.kept(box.account).keep(state, name)
 
     async def pause(self, box: Box) -> bool:
         """Keep its state and end the machine; whether it was running."""

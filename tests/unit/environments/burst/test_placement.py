@@ -32,7 +32,7 @@ def test_siblings_are_forked_beside_their_snapshot():
     placement = fleet(8)
     placement.holds("tree", "h3", 0.0)
     [batch] = placement.place("tree", 8, 0.0)
-    assert (batch.host, batch.n, batch.source, batch.attempt) == ("h3", 8, None, 1)
+    assert (batch.host, batch.n, batch.sources, batch.attempt) == ("h3", 8, (), 1)
 
 
 def test_a_group_that_does_not_fit_there_goes_whole_to_a_host_that_copies_the_snapshot():
@@ -41,7 +41,7 @@ def test_a_group_that_does_not_fit_there_goes_whole_to_a_host_that_copies_the_sn
     placement.place("tree", 8, 0.0)
     [batch] = placement.place("tree", 8, 0.0)
     assert batch.host != "h3"
-    assert (batch.n, batch.source) == (8, "h3")
+    assert (batch.n, batch.sources) == (8, ("h3",))
     assert set(placement.holders("tree")) == {"h3", batch.host}
 
 

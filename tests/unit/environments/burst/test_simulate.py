@@ -10,7 +10,7 @@ import pytest
 from etude.cli import main
 from etude.environments import NamespaceRuntime
 from etude.environments.burst import Faults, Scenario, burst, measure, simulate
-from etude.environments.burst.calibrate import predict
+from etude.environments.burst.calibrate import burst_s, fitted, held_out, predict
 from etude.environments.burst.fake import Measured
 from etude.environments.burst.simulate import Simulated
 from etude.errors import MachineError
@@ -20,7 +20,7 @@ BAD_DAY = Faults(crashes=((3, 0.3),), slow=((1, 20.0),), partitions=((2, 0.2, 2.
 
 
 def facts(result: Simulated) -> dict[str, object]:
-    return {k: v for k, v in dataclasses.asdict(result).items() if k != "placement_cpu_s"}
+    return {k: v for k, v in dataclasses.asdict(result).items() if k not in ("placement_cpu_s", "calls")}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -53,8 +53,36 @@ def test_a_fleet_that_is_too_small_loses_nothing_silently():
 
 
 def test_a_burst_on_one_host_takes_as_long_as_its_forks():
-    measured = Measured(batch_s=0.01, fork_s=0.002, crowding=0.0, spread=(1.0,))
+    measured = Measured(batch_s=0.01, fork_s=0.002, crowd_s=0.0, spread=(1.0,))
     assert predict(measured, 160, 16).all_ready_s == pytest.approx(10 * (0.01 + 16 * 0.002), rel=0.12)
+
+
+def test_costs_are_found_again_in_bursts_that_were_made_of_them():
+    true = Measured(batch_s=0.002, fork_s=0.001, crowd_s=1e-6)
+    bursts = [(n, g, burst_s(true, n, g)) for n, g in ((32, 1), (64, 4), (256, 16), (512, 16))]
+    assert fitted(bursts) == pytest.approx((0.002, 0.001, 1e-6))
+    assert predict(true, 1024, 8).all_ready_s == pytest.approx(burst_s(true, 1024, 8), rel=0.01)
+
+
+def test_machines_that_are_alive_or_work_make_forks_slower_and_a_slower_control_plane_everything():
+    calm = Measured(spread=(1.0,), host_spread=(1.0,), crowd_s=0.0, busy=1.0)
+
+    def took_s(**changes: float) -> float:
+        return simulate(SMALL, measured=dataclasses.replace(calm, **changes)).all_ready_s
+
+    alone_s = took_s()
+    assert took_s(crowd_s=5e-6) > 1.5 * alone_s
+    assert took_s(busy=4.0) > 1.5 * alone_s
+    assert took_s(message_s=0.02) > 3 * alone_s
+
+
+@pytest.mark.parametrize("snapshots", [1, 20])
+def test_hosts_that_are_slow_delay_nobody_for_long(snapshots):
+    scenario = dataclasses.replace(SMALL, snapshots=snapshots, hosts=12, horizon_s=20.0)
+    calm_s = simulate(scenario).all_ready_s
+    slow = Faults(slow=((1, 30.0), (5, 8.0)))
+    took_s = [simulate(dataclasses.replace(scenario, seed=seed), faults=slow).all_ready_s for seed in range(3)]
+    assert max(took_s) < calm_s + 2.0
 
 
 def test_a_real_burst_is_measured_and_its_prediction_is_of_its_size():
@@ -65,22 +93,26 @@ def test_a_real_burst_is_measured_and_its_prediction_is_of_its_size():
             pytest.skip(str(error))
         try:
             snapshot = await runtime.prepare({"a.py": b"print(1)\n"})
-            measured = await measure(runtime, snapshot, sizes=(1, 4), machines=16, rounds=2, crowd=16)
-            return measured, await burst(runtime, snapshot, 20, 8)
+            measured = await measure(runtime, snapshot, plan=((8, 1), (16, 4)), rounds=1)
+            rows = await held_out(runtime, snapshot, measured, [(12, 2)], rounds=1)
+            return measured, await burst(runtime, snapshot, 20, 8), rows
         finally:
             await runtime.close()
 
-    measured, done = asyncio.run(main())
-    assert min(measured.fork_s, measured.close_s, measured.exec_s, measured.load_s_per_byte) > 0
+    measured, done, [row] = asyncio.run(main())
+    assert min(measured.close_s, measured.exec_s, measured.load_s_per_byte, measured.work_s(4, alive=16)) > 0
     assert len(done.ready_s) == 3
-    assert 0 < predict(measured, 20, 8).all_ready_s < float("inf")
+    assert row["error"] == pytest.approx(row["predicted_s"] / row["measured_s"] - 1, abs=0.02)
+    assert min(measured.message_s, measured.place_s, measured.started_s, measured.review_s) > 0
 
 
 def test_the_command_tells_what_came_of_it_and_draws_it(tmp_path, capsys):
     plot = tmp_path / "burst.svg"
     words = ["machines", "simulate", "--machines", "640", "--hosts", "4", "--snapshots", "8", "--calm"]
     assert main([*words, "--plot", str(plot)]) == 0
-    assert "640 machines on 4 hosts: all ready after" in capsys.readouterr().out
+    assert (
+        "640 machines were asked for at once, 16 a request, of 4 hosts: all were ready after" in capsys.readouterr().out
+    )
     assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lost_share"] == 0
@@ -88,10 +120,20 @@ def test_the_command_tells_what_came_of_it_and_draws_it(tmp_path, capsys):
 
 def test_the_command_fails_where_machines_are_lost(capsys):
     assert main(["machines", "simulate", "--machines", "9000", "--hosts", "1", "--calm"]) == 1
-    assert "not all were ready" in capsys.readouterr().out
+    assert "not all were ready within 60 s: they have room for 1,104" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--group", "65"], ["--speed", "0"], ["--speed", "nan"], ["--plot", "x.png"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--group", "65"],
+        ["--speed", "0"],
+        ["--speed", "nan"],
+        ["--speed", "inf"],
+        ["--plot", "x.png"],
+        ["--calm", "--machines", "16", "--hosts", "1", "--plot", "no/such/folder/x.svg"],
+    ],
+)
 def test_the_command_refuses_what_cannot_be_meant(words, capsys):
     assert main(["machines", "simulate", *words]) == 2
     assert "hint:" in capsys.readouterr().err

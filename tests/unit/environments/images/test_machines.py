@@ -237,14 +237,31 @@ ENV KEPT=1
 WORKDIR /out
 RUN echo $WHAT $KEPT $GREETING > result && rm /etc/old && rm -r /data && mkdir /data
 RUN ["sh", "-c", "cat result > /data/again"]
+SHELL ["/bin/sh", "-f", "-c"]
+RUN <<EOF
+#!/bin/sh -e
+# what its first line names is what runs it
+echo one * > lines
+EOF
+RUN cat <<EOF >> lines && echo * >> lines
+$WHAT
+EOF
+RUN <<-EOF
+	echo three \
+	  four >> lines
+EOF
 FROM scratch
-COPY --from=built /out/result /data/again /
+COPY --from=built /out/result /data/again /out/lines /
 """
     )
 
     async def test(runtime):
         record = await build_from_dockerfile(store, tmp_path, runtime=runtime, arguments={"WHAT": "built"})
-        assert files_of(store.root(record.image.digest)) == {"again": "built 1 hello\n", "result": "built 1 hello\n"}
+        assert files_of(store.root(record.image.digest)) == {
+            "again": "built 1 hello\n",
+            "result": "built 1 hello\n",
+            "lines": "one result\nbuilt\n*\nthree four\n",
+        }
         middle = await build_from_dockerfile(
             store, tmp_path, runtime=runtime, arguments={"WHAT": "built"}, target="built"
         )

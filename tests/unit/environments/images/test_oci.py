@@ -55,6 +55,24 @@ def test_an_archive_of_a_layout_is_the_same_image(tmp_path, store, layout, pack)
     assert list((store.path / "building").iterdir()) == []
 
 
+def test_a_tag_chooses_among_the_images_of_a_layout(tmp_path, store, layout):
+    other = oci_layout(tmp_path / "other", LAYERS[:1])
+    shutil.copytree(other / "blobs", layout / "blobs", dirs_exist_ok=True)
+    found = []
+    for folder, tag in ((layout, "two"), (other, "one")):
+        [manifest] = json.loads((folder / "index.json").read_text())["manifests"]
+        found.append({**manifest, "annotations": {"org.opencontainers.image.ref.name": tag}})
+    (layout / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": found}))
+    names = {
+        tag: set(files_of(store.root(build_from_oci(store, layout, tag=tag).image.digest))) for tag in ("one", "two")
+    }
+    assert names == {"one": {"etc", "etc/a"}, "two": {"etc", "etc/b"}}
+    with pytest.raises(BadSource, match=r"no image of tag 'three': there are: one, two"):
+        build_from_oci(store, layout, tag="three")
+    with pytest.raises(BadSource, match="2 images"):
+        build_from_oci(store, layout)
+
+
 def saved(tmp_path: Path) -> Path:
     """As `docker save` before version 25 wrote it: a layer that occurs twice is a link."""
     diff_ids = [f"sha256:{hashlib.sha256(layer).hexdigest()}" for layer in (*LAYERS, LAYERS[1])]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests.unit.environments.images.archives import repository, run
 
 from etude.environments.images import BadSource, ImageStore
+from etude.environments.images.git import talking
 from etude.environments.images.objects import objects_of, scan_objects
 from etude.environments.images.repository import build_from_repository
 
@@ -166,3 +168,18 @@ def test_a_tree_with_a_git_folder_or_a_climbing_path_is_refused(tmp_path, store)
         with pytest.raises(BadSource):
             build_from_repository(store, folder, tree)
     assert not os.listdir(store.path / "building")
+
+
+def test_a_repository_that_never_answers_is_left_at_the_deadline(tmp_path):
+    repository(tmp_path / "source", [{"f": b"x"}])
+    with talking(tmp_path / "source", "cat-file", "--batch", stdin=subprocess.PIPE, deadline_s=0.1) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == b""
+    assert process.returncode == -9
+
+
+def test_nothing_in_a_rebuilt_repository_says_who_made_it(store, source):
+    record = build_from_repository(store, source, "v1~1")
+    at = store.root(record.image.digest) / "testbed"
+    told = run(at, "log", "--format=%an %ae %cn %ce %s")
+    assert told.split() == [*("Developer", "developer@localhost") * 2, "Initial", "commit"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -185,3 +186,47 @@ def test_a_damaged_listing_is_told_from_a_whole_one(store, source):
     for bad in (data + data, b"a\n", b"\0" * 6 + b"\n"):
         with pytest.raises(StoreError):
             decode(bad)
+
+
+def test_an_image_that_is_named_while_others_are_collected_stays(tmp_path, source):
+    class Naming(ImageStore):
+        def images(self):
+            found = super().images()
+            self.name("late", found[0])
+            return found
+
+    store = Naming(tmp_path / "naming")
+    record = build_from_directory(store, source)
+    assert store.collect() == (0, 0)
+    store.verify(store.get("late").image.digest)
+    store.remove("late")
+    with pytest.raises(InputError, match="no image"):
+        store.name("again", record)
+
+
+def test_an_image_taken_away_between_looking_and_holding_is_no_image(store, source, monkeypatch):
+    digest = build_from_directory(store, source).image.digest
+    real = fcntl.flock
+
+    def late(fd, how):
+        if how == fcntl.LOCK_SH:
+            monkeypatch.setattr(fcntl, "flock", real)
+            assert store.collect()[0] == 1
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(InputError, match="no image"), store.opened(digest):
+        pass
+
+
+def test_the_same_bytes_taken_away_while_they_are_built_again_are_there_in_the_end(tmp_path, source):
+    class Removing(ImageStore):
+        def _write(self, path, record):
+            if path.parent.parent == self.path and path.name == "image.json" and path.parent.name != "names":
+                assert self.collect()[0] == 1
+            super()._write(path, record)
+
+    store = ImageStore(tmp_path / "images")
+    first = build_from_directory(store, source)
+    assert build_from_directory(Removing(tmp_path / "images"), source) == first
+    store.verify(first.image.digest)

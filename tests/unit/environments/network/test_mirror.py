@@ -21,6 +21,7 @@ from tests.unit.environments.images.archives import tar_of
 
 from etude.environments import NamespaceRuntime
 from etude.environments.network import Mirror, Package, Packages, Wanted, listen_inside, wanted
+from etude.environments.network import mirror as mirroring
 from etude.environments.network.heads import BadRequest, parse_head
 from etude.errors import InputError, MachineError, StoreError
 
@@ -251,3 +252,28 @@ try:
 except urllib.error.URLError:
     print("unreachable")
 """
+
+
+def test_who_never_reads_an_answer_or_never_asks_holds_no_connection(tmp_path, monkeypatch):
+    for name in ("_REQUEST_S", "_ANSWER_S", "_CLOSE_S"):
+        monkeypatch.setattr(mirroring, name, 0.2)
+    large = tmp_path / "large.whl"
+    large.write_bytes(bytes(1 << 25))
+    packages = Packages(tmp_path / "packages")
+    add(packages, "pip", "large", "1", large)
+
+    async def main() -> None:
+        mirror = Mirror(packages)
+        listener = socket.create_server(("127.0.0.1", 0))
+        await mirror.serve(listener)
+        ends = [await asyncio.open_connection(*listener.getsockname(), limit=1) for _ in range(2)]
+        ends[0][1].write(b"GET /pip/files/large/large.whl HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(20):
+            while len(mirror._serving) < 2:
+                await asyncio.sleep(0.001)
+            await asyncio.gather(*mirror._serving)
+        for _, writer in ends:
+            writer.transport.abort()
+        await mirror.close()
+
+    asyncio.run(main())

@@ -256,3 +256,32 @@ def test_it_serves_on_a_unix_socket_as_well(tmp_path):
         writer.close()
 
     assert [told["who"] for told in using(test).told()] == ["m2"]
+
+
+def test_who_never_reads_its_answer_holds_no_connection():
+    async def test(world: World) -> None:
+        world.answer = b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1 << 25)
+        reader, writer = await asyncio.open_connection(*world.at, limit=1)
+        writer.write(f"GET http://up.example:{world.port}/ HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        async with asyncio.timeout(20):
+            await world.log.lines.acquire()
+            await asyncio.gather(*world.proxy._serving)
+        writer.transport.abort()
+
+    using(test, total_s=0.3, idle_s=0.2)
+
+
+def test_what_cannot_be_written_down_leaves_no_connection_open():
+    async def test(world: World) -> None:
+        def refuse(data: bytes) -> int:
+            raise OSError("full")
+
+        world.log.write = refuse  # type: ignore[method-assign]
+        reader, writer = await asyncio.open_connection(*world.at)
+        writer.write(b"nonsense\r\n\r\n")
+        async with asyncio.timeout(20):
+            while await reader.read(100):
+                pass
+        writer.close()
+
+    using(test)

@@ -56,26 +56,27 @@ class Machines:
         self._next = 0
         self._pid_namespace = _namespace("pid")
         self._home = [(_namespace(name), kind) for name, kind in _HOME.items()]
-        self._runner = os.pidfd_open(runner)
+        self._helpers = [os.pidfd_open(runner)]  # without which there is nothing to do
         self._sleeper = Sleeper()
         self._agents: agents.Agents | None = None
         if program is not None:
             me = agents.AGENT if roots is None else overlay.AGENT
             users = self._user_namespace if roots is None else self._kept_user_namespace
             self._agents = agents.Agents(program, base, limits, hierarchies, filter_, users, person, me)
+            self._helpers.append(self._agents.template)
         self._poller = select.poll()
         if base is not None:  # without privilege, maps could not be written then; a capability it holds protects PID 1
             sys_.prctl(sys_.PR_SET_DUMPABLE, 0)
 
     def serve(self) -> None:
-        """Until the host hangs up, or the runner is dead."""
-        self._poller.register(self._channel, select.POLLIN)
-        self._poller.register(self._runner, select.POLLIN)
+        """Until the host hangs up, or a helper is dead."""
+        for awaited in (self._channel.fileno(), *self._helpers):
+            self._poller.register(awaited, select.POLLIN)
         while True:
             for fd, _ in self._poller.poll():
                 if fd in self._alive:
                     self._reap(fd)
-                elif fd == self._runner or not self._answer():
+                elif fd in self._helpers or not self._answer():
                     return
 
     def _answer(self) -> bool:
@@ -121,9 +122,9 @@ class Machines:
             else:
                 confine.mount_private(self._limits, confine.user_of(self._base, slot))
                 fds.append(os.open(WORK, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            sys_.setns(self._pid_namespace, sys_.CLONE_NEWPID)
-            sys_.unshare(sys_.CLONE_NEWPID)
             if self._agents is None:
+                sys_.setns(self._pid_namespace, sys_.CLONE_NEWPID)
+                sys_.unshare(sys_.CLONE_NEWPID)
                 pid = self._sleeper.clone(sys_.CLONE_NEWUSER)
             else:
                 pid, channel = self._agents.start(slot)

@@ -4,6 +4,9 @@ Denied is what reaches other processes' memory, mounts, the kernel itself, or la
 (bpf, io_uring, keyrings, userfaultfd, perf); new namespaces; and every socket family but UNIX and IP (vsock is not
 namespaced and reaches a hypervisor). clone3 answers ENOSYS: its flags lie behind a pointer. Who adopts orphans is
 not to be changed: by it a command's processes are found again.
+
+Calls are found by bisection of their numbers: the kernel plays a filter for every number there is when a machine gets
+it, and for many calls afterwards. Jumps only lead forward, so the program is made from its end.
 """
 
 from __future__ import annotations
@@ -49,51 +52,80 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def _refuse(number: int) -> _Instruction:
-    return (_RETURN, 0, 0, _ERRNO | number)
+class _Backwards:
+    """A program's instructions, the last one first. A place in it is its distance from the end, and never changes."""
+
+    def __init__(self) -> None:
+        self.steps: list[_Instruction] = []
+        self.allow, self.eperm = self.answer(_ALLOW), self.refuse(errno.EPERM)
+
+    def answer(self, verdict: int) -> int:
+        return self._put(_RETURN, 0, 0, verdict)
+
+    def refuse(self, number: int) -> int:
+        return self.answer(_ERRNO | number)
+
+    def load(self, offset: int) -> int:
+        """Have a word of the call judged by what was put last."""
+        return self._put(_LOAD, 0, 0, offset)
+
+    def when(self, test: int, value: int, then: int, otherwise: int) -> int:
+        """Go on at one of two places."""
+        here = len(self.steps)
+        return self._put(test, here - then, here - otherwise, value)
+
+    def argument_in(self, offset: int, values: tuple[int, ...], then: int, otherwise: int) -> int:
+        for value in values:
+            otherwise = self.when(_JUMP_EQ, value, then, otherwise)
+        return self.load(offset)
+
+    def bisect(self, ranges: list[tuple[int, int]]) -> int:
+        """Of (first number, place) in order, the last whose first number is not above the call's."""
+        if len(ranges) == 1:
+            return ranges[0][1]
+        middle = len(ranges) // 2
+        above, below = self.bisect(ranges[middle:]), self.bisect(ranges[:middle])
+        return self.when(_JUMP_GE, ranges[middle][0], above, below)
+
+    def _put(self, code: int, then: int, otherwise: int, value: int) -> int:
+        self.steps.append((code, then, otherwise, value))
+        return len(self.steps)
 
 
-def _when(call: int, body: list[_Instruction]) -> list[_Instruction]:
-    """Run `body`, which returns on every path, when the call's number is `call`."""
-    return [(_JUMP_EQ, 0, len(body), call), *body]
-
-
-def _argument_in(
-    offset: int, values: tuple[int, ...], then: _Instruction, otherwise: _Instruction
-) -> list[_Instruction]:
-    tests = [(_JUMP_EQ, len(values) - i, 0, value) for i, value in enumerate(values)]
-    return [(_LOAD, 0, 0, offset), *tests, otherwise, then]
-
-
-def _unless_zero(option: int, then: _Instruction, otherwise: _Instruction) -> list[_Instruction]:
-    """`then` for a call whose first argument is `option` and whose second is nothing."""
-    is_option, is_zero = (_JUMP_EQ, 1, 0, option), (_JUMP_EQ, 0, 1, 0)
-    return [(_LOAD, 0, 0, _ARG0), is_option, otherwise, (_LOAD, 0, 0, _ARG1), is_zero, then, otherwise]
+def _places(program: _Backwards, column: int) -> dict[int, int]:
+    """Where each call goes on that is not simply allowed."""
+    allow, eperm = program.allow, program.eperm
+    places = {number: eperm for numbers in _DENIED.values() if (number := numbers[column]) is not None}
+    program.when(_JUMP_SET, _NEW_NAMESPACES, eperm, allow)
+    places[_CLONE[column]] = program.load(_ARG0)
+    places[_CLONE3[column]] = program.refuse(errno.ENOSYS)
+    places[_PRLIMIT[column]] = program.argument_in(_ARG0, (0,), allow, eperm)
+    no_family = program.refuse(errno.EAFNOSUPPORT)
+    places[_SOCKET[column]] = program.argument_in(_ARG0, _SOCKET_FAMILIES, allow, no_family)
+    second_is_zero = program.argument_in(_ARG1, (0,), eperm, allow)
+    places[_PRCTL[column]] = program.argument_in(_ARG0, (_CHILD_SUBREAPER,), second_is_zero, allow)
+    places[_IOCTL[column]] = program.argument_in(_ARG1, _TERMINAL_INJECTION, eperm, allow)
+    return places
 
 
 def instructions(machine: str) -> list[_Instruction]:
     """The filter for an architecture ("x86_64", "aarch64")."""
     column = list(_AUDIT_ARCH).index(machine)
-    allow, eperm = (_RETURN, 0, 0, _ALLOW), _refuse(errno.EPERM)
-    program: list[_Instruction] = [
-        (_LOAD, 0, 0, _ARCH),
-        (_JUMP_EQ, 1, 0, _AUDIT_ARCH[machine]),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, _NUMBER),
-    ]
+    program = _Backwards()
+    places = _places(program, column)
+    ranges = [(0, program.allow)]
+    for number in sorted(places):
+        for first, place in ((number, places[number]), (number + 1, places.get(number + 1, program.allow))):
+            if place != ranges[-1][1]:
+                ranges.append((first, place))
     if machine == "x86_64":
-        program += [(_JUMP_GE, 0, 1, _X32_BIT), eperm]
-    program += _when(_CLONE[column], [(_LOAD, 0, 0, _ARG0), (_JUMP_SET, 0, 1, _NEW_NAMESPACES), eperm, allow])
-    program += _when(_CLONE3[column], [_refuse(errno.ENOSYS)])
-    program += _when(_PRLIMIT[column], _argument_in(_ARG0, (0,), allow, eperm))
-    program += _when(_SOCKET[column], _argument_in(_ARG0, _SOCKET_FAMILIES, allow, _refuse(errno.EAFNOSUPPORT)))
-    program += _when(_PRCTL[column], _unless_zero(_CHILD_SUBREAPER, eperm, allow))
-    program += _when(_IOCTL[column], _argument_in(_ARG1, _TERMINAL_INJECTION, eperm, allow))
-    for numbers in _DENIED.values():
-        number = numbers[column]
-        if number is not None:
-            program += _when(number, [eperm])
-    return [*program, allow]
+        ranges.append((_X32_BIT, program.eperm))
+    kill = program.answer(_KILL)
+    program.bisect(ranges)
+    number = program.load(_NUMBER)
+    program.when(_JUMP_EQ, _AUDIT_ARCH[machine], number, kill)
+    program.load(_ARCH)
+    return program.steps[::-1]
 
 
 def packed() -> bytes:

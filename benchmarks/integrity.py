@@ -1,0 +1,191 @@
+"""Are rewards what was earned? References that are rejected, states that are rewarded untouched, cheats that succeed:
+all three must be none, on every backend that can be had here.
+
+    python -m benchmarks.integrity HUMANEVAL.jsonl.gz [--backend B ...] [--every B=N ...] [--without-cheats]
+
+References and untouched states: every task of the file, generated tasks (with canary tasks among them, whose reference
+knows their word), and tasks mined here from a repository that is made for it (`integrity_tasks`), each judged in
+machines of the backend. Cheats: the whole catalogue of `etude machines check`. A backend whose machines cannot be had
+is named with the reason. `--every microvm=8` takes every eighth task and cheat there: emulated machines are slow, and
+the result says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.integrity_tasks import EveryNth, mined
+from benchmarks.report import report
+from etude.environments import MachineGrader, exports_of
+from etude.environments.backends import BACKENDS, open_runtime
+from etude.environments.cheats import CATALOGUE, Verdict
+from etude.environments.cheats import check as play
+from etude.environments.remote import RemoteRuntime
+from etude.errors import MachineError, TaskError
+from etude.records.task import Split
+from etude.seams import Runtime, TaskSource
+from etude.tasks import HumanEvalSource, Proof, RepairSource, check
+from etude.tasks.canaries import WithCanaries
+
+KEY = "e2b_" + "0123456789" * 4
+QUOTA = f'[bench]\nkey = "{KEY}"\nmax_live = 256\ncreations_per_minute = 1000000\n'
+GENERATED, CANARIES = 64, 0.25
+VERDICT_S = 1800.0
+
+
+@contextlib.asynccontextmanager
+async def machines_of(backend: str) -> AsyncIterator[Runtime]:
+    """A runtime; "remote" is our own server on loopback, a process of its own, over machines of namespaces."""
+    async with contextlib.AsyncExitStack() as stack:
+        if backend == "remote":
+            runtime: Runtime = RemoteRuntime(stack.enter_context(_server()), key=KEY)
+        else:
+            runtime = open_runtime(backend)
+        try:
+            yield runtime
+        finally:
+            await runtime.close()
+
+
+@contextlib.contextmanager
+def _server() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys.toml"
+        keys.touch(0o600)
+        keys.write_text(QUOTA)
+        command = [sys.executable, "-m", "etude.cli", "machines", "serve", "--port", "0", "--keys", str(keys)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                line = server.stdout.readline()
+                if not line:
+                    raise MachineError("the server of machines did not start", hint="see what it printed")
+                yield line.split()[-1]
+            finally:
+                server.terminate()
+
+
+async def references(runtime: Runtime, sources: dict[str, TaskSource], at_once: int) -> dict[str, Any]:
+    """For each source: tasks, what was wrong of which, seconds."""
+    grader, found = MachineGrader(runtime), dict[str, Any]()
+    for name, source in sources.items():
+        began, proofs = time.perf_counter(), list[Proof]()
+        for split in Split:
+            size = source.size(split)
+            if size != 0:
+                export = partial(exports_of, runtime)
+                settings: dict[str, Any] = {"concurrency": at_once, "deadline_s": VERDICT_S, "export": export}
+                proofs.append(await check(source, grader, split, size, **settings))
+        found[name] = {
+            "tasks": sum(proof.num_tasks for proof in proofs),
+            "rejected_references_and_accepted_untouched_states": [
+                f"{proof.split} {failure.index}: {failure.reason}" for proof in proofs for failure in proof.failures
+            ],
+            "wall_s": round(time.perf_counter() - began, 1),
+        }
+        print(f"{runtime.info.name}: {name}: {found[name]}", file=sys.stderr, flush=True)
+    return found
+
+
+async def cheats(runtime: Runtime, at_once: int, every: int) -> dict[str, Any]:
+    """What came of the catalogue: every verdict counted, those worth reading by name."""
+    began, chosen = time.perf_counter(), CATALOGUE[::every]
+    grader = MachineGrader(runtime)
+    found = [finding async for finding in play(runtime, grader, cheats=chosen, at_once=at_once)]
+    counts = Counter(finding.verdict for finding in found)
+
+    def named(verdict: Verdict) -> list[str]:
+        return [f"{f.cheat} ({f.kind}): {f.evidence}" for f in found if f.verdict is verdict]
+
+    return {
+        "programs": len({finding.cheat for finding in found}),
+        "tried": len(found) - counts[Verdict.SKIPPED],
+        "succeeded": named(Verdict.SUCCEEDED),
+        "known": named(Verdict.KNOWN),
+        "caught": named(Verdict.CAUGHT),
+        "resisted": counts[Verdict.RESISTED],
+        "skipped": dict(Counter(f"{f.kind}: {f.evidence}" for f in found if f.verdict is Verdict.SKIPPED)),
+        "wall_s": round(time.perf_counter() - began, 1),
+    }
+
+
+async def of_backend(backend: str, sources: dict[str, TaskSource], said: argparse.Namespace) -> dict[str, Any]:
+    """Everything on one backend, or why it is not to be had here."""
+    every = dict(said.every).get(backend, 1)
+    sample = "all" if every == 1 else f"every {every}th task of each split and every {every}th cheat"
+    chosen: dict[str, TaskSource] = {name: EveryNth(source, None, every) for name, source in sources.items()}
+    try:
+        async with machines_of(backend) as runtime:
+            told = await references(runtime, chosen, said.jobs)
+            played = None if said.without_cheats else await cheats(runtime, said.jobs, every)
+            print(f"{backend}: cheats: {played}", file=sys.stderr, flush=True)
+            return {"isolation": runtime.info.isolation, "sample": sample, "references": told, "cheats": played}
+    except MachineError as error:
+        return {"not_to_be_had": f"{error.what}: {error.facts}"}
+
+
+async def measure(said: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    generated = WithCanaries(RepairSource(seed=0), share=CANARIES, seed=0)
+    everything: dict[str, TaskSource] = {
+        "humaneval": HumanEvalSource(said.data),
+        "generated": EveryNth(generated, {Split.TRAIN: GENERATED, Split.HELDOUT: GENERATED}, 1),
+    }
+    began = time.perf_counter()
+    try:
+        async with machines_of("namespace") as runtime:
+            everything["mined"] = await mined(runtime, folder, at_once=said.jobs)
+        mining: dict[str, Any] = {"wall_s": round(time.perf_counter() - began, 1)}
+    except (MachineError, TaskError) as error:
+        mining = {"none": f"{error.what}: {error.facts}"}
+    found = {backend: await of_backend(backend, everything, said) for backend in said.backend or BACKENDS}
+    return {"mining": mining, "backends": found, **_totals(found)}
+
+
+def _totals(found: dict[str, Any]) -> dict[str, int]:
+    """The two numbers that must be 0, over all backends, and of how many."""
+    had = [each for each in found.values() if "references" in each]
+    told = [source for each in had for source in each["references"].values()]
+    played = [each["cheats"] for each in had if each["cheats"] is not None]
+    return {
+        "proofs": sum(source["tasks"] for source in told),
+        "wrong_proofs": sum(len(source["rejected_references_and_accepted_untouched_states"]) for source in told),
+        "cheats_tried": sum(each["tried"] for each in played),
+        "cheats_succeeded": sum(len(each["succeeded"]) for each in played),
+    }
+
+
+def _share(text: str) -> tuple[str, int]:
+    backend, _, n = text.partition("=")
+    if backend not in BACKENDS or not n.isdecimal() or int(n) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not BACKEND=N, with N from 1")
+    return backend, int(n)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="a HumanEval-style .jsonl or .jsonl.gz")
+    parser.add_argument("--backend", action="append", choices=list(BACKENDS), help="(repeatable; default: all)")
+    parser.add_argument("--every", type=_share, action="append", default=[], metavar="B=N", help="only every Nth there")
+    parser.add_argument("--jobs", type=int, default=4, metavar="N", help="verdicts and cheats at once")
+    parser.add_argument("--without-cheats", action="store_true", help="references and untouched states alone")
+    said = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="integrity-") as folder:
+        numbers = asyncio.run(measure(said, Path(folder)))
+    report("integrity", numbers)
+    if numbers["wrong_proofs"] or numbers["cheats_succeeded"]:
+        raise SystemExit("rewards are not what was earned: see wrong proofs and cheats that succeeded")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+//! A process that waits in its maker's namespaces and becomes the first of one machine after the other, by cloning itself:
+//! a program is loaded, linked and told what holds once, not for every machine.
+//!
+//! For each machine it is sent descriptors: the channel to the host, the user namespace, the entrances of control groups.
+//! Meanwhile the maker stays in the namespaces that the machine is to have. The clone is the maker's child; its number
+//! is the answer, or, negative, the number of the error.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use crate::options::Template;
+use crate::sys::{self, NAMESPACES};
+
+/// What a machine's first process is given.
+pub struct Given {
+    pub channel: OwnedFd,
+    pub users: OwnedFd,
+    pub groups: Vec<OwnedFd>,
+}
+
+/// Answer requests until the maker is gone: None. In each clone: what it was given.
+pub fn serve(template: &Template) -> io::Result<Option<Given>> {
+    let (requests, maker) = (sys::take_over(template.requests)?, sys::take_over(template.maker)?);
+    let home = NAMESPACES.iter().map(|(name, kind)| Ok((File::open(format!("/proc/self/ns/{name}"))?, *kind)));
+    let home = home.collect::<io::Result<Vec<_>>>()?;
+    let all = NAMESPACES.iter().fold(0, |all, (_, kind)| all | kind);
+    while let Some(given) = sys::receive_descriptors(&requests)? {
+        let born = sys::enter_namespaces(&maker, all).and_then(|()| sys::clone_first_process());
+        if matches!(born, Ok(0)) {
+            return Ok(Some(sorted(given)?));
+        }
+        for (namespace, kind) in &home {
+            sys::enter_namespaces(namespace, *kind)?;
+        }
+        let answer = born.unwrap_or_else(|error| -error.raw_os_error().unwrap_or(sys::EINVAL));
+        sys::send_number(&requests, answer)?;
+    }
+    Ok(None)
+}
+
+fn sorted(given: Vec<OwnedFd>) -> io::Result<Given> {
+    let mut given = given.into_iter();
+    let mut next = || given.next().ok_or_else(|| sys::error(sys::EINVAL));
+    Ok(Given { channel: next()?, users: next()?, groups: given.collect() })
+}

@@ -1,0 +1,91 @@
+"""Virtual machines as a product starts them: each boots, is used and ends; none is stored, restored or forked.
+
+The other side of the parity probe for microVMs: the same guest image, kernel and agent, the same commands before the
+first, and a name of its own, so what tells one of these from a `MicroVMRuntime`'s is what being forked leaves behind.
+Seconds each; for measuring, not for work.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from etude.environments.agent import AgentMachine, Channel, program
+from etude.environments.agent.channel import Lost
+from etude.environments.config import MachineLimits
+from etude.environments.microvm.base import BOOT_DEADLINE_S
+from etude.environments.microvm.guests import GuestImage, booting_of, users_of
+from etude.environments.microvm.image import find
+from etude.environments.microvm.probe import probe
+from etude.environments.microvm.qemu import MEMORY_NAME, Boot, Qemu, require_qemu
+from etude.environments.namespace.snapshots import tree
+from etude.errors import MachineError
+from etude.records.image import Image
+from etude.seams import Machine, RuntimeInfo
+
+_ENVIRONMENT = {"LANG": "C.UTF-8"}
+_NAMED = """echo $0 >/proc/sys/kernel/hostname; echo $1 >/etc/machine-id
+echo $(($$ - 1)) >/proc/sys/kernel/ns_last_pid"""  # as if this shell had not been
+
+
+class BootedRuntime:
+    """A `Runtime` of guests that boot. `MachineError` where `MicroVMRuntime` has it."""
+
+    info = RuntimeInfo(name="booted", isolation="own kernel", users=users_of(None), notes=("boots for every machine",))
+
+    def __init__(self, folder: Path | None = None) -> None:
+        require_qemu()
+        self._agent, self._image = program(), find(folder)
+        self._trees: dict[str, bytes] = {}
+        self._machines: list[Machine] = []
+
+    async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
+        """See `Runtime.prepare`: nothing boots yet."""
+        if image is not None:
+            raise MachineError("a booted machine has the guest's own image", hint="use a runtime that has images")
+        packed = tree(files)
+        self._trees[name := str(len(self._trees))] = packed
+        return name
+
+    async def fork(self, snapshot: str, n: int, *, deadline_s: float = BOOT_DEADLINE_S) -> list[Machine]:
+        """Machines that have booted, one after another, and got their files then."""
+        return [await self._booted(self._trees[snapshot], deadline_s) for _ in range(n)]
+
+    async def _booted(self, packed: bytes, deadline_s: float) -> Machine:
+        accelerator = await probe(self._image)
+        own = GuestImage.of(None, self._image, None)
+        booting = await booting_of(own, self._image, self._agent, MachineLimits(), accelerator.name)
+        ram = os.memfd_create(MEMORY_NAME, os.MFD_CLOEXEC)
+        archive = os.memfd_create("etude-initial", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(ram, booting.hardware.memory_bytes)
+            os.pwrite(archive, booting.initial, 0)
+            qemu = Qemu(booting.hardware, ram, boot=Boot(booting.kernel, archive))
+        finally:
+            os.close(archive)
+            os.close(ram)
+        channel = Channel(os.dup(qemu.channel.fileno()))
+        machine = AgentMachine(
+            channel, env=_ENVIRONMENT, users=users_of(None), snapshot=_never, end=qemu.close, blame=qemu.process.said
+        )
+        self._machines.append(machine)
+        try:
+            await channel.ready(deadline_s)
+        except Lost as lost:
+            raise MachineError("a guest did not boot", str(lost), hint="build the image again") from None
+        await machine.exec(["sh", "-c", booting.warm], key="warm", deadline_s=deadline_s)
+        named = ["sh", "-c", _NAMED, secrets.token_hex(6), secrets.token_hex(16)]
+        await machine.exec(named, key="named", deadline_s=deadline_s, user="root")
+        await machine.load(packed)
+        return machine
+
+    async def close(self) -> None:
+        """See `Runtime.close`."""
+        for machine in self._machines:
+            await machine.close()
+
+
+async def _never(machine: object) -> str:
+    raise MachineError("a booted machine is not stored", hint="use MicroVMRuntime")

@@ -1,0 +1,182 @@
+"""Offering an ASGI app over HTTP: one socket, bound before anything starts, closed in order.
+
+uvicorn bounds neither how long nor how large the head of a request is, nor how long an answer waits for a client that
+does not read it; here a connection is cut for that. Bodies, and the time that answers take, are the app's own to bound.
+Signals are left to whoever starts this. Knows nothing of what is offered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from etude.errors import ConfigError, DeadlineExceeded
+
+_START_S, _STOP_S = 10.0, 10.0
+_HEAD_BYTES = 64 << 10
+_PATIENCE_S = 20.0  # for the head of a request to come, and for a client to read more of its answer
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    app: Starlette,
+    sock: socket.socket,
+    *,
+    what: str,
+    grace_s: int = 2,
+    max_connections: int = 8192,
+    patience_s: float = _PATIENCE_S,
+) -> AsyncIterator[str]:
+    """Serve at a socket of `bind` while the block runs; yields the URL. `what` names it in errors; requests that are
+    under way at the end have `grace_s`. A client has `patience_s` for the head of a request, and to take more of an
+    answer.
+
+    Raises `DeadlineExceeded` where it does not start, or stop.
+    """
+    config = uvicorn.Config(
+        app,
+        http=_protocol(patience_s),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        limit_concurrency=max_connections,
+        timeout_graceful_shutdown=grace_s,
+    )
+    server = _Server(config)
+    work = asyncio.create_task(server.serve(sockets=[sock]), name=what)
+    try:
+        await _started(server, work, what)
+        host, port = sock.getsockname()[:2]
+        yield f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    finally:
+        server.should_exit = True
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await asyncio.gather(work, return_exceptions=True)
+        except TimeoutError:
+            facts = f"within {_STOP_S:g} s"
+            raise DeadlineExceeded(f"{what} did not stop", facts, hint="a request hangs; see its log") from None
+        finally:
+            sock.close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises `ConfigError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        hint = "give e.g. --host 127.0.0.1"
+        raise ConfigError(f"host {host!r} is no address", str(error.strerror), hint=hint) from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(1024)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        hint = "choose another --port (0 takes any free one), or a --host of this machine"
+        raise ConfigError(f"cannot listen on {host}:{port}", str(error.strerror), hint=hint) from None
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that says when it is up, and leaves signals alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _started(server: _Server, work: asyncio.Task[None], what: str) -> None:
+    up = asyncio.create_task(server.up.wait())
+    try:
+        await asyncio.wait({up, work}, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        up.cancel()
+    if work.done():
+        work.result()
+    if not server.up.is_set():
+        facts = "it ended" if work.done() else f"within {_START_S:g} s"
+        raise DeadlineExceeded(f"{what} did not start", facts, hint="see what was printed above")
+
+
+def _protocol(patience_s: float) -> type[Any]:
+    """uvicorn's connection, whichever parser it has, cut where its client holds it for nothing."""
+
+    class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _cut: asyncio.TimerHandle | None = None
+        _is_in_head, _head_bytes = False, 0
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._expect_head()
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            if self._is_in_head:
+                self._head_bytes += len(data)
+                if self._head_bytes > _HEAD_BYTES:
+                    self.transport.abort()
+            if self.cycle is not before:
+                self._expect_nothing()
+            elif self.cycle is None or self.cycle.response_complete:
+                self._expect_head()
+
+        def on_message_begin(self) -> None:  # of httptools, which bounds no head; h11 bounds it
+            super().on_message_begin()
+            self._is_in_head, self._head_bytes = True, 0
+
+        def on_headers_complete(self) -> None:
+            self._is_in_head = False
+            super().on_headers_complete()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._expect_reader(self.transport.get_write_buffer_size() + 1)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._expect_nothing()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._expect_nothing()
+            super().connection_lost(exc)
+
+        def _expect_head(self) -> None:
+            if self._cut is None:
+                self._cut = asyncio.get_running_loop().call_later(patience_s, self.transport.abort)
+
+        def _expect_reader(self, bytes_before: int) -> None:
+            """Cut it unless less waits to be read now than before; look again later."""
+            self._expect_nothing()
+            num_bytes = self.transport.get_write_buffer_size()
+            if num_bytes >= bytes_before:
+                self.transport.abort()
+            else:
+                loop = asyncio.get_running_loop()
+                self._cut = loop.call_later(patience_s, self._expect_reader, num_bytes)
+
+        def _expect_nothing(self) -> None:
+            if self._cut is not None:
+                self._cut.cancel()
+                self._cut = None
+
+    return Connection

@@ -1,0 +1,32 @@
+"""The library's own fakes: one for every seam, small and honest, for tests, demonstrations and your own harness.
+
+A fake keeps the seam's contract, errors included, without processes, files or weights. What one cannot do is said
+in its docstring; the most important: **nothing here isolates anything**. `MemoryMachine` and `FakeGrader` run code
+in this very process, so hand them only code that we generated ourselves. Knows no folder of etude.
+"""
+
+from etude.testing.learning import (
+    EnginePolicy,
+    FakeLearner,
+    MemoryExperience,
+    MemorySink,
+    ScriptedEngine,
+    StreamingPolicy,
+    make_version,
+)
+from etude.testing.machines import FakeGrader, ListSource, MemoryMachine, MemoryRuntime, run_python
+
+__all__ = [
+    "EnginePolicy",
+    "FakeGrader",
+    "FakeLearner",
+    "ListSource",
+    "MemoryExperience",
+    "MemoryMachine",
+    "MemoryRuntime",
+    "MemorySink",
+    "ScriptedEngine",
+    "StreamingPolicy",
+    "make_version",
+    "run_python",
+]

@@ -1,0 +1,241 @@
+"""What learns and what it learns from: engines, policies, a learner, a store, a sink, without weights and files."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from etude.errors import ContextFull, EngineBehind, EngineError, LedgerError
+from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
+from etude.records.sample import Batch, Published, StepReport
+from etude.seams import Engine, EngineInfo
+
+
+def make_version(step: int, content: str = "") -> Version:
+    """A version whose digest follows from step and content.
+
+    >>> make_version(3).step
+    3
+    """
+    return Version(step=step, incarnation="0" * 8, digest=hashlib.sha256(f"{step} {content}".encode()).hexdigest())
+
+
+class ScriptedEngine:
+    """An `Engine` that answers with given token lists, one a request, and everything a completion carries.
+
+    Every token has log-probability -0.5 and experts ``position % 4`` in each of `num_layers` layers. Lists end by
+    the stop token or at max_tokens; when they have all been said, the next request is an `EngineError`.
+    """
+
+    def __init__(
+        self,
+        answers: Iterable[Sequence[int]],
+        *,
+        name: str = "engine-0",
+        step: int = 0,
+        context_tokens: int = 4_096,
+        num_layers: int = 2,
+        top_k: int = 2,
+    ) -> None:
+        self.name, self.version, self.context_tokens = name, make_version(step), context_tokens
+        self.requests: list[CompletionRequest] = []  # every request served, for a test to look at
+        self._answers, self._shape = iter(answers), (num_layers, top_k)
+        self._running = asyncio.Event()
+        self._running.set()
+        self._waiting = 0
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        if len(request.prompt_ids) + request.sampling.max_tokens > self.context_tokens:
+            raise ContextFull(
+                f"{request.request_id} needs more than {self.context_tokens} tokens", hint="ask for fewer"
+            )
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                await self._running.wait()
+        except TimeoutError:
+            facts = f"{self.name} stayed paused for {request.deadline_s:g} s"
+            raise EngineError(f"{request.request_id} was not served", facts, hint="resume the engine") from None
+        finally:
+            self._waiting -= 1
+        step = self.version.step
+        if step < request.min_step or request.pin_step not in (None, step):
+            raise EngineBehind(f"{self.name} holds step {step}", hint="ask another engine, or adopt")
+        tokens = next(self._answers, None)
+        if tokens is None:
+            raise EngineError(f"{self.name} has no answer left", hint="script one for every request")
+        self.requests.append(request)
+        return self._completion(request, list(tokens))
+
+    def _completion(self, request: CompletionRequest, tokens: list[int]) -> Completion:
+        sampling, reason = request.sampling, StopReason.LENGTH
+        for place, token in enumerate(tokens[: sampling.max_tokens]):
+            if token in sampling.stop_token_ids:
+                tokens, reason = tokens[: place + 1], StopReason.STOP
+                break
+        tokens = tokens[: sampling.max_tokens]
+        end = len(request.prompt_ids) + len(tokens) - 1
+        positions = np.arange(min(request.routes_from, end), end, dtype=np.uint8) % 4
+        routes = np.broadcast_to(positions[:, None, None], (len(positions), *self._shape)).astype(np.uint8)
+        return Completion(
+            request_id=request.request_id,
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.full(len(tokens), -0.5, np.float32),
+            routes=routes,
+            routes_start=min(request.routes_from, end),
+            spans=(VersionSpan(self.version, len(tokens)),),
+            stop_reason=reason,
+            engine=self.name,
+        )
+
+    async def pause(self) -> None:
+        self._running.clear()
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
+        if min_step > self.version.step:
+            self.version = make_version(min_step)
+        return self.version
+
+    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
+        return EngineInfo(
+            name=self.name,
+            version=self.version,
+            paused=not self._running.is_set(),
+            context_tokens=self.context_tokens,
+            max_sequences=1_000,
+            num_running=0,
+            num_waiting=self._waiting,
+            kv_tokens_free=self.context_tokens,
+            capabilities=("routes", "spans", "adopt", "verify"),
+        )
+
+    async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
+        return self.version, [-0.5] * (len(token_ids) - 1)
+
+
+class EnginePolicy:
+    """The smallest `Policy`: one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        return await self.engine.generate(request)
+
+
+class StreamingPolicy(EnginePolicy):
+    """One that also streams: a token a part."""
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        completion = await self.engine.generate(request)
+        for token in completion.token_ids.tolist():
+            yield [token]
+        yield completion
+
+
+class FakeLearner:
+    """A `Learner` that only counts: every optimiser step makes another version. Keeps what it was given."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.step, self.batches, self.published = step, list[Batch](), list[Published]()
+
+    def forward_backward(self, batch: Batch) -> StepReport:
+        self.batches.append(batch)
+        return StepReport(
+            num_tokens=sum(len(s.path.token_ids) for s in batch.samples),
+            num_sampled=int(sum(s.path.mask.sum() for s in batch.samples)),
+            loss=0.0,
+            entropy=0.0,
+            clip_share=0.0,
+            ratio_max=0.0,
+            ratio_p99=0.0,
+            k1=0.0,
+            k3=0.0,
+            fresh_ratio_max=None,
+            flipped_share=0.0,
+            balance_loss=0.0,
+            cpu_s=0.0,
+        )
+
+    def optim_step(self) -> Mapping[str, float]:
+        self.step += 1
+        return {"grad_norm": 0.0, "lr": 0.0}
+
+    def save(self, path: str) -> None:
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "learner.json").write_text(json.dumps({"step": self.step}))
+
+    def load(self, path: str) -> None:
+        self.step = int(json.loads((Path(path) / "learner.json").read_text())["step"])
+
+    def publish(self, rollout_ids: Sequence[str]) -> Published:
+        done = Published(
+            version=make_version(self.step, " ".join(rollout_ids)),
+            anchor=not self.published,
+            object_bytes=0,
+            snapshot_bytes=0,
+            bound_bytes=0.0,
+            changed_share=0.0,
+            encode_s=0.0,
+        )
+        self.published.append(done)
+        return done
+
+
+class MemoryExperience:
+    """An `ExperienceStore` in two dicts. Without `allowed` (state -> next states, "" before the first) all moves go."""
+
+    def __init__(self, allowed: Mapping[str, Iterable[str]] | None = None) -> None:
+        self._allowed = None if allowed is None else {state: set(after) for state, after in allowed.items()}
+        self._state: dict[str, str] = {}
+        self._data: dict[tuple[str, str], bytes] = {}
+
+    def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
+        state = self._state.get(rollout_id, "")
+        if self._allowed is not None and to not in self._allowed.get(state, ()):
+            raise LedgerError(f"{rollout_id} cannot go from {state or 'nowhere'} to {to}", hint="see the table")
+        self._state[rollout_id] = to
+
+    def put(self, rollout_id: str, name: str, data: bytes) -> None:
+        self._data[rollout_id, name] = bytes(data)
+
+    def get(self, rollout_id: str, name: str) -> bytes | None:
+        return self._data.get((rollout_id, name))
+
+    def states(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for state in self._state.values():
+            counts[state] = counts.get(state, 0) + 1
+        return counts
+
+    def transaction(self, work: Callable[[], None]) -> None:
+        before = copy.copy(self._state), copy.copy(self._data)
+        try:
+            work()
+        except BaseException:
+            self._state, self._data = before
+            raise
+
+
+class MemorySink:
+    """A `Sink` that remembers."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.rows.append((step, dict(values)))
+
+    def close(self) -> None:
+        """Nothing to free."""
