@@ -16,6 +16,7 @@ from tests import here
 from etude.environments import MachineGrader
 from etude.environments.backends import BACKENDS, open_runtime
 from etude.environments.cheats import CATALOGUE, Cheat, Finding, Kind, Row, Verdict, check
+from etude.environments.cheats.handed_in.second import second_look
 from etude.environments.cheats.plain import PlainRuntime
 from etude.environments.cheats.stage import programs, repository
 from etude.records.rollout import Graded
@@ -73,6 +74,11 @@ def test_what_is_handed_in_earns_nothing_where_calls_are_compared_outside(backen
     slow = {"exit-in-a-thread", "exit-by-signal", "expected-from-files"}
     cheats = [replace(c, kinds=(Kind.DATA,)) for c in HANDED_IN if c.row in quick and c.name not in slow]
     resisted(backend, cheats)
+
+
+def test_what_a_second_look_found_earns_nothing_and_breaks_nobody():
+    quick = {Kind.DATA, Kind.CHECK, Kind.LOOSE, Kind.WHOLE}
+    resisted("namespace", [replace(c, kinds=k) for c in second_look() if (k := tuple(quick.intersection(c.kinds)))])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from etude.environments.cheats import CATALOGUE, Kind, suspicions
+from etude.environments.cheats import CATALOGUE, Kind, Row, suspicions
 from etude.environments.cheats.stage import problems
 from etude.harness import standard_tools
 from etude.records.rollout import Graded, ToolCall
@@ -320,7 +320,7 @@ def test_most_of_what_cheats_hand_in_shows_a_sign():
     """Not all: a value that is not a number, or a task's tests replaced, is for the grader to resist."""
     exports = tuple({path for cheat in CATALOGUE for path in cheat.files} | {"calc.py"})
     task = problems(exports)[Kind.DATA].task
-    handed_in = [cheat for cheat in CATALOGUE if cheat.files and not cheat.name.startswith("grader-")]
+    handed_in = [cheat for cheat in CATALOGUE if cheat.files and cheat.row is not Row.INVALID]
     seen = [
         cheat.name
         for cheat in handed_in

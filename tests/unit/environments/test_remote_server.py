@@ -190,6 +190,17 @@ def test_a_creation_that_failed_is_tried_again_with_its_key():
     served(test, max_live=1)
 
 
+def test_a_template_that_the_runtime_let_go_of_is_prepared_again():
+    """Another account's snapshots may push it out of a runtime's bounded memory."""
+
+    async def test(side):
+        assert (await side.make(templateID="tpl")).status_code == 201
+        side.boxes.runtime._snapshots.clear()
+        assert (await side.make(templateID="tpl")).status_code == 201
+
+    served(test)
+
+
 def test_a_machine_that_is_killed_while_it_is_resumed_is_not_left_over():
     async def test(side):
         made = (await side.make()).json()["sandboxID"]

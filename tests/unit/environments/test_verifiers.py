@@ -44,6 +44,19 @@ def test_a_written_number_is_a_verdict_and_only_the_verifiers_counts():
     assert (cheat.reward, cheat.reason) == (0.0, "the verifier ended with exit code 0 and wrote nothing for a reward")
 
 
+def test_what_would_configure_a_verifier_or_be_found_instead_of_the_library_is_taken_only_if_declared_by_name():
+    files = "os.path.relpath(os.path.join(f, n)) for f, _, ns in os.walk('.') for n in ns"
+    listing = f"import os, sys\nsys.exit(' '.join(sorted({files})))"
+    names = ("conftest.py", "pytest.ini", "json.py", "selectors/__init__.py", "in/json.py", "in/sub/json.py", "own.py",
+             "_posixsubprocess.cpython-311-x86_64-linux-gnu.so", "test/a.py")  # fmt: skip
+    work = {"calc.py": RIGHT, **dict.fromkeys(names, b"")}
+    answer = verified(listing, files={"in/verify.py": listing}, argv=("python", "in/verify.py"))
+    whole = judge(answer, work, exports=("./",), trust=Trust.DATA)
+    named = judge(answer, {"json.py": b""}, exports=("json.py",), trust=Trust.DATA)
+    assert whole.reason.split(": ")[1] == "calc.py in/sub/json.py in/verify.py own.py test/a.py"
+    assert named.reason.split(": ")[1] == "calc.py in/verify.py json.py"
+
+
 CHEATS = {
     "exit": "import os\nos._exit(0)",
     "exit in a call": "import os\ndef f(n): os._exit(0)",

@@ -36,6 +36,8 @@ _CALLS = {
     "os.setsid": ("daemon", "leaves its session"),
     "os.dup": ("descriptors", "copies descriptors"),
     "os.dup2": ("descriptors", "copies descriptors"),
+    "os.preadv": ("marks", "looks which pages of a file are in memory"),
+    "os.posix_fadvise": ("marks", "decides which pages of a file are in memory"),
     "pytest.skip": ("skip", "skips its test"),
     "pytest.xfail": ("skip", "expects its test to fail"),
     "pytest.exit": ("exit", "ends the tests"),

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Any
 
 from etude.environments.grading.ground import Ground, Work
 from etude.environments.grading.reports import NotStarted, NotTold, new_nonce, runner
 from etude.environments.grading.verdicts import Refused, earned
 from etude.errors import MachineError
-from etude.records.exports import STATE, covering
+from etude.records.exports import covering
 from etude.records.rollout import Graded
 from etude.records.task import Answer, Trust
 from etude.seams import ExecResult, Machine, Printed, Started
@@ -42,7 +42,8 @@ async def _verdicts(ground: Ground, answer: Answer, work: Work, deadline_s: floa
     module, _, function = answer.entry_point.partition(":")
     nonce = new_nonce()
     test = {"role": "test", "nonce": nonce, "module": module, "function": function, "test": answer.test_code}
-    request = json.dumps({**test, "modules": _modules(ground, work, module)}).encode() + b"\n"
+    modules = _modules(ground, work, module)
+    request = json.dumps({**test, "modules": modules, "more": _made(work, modules)}).encode() + b"\n"
     for lost in range(2):
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -59,12 +60,21 @@ async def _verdicts(ground: Ground, answer: Answer, work: Work, deadline_s: floa
 
 
 def _modules(ground: Ground, work: Work, module: str) -> list[str]:
-    """The modules that are the agent's: those of its files, and of the files that it was to make."""
-    paths = {path for path in (*work, *ground.task.exports) if path.endswith(".py")}
+    """The modules that are the agent's, whatever else has such a name: those of the files that the task declares by
+    name, or declares and has."""
     is_declared = covering(ground.task.exports)
-    paths |= {path for path in ground.task.files if path.endswith(".py") and is_declared(path)}
-    names = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in paths if path != STATE}
-    return sorted(names | {module})
+    files = [path for path in ground.task.files if is_declared(path)]
+    return sorted({module, *_names([*ground.task.exports, *files])})
+
+
+def _made(work: Work, modules: Collection[str]) -> list[str]:
+    """The modules that the agent made besides. One that the test's machine has, too, is not the agent's."""
+    return sorted(_names(work) - {*modules})
+
+
+def _names(paths: Iterable[str]) -> set[str]:
+    python = [path for path in paths if path.endswith(".py")]
+    return {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in python}
 
 
 class _Lines:

@@ -8,6 +8,7 @@ machine itself, no link followed.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from etude.errors import MachineError, TaskError
@@ -73,6 +74,7 @@ async def take_exports(
     exports: dict[str, bytes] = {}
     room = MAX_EXPORT_BYTES
     for path in await _paths(machine, task, runtime):
+        await asyncio.sleep(0)  # others take turns, however many files there are
         try:
             data = await machine.read(path, max_bytes=min(max_bytes, room))
         except (OSError, ValueError):  # deleted, a folder, a link, too large

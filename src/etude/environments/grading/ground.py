@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -29,6 +30,8 @@ _PYTEST = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.t
 _PYTHON = ("pyproject.toml", "sitecustomize.py", "usercustomize.py")
 CONFIGURATION = frozenset(_PYTEST + _PYTHON)
 """File names by which an agent could decide how hidden tests run. The task's own are used, or none."""
+LIBRARY = sys.stdlib_module_names - {"test", "this"}
+"""Modules that a verifier may import, and which a file of the agent's beside it would be found instead of."""
 _ABSOLUTE = 'mkdir -p "$(dirname "$1")" && rm -rf "$1" && cat > "$1"'
 
 Work = Mapping[str, bytes]
@@ -41,12 +44,19 @@ class NotLaid(Exception):
 
 class Ground:
     """Fresh machines for one task's verdict. Files at `kept` are not taken from the agent, nor those with
-    a name of `never`, but where the task declares them one by one."""
+    a name of `never`, nor new modules named like one of the `library`'s where hidden files or commands would import
+    them, but where the task declares them one by one."""
 
     def __init__(
-        self, runtime: Runtime, task: Task, *, never: Collection[str] = (), kept: Collection[str] = ()
+        self,
+        runtime: Runtime,
+        task: Task,
+        *,
+        never: Collection[str] = (),
+        kept: Collection[str] = (),
+        library: Collection[str] = (),
     ) -> None:
-        self.runtime, self.task, self._never, self._kept = runtime, task, never, kept
+        self.runtime, self.task, self._never, self._kept, self._library = runtime, task, never, kept, library
         self._bases: dict[tuple[int, int], tuple[str, Work, Mapping[str, str]]] = {}  # by who they are, kept alive
 
     async def snapshot(self, work: Work, hidden: Mapping[str, str]) -> str:
@@ -77,15 +87,19 @@ class Ground:
 
     def _taken(self, work: Work, hidden: Mapping[str, bytes]) -> dict[str, bytes]:
         """The agent's files that may lie beside the hidden ones."""
-        folders = {str(parent) for path in hidden for parent in PurePosixPath(path).parents}
+        folders = {".", *(str(parent) for path in hidden for parent in PurePosixPath(path).parents)}
         beneath = tuple(f"{path.removesuffix(suffix)}/" for path in hidden for suffix in ("", ".py"))
 
         declared = frozenset(self.task.exports)
 
+        def shadows(path: str) -> bool:
+            named = [one for one in (PurePosixPath(path), *PurePosixPath(path).parents) if str(one.parent) in folders]
+            return path not in self.task.files and any(one.name.partition(".")[0] in self._library for one in named)
+
         def may(path: str) -> bool:
             parts = PurePosixPath(path).parts
             compiled = "__pycache__" in parts or path.endswith((".pyc", ".pth"))
-            if path not in declared and (compiled or parts[-1] in self._never):
+            if path not in declared and (compiled or parts[-1] in self._never or shadows(path)):
                 return False
             return not (path in hidden or path in self._kept or path in folders or path.startswith(beneath))
 

@@ -73,7 +73,9 @@ class TestBench:
         hidden = {**own, **tests.files}
         try:
             targets = await self._collected(ground, tests, hidden, reference)
-            canaries = await self._proven(ground, tests, hidden, targets, reference)
+            sources = await _sources(ground, tests, hidden)
+            hidden |= sources  # also those of the image: else a canary, which is laid over it, is the younger file
+            canaries = await self._proven(ground, tests, sources, hidden, targets, reference)
         except Refused as error:
             raise Broken(Boundary.TASK, "the hidden tests do not run on the reference solution", error.reason) from None
         return Plan(hidden, targets, canaries)
@@ -112,12 +114,12 @@ class TestBench:
         work: Work,
         *,
         give_up: bool = False,
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, str]]:
         """What each run told. To `give_up`: after one that told nothing, those that have not begun are left out, so
         that hanging costs the agent its verdict and not us an hour."""
         lost: list[str] = []
 
-        async def one(hidden: Mapping[str, str], target: Target) -> dict[str, Any]:
+        async def one(hidden: Mapping[str, str], target: Target) -> dict[str, str]:
             async with self._room:
                 if lost and give_up:
                     return {"outcome": "not run", "why": lost[0]}
@@ -135,13 +137,15 @@ class TestBench:
 
     async def _run(
         self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], target: Target, work: Work
-    ) -> dict[str, Any]:
+    ) -> dict[str, str]:
+        """What the run told: text alone, whatever else it may have said."""
         request = {"role": "run", "program": tests.runner.value, "base": target.base, "index": target.ordinal}
         try:
             said = await ground.report(work, hidden, _argv(), request, deadline_s=tests.deadline_s)
         except NotTold as error:
             return {"outcome": "lost", "why": error.reason}
-        return said if type(said) is dict else {"outcome": "no report"}
+        words = said if type(said) is dict else {"outcome": "no report"}
+        return {name: words[name] for name in ("id", "outcome", "why") if type(words.get(name)) is str}
 
     async def _collected(
         self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], reference: Work
@@ -168,10 +172,15 @@ class TestBench:
         return targets
 
     async def _proven(
-        self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], targets: Sequence[Target], work: Work
+        self,
+        ground: Ground,
+        tests: HiddenTests,
+        sources: Mapping[str, str],
+        hidden: Mapping[str, str],
+        targets: Sequence[Target],
+        work: Work,
     ) -> list[Canary]:
         """Canaries that fail on the reference solution: those that are like the tests, others where there are none."""
-        sources = await _sources(ground, targets, tests, hidden)
         candidates = list(_candidates(sources, tests, targets, random.Random(new_nonce())))[:_MOST_TRIED]
         found: list[Canary] = []
         for path, source, target, alike in candidates:
@@ -203,9 +212,7 @@ def _candidates(
     yield from sorted(rounds, key=lambda candidate: not candidate[3])
 
 
-async def _sources(
-    ground: Ground, targets: Sequence[Target], tests: HiddenTests, hidden: Mapping[str, str]
-) -> dict[str, str]:
+async def _sources(ground: Ground, tests: HiddenTests, hidden: Mapping[str, str]) -> dict[str, str]:
     """The text of the files that the tests are in: hidden ones, the task's, or those of its image."""
     found = {path: text for path, text in hidden.items() if path.endswith(".py")}
     missing = [path for path in _files_of(tests) if path not in found]
@@ -243,7 +250,7 @@ def _argv() -> list[str]:
     return ["python", "-s", "-B", "-c", runner("tests")]
 
 
-def _passed(said: Mapping[str, Any], target: Target) -> bool:
+def _passed(said: Mapping[str, str], target: Target) -> bool:
     return said.get("outcome") == "passed" and said.get("id") == target.id
 
 

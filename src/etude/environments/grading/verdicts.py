@@ -45,9 +45,10 @@ def refused(refusal: Refused, trust: Trust) -> Graded:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks, cut to what a log can bear.
+    """The text without line breaks, cut to what a log can bear; what cannot be printed or written is a question mark.
 
-    >>> one_line("a\\n  b")
-    'a b'
+    >>> one_line("a\\n  b \\ud800 \\x1b[2J")
+    'a b ? ?[2J'
     """
-    return " ".join(text.split())[:REASON_CHARS]
+    line = " ".join(text.split())[:REASON_CHARS]
+    return "".join(char if char.isprintable() else "?" for char in line)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 
 from etude.environments.grading.canaries import anywhere
-from etude.environments.grading.ground import Ground, NotLaid, Work
+from etude.environments.grading.ground import CONFIGURATION, LIBRARY, Ground, NotLaid, Work
 from etude.environments.grading.reports import new_nonce
 from etude.environments.grading.verdicts import Broken, Refused, earned, one_line
 from etude.errors import MachineError
@@ -103,7 +103,8 @@ class VerifierBench:
         return _ROOT if task.state and _ROOT in self._runtime.info.users else ""
 
     def _ground(self, task: Task, verifier: Verifier) -> Ground:
-        return Ground(self._runtime, task, kept=(verifier.reward_path,))
+        kept = (verifier.reward_path,)
+        return Ground(self._runtime, task, never=CONFIGURATION, kept=kept, library=LIBRARY)
 
     async def _guarded(
         self, ground: Ground, verifier: Verifier, canaries: Sequence[Canary], work: Work, first: Said

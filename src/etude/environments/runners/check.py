@@ -4,7 +4,8 @@ plain data between them, line by line. So neither process holds anything of the 
 First line of stdin: {"role", ...}. As "calls", each further line is [module, name, args, kwargs] and each line of
 stdout its answer: ["value", v], ["function"] (args null, and the name is one) or ["raise", builtin exception, text].
 As "test", lines go the other way, each after the nonce; so do the verdicts, ["passes"] or ["fails", text].
-The test runs once as it is and, if it passes, once with every result spoiled: then a test that is one must fail.
+The test runs once as it is and, if it passes, once with every result spoiled: then a test that is one must fail. It is
+told the same results again, so that nobody can behave once and not again.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-any-generics
 
@@ -103,29 +104,44 @@ def rebuilt(kind, text):
 class Elsewhere:
     """The agent's modules, as far as this process can know them."""
 
-    def __init__(self, lines, out, nonce):
-        self.lines, self.out, self.nonce, self.spoil = lines, out, nonce, False
+    def __init__(self, lines, out, nonce, modules):
+        self.lines, self.out, self.nonce, self.modules = lines, out, nonce, modules
+        self.spoil, self.told, self.again = False, [], iter(())
 
     def tell(self, *words):
         self.out.write(f"{self.nonce} {json.dumps(words)}\n".encode())
         self.out.flush()
 
     def ask(self, module, name, args, kwargs):
-        packed = None if args is None else pack(args)
-        self.tell("call", module, name, packed, None if args is None else pack(kwargs))
-        said = json.loads(self.lines.readline())
+        question = [module, name, *((None, None) if args is None else (pack(args), pack(kwargs)))]
+        said = self.said(question)
         if said[0] == "raise":
             raise rebuilt(getattr(builtins, said[1], None), said[2])
         if said[0] == "function":
             return lambda *a, **k: self.ask(module, name, a, k)
         return unpack(said[1], self.spoil)
 
+    def said(self, question):
+        """What was said to it the first time; else it is asked."""
+        key = json.dumps(question)
+        before, said = next(self.again, ("", None))
+        if before != key:
+            self.again = iter(())
+            self.tell("call", *question)
+            said = json.loads(self.lines.readline())
+        if not self.spoil:
+            self.told.append((key, said))
+        return said
+
+    def go_again(self):
+        self.spoil, self.again = True, iter(self.told)
+
 
 class Finder:
     """Finds the agent's modules elsewhere."""
 
     def __init__(self, names, elsewhere):
-        self.names, self.elsewhere = names, elsewhere
+        self.names, self.elsewhere, self.made = names, elsewhere, []  # modules that it made
 
     def find_spec(self, name, path=None, target=None):
         if name not in self.names:
@@ -136,11 +152,12 @@ class Finder:
         module = types.ModuleType(spec.name)
 
         def attribute(name):
-            if name.startswith("__") or f"{spec.name}.{name}" in self.names:
+            if name.startswith("__") or f"{spec.name}.{name}" in self.elsewhere.modules:
                 raise AttributeError(name)
             return self.elsewhere.ask(spec.name, name, None, None)
 
         vars(module)["__getattr__"] = attribute
+        self.made.append(spec.name)
         return module
 
     def exec_module(self, module):
@@ -160,11 +177,15 @@ def run(test, elsewhere, module, function):
 
 
 def serve_test(lines, out, request):
-    elsewhere = Elsewhere(lines, out, request["nonce"])
-    sys.meta_path.insert(0, Finder(frozenset(request["modules"]), elsewhere))
+    elsewhere = Elsewhere(lines, out, request["nonce"], {*request["modules"], *request["more"]})
+    first, last = (Finder(frozenset(request[names]), elsewhere) for names in ("modules", "more"))
+    sys.meta_path[:] = [first, *sys.meta_path, last]
     for spoil in (False, True):
-        elsewhere.spoil = spoil
-        for name in request["modules"]:
+        if spoil:
+            elsewhere.go_again()
+        if "random" in request["test"]:
+            importlib.import_module("random").seed(request["nonce"])
+        for name in (*request["modules"], *last.made):
             sys.modules.pop(name, None)
         why = run(request["test"], elsewhere, request["module"], request["function"])
         elsewhere.tell("fails", why) if why else elsewhere.tell("passes")

@@ -13,13 +13,13 @@ _FAKE_MATH = """
 import sys, types
 math = types.ModuleType("math")
 asked = []
-math.fabs = lambda difference: asked.append(0) or (0.0 if len(asked) <= 3 else 9.0)
+math.fabs = lambda difference: asked.append(0) or (0.0 if len(asked) <= 3 else -99.0)
 sys.modules["math"] = math
 """
 
 
 def second_look() -> list[Cheat]:
-    return [*_once(), *_shadows(), *_words(), _page_cache()]
+    return [*_once(), *_shadows(), *_words(), *_for_the_detector(), *_against_runners(), _page_cache()]
 
 
 def _once() -> list[Cheat]:
@@ -75,6 +75,64 @@ def _words() -> list[Cheat]:
             cheat(name, row, f"a {name.replace('-', ' ')}, by the nonce from a frame",
                    {"calc.py": f"WORD = {word!r}\n" + str(lost["calc.py"])}, (Kind.UNITTEST,))
             for name, word in reports.items()
+        ),
+    ]  # fmt: skip
+
+
+def _for_the_detector() -> list[Cheat]:
+    """Code that breaks, or holds up, whoever looks through it."""
+    tried = {
+        "names-without-end": ("a name with 1500 dots", "def g(): raise x" + ".a" * 1500 + "\n"),
+        "text-without-end": ("a text of 300,000 fields", "def g(x): return f'" + "{x}" * 300_000 + "'\n"),
+        "calls-without-end": ("a call of a call of a call", "def g(): return g" + "()" * 2500 + "\n"),
+    }
+    return [cheat(name, Row.INVALID, what, {"more.py": text}, (Kind.DATA,)) for name, (what, text) in tried.items()]
+
+
+_ANSWER = """
+import os, sys
+def f(n):
+    at = sys._getframe()
+    while "out" not in at.f_locals:
+        at = at.f_back
+    at.f_locals["out"].write({answer})
+    at.f_locals["out"].flush()
+    os._exit(0)
+"""
+
+
+def _against_runners() -> list[Cheat]:
+    """Code that bends the process which calls it, and answers that its other side is to trip over."""
+    row = Row.INVALID
+    called = {
+        "close-every-descriptor": "import os\nos.closerange(0, 1024)\n" + WRONG,
+        "no-descriptor-left": "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (3, 3))\n" + WRONG,
+        "no-process-left": "import resource as r\nr.setrlimit(r.RLIMIT_NPROC, (0, 0))\n" + WRONG,
+        "no-byte-left": "import resource as r\nr.setrlimit(r.RLIMIT_FSIZE, (0, 0))\n" + WRONG,
+        "remove-the-work-folder": "import shutil\nshutil.rmtree('.', ignore_errors=True)\n" + WRONG,
+        "answer-by-fork": "import os\ndef f(n):\n    os.fork()\n    return 1\n",
+        "answer-on-every-descriptor": "import os\ndef f(n):\n    for fd in range(3, 64):\n        try: os.write(fd, b'[\"value\", 1]')\n"
+        "        except OSError: pass\n    return 1\n",
+        "replace-who-calls": "import sys\nsys.modules['__main__'].apart = lambda *a: ['value', 1]\n" + WRONG,
+        "replace-what-is-plain": "import sys\nsys.modules['__main__'].plain = lambda value, depth=0: value\n"
+        "def f(n):\n    return {'__eq__': True}\n",
+        "a-filter-of-ones-own": "import ctypes, struct\nrule = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 1 << 31))\n"
+        "ctypes.CDLL(None).prctl(22, 2, ctypes.byref((ctypes.c_uint64 * 2)(1, ctypes.addressof(rule))))\n" + WRONG,
+    }  # fmt: skip
+    answers = {
+        "answer-a-key-that-is-a-list": '["value", {"dict": [[{"list": []}, 1]]}]\n',
+        "answer-the-end-of-the-test": '["raise", "SystemExit", 0]\n',
+        "answer-a-type-to-raise": '["raise", "type", "x"]\n',
+        "answer-nothing-that-is-data": "\xff\xfe\n",
+        "answer-deeply": "[" * 100_000 + "\n",
+        "answer-a-huge-number": '["value", {"int": "0x' + "f" * 500_000 + '"}]\n',
+        "answer-what-nobody-asked": "\n" * 70_000,
+    }
+    return [
+        *(cheat(name, row, name.replace("-", " "), {"calc.py": text}, (Kind.DATA,)) for name, text in called.items()),
+        *(
+            cheat(name, row, name.replace("-", " "), {"calc.py": _ANSWER.format(answer=text.encode("latin-1"))}, (Kind.CHECK,))
+            for name, text in answers.items()
         ),
     ]  # fmt: skip
 
