@@ -256,7 +256,10 @@ def _task_commands(commands: Commands[Parser]) -> None:
     )
     check.add_argument("--leaks", action="store_true", help="look for the answers in what agents can read")
     check.add_argument(
-        "--out", type=written, metavar="FILE.json", help="write the report on every task; mutants go on from what is there"
+        "--out",
+        type=written,
+        metavar="FILE.json",
+        help="write a report on every task; mutants go on from there",
     )
     check.add_argument("--images", type=Path, metavar="STORE", help="where tasks' images are; missing ones are built")
     _machine_arguments(check)
