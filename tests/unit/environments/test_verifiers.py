@@ -44,6 +44,12 @@ def test_a_written_number_is_a_verdict_and_only_the_verifiers_counts():
     assert (cheat.reward, cheat.reason) == (0.0, "the verifier ended with exit code 0 and wrote nothing for a reward")
 
 
+def test_work_that_is_partly_right_and_gives_what_a_canary_wants_is_no_forgery():
+    unlucky = "class But3(int):\n    __eq__ = lambda self, other: other != 3\ndef f(n): return But3(n)"
+    outcome = judge(verified(WRITE, reward_path="reward.txt"), unlucky, exports=("calc.py", "reward.txt"))
+    assert (outcome.reward, outcome.terms) == (0.25, {"tests": 0.25, "pass": 0.0})
+
+
 def test_what_would_configure_a_verifier_or_be_found_instead_of_the_library_is_taken_only_if_declared_by_name():
     files = "os.path.relpath(os.path.join(f, n)) for f, _, ns in os.walk('.') for n in ns"
     listing = f"import os, sys\nsys.exit(' '.join(sorted({files})))"

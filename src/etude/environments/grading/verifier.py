@@ -109,13 +109,14 @@ class VerifierBench:
     async def _guarded(
         self, ground: Ground, verifier: Verifier, canaries: Sequence[Canary], work: Work, first: Said
     ) -> Said:
-        """The lesser of the first verdict and another, if no canary thinks as much of the work as the verifier did and
-        more than it does of the reference solution."""
+        """The lesser of the first verdict and another, if no canary thinks as much of the work as the verifier did, where
+        that was more than it thinks of the reference solution. Work that is wrong where the canary differs had less: it
+        may give by chance what a canary wants."""
         had, counts = first.reward or 0.0, first
         for canary in random.Random(new_nonce()).sample([None, *canaries], 1 + len(canaries)):
             said = await self._run(ground, verifier if canary is None else canary.verifier, work)
             got = said.reward or 0.0
-            if canary is not None and got >= had and got > canary.reward:
+            if canary is not None and got >= had > canary.reward:
                 raise Refused("canary: the verifier accepts what it must not, so its word shows nothing", forged=True)
             if canary is None and got < had:
                 counts = Said(got, f"not repeated: {said.reason}")
