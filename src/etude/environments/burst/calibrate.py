@@ -84,12 +84,13 @@ async def measure(
     runtime: Runtime,
     snapshot: str,
     *,
-    plan: Sequence[tuple[int, int]] = ((64, 1), (128, 4), (256, 16), (384, 16)),
-    rounds: int = 3,
+    plan: Sequence[tuple[int, int]] = ((64, 1), (128, 4), (256, 16), (384, 16), (960, 16)),
+    rounds: int = 5,
     tree_bytes: int = 4 << 20,
 ) -> Measured:
     """The costs of this host, idle but for this, from `rounds` bursts of each (machines, group) of the plan, in turns,
-    so that a neighbour slows all of them. The runtime must allow the largest burst and ten machines a core."""
+    so that a neighbour slows all of them. The largest is as many as a simulated host holds. The runtime must allow it,
+    and ten machines a core."""
     await burst(runtime, snapshot, min(plan[0][0], 64), plan[0][1])  # the first is slower: it is not counted
     done = [(n, group, await burst(runtime, snapshot, n, group)) for _ in range(rounds) for n, group in plan]
     batch_s, fork_s, crowd_s = fitted([(n, group, one.all_ready_s) for n, group, one in done])
