@@ -161,7 +161,8 @@ class Machine(Protocol):
 
     async def snapshot(self) -> str:
         """Its state as a new snapshot, whose id is returned; the machine goes on. `RuntimeInfo.forks_memory` says
-        whether the state is the files alone or the running processes as well."""
+        whether the state is the files alone or the running processes as well, all of them stopped at one moment.
+        `OSError` where nothing is left of it, `ValueError` where that cannot be kept, `MachineError`."""
         ...
 
     async def close(self) -> None:

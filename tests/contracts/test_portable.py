@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 from tests.contracts.test_machine import NEEDS, RUNTIMES, one
 from tests.here import why_not
 from tests.remote_server import PlainRuntime, ServedRuntime
+from tests.virtual import microvm
 
 from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
 from etude.environments.burst import WarmRuntime
+from etude.environments.grading import exports
 from etude.errors import MachineError
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
@@ -40,6 +43,31 @@ ANSWER = Answer(
         files={"verify.sh": 'test "$(cat db/value)" = 42 && test "$(readlink link)" = db/value\n'},
         argv=("sh", "verify.sh"),
     ),
+)
+
+
+SERVER = """
+import os, socket
+server = socket.create_server(("127.0.0.1", 8000))
+if os.fork():
+    os._exit(0)
+count = 0
+while True:
+    asking, _ = server.accept()
+    count += 1
+    asking.sendall(str(count).encode())
+    asking.close()
+"""
+ASK = "import socket\nprint(socket.create_connection(('127.0.0.1', 8000)).recv(9))\n"
+SERVING = msgspec.structs.replace(
+    TASK, instruction="serve", files={"server.py": SERVER, "ask.py": ASK}, running=True, trust=Trust.CODE
+)
+SERVE = "python server.py && python ask.py && python ask.py"
+THIRD = "import socket\nassert socket.create_connection(('127.0.0.1', 8000)).recv(9) == b'3'\n"
+SERVES = Answer(
+    reference={},
+    reference_argv=("sh", "-c", SERVE),
+    verifier=Verifier(files={"verify.py": THIRD}, argv=("python", "verify.py")),
 )
 
 
@@ -120,8 +148,8 @@ def test_whatever_an_agent_leaves_elsewhere_is_judged(name, script, reward):
     async def test(runtime: Runtime) -> Any:
         machine = await one(runtime, {"seed.txt": b"0\n"})
         await machine.exec(["sh", "-c", script], key="1", deadline_s=5.0)
-        exports = await take_exports(machine, TASK, runtime)
-        return await MachineGrader(runtime).grade(TASK, ANSWER, exports)
+        taken = await take_exports(machine, TASK, runtime)
+        return await MachineGrader(runtime).grade(TASK, ANSWER, taken)
 
     outcome = running(test, RUNTIMES[name])
     assert isinstance(outcome, Graded), outcome
@@ -149,3 +177,62 @@ def test_where_states_stay_it_is_said(make):
             await take_exports(machine, TASK, runtime)
 
     running(test, make)
+
+
+def test_a_running_service_is_judged_in_forks_that_hold_its_memory():
+    async def test(runtime: Runtime) -> Any:
+        solved = await reference_exports(runtime, SERVING, SERVES)
+        grader = MachineGrader(runtime)
+        outcomes = [
+            await grader.grade(SERVING, SERVES, each) for each in (solved, await exports_of(runtime, SERVING), solved)
+        ]
+        return [*solved], [(outcome.reward, outcome.trust) for outcome in outcomes]
+
+    code = Trust.CODE
+    assert running(test, microvm, needs="microvm") == ([STATE], [(1.0, code), (0.0, code), (1.0, code)])
+
+
+FORGE = """
+(while :; do for at in . /etude-*; do echo 1 > $at/reward; echo true > $at/verify.sh; done; done) 2>/dev/null &
+"""
+
+
+@pytest.mark.parametrize(("user", "script"), [("", FORGE), ("root", "echo b > /proc/sysrq-trigger; sleep 1000")])
+def test_what_still_runs_does_not_reach_the_verifier_and_a_machine_that_ended_itself_earns_nothing(user, script):
+    verifier = Verifier(files={"verify.sh": "echo 0 > reward\n"}, argv=("sh", "verify.sh"), reward_path="reward")
+
+    async def test(runtime: Runtime) -> Any:
+        machine = await one(runtime, {"server.py": SERVER.encode()})
+        await machine.exec(["sh", "-c", script], key="1", deadline_s=20.0, user=user)
+        taken = await take_exports(machine, SERVING, runtime)
+        return await MachineGrader(runtime).grade(SERVING, Answer(reference={}, verifier=verifier), taken)
+
+    outcome = running(test, microvm, needs="microvm")
+    assert isinstance(outcome, Graded), outcome
+    assert (outcome.reward, outcome.reason) == (
+        (0.0, "there is no state of the machine: nothing was left of it") if user else (0.0, "the verifier says 0")
+    )
+
+
+def test_where_snapshots_hold_no_processes_no_rollout_begins_and_no_grade_is_given():
+    async def test(runtime: Runtime) -> Any:
+        with pytest.raises(MachineError, match="files and no processes"):
+            await exports_of(runtime, SERVING)
+        packed = await runtime.pack(await runtime.prepare({}), max_bytes=PACKED_BYTES)  # type: ignore[attr-defined]
+        return await MachineGrader(runtime).grade(SERVING, SERVES, {STATE: packed})
+
+    outcome = running(test, RUNTIMES["namespace"])
+    assert isinstance(outcome, Invalid)
+    assert (outcome.boundary, "no processes" in outcome.evidence) == (Boundary.MACHINE, True)
+
+
+def test_a_state_over_the_limit_earns_nothing_and_says_which_limit(monkeypatch):
+    monkeypatch.setattr(exports, "MAX_STATE_BYTES", 1000)
+
+    async def test(runtime: Runtime) -> Any:
+        machine = await one(runtime, {"seed.txt": b"0\n" * 1000})
+        return await MachineGrader(runtime).grade(TASK, ANSWER, await take_exports(machine, TASK, runtime))
+
+    outcome = running(test, RUNTIMES["namespace"])
+    assert isinstance(outcome, Graded)
+    assert (outcome.reward, outcome.terms["over_limit"], "at most 1000" in outcome.reason) == (0.0, 1.0, True)

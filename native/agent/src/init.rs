@@ -1,8 +1,10 @@
-//! What a first process of a virtual machine has to do before anything else: the kernel's file systems.
+//! What a first process of a virtual machine has to do before anything else: the kernel's file systems,
+//! and the loopback, over which the machine's own programs reach each other.
 
 use std::ffi::CStr;
 use std::fs;
 use std::io;
+use std::net::UdpSocket;
 
 use crate::sys::{self, NODEV, NOEXEC, NOSUID};
 
@@ -22,6 +24,13 @@ const LINKS: [(&str, &str); 4] = [
     ("/proc/self/fd/2", "/dev/stderr"),
 ];
 const EBUSY: i32 = 16; // already there
+
+/// Bring the loopback up, with its address. A kernel without one has none.
+pub fn loopback() {
+    if let Ok(socket) = UdpSocket::bind(("0.0.0.0", 0)) {
+        let _ = sys::bring_up_loopback(&socket);
+    }
+}
 
 /// Mount what is missing. The first step that fails is named.
 pub fn mount_all() -> Result<(), (String, io::Error)> {

@@ -40,6 +40,7 @@ fn serve(options: &Options) -> Result<(), String> {
     sys::close_all_but(&options.descriptors());
     if options.init {
         init::mount_all().map_err(|(step, error)| format!("{step}: {error}"))?;
+        init::loopback();
     }
     sys::show_memory(false);
     sys::be_called(c"init");

@@ -611,6 +611,16 @@ struct Message {
     flags: c_int,
 }
 
+/// Bring the loopback up, over any socket of its family.
+pub fn bring_up_loopback(socket: &impl AsRawFd) -> io::Result<()> {
+    const SIOCSIFFLAGS: c_ulong = 0x8914;
+    let mut request = [0_u8; 40];
+    request[..2].copy_from_slice(b"lo");
+    request[16..18].copy_from_slice(&1_i16.to_ne_bytes()); // IFF_UP
+    // SAFETY: the array is `struct ifreq`: a name of 16 bytes, then the flags.
+    check(unsafe { ioctl(socket.as_raw_fd(), SIOCSIFFLAGS, request.as_ptr() as *const c_void) }).map(drop)
+}
+
 /// What came with one packet of a socket; None at its end. At most 8, none of which is inherited further.
 pub fn receive_descriptors(socket: &impl AsRawFd) -> io::Result<Option<Vec<OwnedFd>>> {
     const HEAD: usize = 16; // of a control message: its length, then level 1 (SOL_SOCKET) and type 1 (SCM_RIGHTS)

@@ -2,7 +2,7 @@
 
 A declaration is a plain relative path, ``src/calc.py``; with a slash at its end it is the folder and all that is in
 it, ``logs/``; ``./`` is the whole working directory. `STATE` is what a task whose machine's state counts exports
-beside them: no path, so no file can pass for it.
+beside them, or `NO_STATE` with a word on why there is none: no paths, so no file can pass for them.
 
 >>> covers(("calc.py", "logs/"), "logs/a/b.txt"), covers(("calc.py", "logs/"), "calc.py.txt")
 (True, False)
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 
 STATE = "/"
+NO_STATE = "/why"
 WHOLE = "./"
 _PATH_BYTES = 1024
 

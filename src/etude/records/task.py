@@ -53,6 +53,11 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     trust: Trust = Trust.DATA
     image: Image | None = None  # what the machine is forked from; None: the runtime's own root filesystem
     state: bool = False  # what counts is the machine's state: it is graded in a fork of the frozen machine
+    running: bool = False  # with the processes that run in it at the deadline; else with its files alone
+
+    def __post_init__(self) -> None:
+        if self.running and not (self.state and self.trust is Trust.CODE):
+            raise ValueError("a task judged with its processes running counts its state, and is code-graded")
 
     @property
     def task_id(self) -> str:
@@ -67,6 +72,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if self.image is not None or self.state:
             content.append([self.image, self.state])
+        if self.running:
+            content.append("running")
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
 
@@ -101,7 +108,8 @@ class HiddenTests(msgspec.Struct, frozen=True, kw_only=True):
 
 class Verifier(msgspec.Struct, frozen=True, kw_only=True):
     """A command that judges a fresh machine with the exports in it (or, where the task's `state` counts, a fork of the
-    frozen one), by its exit code or by a number it writes."""
+    frozen one), by its exit code or by a number it writes. Beside running processes it works as root in a folder that
+    only root can enter, and relative paths are in there."""
 
     files: dict[str, str]  # path -> text: laid into the machine once the agent's work is in it
     argv: tuple[str, ...]

@@ -61,11 +61,14 @@ class TaskFile:
     entry_point: str = ""
     base: str = ""
     state: bool = False
+    running: bool = False
     image: ImageFile | None = None
 
     def __post_init__(self) -> None:
         if not self.instruction.strip() or not (self.exports or self.state):
             raise ValueError("instruction and exports must not be empty")
+        if self.running and not self.state:
+            raise ValueError("running = true is of the machine's state: it needs state = true")
         for path in self.exports:
             if not is_declarable(path):
                 raise ValueError(
@@ -126,6 +129,12 @@ class DirectorySource:
         trust = kind.trust
         if said.trust not in (None, trust):
             raise TaskError(f"{folder} says it is {said.trust}", f"its answer is {trust}", hint="leave `trust` away")
+        if said.running and kind is not Kind.VERIFIER:
+            raise TaskError(
+                f"{folder} says running = true",
+                f"its answer is {kind}",
+                hint="write answer/verifier.json: it asks what runs",
+            )
         module, _, function = said.entry_point.partition(":")
         if kind is Kind.CHECK and not (module and function):
             raise TaskError(
@@ -149,6 +158,7 @@ class DirectorySource:
             trust=trust,
             image=_image(said.image),
             state=said.state,
+            running=said.running,
         )
 
     def _read_files(self, folder: Path, base: str) -> dict[str, str]:
@@ -196,6 +206,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
         trust=task.trust,
         base=base_name,
         state=task.state,
+        running=task.running,
         image=None
         if image is None
         else ImageFile(image.digest, image.workdir, tuple(f"{k}={v}" for k, v in image.env.items()), image.user),

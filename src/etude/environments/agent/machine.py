@@ -124,8 +124,12 @@ class AgentMachine:
 
     async def snapshot(self) -> str:
         """See `Machine.snapshot`."""
-        self._must_be_open()
-        return await self._snapshot(self)
+        self._must_be_there()
+        try:
+            return await self._snapshot(self)
+        except Lost as lost:
+            await self._lose(lost)
+            raise FileNotFoundError(f"the machine is gone: {self._gone}") from None
 
     async def renew(self, *, seed: bytes, clock_ns: int, host_name: str) -> None:
         """Give a restored machine its own random numbers, time and name. Raises `MachineError`."""

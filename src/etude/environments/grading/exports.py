@@ -3,7 +3,8 @@
 Taking happens where the agent worked, checking where it is judged; they are different processes, and neither believes
 the agent. A file that is a link, is too large or is not there is left out: the grader sees that. Which files are in a
 folder is asked of a fork of the frozen machine; what it says can only name files, which are then read from the frozen
-machine itself, no link followed.
+machine itself, no link followed. A state with its processes is taken first, all of it at one moment; what they do until
+the machine is frozen is in nothing that is judged.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from etude.errors import MachineError, TaskError
-from etude.records.exports import STATE, WHOLE, covering, is_declarable, is_plain
+from etude.records.exports import NO_STATE, STATE, WHOLE, covering, is_declarable, is_plain
 from etude.records.task import Answer, Task
 from etude.seams import Machine, Portable, Runtime
 
 MAX_DECLARED = MAX_FILES = 20_000
 MAX_FILE_BYTES = 1 << 20
 MAX_EXPORT_BYTES = 64 << 20
-MAX_STATE_BYTES = 256 << 20
+MAX_STATE_BYTES = 768 << 20  # with the files in one message between processes, of 1 GiB at most
 _LISTING_BYTES = 8 << 20
 _LISTING_S = 30.0
+_NOTHING = b""  # the word on a state of which nothing is left
 
 
 def validate_exports(
@@ -64,13 +66,15 @@ async def take_exports(
     """Freeze the machine and take out what the task declares: its files, and its state where that counts.
 
     Whatever the agent did to them is no error: they are left out. `max_bytes` is of one file. Raises `MachineError`,
-    and `TaskError` for a declaration that cannot be one or a runtime that cannot give a state away.
+    and `TaskError` for a declaration that cannot be one. A state that cannot be had is `NO_STATE`, in words.
     """
     _check(task.exports)
+    must_keep(runtime, task)
+    state = await _state(machine, runtime) if task.running else {}
     try:
         await machine.freeze()
     except OSError:  # nothing is left of it
-        return {}
+        return state or ({NO_STATE: _NOTHING} if task.state else {})
     exports: dict[str, bytes] = {}
     room = MAX_EXPORT_BYTES
     for path in await _paths(machine, task, runtime):
@@ -81,9 +85,9 @@ async def take_exports(
             continue
         room -= len(data)
         exports[path] = data
-    if task.state:
-        exports |= await _state(machine, runtime)
-    return exports
+    if task.state and not task.running:
+        state = await _state(machine, runtime)
+    return exports | state
 
 
 async def _paths(machine: Machine, task: Task, runtime: Runtime) -> list[str]:
@@ -135,8 +139,10 @@ async def _state(machine: Machine, runtime: Runtime) -> dict[str, bytes]:
         raise MachineError("this task is judged by its machine's state", facts, hint="use a runtime that is `Portable`")
     try:
         return {STATE: await runtime.pack(await machine.snapshot(), max_bytes=MAX_STATE_BYTES)}
-    except (OSError, ValueError):
-        return {}
+    except OSError:
+        return {NO_STATE: _NOTHING}
+    except ValueError as error:
+        return {NO_STATE: str(error).encode()}
 
 
 async def exports_of(
@@ -182,8 +188,18 @@ async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dic
 
 
 async def prepare(runtime: Runtime, task: Task) -> str:
-    """The snapshot that the task's rollouts begin from. Raises `MachineError`."""
-    return await runtime.prepare({path: text.encode() for path, text in task.files.items()}, image=task.image)
+    """The snapshot that the task's rollouts begin from. `MachineError`, also where what they leave cannot be kept."""
+    snapshot = await runtime.prepare({path: text.encode() for path, text in task.files.items()}, image=task.image)
+    must_keep(runtime, task)
+    return snapshot
+
+
+def must_keep(runtime: Runtime, task: Task) -> None:
+    """`MachineError` where the task is judged by what runs in its machine, and snapshots hold no processes."""
+    if task.running and not runtime.info.forks_memory:
+        facts = f"snapshots of {runtime.info.name} machines hold files and no processes"
+        hint = 'use machines whose snapshots hold memory: backend "microvm"'
+        raise MachineError(f"task {task.task_id} is judged by the processes that run in its machine", facts, hint=hint)
 
 
 def _check(declared: Sequence[str]) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import sys
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from etude.environments.grading.exports import exports_of, prepare
+from etude.environments.grading.exports import exports_of, must_keep, prepare
 from etude.environments.grading.reports import NotStarted, new_nonce, told
 from etude.environments.grading.verdicts import REASON_CHARS, Broken, Refused
 from etude.errors import MachineError
@@ -25,6 +26,7 @@ from etude.records.task import Task
 from etude.seams import Machine, Portable, Runtime
 
 ATTEMPTS = 2
+ROOT = "root"
 OUTPUT_BYTES = 4 << 20
 _PYTEST = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg")
 _PYTHON = ("pyproject.toml", "sitecustomize.py", "usercustomize.py")
@@ -57,6 +59,7 @@ class Ground:
         library: Collection[str] = (),
     ) -> None:
         self.runtime, self.task, self._never, self._kept, self._library = runtime, task, never, kept, library
+        self._room = f"/etude-{secrets.token_hex(8)}" if task.running else ""  # root's, beside running processes
         self._bases: dict[tuple[int, int], tuple[str, Work, Mapping[str, str]]] = {}  # by who they are, kept alive
 
     async def snapshot(self, work: Work, hidden: Mapping[str, str]) -> str:
@@ -110,6 +113,7 @@ class Ground:
             facts = f"{self.runtime.info.name} machines take no state over"
             raise Broken(Boundary.GRADER, "the machine's state cannot be judged here", facts)
         try:
+            must_keep(self.runtime, self.task)
             return await self.runtime.unpack(packed)
         except ValueError as error:
             raise Refused(f"the machine's state cannot be taken over: {error}") from None
@@ -173,12 +177,27 @@ class Ground:
         """What the machine of an agent that did nothing leaves."""
         return await exports_of(self.runtime, self.task)
 
+    @property
+    def user(self) -> str:
+        """Whom a verifier runs as: root beside what an agent left, where there is one; else the machine's default."""
+        return ROOT if self.task.state and ROOT in self.runtime.info.users else ""
+
+    def place(self, path: str) -> str:
+        """Where a verifier's path is in the machine: beside running processes, in a folder that only root can enter."""
+        return f"{self._room}/{path}" if self._room and not path.startswith("/") else path
+
     async def _lay(self, machine: Machine, work: Work, hidden: Mapping[str, str]) -> None:
         """Write what the snapshot does not have: everything over a state, else what lies outside the working folder."""
+        user = ROOT if self._room else ""
+        if self._room:
+            made = await machine.exec(["mkdir", "-m", "700", self._room], key="room", deadline_s=30.0, user=user)
+            if made.exit_code != 0:
+                raise NotLaid(f"{self._room}: {made.output[:REASON_CHARS].decode(errors='replace')}")
         for path, text in hidden.items():
+            path = self.place(path)
             if path.startswith("/"):
                 argv = ["sh", "-c", _ABSOLUTE, "sh", path]
-                laid = await machine.exec(argv, key=f"lay {path}", deadline_s=30.0, stdin=text.encode())
+                laid = await machine.exec(argv, key=f"lay {path}", deadline_s=30.0, stdin=text.encode(), user=user)
                 if laid.exit_code != 0:
                     raise NotLaid(f"{path}: {laid.output[:REASON_CHARS].decode(errors='replace')}")
             elif STATE in work:

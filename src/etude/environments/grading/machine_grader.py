@@ -21,12 +21,13 @@ from etude.environments.grading.tests import Plan, TestBench
 from etude.environments.grading.verdicts import Broken, Refused, one_line, refused
 from etude.environments.grading.verifier import Canary, VerifierBench
 from etude.errors import MachineError, TaskError
-from etude.records.exports import STATE
+from etude.records.exports import NO_STATE, STATE
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Task, Trust
 from etude.seams import Runtime
 
 MAX_PLANS = 256
+_NOTHING_LEFT = "there is no state of the machine: nothing was left of it"
 
 
 class MachineGrader:
@@ -73,11 +74,14 @@ class MachineGrader:
             return Invalid(boundary=Boundary.MACHINE, reason="no machine to grade in", evidence=str(error))
 
     async def _judged(self, task: Task, answer: Answer, work: Work, plan: Plan | list[Canary] | None) -> Graded:
-        if answer.tests is not None and isinstance(plan, Plan):
+        if answer.tests is not None and isinstance(plan, Plan) and not task.running:
             return await self._tests.grade(self._tests.ground(task, answer.tests), answer.tests, plan, work)
         if answer.verifier is not None:
             canaries = plan if isinstance(plan, list) else []
             return await self._verifiers.grade(task, answer.verifier, canaries, work)
+        if task.running:
+            facts = f"task {task.task_id} is judged by running processes, and its answer is no verifier"
+            raise Broken(Boundary.TASK, "running processes are judged by a verifier", facts)
         ground = Ground(self._runtime, task)
         if answer.cases:
             return await grade_cases(ground, answer.cases, work, deadline_s=self._deadline_s)
@@ -127,11 +131,13 @@ def _checked(task: Task, exports: Mapping[str, bytes]) -> Work:
     """The exports, validated. Raises `Refused`."""
     state = exports.get(STATE) if task.state else None
     if task.state and state is None:
-        raise Refused("the machine's state could not be kept: it is too large, or nothing was left of it")
+        why = exports.get(NO_STATE, b"").decode(errors="replace")
+        raise Refused(f"the machine's state is over a limit: {why}" if why else _NOTHING_LEFT, over_limit=bool(why))
+    beside = (STATE, NO_STATE) if task.state else ()
     try:
-        files = validate_exports({p: d for p, d in exports.items() if p != STATE or not task.state}, task.exports)
+        files = validate_exports({p: d for p, d in exports.items() if p not in beside}, task.exports)
     except ValueError as error:
         raise Refused(f"exports refused: {error}") from None
     if state is not None and len(state) > MAX_STATE_BYTES:
-        raise Refused(f"the machine's state has {len(state)} bytes, at most {MAX_STATE_BYTES}")
+        raise Refused(f"the machine's state has {len(state)} bytes, at most {MAX_STATE_BYTES}", over_limit=True)
     return files if state is None else {**files, STATE: state}

@@ -14,10 +14,11 @@ REASON_CHARS = 200
 
 
 class Refused(Exception):
-    """The agent's work earns nothing; the message says why in one line. `forged`: a test passed that cannot pass."""
+    """The agent's work earns nothing; the message says why in one line. `forged`: a test passed that cannot pass.
+    `over_limit`: it was not looked at, being larger than may be."""
 
-    def __init__(self, reason: str, *, forged: bool = False) -> None:
-        self.reason, self.forged = one_line(reason), forged
+    def __init__(self, reason: str, *, forged: bool = False, over_limit: bool = False) -> None:
+        self.reason, self.forged, self.over_limit = one_line(reason), forged, over_limit
         super().__init__(self.reason)
 
 
@@ -39,8 +40,10 @@ def earned(reward: float, share: float, trust: Trust, reason: str) -> Graded:
 
 
 def refused(refusal: Refused, trust: Trust) -> Graded:
-    """The verdict on work that earns nothing. A forged one says so in a term: it is to be looked at."""
-    terms = {"tests": 0.0, "pass": 0.0, **({"forged": 1.0} if refusal.forged else {})}
+    """The verdict on work that earns nothing. A forged one says so in a term, one over a limit too: they are to be
+    looked at."""
+    said = {"forged": refusal.forged, "over_limit": refusal.over_limit}
+    terms = {"tests": 0.0, "pass": 0.0, **{name: 1.0 for name, is_so in said.items() if is_so}}
     return Graded(reward=0.0, terms=terms, trust=trust, reason=refusal.reason)
 
 

@@ -8,7 +8,7 @@ that it compares something with, proven to lower its verdict on the reference so
 A verifier that hangs, cannot be started or writes no number from 0 to 1 is the agent's doing if it gives a verdict on
 the untouched machine, and the task's fault if it does not. Over a state it runs as root where the runtime lets it,
 since what the agent left may still run. It believes the machine as far as it uses the machine's programs: bring its
-own where that matters.
+own where that matters. Beside running processes, which may be anywhere that their user may, it has a folder of root's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +33,6 @@ from etude.seams import ExecResult, Machine, Runtime
 
 _REWARD_BYTES = 4_096
 _SAID_BYTES = 65_536
-_ROOT = "root"
 _MOST_TRIED = 6
 
 
@@ -98,10 +97,6 @@ class VerifierBench:
         assert said.reward is not None
         return earned(said.reward, said.reward, task.trust, said.reason)
 
-    def _user(self, task: Task) -> str:
-        """Whom a verifier runs as: root beside what an agent left, where there is one; else the machine's default."""
-        return _ROOT if task.state and _ROOT in self._runtime.info.users else ""
-
     def _ground(self, task: Task, verifier: Verifier) -> Ground:
         kept = (verifier.reward_path,)
         return Ground(self._runtime, task, never=CONFIGURATION, kept=kept, library=LIBRARY)
@@ -137,7 +132,7 @@ class VerifierBench:
         for lost in (False, True):
             try:
                 async with ground.machine(work, verifier.files) as machine:
-                    return await _judged(machine, verifier, self._user(ground.task))
+                    return await _judged(machine, verifier, ground.user, at=ground.place)
             except NotLaid as error:
                 return Said(None, f"the verifier's files cannot be laid over what was left: {error}")
             except MachineError as error:
@@ -147,15 +142,20 @@ class VerifierBench:
         raise AssertionError("the loop returns or raises")
 
 
-async def _judged(machine: Machine, verifier: Verifier, user: str) -> Said:
-    path = verifier.reward_path
+async def _judged(machine: Machine, verifier: Verifier, user: str, *, at: Callable[[str], str] = str) -> Said:
+    path = at(verifier.reward_path) if verifier.reward_path else ""
     if path:
         try:
             await _clear(machine, path, user)
         except (OSError, ValueError) as error:
             return Said(None, f"there is something at {path} that cannot be taken away: {error}")
     result = await machine.exec(
-        verifier.argv, key="verify", deadline_s=verifier.deadline_s, output_bytes=_SAID_BYTES, user=user
+        verifier.argv,
+        key="verify",
+        deadline_s=verifier.deadline_s,
+        output_bytes=_SAID_BYTES,
+        user=user,
+        cwd=at(""),
     )
     said = result.output[-400:].decode(errors="replace")
     if result.timed_out:

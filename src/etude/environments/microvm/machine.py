@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 
 from etude.environments.agent import AgentMachine, Channel
-from etude.environments.agent.channel import Lost
 from etude.environments.microvm import overlay, snapshots
 from etude.environments.microvm.qemu import Qemu
 from etude.environments.microvm.snapshots import Snapshot
@@ -40,14 +39,9 @@ class Guest:
         )
 
     async def take(self) -> Snapshot:
-        """Its state, memory and disk, between two frames of the channel. `MachineError` where it is gone."""
-        async with self._turn:
-            try:
-                async with self._channel.held(_QUIET_S):
-                    return await snapshots.take(self.qemu, self._image)
-            except Lost as lost:
-                hint = "a machine that what ran in it has killed has no state: fork again"
-                raise MachineError("no snapshot of a machine that is gone", str(lost), hint=hint) from None
+        """Its state, memory and disk, between two frames of the channel. `Lost` where it is gone, `MachineError`."""
+        async with self._turn, self._channel.held(_QUIET_S):
+            return await snapshots.take(self.qemu, self._image)
 
     async def go_on(self) -> None:
         """Try again what its disk had no room for: QEMU stops it then. Nothing for one that runs or is gone."""

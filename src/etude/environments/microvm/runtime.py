@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.environments.agent import program
+from etude.environments.agent.channel import Lost
 from etude.environments.config import MachineLimits
 from etude.environments.microvm import overlay, snapshots
 from etude.environments.microvm import packed as packing
@@ -102,7 +103,7 @@ class MicroVMRuntime:
         try:
             await guest.machine.load(packed)
             return self._kept.keep(name, await guest.take())
-        except FileNotFoundError as gone:
+        except (FileNotFoundError, Lost) as gone:
             raise MachineError("a snapshot could not be prepared", str(gone), hint="prepare it again") from None
         except OSError as full:
             raise ValueError(f"the files do not fit into a machine: {full}") from None
