@@ -47,28 +47,32 @@ ANSWER = Answer(
 
 
 SERVER = """
-import os, socket
-server = socket.create_server(("127.0.0.1", 8000))
+import _socket, os
+server = _socket.socket()
+server.bind(("127.0.0.1", 8000))
+server.listen()
 if os.fork():
     os._exit(0)
 count = 0
 while True:
-    asking, _ = server.accept()
+    asking, _ = server._accept()
     count += 1
-    asking.sendall(str(count).encode())
-    asking.close()
+    os.write(asking, b"%d\\n" % count)
+    os.close(asking)
 """
-ASK = "import socket\nprint(socket.create_connection(('127.0.0.1', 8000)).recv(9))\n"
 SERVING = msgspec.structs.replace(
-    TASK, instruction="serve", files={"server.py": SERVER, "ask.py": ASK}, running=True, trust=Trust.CODE
+    TASK, instruction="count who asks", files={"server.py": SERVER}, running=True, trust=Trust.CODE
 )
-SERVE = "python server.py && python ask.py && python ask.py"
-THIRD = "import socket\nassert socket.create_connection(('127.0.0.1', 8000)).recv(9) == b'3'\n"
+ASK = "bash -c 'read said < /dev/tcp/127.0.0.1/8000; echo $said'"
 SERVES = Answer(
     reference={},
-    reference_argv=("sh", "-c", SERVE),
-    verifier=Verifier(files={"verify.py": THIRD}, argv=("python", "verify.py")),
+    verifier=Verifier(
+        files={"verify.sh": f"echo 0 > reward\ntest $({ASK}) = 3 && echo 1 > reward\n"},
+        argv=("sh", "verify.sh"),
+        reward_path="reward",
+    ),
 )
+FORGE = "while :; do for at in . /etude-*; do echo 1 > $at/reward; echo true > $at/verify.sh; done; done"
 
 
 class Keeping(MemoryRuntime):
@@ -179,39 +183,25 @@ def test_where_states_stay_it_is_said(make):
     running(test, make)
 
 
-def test_a_running_service_is_judged_in_forks_that_hold_its_memory():
+def test_a_running_service_is_judged_in_forks_that_hold_its_memory_and_reaches_no_verifier():
     async def test(runtime: Runtime) -> Any:
-        solved = await reference_exports(runtime, SERVING, SERVES)
-        grader = MachineGrader(runtime)
-        outcomes = [
-            await grader.grade(SERVING, SERVES, each) for each in (solved, await exports_of(runtime, SERVING), solved)
-        ]
-        return [*solved], [(outcome.reward, outcome.trust) for outcome in outcomes]
+        grader, outcomes = MachineGrader(runtime), []
+        for user, script in [
+            ("", f"python -IS server.py && {ASK} && {ASK}"),
+            ("", f"({FORGE}) > /dev/null 2>&1 &"),
+            ("root", "echo b > /proc/sysrq-trigger; read never"),
+        ]:
+            machine = await one(runtime, {"server.py": SERVER.encode()})
+            await machine.exec(["sh", "-c", script], key="1", deadline_s=60.0, user=user)
+            outcomes.append(await grader.grade(SERVING, SERVES, await take_exports(machine, SERVING, runtime)))
+            await machine.close()
+        return [(outcome.reward, outcome.reason) for outcome in outcomes]
 
-    code = Trust.CODE
-    assert running(test, microvm, needs="microvm") == ([STATE], [(1.0, code), (0.0, code), (1.0, code)])
-
-
-FORGE = """
-(while :; do for at in . /etude-*; do echo 1 > $at/reward; echo true > $at/verify.sh; done; done) 2>/dev/null &
-"""
-
-
-@pytest.mark.parametrize(("user", "script"), [("", FORGE), ("root", "echo b > /proc/sysrq-trigger; sleep 1000")])
-def test_what_still_runs_does_not_reach_the_verifier_and_a_machine_that_ended_itself_earns_nothing(user, script):
-    verifier = Verifier(files={"verify.sh": "echo 0 > reward\n"}, argv=("sh", "verify.sh"), reward_path="reward")
-
-    async def test(runtime: Runtime) -> Any:
-        machine = await one(runtime, {"server.py": SERVER.encode()})
-        await machine.exec(["sh", "-c", script], key="1", deadline_s=20.0, user=user)
-        taken = await take_exports(machine, SERVING, runtime)
-        return await MachineGrader(runtime).grade(SERVING, Answer(reference={}, verifier=verifier), taken)
-
-    outcome = running(test, microvm, needs="microvm")
-    assert isinstance(outcome, Graded), outcome
-    assert (outcome.reward, outcome.reason) == (
-        (0.0, "there is no state of the machine: nothing was left of it") if user else (0.0, "the verifier says 0")
-    )
+    assert running(test, microvm, needs="microvm") == [
+        (1.0, "the verifier says 1"),
+        (0.0, "the verifier says 0"),
+        (0.0, "there is no state of the machine: nothing was left of it"),
+    ]
 
 
 def test_where_snapshots_hold_no_processes_no_rollout_begins_and_no_grade_is_given():

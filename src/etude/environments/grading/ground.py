@@ -188,23 +188,23 @@ class Ground:
 
     async def _lay(self, machine: Machine, work: Work, hidden: Mapping[str, str]) -> None:
         """Write what the snapshot does not have: everything over a state, else what lies outside the working folder."""
-        user = ROOT if self._room else ""
         if self._room:
-            made = await machine.exec(["mkdir", "-m", "700", self._room], key="room", deadline_s=30.0, user=user)
-            if made.exit_code != 0:
-                raise NotLaid(f"{self._room}: {made.output[:REASON_CHARS].decode(errors='replace')}")
+            await self._place(machine, self._room, ["mkdir", "-m", "700", self._room])
         for path, text in hidden.items():
-            path = self.place(path)
-            if path.startswith("/"):
-                argv = ["sh", "-c", _ABSOLUTE, "sh", path]
-                laid = await machine.exec(argv, key=f"lay {path}", deadline_s=30.0, stdin=text.encode(), user=user)
-                if laid.exit_code != 0:
-                    raise NotLaid(f"{path}: {laid.output[:REASON_CHARS].decode(errors='replace')}")
+            at = self.place(path)
+            if at.startswith("/"):
+                await self._place(machine, at, ["sh", "-c", _ABSOLUTE, "sh", at], text)
             elif STATE in work:
                 try:
                     await machine.write(path, text.encode())
                 except (OSError, ValueError) as error:
                     raise NotLaid(f"{path}: {error}") from None
+
+    async def _place(self, machine: Machine, path: str, argv: Sequence[str], text: str = "") -> None:
+        user = ROOT if self._room else ""
+        placed = await machine.exec(argv, key=f"lay {path}", deadline_s=30.0, stdin=text.encode(), user=user)
+        if placed.exit_code != 0:
+            raise NotLaid(f"{path}: {placed.output[:REASON_CHARS].decode(errors='replace')}")
 
     async def report(
         self,

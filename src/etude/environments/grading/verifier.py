@@ -144,7 +144,7 @@ class VerifierBench:
 
 async def _judged(machine: Machine, verifier: Verifier, user: str, *, at: Callable[[str], str] = str) -> Said:
     path = at(verifier.reward_path) if verifier.reward_path else ""
-    if path:
+    if path == verifier.reward_path != "":  # else it is in a new folder
         try:
             await _clear(machine, path, user)
         except (OSError, ValueError) as error:
