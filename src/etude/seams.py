@@ -178,6 +178,7 @@ class RuntimeInfo(msgspec.Struct, frozen=True, kw_only=True):
     users: tuple[str, ...]  # whom commands can run as; the first is the default of an image that names none
     images: bool = False  # whether machines can have a root filesystem other than the runtime's own
     forks_memory: bool = False  # whether a snapshot of a machine in use holds its running processes
+    whole_snapshots: bool = True  # whether a snapshot of an image's machine holds more than its working directory
     notes: tuple[str, ...] = ()  # what is weaker here than it could be, and why: "no control groups: memory ..."
 
 

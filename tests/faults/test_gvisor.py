@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 from tests.here import opened, why_not
 
+from etude.environments import prepare
 from etude.environments.gvisor import GVisorRuntime
 from etude.environments.microvm import find
 from etude.errors import MachineError
 from etude.records.image import Image
+from etude.records.task import Split, Task
 
 
 def with_runtime(test: Callable[[GVisorRuntime], Awaitable[Any]]) -> Any:
@@ -121,6 +123,17 @@ def test_an_image_is_never_written_to_and_its_machines_share_nothing(tmp_path):
     (root / "opt/app/version").write_text("7\n")
     before = sorted(str(path) for path in root.rglob("*"))
     image = Image(digest="a" * 64, workdir="/opt/app", env={"STAGE": "test"})
+    migrate = Task(
+        source="s",
+        split=Split.TRAIN,
+        index=0,
+        family="f",
+        instruction="migrate it",
+        files={},
+        exports=(),
+        image=image,
+        state=True,
+    )
 
     async def main() -> tuple[bytes, bytes]:
         runtime = opened("gvisor", lambda: GVisorRuntime(roots=lambda digest: root))
@@ -130,6 +143,8 @@ def test_an_image_is_never_written_to_and_its_machines_share_nothing(tmp_path):
             said = await one.exec(["sh", "-c", script], key="1", deadline_s=30)
             with pytest.raises(MachineError, match="not whole"):
                 await runtime.pack(await one.snapshot(), max_bytes=1 << 20)
+            with pytest.raises(MachineError, match="working directory alone"):
+                await prepare(runtime, migrate)
             return said.output, await other.read("version")
         finally:
             await runtime.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -186,7 +187,7 @@ BY_COMMAND = Answer(
 @pytest.mark.parametrize("base", [None, {"pkg/b.py": "B = 1\r\n", "README.md": "é\n"}], ids=["whole", "over a base"])
 def test_a_task_that_is_written_is_read_as_it_was(tmp_path: Path, answer: Answer, base: dict[str, str] | None) -> None:
     image = Image(digest="ab12", workdir="/testbed", env={"A": "b=c"}, user="root")
-    task = Task(**{**{n: getattr(HIDDEN, n) for n in HIDDEN.__struct_fields__}, "image": image, "state": True})
+    task = msgspec.structs.replace(HIDDEN, image=image, state=True, running=answer is BY_COMMAND)
     root = tmp_path / "mine"
     root.mkdir()
     write_task(root, "one", task, answer, base=base)
@@ -195,6 +196,24 @@ def test_a_task_that_is_written_is_read_as_it_was(tmp_path: Path, answer: Answer
     assert source.answer(task) == answer
     own = sorted(p.name for p in (root / "one" / "files").rglob("*") if p.is_file())
     assert own == (["a.py"] if base else ["README.md", "a.py", "b.py"])
+
+
+def test_running_processes_are_of_a_state_and_judged_by_a_verifier(tmp_path: Path) -> None:
+    plain = msgspec.structs.replace(HIDDEN, state=True)
+    task = msgspec.structs.replace(plain, running=True)
+    assert msgspec.json.decode(msgspec.json.encode(task), type=Task) == task
+    assert task.task_id != plain.task_id
+    for wrong in ({"state": False}, {"trust": Trust.DATA}):
+        with pytest.raises(ValueError, match="running"):
+            msgspec.structs.replace(task, **wrong)
+    (tmp_path / "a").mkdir()
+    write_task(tmp_path / "a", "one", task, BY_TESTS)
+    with pytest.raises(TaskError, match=r"tests\.json"):
+        DirectorySource(tmp_path / "a")
+    said = tmp_path / "a/one/task.toml"
+    said.write_text(said.read_text().replace("state = true", "state = false"))
+    with pytest.raises(TaskError, match="needs state"):
+        DirectorySource(tmp_path / "a")
 
 
 def test_tasks_over_the_same_base_share_it(tmp_path: Path) -> None:

@@ -195,11 +195,16 @@ async def prepare(runtime: Runtime, task: Task) -> str:
 
 
 def must_keep(runtime: Runtime, task: Task) -> None:
-    """`MachineError` where the task is judged by what runs in its machine, and snapshots hold no processes."""
-    if task.running and not runtime.info.forks_memory:
-        facts = f"snapshots of {runtime.info.name} machines hold files and no processes"
+    """`MachineError` where snapshots do not hold what the task is judged by: its processes, or all of an image."""
+    info = runtime.info
+    if task.running and not info.forks_memory:
+        facts = f"snapshots of {info.name} machines hold files and no processes"
         hint = 'use machines whose snapshots hold memory: backend "microvm"'
         raise MachineError(f"task {task.task_id} is judged by the processes that run in its machine", facts, hint=hint)
+    if task.state and task.image is not None and not info.whole_snapshots:
+        facts = f"snapshots of {info.name} machines of images hold the working directory alone"
+        hint = 'use backend "microvm" or "namespace"'
+        raise MachineError(f"task {task.task_id} is judged by all of its machine", facts, hint=hint)
 
 
 def _check(declared: Sequence[str]) -> None:

@@ -74,7 +74,7 @@ class GVisorRuntime:
             isolation="kernel in user space",
             users=_USERS,
             images=self._roots is not None,
-            forks_memory=False,
+            whole_snapshots=False,
             notes=notes,
         )
 

@@ -82,6 +82,7 @@ class Control:
                 isolation=info.isolation,
                 users=list(info.users),
                 forks_memory=info.forks_memory,
+                whole_snapshots=info.whole_snapshots,
                 images=info.images,
                 notes=list(info.notes),
             )

@@ -353,4 +353,5 @@ class About(Resource, frozen=True, kw_only=True, omit_defaults=False):
     users: list[str]
     images: bool = False
     forks_memory: bool = False
+    whole_snapshots: bool = True
     notes: list[str] = []

@@ -76,6 +76,7 @@ class RemoteRuntime:
             users=tuple(about.users),
             images=about.images,
             forks_memory=about.forks_memory,
+            whole_snapshots=about.whole_snapshots,
             notes=(f"machines of a server's {about.backend} runtime", *about.notes),
         )
 
