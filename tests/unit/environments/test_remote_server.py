@@ -46,7 +46,7 @@ class Side:
 
 
 def served(test: Callable[[Side], Awaitable[Any]], *, state_bytes: int = 1 << 20, **quota: Any) -> Any:
-    """Run an async test against a server of two accounts, whose runtime keeps so many bytes of states that nobody holds."""
+    """Run an async test against a server of two accounts, whose runtime keeps so many bytes of what nobody holds."""
 
     async def main() -> Any:
         clock, runtime = Clock(), MemoryRuntime(max_bytes=state_bytes)

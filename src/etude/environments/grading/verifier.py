@@ -127,9 +127,9 @@ class VerifierBench:
     async def _guarded(
         self, ground: Ground, verifier: Verifier, canaries: Sequence[Canary], work: Work, first: Said
     ) -> Said:
-        """The lesser of the first verdict and another, if no canary thinks as much of the work as the verifier did, where
-        that was more than it thinks of the reference solution. Work that is wrong where the canary differs had less: it
-        may give by chance what a canary wants."""
+        """The lesser of the first verdict and another, if no canary thinks as much of the work as the verifier did,
+        where that was more than it thinks of the reference solution. Work that is wrong where the canary differs had
+        less: it may give by chance what a canary wants."""
         had, counts = first.reward or 0.0, first
         for canary in random.Random(new_nonce()).sample([None, *canaries], 1 + len(canaries)):
             said = await self._run(ground, verifier if canary is None else canary.verifier, work)
