@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ def tables(result: Mapping[str, Any]) -> str:
     return "\n".join([
         f"One core of an {host['cpu']}, {result['kernels']}, commit {result['commit']}; GB of snapshot a CPU second.",
         "",
-        *_markdown(
+        *markdown(
             ["pair", "change", "bound", "mode", "ratio", "÷ bound", "encode", "÷ scan", "apply in place", "÷ memcpy"],
             (_ours(row, mode) for row in rows for mode in MODES),
         ),
         "",
         f"The same and what others do, at `{GOAL_PAIR}`; in place where a coder can:",
         "",
-        *_markdown(
+        *markdown(
             ["coder", "ratio", "÷ bound", "encode", "decode into new memory", "in place"],
             (_coder(name, coder) for name, coder in at_goal["coders"].items()),
         ),
@@ -63,7 +63,8 @@ def _ratio(ratio: float) -> str:
     return f"{ratio:.0f}" if ratio >= 100 else f"{ratio:.1f}"
 
 
-def _markdown(head: list[str], rows: Iterable[list[str]]) -> list[str]:
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import delta_table, fleet
+from benchmarks import delta_table, fleet, machines_table
 
 
 def test_the_page_of_deltas_has_the_tables_of_the_committed_results():
@@ -13,3 +13,8 @@ def test_the_page_of_deltas_has_the_tables_of_the_committed_results():
 def test_the_page_of_bursts_has_the_numbers_of_the_committed_result():
     text = fleet.PAGE.read_text()
     assert fleet.page(text) == text
+
+
+def test_the_guide_to_machines_has_the_numbers_of_the_committed_results():
+    text = machines_table.PAGE.read_text()
+    assert machines_table.page(text) == text

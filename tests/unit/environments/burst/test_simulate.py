@@ -131,9 +131,14 @@ def test_the_command_fails_where_machines_are_lost(capsys):
         ["--speed", "nan"],
         ["--speed", "inf"],
         ["--plot", "x.png"],
-        ["--calm", "--machines", "16", "--hosts", "1", "--plot", "no/such/folder/x.svg"],
     ],
 )
 def test_the_command_refuses_what_cannot_be_meant(words, capsys):
     assert main(["machines", "simulate", *words]) == 2
     assert "hint:" in capsys.readouterr().err
+
+
+def test_a_place_for_the_plot_is_looked_at_before_the_work(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["machines", "simulate", "--plot", "no/such/folder/x.svg"])
+    assert "no/such/folder/x.svg cannot be written" in capsys.readouterr().err
