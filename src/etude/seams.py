@@ -219,6 +219,20 @@ class Portable(Protocol):
 
 
 @runtime_checkable
+class Holding(Protocol):
+    """What a runtime may be beside: one that can be told which snapshots it must not let go of."""
+
+    def hold(self, snapshot: str) -> int:
+        """Keep it, whatever else is asked to be kept, until it was released as often; how many bytes it takes.
+        `MachineError` for one that is not held here."""
+        ...
+
+    def release(self, snapshot: str) -> None:
+        """One hold fewer."""
+        ...
+
+
+@runtime_checkable
 class Grader(Protocol):
     """Judges exported files; never runs in, or is forked into, a process the agent's code is in."""
 

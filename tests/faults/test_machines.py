@@ -296,6 +296,28 @@ def test_root_of_a_machine_owns_its_files_and_nothing_else():
     assert 0 not in codes.values(), codes
 
 
+def test_nothing_in_a_machine_is_spared_before_the_hosts_own_when_memory_runs_out():
+    script = "cd /proc/self; cat oom_score_adj ../1/oom_score_adj; echo 0 > oom_score_adj; cat oom_score_adj"
+
+    async def test(machine):
+        if machine._agent is None:
+            pytest.skip("no agent was built")
+        return await machine.exec(["sh", "-c", script], key="score", deadline_s=20)
+
+    own, first, *_, lowered = with_machine(test).output.decode().split()
+    may_pin = may(CAP_SYS_RESOURCE)
+    assert (own, first, int(lowered) >= 900 or not may_pin) == ("1000", "900", True)
+
+
+CAP_SYS_RESOURCE = 24
+
+
+def may(bit: int) -> bool:
+    """Whether this process has a capability, and has it over the whole host."""
+    held = int(Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0], 16)
+    return bool(held >> bit & 1) and Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
+
+
 def test_adopting_orphans_cannot_be_given_up():
     code = "import ctypes; prctl = ctypes.CDLL(None).prctl; print(prctl(36, 0), prctl(36, 1))"
 

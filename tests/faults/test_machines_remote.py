@@ -357,7 +357,7 @@ def test_what_a_service_had_to_let_go_of_is_sent_again():
         snapshot = await runtime.prepare(files)
         behind = boxes.runtime
         assert isinstance(behind, NamespaceRuntime)
-        behind._snapshots._trees.clear()  # as if others had needed the room
+        behind._snapshots.clear()  # as if others had needed the room
         with pytest.raises(MachineError, match="no snapshot"):
             await runtime.fork(snapshot, 1)
         [machine] = await runtime.fork(await runtime.prepare(files), 1)

@@ -19,7 +19,7 @@ const NOT_FOUND: i32 = 127;
 const FIRST_MARK: u64 = 0x65_7475_6465_0000; // no size that anybody would ask for
 
 /// What the child writes when it could not be confined: its number, the error's, the step's.
-type Trouble = [u8; 12];
+type Trouble = [i32; 3];
 
 /// The three standard streams of a command, its own ends.
 pub struct Streams {
@@ -39,6 +39,7 @@ pub struct Spawner {
     mark: u64, // of the last command
     heard: PipeReader,
     told: PipeWriter,
+    troubles: Vec<Trouble>, // of those whose end is still to be noticed
 }
 
 impl Spawner {
@@ -55,6 +56,7 @@ impl Spawner {
             mark: FIRST_MARK,
             heard,
             told,
+            troubles: Vec::new(),
         })
     }
 
@@ -73,7 +75,7 @@ impl Spawner {
             return Ok((pid, self.mark));
         }
         if let Err((step, error)) = self.confine(run, user, streams) {
-            self.tell(step, &error);
+            self.tell(std::process::id() as i32, step, &error);
             sys::exit_now(NOT_RUNNABLE);
         }
         if let Err(error) = sys::change_folder(&cwd) {
@@ -84,14 +86,13 @@ impl Spawner {
 
     /// Why the process that was `pid` could not be confined, if so: the error's number, and the step in words.
     pub fn trouble_of(&mut self, pid: i32) -> Option<(i32, &'static str)> {
-        let mut trouble = Trouble::default();
-        while self.heard.read(&mut trouble).is_ok_and(|read| read == trouble.len()) {
-            let [whose, error, step] = [0, 4, 8].map(|at| i32::from_le_bytes(std::array::from_fn(|i| trouble[at + i])));
-            if whose == pid {
-                return Some((error, STEPS.get(step as usize).unwrap_or(&"confining")));
-            }
+        let mut told = [0; size_of::<Trouble>()];
+        while self.heard.read(&mut told).is_ok_and(|read| read == told.len()) {
+            self.troubles.push([0, 4, 8].map(|at| i32::from_le_bytes(std::array::from_fn(|i| told[at + i]))));
         }
-        None
+        let at = self.troubles.iter().position(|[whose, ..]| *whose == pid)?;
+        let [_, error, step] = self.troubles.swap_remove(at);
+        Some((error, STEPS.get(step as usize).unwrap_or(&"confining")))
     }
 
     fn folder(&self, cwd: &[u8]) -> Vec<u8> {
@@ -138,9 +139,9 @@ impl Spawner {
         Ok(())
     }
 
-    fn tell(&self, step: usize, error: &io::Error) {
-        let (pid, number) = (std::process::id() as i32, error.raw_os_error().unwrap_or(0));
-        let trouble = [pid, number, step as i32].map(i32::to_le_bytes).concat();
+    fn tell(&self, pid: i32, step: usize, error: &io::Error) {
+        let trouble: Trouble = [pid, error.raw_os_error().unwrap_or(0), step as i32];
+        let trouble = trouble.map(i32::to_le_bytes).concat();
         let _ = (&self.told).write_all(&trouble); // short enough to be written in one piece
     }
 }
@@ -216,4 +217,24 @@ fn fail(what: &[u8], error: &io::Error, code: i32) -> ! {
         let _ = File::from(stderr).write_all(&line); // nobody may listen
     }
     sys::exit_now(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options;
+
+    #[test]
+    fn commands_that_fail_together_each_have_their_own_trouble() {
+        let options = options::parse(["--stdio".to_owned()]).unwrap();
+        let mut spawner = Spawner::new(&options).unwrap();
+        for (pid, step) in [(7, 1), (8, 5), (9, 3)] {
+            spawner.tell(pid, step, &sys::error(sys::EPERM));
+        }
+        assert_eq!(spawner.trouble_of(9), Some((sys::EPERM, STEPS[3])));
+        assert_eq!(spawner.trouble_of(6), None);
+        assert_eq!(spawner.trouble_of(7), Some((sys::EPERM, STEPS[1])));
+        assert_eq!(spawner.trouble_of(8), Some((sys::EPERM, STEPS[5])));
+        assert_eq!(spawner.trouble_of(8), None);
+    }
 }

@@ -17,6 +17,7 @@ from typing import Any, Unpack
 
 import msgspec
 
+from etude.environments.bounded import Bounded
 from etude.errors import MachineError, TaskError
 from etude.records.image import Image
 from etude.records.rollout import Graded, Invalid
@@ -229,25 +230,34 @@ def _inside(path: str) -> str:
 
 
 class MemoryRuntime:
-    """A `Runtime` of `MemoryMachine`s."""
+    """A `Runtime` of `MemoryMachine`s, whose snapshots have at most `max_bytes`, held ones left out."""
 
     info = RuntimeInfo(name="memory", isolation="none", users=("user",))
 
-    def __init__(self) -> None:
-        self._snapshots: dict[str, dict[str, bytes]] = {}
+    def __init__(self, *, max_bytes: int = 1 << 30) -> None:
+        self._snapshots = Bounded[dict[str, bytes]](_num_bytes, max_bytes=max_bytes)
         self._machines: list[MemoryMachine] = []
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
         if image is not None:
             raise MachineError("a memory machine has no root filesystem", hint="use a runtime that has images")
         digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()
-        self._snapshots[digest] = {_inside(path): bytes(data) for path, data in files.items()}
-        return digest
+        return self._snapshots.put(digest, {_inside(path): bytes(data) for path, data in files.items()})
+
+    def hold(self, snapshot: str) -> int:
+        return self._snapshots.hold(snapshot)
+
+    def release(self, snapshot: str) -> None:
+        self._snapshots.release(snapshot)
+
+    def _files(self, snapshot: str) -> dict[str, bytes]:
+        files = self._snapshots.get(snapshot)
+        if files is None:
+            raise MachineError(f"no snapshot {snapshot!r}", hint="prepare it first")
+        return files
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        if snapshot not in self._snapshots:
-            raise MachineError(f"no snapshot {snapshot!r}", hint="prepare it first")
-        data = msgspec.msgpack.encode(self._snapshots[snapshot])
+        data = msgspec.msgpack.encode(self._files(snapshot))
         if len(data) > max_bytes:
             raise ValueError(f"the snapshot has {len(data)} bytes, at most {max_bytes}")
         return data
@@ -259,15 +269,18 @@ class MemoryRuntime:
             raise ValueError(f"these bytes are no snapshot: {error}") from None
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        if snapshot not in self._snapshots:
-            raise MachineError(f"no snapshot {snapshot!r}", hint="prepare it first")
-        made = [MemoryMachine(self._snapshots[snapshot], self) for _ in range(n)]
+        files = self._files(snapshot)
+        made = [MemoryMachine(files, self) for _ in range(n)]
         self._machines = [m for m in self._machines if not m.closed] + made
         return list(made)
 
     async def close(self) -> None:
         for machine in self._machines:
             await machine.close()
+
+
+def _num_bytes(files: Mapping[str, bytes]) -> int:
+    return sum(len(path) + len(data) for path, data in files.items())
 
 
 class FakeGrader:

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.environments.judging import on_machines
 
 from etude.environments import MachineGrader, NamespaceRuntime, validate_exports
 from etude.environments.grading.data import same
+from etude.environments.grading.ground import Ground
+from etude.environments.grading.verdicts import Broken
 from etude.errors import MachineError
 from etude.records.exports import is_plain
+from etude.records.image import Image
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Case, Split, Task, Trust
-from etude.seams import Grader, Machine
+from etude.seams import Grader, Machine, Runtime
 from etude.testing import MemoryRuntime
 
 PLAIN = st.recursive(
@@ -224,6 +228,13 @@ FRESH = {
     ),
     "ended by one of them": ("import os\ndef f(x): return x + 1 if x != 2 else os._exit(0)", 0.0),
     "something is left behind": ("import os, time\ndef f(x):\n    os.fork() or time.sleep(60)\n    return x + 1", 1.0),
+    "threads that hold what calls want": (
+        "import threading, time\nlock = threading.Lock()\n"
+        "def hold():\n    while True:\n        with lock: time.sleep(0.05)\n        time.sleep(0.002)\n"
+        "threading.Thread(target=hold, daemon=True).start()\n"
+        "def f(x):\n    with lock: return x + 1",
+        1.0,
+    ),
     "never the same": ("import time\ndef f(x): return [x + 1, time.perf_counter_ns()][0]", 1.0),
 }
 
@@ -381,6 +392,35 @@ def test_an_answer_without_hidden_tests_is_the_graders_fault():
     outcome = asyncio.run(MachineGrader(MemoryRuntime()).grade(task(), Answer(reference={}), {"calc.py": b""}))
     assert isinstance(outcome, Invalid)
     assert outcome.boundary is Boundary.GRADER
+
+
+class CountsTrees(MemoryRuntime):
+    prepared = 0
+
+    async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
+        self.prepared += 1
+        await asyncio.sleep(0)  # others may ask meanwhile
+        return await super().prepare(files, image=image)
+
+
+def test_runs_that_start_together_have_one_base_which_is_prepared_once():
+    async def main() -> int:
+        runtime, hidden = CountsTrees(), {"t.py": ""}
+        ground = Ground(runtime, task())
+        work = {"calc.py": b""}
+        assert len({*await asyncio.gather(*(ground.snapshot(work, hidden) for _ in range(5)))}) == 1
+        return runtime.prepared
+
+    assert asyncio.run(main()) == 1
+
+
+def test_files_of_an_image_that_cannot_be_removed_are_the_tasks_fault():
+    async def test(runtime: Runtime) -> None:
+        await Ground(runtime, task())._without(await runtime.prepare({}), ["."])
+
+    with pytest.raises(Broken, match="cannot be removed") as error:
+        on_machines(test)
+    assert error.value.boundary is Boundary.TASK
 
 
 # ---------------------------------------------------------------------------------------------- pure parts

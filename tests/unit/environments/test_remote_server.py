@@ -45,11 +45,11 @@ class Side:
         return await self.http.post("/v2/sandboxes", json={"templateID": "base"} | asked, headers=headers)
 
 
-def served(test: Callable[[Side], Awaitable[Any]], **quota: Any) -> Any:
-    """Run an async test against a server of two accounts."""
+def served(test: Callable[[Side], Awaitable[Any]], *, state_bytes: int = 1 << 20, **quota: Any) -> Any:
+    """Run an async test against a server of two accounts, whose runtime keeps so many bytes of what nobody holds."""
 
     async def main() -> Any:
-        clock, runtime = Clock(), MemoryRuntime()
+        clock, runtime = Clock(), MemoryRuntime(max_bytes=state_bytes)
         keys = Keyring({"alice": Quota(key=ALICE, **quota), "bob": Quota(key=BOB)}, clock=clock)
         templates = {"tpl": Template({"hi.txt": b"hi"})}
         app = create_app(runtime, keys, templates=templates, config=ServerConfig(paused_s=100.0), clock=clock)
@@ -283,6 +283,59 @@ def test_a_state_is_kept_under_a_name_and_machines_are_made_from_it():
         assert (refused.status_code, "memory" in refused.json()["message"]) == (400, True)
 
     served(test)
+
+
+async def put(side: Side, sandbox: dict[str, str], data: bytes) -> None:
+    own = {"e2b-sandbox-id": sandbox["sandboxID"], "x-access-token": sandbox["envdAccessToken"], "etude-exactly": "0"}
+    assert (await side.http.post("/files?path=a", headers=own, files={"file": data})).status_code == 200
+
+
+def test_no_account_pushes_out_what_another_has_paused_or_named():
+    async def test(side):
+        mine = [(await side.make()).json() for _ in range(3)]
+        for number, one in enumerate(mine):
+            await put(side, one, b"%d" % number * 40)
+        paused, named, passing = (one["sandboxID"] for one in mine)
+        assert (await side.http.post(f"/sandboxes/{paused}/pause", json={})).status_code == 204
+        assert (await side.http.post(f"/sandboxes/{named}/snapshots", json={"name": "mine"})).status_code == 201
+        unnamed = (await side.http.post(f"/sandboxes/{passing}/snapshots", json={})).json()["snapshotID"]
+        bobs = {"x-api-key": BOB}
+        theirs = (await side.make(headers=bobs)).json()
+        for number in range(8):
+            await put(side, theirs, b"%d" % number * 90)
+            url = f"/sandboxes/{theirs['sandboxID']}/snapshots"
+            assert (await side.http.post(url, json={}, headers=bobs)).status_code == 201
+        assert (await side.make(templateID=unnamed)).status_code == 503
+        assert (await side.make(templateID="mine")).status_code == 201
+        assert (await side.http.post(f"/v2/sandboxes/{paused}/connect", json={"timeout": 9})).status_code == 201
+
+    served(test, state_bytes=100)
+
+
+def test_what_is_held_is_counted_and_a_machine_that_has_no_room_runs_on():
+    async def test(side):
+        account = side.boxes.get((first := (await side.make(autoPause=True, timeout=50)).json())["sandboxID"]).account
+        await put(side, first, b"x" * (700 << 10))
+        pause = f"/sandboxes/{first['sandboxID']}/pause"
+        url = f"/sandboxes/{first['sandboxID']}/snapshots"
+        assert (await side.http.post(url, json={"name": "mine"})).status_code == 201
+        refused = await side.http.post(pause, json={})
+        assert (refused.status_code, "max_state_mib" in refused.json()["hint"]) == (429, True)
+        assert side.boxes.get(first["sandboxID"]).state == "running"
+        assert (await side.http.post(url, json={"name": "again"})).status_code == 429
+        assert (await side.http.delete("/templates/mine")).status_code == 204
+        assert account.num_state_bytes == 0
+        assert (await side.http.post(pause, json={})).status_code == 204
+        assert account.num_state_bytes > 700 << 10
+        resume = f"/v2/sandboxes/{first['sandboxID']}/connect"
+        assert (await side.http.post(resume, json={"timeout": 50})).status_code == 201
+        assert account.num_state_bytes == 0
+        assert (await side.http.post(url, json={"name": "mine"})).status_code == 201
+        side.clock.now += 51
+        await side.boxes.expire()
+        assert (await side.http.get(f"/sandboxes/{first['sandboxID']}")).status_code == 404  # no room for its pause
+
+    served(test, max_state_mib=1)
 
 
 def test_a_state_leaves_for_its_own_account_and_comes_back_for_whoever_has_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 from tests.unit.environments.judging import RIGHT, TASK, judge, on_machines
 
 from etude.environments import MachineGrader, exports_of, reference_exports, take_exports
+from etude.environments.grading.installed import installed
 from etude.environments.grading.verifier import _judged
 from etude.records.exports import STATE
 from etude.records.rollout import Boundary, Graded, Invalid
@@ -61,6 +63,25 @@ def test_what_would_configure_a_verifier_or_be_found_instead_of_the_library_is_t
     named = judge(answer, {"json.py": b""}, exports=("json.py",), trust=Trust.DATA)
     assert whole.reason.split(": ")[1] == "calc.py in/sub/json.py in/verify.py own.py test/a.py"
     assert named.reason.split(": ")[1] == "calc.py in/verify.py json.py"
+
+
+def test_a_module_that_is_installed_is_not_found_in_what_was_handed_in_unless_it_is_the_tasks_own():
+    files = "os.path.relpath(os.path.join(f, n)) for f, _, ns in os.walk('.') for n in ns"
+    listing = f"import os, sys\nsys.exit(' '.join(sorted({files})))"
+    [there] = on_machines(lambda runtime: _all(installed(runtime, None, ["."])))
+    assert "json" not in there  # of the library, whose names are known
+    name = min(there, default="")
+    if not name:
+        pytest.skip("this Python has no module beside those of its library")
+    work = {"calc.py": RIGHT, f"{name}.py": b"", "own.py": b""}
+    shadow = judge(verified(listing), work, exports=("./",), trust=Trust.DATA)
+    own = judge(verified(listing), work, exports=("./",), trust=Trust.DATA, files={f"{name}/a.py": ""})
+    assert shadow.reason.split(": ")[1] == "calc.py own.py verify.py"
+    assert f"{name}.py" in own.reason
+
+
+async def _all(one: Awaitable[Any]) -> list[Any]:
+    return [await one]
 
 
 CHEATS = {

@@ -23,7 +23,7 @@ from etude.environments.burst.lent import Lent, answers, closed, portable
 from etude.environments.burst.pressure import AHEAD_OF_CALLERS, FOR_CALLERS, Ceilings, Read, admit, read_pressure
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import Machine, Runtime, RuntimeInfo
+from etude.seams import Holding, Machine, Runtime, RuntimeInfo
 
 
 @dataclass
@@ -118,6 +118,15 @@ class WarmRuntime:
     async def unpack(self, packed: bytes) -> str:
         """See `Portable.unpack`."""
         return await portable(self._runtime).unpack(packed)
+
+    def hold(self, snapshot: str) -> int:
+        """See `Holding.hold`; 0 where the runtime behind holds nothing."""
+        return self._runtime.hold(snapshot) if isinstance(self._runtime, Holding) else 0
+
+    def release(self, snapshot: str) -> None:
+        """See `Holding.release`."""
+        if isinstance(self._runtime, Holding):
+            self._runtime.release(snapshot)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits in line where there is no room, or the host is pressed."""

@@ -8,6 +8,7 @@ without the agent's files: only if that goes wrong too is somebody else to blame
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import secrets
@@ -16,6 +17,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from etude.environments.commands import retrieve
 from etude.environments.grading.exports import exports_of, must_keep, prepare
 from etude.environments.grading.reports import NotStarted, new_nonce, told
 from etude.environments.grading.verdicts import REASON_CHARS, Broken, Refused
@@ -60,15 +62,23 @@ class Ground:
     ) -> None:
         self.runtime, self.task, self._never, self._kept, self._library = runtime, task, never, kept, library
         self._room = f"/etude-{secrets.token_hex(8)}" if task.running else ""  # root's, beside running processes
-        self._bases: dict[tuple[int, int], tuple[str, Work, Mapping[str, str]]] = {}  # by who they are, kept alive
+        self._bases: dict[tuple[int, int], tuple[asyncio.Task[str], Work, Mapping[str, str]]] = {}  # by who they are
 
     async def snapshot(self, work: Work, hidden: Mapping[str, str]) -> str:
-        """The state that machines with this work and these hidden files are forked from. `Refused` where the agent's
-        files cannot be a tree with them, `Broken` where the task's cannot."""
+        """The state that machines with this work and these hidden files are forked from, prepared once for all who ask
+        together. `Refused` where the agent's files cannot be a tree with them, `Broken` where the task's cannot."""
         key = (id(work), id(hidden))
         if key not in self._bases:
-            self._bases[key] = (await self._base(work, hidden), work, hidden)
-        return self._bases[key][0]
+            preparing = asyncio.create_task(self._base(work, hidden))
+            preparing.add_done_callback(retrieve)
+            self._bases[key] = (preparing, work, hidden)
+        preparing = self._bases[key][0]
+        try:
+            return await asyncio.shield(preparing)
+        except Exception:
+            if key in self._bases and self._bases[key][0] is preparing:
+                del self._bases[key]
+            raise
 
     async def _base(self, work: Work, hidden: Mapping[str, str]) -> str:
         if STATE in work:
@@ -124,7 +134,10 @@ class Ground:
         """The image has files of its own at declared paths; those that the agent's machine no longer had are gone."""
         [machine] = await self.runtime.fork(base, 1)
         try:
-            await machine.exec(["rm", "-rf", "--", *paths], key="rm", deadline_s=30.0)
+            removed = await machine.exec(["rm", "-rf", "--", *paths], key="rm", deadline_s=30.0)
+            if removed.exit_code != 0:
+                facts = f"exit code {removed.exit_code}: {removed.output[:REASON_CHARS].decode(errors='replace')}"
+                raise Broken(Boundary.TASK, "declared files of the image cannot be removed", facts)
             return await machine.snapshot()
         finally:
             await machine.close()

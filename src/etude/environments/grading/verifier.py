@@ -18,12 +18,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import NamedTuple
 
 import msgspec
 
 from etude.environments.grading.canaries import anywhere
 from etude.environments.grading.ground import CONFIGURATION, LIBRARY, Ground, NotLaid, Work
+from etude.environments.grading.installed import installed
 from etude.environments.grading.reports import new_nonce
 from etude.environments.grading.verdicts import Broken, Refused, earned, one_line
 from etude.errors import MachineError
@@ -58,6 +60,7 @@ class VerifierBench:
     def __init__(self, runtime: Runtime, *, canaries: int) -> None:
         self._runtime, self._canaries = runtime, canaries
         self._works: set[str] = set()
+        self._installed: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # by image and folders
 
     def variants(self, task: Task, verifier: Verifier) -> list[tuple[str, str]]:
         """Changed files, as (path, text), that may make canaries. None where no code of the agent's is believed."""
@@ -71,7 +74,7 @@ class VerifierBench:
     async def plan(self, task: Task, verifier: Verifier, reference: Work) -> list[Canary]:
         """Canaries: variants that think less of the reference solution than the verifier does. None where it thinks
         nothing of it. Raises `Broken` where it gives no verdict."""
-        ground = self._ground(task, verifier)
+        ground = await self._ground(task, verifier)
         right = await self._run(ground, verifier, reference)
         if right.reward is None:
             await self._blame(ground, verifier)
@@ -87,7 +90,7 @@ class VerifierBench:
 
     async def grade(self, task: Task, verifier: Verifier, canaries: Sequence[Canary], work: Work) -> Graded:
         """The verdict. One above 0 that ran the agent's code must repeat: the lesser of two counts."""
-        ground = self._ground(task, verifier)
+        ground = await self._ground(task, verifier)
         said = await self._run(ground, verifier, work)
         if said.reward is None:
             await self._blame(ground, verifier)
@@ -97,9 +100,24 @@ class VerifierBench:
         assert said.reward is not None
         return earned(said.reward, said.reward, task.trust, said.reason)
 
-    def _ground(self, task: Task, verifier: Verifier) -> Ground:
-        kept = (verifier.reward_path,)
-        return Ground(self._runtime, task, never=CONFIGURATION, kept=kept, library=LIBRARY)
+    async def _ground(self, task: Task, verifier: Verifier) -> Ground:
+        kept, library = (verifier.reward_path,), await self._library(task, verifier)
+        return Ground(self._runtime, task, never=CONFIGURATION, kept=kept, library=library)
+
+    async def _library(self, task: Task, verifier: Verifier) -> frozenset[str]:
+        """Names that new files of the agent's may not have; those of the task's own folders are its own."""
+        if not any(path.endswith("/") for path in task.exports):
+            return LIBRARY  # what is declared by name is not new
+        own = {part.partition(".")[0] for path in task.files for part in PurePosixPath(path).parts}
+        paths = [PurePosixPath(path) for path in verifier.files if not path.startswith("/")]
+        folders = frozenset({".", *(str(parent) for path in paths for parent in path.parents)})
+        key = ("" if task.image is None else task.image.digest, folders)
+        if key not in self._installed:
+            try:
+                self._installed[key] = await installed(self._runtime, task.image, folders)
+            except MachineError as error:
+                raise Broken(Boundary.MACHINE, "no machine to grade in", str(error)) from None
+        return LIBRARY | self._installed[key] - own
 
     async def _guarded(
         self, ground: Ground, verifier: Verifier, canaries: Sequence[Canary], work: Work, first: Said

@@ -114,6 +114,14 @@ class GVisorRuntime:
         self._must_be_open()
         return self._snapshots.adopt(packed)
 
+    def hold(self, snapshot: str) -> int:
+        """See `Holding.hold`."""
+        return self._snapshots.hold(snapshot)
+
+    def release(self, snapshot: str) -> None:
+        """See `Holding.release`."""
+        self._snapshots.release(snapshot)
+
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
         self._must_be_open()

@@ -17,6 +17,7 @@ from typing import Any
 
 from etude.environments.agent import program
 from etude.environments.agent.channel import Lost
+from etude.environments.bounded import Bounded
 from etude.environments.config import MachineLimits
 from etude.environments.microvm import overlay, snapshots
 from etude.environments.microvm import packed as packing
@@ -26,7 +27,7 @@ from etude.environments.microvm.image import find
 from etude.environments.microvm.machine import Guest
 from etude.environments.microvm.probe import Accelerator, probe
 from etude.environments.microvm.qemu import require_qemu
-from etude.environments.microvm.snapshots import Kept, Snapshot
+from etude.environments.microvm.snapshots import Snapshot
 from etude.environments.microvm.spares import Spares
 from etude.environments.namespace.snapshots import tree
 from etude.errors import MachineError
@@ -59,7 +60,7 @@ class MicroVMRuntime:
         self._bases = self._image.disk.parent.parent / "booted"
         self._limits = limits if limits is not None else MachineLimits()
         self._max_machines, self._spare, self._roots = max_machines, spare, roots
-        self._kept = Kept(max_bytes=_SNAPSHOT_BYTES)
+        self._kept = Bounded[Snapshot](lambda snapshot: snapshot.num_bytes, max_bytes=_SNAPSHOT_BYTES)
         self._booting: dict[str, asyncio.Task[Spares]] = {}  # by image
         self._booted: dict[str, tuple[Spares, Image | None]] = {}  # by image
         self._preparing: dict[str, asyncio.Task[str]] = {}
@@ -102,7 +103,7 @@ class MicroVMRuntime:
         guest = await self._guest(image.name, spares.base.start)
         try:
             await guest.machine.load(packed)
-            return self._kept.keep(name, await guest.take())
+            return self._kept.put(name, await guest.take())
         except (FileNotFoundError, Lost) as gone:
             raise MachineError("a snapshot could not be prepared", str(gone), hint="prepare it again") from None
         except OSError as full:
@@ -185,7 +186,15 @@ class MicroVMRuntime:
                 "a snapshot of another base", facts, hint="use the limits and the cache it was made with"
             )
         name = hashlib.sha256(packed).hexdigest()
-        return self._kept.keep(name, await asyncio.to_thread(packing.unpack, packed, head, image=image.name))
+        return self._kept.put(name, await asyncio.to_thread(packing.unpack, packed, head, image=image.name))
+
+    def hold(self, snapshot: str) -> int:
+        """See `Holding.hold`."""
+        return self._kept.hold(snapshot)
+
+    def release(self, snapshot: str) -> None:
+        """See `Holding.release`."""
+        self._kept.release(snapshot)
 
     async def _guest(self, image: str, snapshot: Snapshot) -> Guest:
         spares, record = self._booted[image]
@@ -219,7 +228,7 @@ class MicroVMRuntime:
             was_low = low
 
     def _keep(self, snapshot: Snapshot) -> str:
-        return self._kept.keep(secrets.token_hex(32), snapshot)
+        return self._kept.put(secrets.token_hex(32), snapshot)
 
     async def ready(self) -> None:
         """Wait until as many QEMUs wait for what comes next as are meant to."""

@@ -12,7 +12,6 @@ import os
 import secrets
 import time
 import weakref
-from collections import OrderedDict
 from typing import TypeVar
 
 from etude.environments.agent import protocol
@@ -101,28 +100,3 @@ async def restore(guest: Qemu, snapshot: Snapshot, *, host_name: str) -> bytes:
 def _fill(guest: Qemu, snapshot: Snapshot) -> None:
     overlay.copy(snapshot.disk, guest.disk)
     memory.write(guest.mapping(), snapshot.pages)
-
-
-class Kept:
-    """Snapshots by id, the least recently used of which go when there are too many bytes of them."""
-
-    def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, Snapshot] = OrderedDict()
-
-    def keep(self, name: str, snapshot: Snapshot) -> str:
-        self._kept[name] = snapshot
-        self._kept.move_to_end(name)
-        num_bytes = sum(kept.num_bytes for kept in self._kept.values())
-        while num_bytes > self._max_bytes and len(self._kept) > 1:
-            num_bytes -= self._kept.popitem(last=False)[1].num_bytes
-        return name
-
-    def get(self, name: str) -> Snapshot | None:
-        """The snapshot, or None when it was never kept or has had to go."""
-        if name in self._kept:
-            self._kept.move_to_end(name)
-        return self._kept.get(name)
-
-    def clear(self) -> None:
-        self._kept.clear()

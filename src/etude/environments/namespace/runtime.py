@@ -148,6 +148,14 @@ class NamespaceRuntime:
             self._snapshots.adopt(state.tree)
         return self._snapshots.keep(packed)
 
+    def hold(self, snapshot: str) -> int:
+        """See `Holding.hold`."""
+        return self._snapshots.hold(snapshot)
+
+    def release(self, snapshot: str) -> None:
+        """See `Holding.release`."""
+        self._snapshots.release(snapshot)
+
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits for others to be closed where `max_machines` are alive."""
         tree = self._tree(snapshot)

@@ -1,15 +1,15 @@
 """Prepared trees by the digest of their bytes: what is loaded into a blank machine.
 
-Bounded in bytes; the least recently used goes first, so prepare again (it is cheap) before a fork of an old one.
+The least recently used go first, so prepare again (it is cheap) before a fork of an old one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections import OrderedDict
 from collections.abc import Mapping
 
+from etude.environments.bounded import Bounded
 from etude.environments.namespace.guest import wire
 from etude.environments.paths import inside
 
@@ -27,7 +27,7 @@ def tree(files: Mapping[str, bytes]) -> bytes:
     return wire.pack(wire.TREE, *(part for path in sorted(entries) for part in (path, *entries[path])))
 
 
-class Snapshots:
+class Snapshots(Bounded[bytes]):
     """Trees as TREE frames.
 
     >>> kept = Snapshots(max_bytes=1 << 20)
@@ -36,8 +36,7 @@ class Snapshots:
     """
 
     def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes, self._num_bytes = max_bytes, 0
-        self._trees: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
+        super().__init__(len, max_bytes=max_bytes)
 
     def prepare(self, files: Mapping[str, bytes]) -> str:
         """Keep the tree of these files. `ValueError` for files that cannot be one."""
@@ -45,14 +44,7 @@ class Snapshots:
 
     def keep(self, tree: bytes) -> str:
         """Keep a tree's TREE frame; returns its id."""
-        snapshot = hashlib.sha256(tree).hexdigest()
-        if snapshot not in self._trees:
-            self._trees[snapshot] = tree
-            self._num_bytes += len(tree)
-        self._trees.move_to_end(snapshot)
-        while self._num_bytes > self._max_bytes and len(self._trees) > 1:
-            self._num_bytes -= len(self._trees.popitem(last=False)[1])
-        return snapshot
+        return self.put(hashlib.sha256(tree).hexdigest(), tree)
 
     def adopt(self, tree: bytes) -> str:
         """Keep a tree that came from elsewhere. `ValueError` for bytes that are no TREE frame of a tree inside."""
@@ -64,9 +56,3 @@ class Snapshots:
             if inside(os.fsdecode(path)) != path or kind not in (b"f", b"x", b"d", b"l"):
                 raise ValueError(f"{path!r} of kind {kind!r} is in no tree")
         return self.keep(tree)
-
-    def get(self, snapshot: str) -> bytes | None:
-        """The TREE frame, or None when it was never kept or has had to go."""
-        if snapshot in self._trees:
-            self._trees.move_to_end(snapshot)
-        return self._trees.get(snapshot)

@@ -7,6 +7,7 @@ import time
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from etude.environments.output import Capped
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.service import Service
@@ -20,14 +21,12 @@ _SIGNALS: Final = {"signal: killed": 137, "signal: terminated": 143, "signal: in
 
 
 class Collected:
-    """A command's output as it comes: told, and cut in the middle to a cap."""
+    """A command's output as it comes: told, and kept up to a cap."""
 
     def __init__(self, max_bytes: int, tell: Tell | None, *, began: float) -> None:
         self._began_at = began  # by time.monotonic
-        self._head_bytes = max_bytes // 2
-        self._tail_bytes = max_bytes - self._head_bytes
-        self._tell, self._missed = tell, False
-        self._head, self._tail, self._total, self._began = bytearray(), bytearray(), 0, False
+        self._output = Capped(max_bytes)
+        self._tell, self._missed, self._began = tell, False, False
 
     def add(self, event: m.Event) -> None:
         """One of its events."""
@@ -44,12 +43,7 @@ class Collected:
         """More of its output."""
         if self._tell is not None:
             self._tell(Printed(stream, data))
-        self._total += len(data)
-        room = self._head_bytes - len(self._head)
-        self._head += data[:room]
-        self._tail += data[max(room, 0) :]
-        if len(self._tail) > self._tail_bytes:
-            del self._tail[: len(self._tail) - self._tail_bytes]
+        self._output.add(data)
 
     def missed(self) -> None:
         """Some of it may have come while nobody was connected."""
@@ -66,9 +60,9 @@ class Collected:
         """What is known of it."""
         return ExecResult(
             exit_code=code,
-            output=bytes(self._head + self._tail),
+            output=self._output.value(),
             timed_out=timed_out,
-            truncated=self._missed or self._total > len(self._head) + len(self._tail),
+            truncated=self._missed or self._output.truncated,
             wall_s=time.monotonic() - self._began_at,
         )
 

@@ -7,6 +7,7 @@ The file is TOML, one table a key, readable by its owner alone:
     max_live = 16              # machines alive at the same time, paused ones among them
     max_lifetime_s = 3600      # of one machine, however often its lease is renewed
     creations_per_minute = 120
+    max_state_mib = 1024       # of paused machines and named snapshots together
 
 A key is compared with every known one in constant time. Knows nothing of HTTP.
 """
@@ -37,6 +38,7 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_live: int = 16
     max_lifetime_s: int = 3600
     creations_per_minute: int = 120
+    max_state_mib: int = 1024
 
 
 class Account:
@@ -44,7 +46,7 @@ class Account:
 
     def __init__(self, name: str, quota: Quota, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.name, self.quota, self._clock = name, quota, clock
-        self.num_live = 0
+        self.num_live = self.num_state_bytes = 0
         self._creations: deque[float] = deque()
 
     def take(self, n: int = 1) -> None:
@@ -68,6 +70,19 @@ class Account:
     def give_back(self, n: int = 1) -> None:
         """Machines have ended."""
         self.num_live -= n
+
+    def take_bytes(self, n: int) -> None:
+        """Room for a state of n bytes that is kept however much others keep. Raises `Refused` (429)."""
+        most = self.quota.max_state_mib << 20
+        if self.num_state_bytes + n > most:
+            facts = f"{n} bytes more than {self.num_state_bytes}, of {most}"
+            hint = "kill paused machines and delete named snapshots, or let the key have more (max_state_mib)"
+            raise Refused(429, f"the quota of {self.name!r} has no room for this state", facts, hint=hint)
+        self.num_state_bytes += n
+
+    def give_bytes_back(self, n: int) -> None:
+        """A state is kept no longer."""
+        self.num_state_bytes -= n
 
 
 class Keyring:

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, Protocol, Unpack
 
 from etude.environments.commands import Commands
+from etude.environments.paths import inside
 from etude.environments.remote.commands import run_abroad, run_exactly
 from etude.environments.remote.connect import RpcError, of_answer
 from etude.environments.remote.foreign import check_links, kill_all
@@ -54,7 +55,7 @@ class RemoteMachine:
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`."""
         self._must_be_open()
-        name = inside(path)
+        name = name_of(path)
         try:
             if self._service.is_etude:
                 headers = {"etude-exactly": str(max_bytes)}
@@ -89,7 +90,7 @@ class RemoteMachine:
         self._must_be_open()
         batch: dict[str, bytes] = {}
         for path, data in files.items():
-            batch[inside(path)] = bytes(data)
+            batch[name_of(path)] = bytes(data)
             if sum(map(len, batch.values())) > _UPLOAD or len(batch) >= 1000:
                 await self._upload(batch)
                 batch = {}
@@ -146,13 +147,6 @@ class RemoteMachine:
 _GONE = "it has ended, or its server has: fork another one"
 
 
-def inside(path: str) -> str:
-    """A relative path in its plain form. `ValueError` for one that leaves the working directory.
-
-    >>> inside("./a//b.py")
-    'a/b.py'
-    """
-    pure = PurePosixPath(path)
-    if not path or pure.is_absolute() or ".." in pure.parts or "\0" in path or len(path.encode()) > 4095:
-        raise ValueError(f"{path[:200]!r} is not a path inside the working directory")
-    return str(pure)
+def name_of(path: str) -> str:
+    """A path in its plain form. `ValueError` for one that leaves the working directory, or is no text."""
+    return inside(path).decode()

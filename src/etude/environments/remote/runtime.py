@@ -22,7 +22,7 @@ from etude.environments.config import MachineLimits
 from etude.environments.remote import messages as m
 from etude.environments.remote.calls import Answer, Calls
 from etude.environments.remote.config import ClientConfig
-from etude.environments.remote.machine import RemoteMachine, inside
+from etude.environments.remote.machine import RemoteMachine, name_of
 from etude.environments.remote.service import Service
 from etude.errors import InputError, MachineError
 from etude.records.image import Image
@@ -94,7 +94,7 @@ class RemoteRuntime:
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
         """See `Runtime.prepare`. An image is the template of its digest. Uploaded once, and kept by the service."""
-        plain = {inside(path): bytes(data) for path, data in files.items()}
+        plain = {name_of(path): bytes(data) for path, data in files.items()}
         folders = {str(parent) for path in plain for parent in PurePosixPath(path).parents}
         if len(plain) < len(files) or folders & plain.keys():
             raise ValueError("two files have the same path, or one is a folder of another")

@@ -13,10 +13,12 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from etude.environments.remote.config import ServerConfig
 from etude.environments.remote.files import PROGRAMS
+from etude.environments.remote.holds import Hold
 from etude.environments.remote.kept import KeptStates
 from etude.environments.remote.keys import Account
 from etude.environments.remote.messages import NewSandbox
@@ -62,7 +64,7 @@ class Box:
         self.auto_pause = asked.auto_pause
         self.started = time.time()
         self.ends = self.dies = 0.0  # by the clock of `Boxes`; the second, however often the lease is renewed
-        self.paused: str | None = None  # the runtime's snapshot
+        self.paused: Hold | None = None  # what it is while it has no machine
         self.turn = asyncio.Lock()  # of pausing, resuming and ending
         self.over = False
         self._config = config
@@ -70,7 +72,8 @@ class Box:
 
     def put(self, machine: Machine) -> None:
         """Have a machine: a new one, or one again."""
-        self.machine, self.paused = machine, None
+        self.let_go()
+        self.machine = machine
         config = self._config
         self.processes = Processes(machine, self.env, max_running=config.max_running, log_bytes=config.log_bytes)
         self.shells = Shells(machine, PROGRAMS)
@@ -80,6 +83,12 @@ class Box:
         """Its machine is about to end: nobody hears of it any more."""
         self.processes.close()
         self.shells.close()
+
+    def let_go(self) -> None:
+        """Of the state of its pause."""
+        hold, self.paused = self.paused, None
+        if hold is not None:
+            hold.release()
 
     @property
     def state(self) -> str:
@@ -245,7 +254,7 @@ class Boxes:
 
     def kept(self, account: Account) -> KeptStates:
         """What the account keeps."""
-        return self._kept.setdefault(account.name, KeptStates())
+        return self._kept.setdefault(account.name, KeptStates(partial(Hold, self.runtime, account)))
 
     async def snapshot(self, box: Box, name: str | None) -> str:
         """Keep a machine's state under an id, which is returned, and a name. The machine goes on."""
@@ -254,14 +263,13 @@ class Boxes:
         return self.kept(box.account).keep(state, name)
 
     async def pause(self, box: Box) -> bool:
-        """Keep its state and end the machine; whether it was running."""
+        """Keep its state and end the machine; whether it was running. Where the state cannot be held, it runs on."""
         async with self._turn(box):
             if box.paused is not None:
                 return False
-            state = await box.machine.snapshot()
+            box.paused = Hold(self.runtime, box.account, await box.machine.snapshot())
             box.leave()
             await box.machine.close()
-            box.paused = state
             box.ends = self.clock() + self.config.paused_s
         await self._tell_ended()
         return True
@@ -274,7 +282,7 @@ class Boxes:
                 self.renew(box, timeout, at_least=True)
                 return False
             self._check_open()
-            [machine] = await self.runtime.fork(box.paused, 1, deadline_s=self.config.deadline_s)
+            [machine] = await self.runtime.fork(box.paused.state, 1, deadline_s=self.config.deadline_s)
             box.put(machine)
             now = self.clock()
             box.dies = now + box.account.quota.max_lifetime_s
@@ -289,7 +297,7 @@ class Boxes:
             yield
 
     async def _state_of(self, box: Box) -> str:
-        return box.paused if box.paused is not None else await box.machine.snapshot()
+        return box.paused.state if box.paused is not None else await box.machine.snapshot()
 
     # ending
 
@@ -304,6 +312,7 @@ class Boxes:
                 if box.paused is None:
                     await box.machine.close()
             finally:
+                box.let_go()
                 self._boxes.pop(box.id, None)
                 box.account.give_back()
         await self._tell_ended()
@@ -319,8 +328,9 @@ class Boxes:
         await asyncio.gather(*(self._expire(box) for box in late), return_exceptions=True)
 
     async def _expire(self, box: Box) -> None:
+        """Pausing it may be refused: then it ends."""
         if box.auto_pause and box.paused is None and box.dies > self.clock():
-            with contextlib.suppress(MachineError, ValueError, OSError):
+            with contextlib.suppress(MachineError, ValueError, OSError, Refused):
                 await self.pause(box)
                 return
         await self.kill(box)

@@ -5,17 +5,21 @@ stdin: {"nonce", "calls": [[module, function, args], ...]}; stdout: one line, th
 
 What counts is what a call returns in a process that has made no other. A fork for each costs a millisecond, so first
 two forks make all calls, in opposite orders; where the two tell the same, no call met what another left in memory.
+A fork has none of the threads of the modules' and may wait for them for ever: modules that start some are imported in
+each fork.
 """
 
 import importlib
 import json
 import os
 import sys
+import threading
 
 PLAIN = (type(None), bool, float, str)
 MOST = 4 << 20  # bytes of all results
 MOST_BITS = 14_000  # of an integer: longer ones are not read back as text
 PIPE = 1 << 16
+THREADED = 3  # how a process ends that had to tell nothing
 
 
 def plain(value: object, depth: int = 0) -> object:
@@ -92,8 +96,16 @@ def main() -> None:
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(silence, fd)
-    for module in dict.fromkeys(each[0] for each in request["calls"]):
-        load(module)
+    pid = os.fork()
+    if pid == 0:
+        for module in dict.fromkeys(each[0] for each in request["calls"]):
+            load(module)
+        if threading.active_count() > 1:
+            os._exit(THREADED)
+    else:
+        status = os.waitpid(pid, 0)[1]
+        if not os.WIFEXITED(status) or os.WEXITSTATUS(status) != THREADED:
+            os._exit(0)
     found = json.dumps(results(request["calls"]))
     with open(report, "w") as file:
         file.write(f"\n{request['nonce']} {found}\n")

@@ -201,12 +201,12 @@ def test_a_snapshot_that_cannot_be_forked_ahead_is_not_tried_again_until_it_is_a
     async def test(host):
         snapshot = await host.warm.prepare({"a": b"1"})
         await host.routine(snapshot, 2)
-        kept = host.inner._snapshots.pop(snapshot)
+        host.inner._snapshots.clear()
         await host.warm.tend()
         with pytest.raises(MachineError, match="prepare it first"):
             await host.warm.fork(snapshot, 2)
         assert host.warm.counts.alive == 0
-        host.inner._snapshots[snapshot] = kept
+        assert await host.inner.prepare({"a": b"1"}) == snapshot
         await host.warm.tend()
         assert host.warm.counts.spare == 2
 
