@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -299,6 +300,16 @@ def test_a_frozen_machine_can_be_read_and_forked_but_runs_nothing(using):
 
 async def shell(machine: Machine, script: str, key: str, **options: Any) -> Any:
     return await machine.exec(["sh", "-c", script], key=key, **{"deadline_s": 20.0, **options})
+
+
+def test_a_file_that_the_machines_user_shut_is_read_or_refused_as_a_file(using_processes):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        await shell(machine, "chmod 000 hi.py", "shut")
+        with contextlib.suppress(PermissionError):
+            assert await machine.read("hi.py") == FILES["hi.py"]
+
+    using_processes(test)
 
 
 def test_working_directory_environment_and_user_are_the_commands_own(using_processes):

@@ -96,6 +96,8 @@ class Files:
                 raise RpcError(Code.NOT_FOUND, f"there is no {path}") from None
             except IsADirectoryError:
                 raise RpcError(Code.INVALID_ARGUMENT, f"{path} is a folder", hint="folder") from None
+            except PermissionError as error:  # of the machine's own making
+                raise RpcError(Code.PERMISSION_DENIED, f"{path}: {error.strerror}", hint="file") from None
             except ValueError as error:  # a link, say: E2B follows it
                 if exactly:
                     raise RpcError(Code.INVALID_ARGUMENT, str(error)) from None
@@ -220,7 +222,7 @@ def _check(exit_code: int, path: str, err: bytes) -> None:
     if exit_code:
         no_room = "No space left" in said or "quota" in said
         code = Code.RESOURCE_EXHAUSTED if no_room else Code.PERMISSION_DENIED
-        raise RpcError(code, said or f"{path}: exit code {exit_code}", hint="disk" if no_room else "")
+        raise RpcError(code, said or f"{path}: exit code {exit_code}", hint="disk" if no_room else "file")
 
 
 def _unreadable(why: str) -> RpcError:

@@ -73,6 +73,8 @@ class RemoteMachine:
     def _unread(self, path: str, status: int, message: str, hint: str) -> Exception:
         if status == 404:
             return FileNotFoundError(f"{path}: {message}")
+        if status == 403 and hint == "file":
+            return PermissionError(message)
         if status == 400:
             return IsADirectoryError(path) if hint == "folder" else ValueError(message)
         if status == 413:
