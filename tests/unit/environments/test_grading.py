@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from tests.unit.environments.judging import on_machines
 from etude.environments import MachineGrader, NamespaceRuntime, validate_exports
 from etude.environments.grading.data import same
 from etude.environments.grading.ground import Ground
+from etude.environments.grading.python import Pythons
 from etude.environments.grading.verdicts import Broken
 from etude.errors import MachineError
 from etude.records.exports import is_plain
@@ -22,7 +23,7 @@ from etude.records.image import Image
 from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Case, Split, Task, Trust
 from etude.seams import Grader, Machine, Runtime
-from etude.testing import MemoryRuntime
+from etude.testing import MemoryMachine, MemoryRuntime
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -412,6 +413,31 @@ def test_runs_that_start_together_have_one_base_which_is_prepared_once():
         return runtime.prepared
 
     assert asyncio.run(main()) == 1
+
+
+class Debian(MemoryMachine):
+    def _run(self, argv: Sequence[str], stdin: bytes) -> tuple[int, str]:
+        return (0, "") if argv == ("python3", "-c", "") else (127, "")
+
+
+class DebianRuntime(MemoryRuntime):
+    forked = 0
+
+    async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
+        return await super().prepare(files)
+
+    async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
+        self.forked += n
+        return [Debian({}) for _ in range(n)]
+
+
+def test_an_image_whose_python_is_called_python3_is_asked_once():
+    async def main() -> tuple[list[str], int]:
+        runtime, image = DebianRuntime(), Image(digest="a" * 64)
+        pythons = Pythons(runtime)
+        return [await pythons.of(each) for each in (image, image, None)], runtime.forked
+
+    assert asyncio.run(main()) == (["python3", "python3", "python"], 1)
 
 
 def test_files_of_an_image_that_cannot_be_removed_are_the_tasks_fault():

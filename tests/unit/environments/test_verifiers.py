@@ -68,7 +68,7 @@ def test_what_would_configure_a_verifier_or_be_found_instead_of_the_library_is_t
 def test_a_module_that_is_installed_is_not_found_in_what_was_handed_in_unless_it_is_the_tasks_own():
     files = "os.path.relpath(os.path.join(f, n)) for f, _, ns in os.walk('.') for n in ns"
     listing = f"import os, sys\nsys.exit(' '.join(sorted({files})))"
-    [there] = on_machines(lambda runtime: _all(installed(runtime, None, ["."])))
+    [there] = on_machines(lambda runtime: _all(installed(runtime, None, ["."], "python")))
     assert "json" not in there  # of the library, whose names are known
     name = min(there, default="")
     if not name:

@@ -43,14 +43,15 @@ async def _verdicts(ground: Ground, answer: Answer, work: Work, deadline_s: floa
     nonce = new_nonce()
     test = {"role": "test", "nonce": nonce, "module": module, "function": function, "test": answer.test_code}
     modules = _modules(ground, work, module)
+    python = await ground.python()
     request = json.dumps({**test, "modules": modules, "more": _made(work, modules)}).encode() + b"\n"
     for lost in range(2):
         try:
             async with contextlib.AsyncExitStack() as stack:
                 tests, code = [await stack.enter_async_context(ground.machine(w)) for w in ({}, work)]
-                return await _Talk(nonce, deadline_s).between(tests, code, request)
+                return await _Talk(python, nonce, deadline_s).between(tests, code, request)
         except NotStarted:
-            await ground.starts("python")
+            await ground.python_starts()
             raise
         except MachineError:
             if lost:
@@ -95,7 +96,8 @@ class _Lines:
 class _Talk:
     """One conversation between a test and the code that it tests."""
 
-    def __init__(self, nonce: str, deadline_s: float) -> None:
+    def __init__(self, python: str, nonce: str, deadline_s: float) -> None:
+        self._python = python
         self._marker, self._deadline_s = f"{nonce} ".encode(), deadline_s
         self._to_test: asyncio.Queue[bytes] = asyncio.Queue()
         self._to_code: asyncio.Queue[bytes] = asyncio.Queue()
@@ -141,7 +143,7 @@ class _Talk:
             while True:
                 yield await to.get()
 
-        argv = ["python", "-c", runner("check")]
+        argv = [self._python, "-c", runner("check")]
         return await machine.exec(argv, key="check", deadline_s=self._deadline_s, stdin=given(), tell=tell)
 
     def _from_test(self, line: bytes) -> None:

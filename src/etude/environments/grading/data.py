@@ -42,7 +42,7 @@ async def grade_cases(ground: Ground, cases: Sequence[Case], work: Work, *, dead
     nonce = new_nonce()
     order = random.Random(nonce).sample(range(len(cases)), len(cases))
     calls = [[cases[i].module, cases[i].function, cases[i].args] for i in order]
-    argv = ["python", "-c", runner("data")]
+    argv = [await ground.python(), "-c", runner("data")]
     results = await ground.report(work, {}, argv, {"calls": calls}, deadline_s=deadline_s, nonce=nonce)
     if type(results) is not list or len(results) != len(cases):
         raise Refused("the calls were not all answered")

@@ -19,6 +19,7 @@ from typing import Any
 
 from etude.environments.commands import retrieve
 from etude.environments.grading.exports import exports_of, must_keep, prepare
+from etude.environments.grading.python import NAMES, Pythons
 from etude.environments.grading.reports import NotStarted, new_nonce, told
 from etude.environments.grading.verdicts import REASON_CHARS, Broken, Refused
 from etude.errors import MachineError
@@ -59,8 +60,10 @@ class Ground:
         never: Collection[str] = (),
         kept: Collection[str] = (),
         library: Collection[str] = (),
+        pythons: Pythons | None = None,
     ) -> None:
         self.runtime, self.task, self._never, self._kept, self._library = runtime, task, never, kept, library
+        self._pythons = pythons or Pythons(runtime)
         self._room = f"/etude-{secrets.token_hex(8)}" if task.running else ""  # root's, beside running processes
         self._bases: dict[tuple[int, int], tuple[asyncio.Task[str], Work, Mapping[str, str]]] = {}  # by who they are
 
@@ -178,13 +181,19 @@ class Ground:
         except ValueError as error:
             raise Broken(Boundary.TASK, "the task's files are no tree", str(error)) from None
 
-    async def starts(self, program: str) -> None:
-        """The program is in the task's own machine. `Broken` otherwise: the task is to blame."""
+    async def python(self) -> str:
+        """What the task's machine calls its Python."""
+        return await self._pythons.of(self.task.image)
+
+    async def python_starts(self) -> None:
+        """It works in the task's own machine. `Broken` otherwise: the task is to blame."""
+        program = await self.python()
         async with self.machine(await self.untouched()) as machine:
             result = await machine.exec([program, "-c", ""], key="starts", deadline_s=60.0)
         if result.exit_code != 0:
-            facts = f"exit code {result.exit_code}: {result.output[:REASON_CHARS].decode(errors='replace')}"
-            raise Broken(Boundary.TASK, f"there is no {program} that works in the task's machine", facts)
+            said = f"exit code {result.exit_code}: {result.output[:REASON_CHARS].decode(errors='replace')}"
+            facts = f"looked for {' and '.join(NAMES)}; {program}: {said}"
+            raise Broken(Boundary.TASK, "there is no python that works in the task's machine", facts)
 
     async def untouched(self) -> Work:
         """What the machine of an agent that did nothing leaves."""
@@ -241,7 +250,7 @@ class Ground:
                     )
                 return told(result, nonce)
             except NotStarted:
-                await self.starts(argv[0])
+                await self.python_starts()
                 raise
             except NotLaid as error:
                 raise Refused(f"the hidden files cannot be laid over what was left: {error}") from None

@@ -23,12 +23,12 @@ print(json.dumps(sorted(there - own)))"""
 _LEFT_OUT = sys.stdlib_module_names | {"test", "tests"}  # known without asking; anybody's own
 
 
-async def installed(runtime: Runtime, image: Image | None, folders: Collection[str]) -> frozenset[str]:
+async def installed(runtime: Runtime, image: Image | None, folders: Collection[str], python: str) -> frozenset[str]:
     """Names of modules that new files in these folders could hide. None where there is no Python to import any.
     Raises `MachineError`."""
     [machine] = await runtime.fork(await runtime.prepare({}, image=image), 1)
     try:
-        argv = ["python", "-c", _LIST, *sorted(folders)]
+        argv = [python, "-c", _LIST, *sorted(folders)]
         listed = await machine.exec(argv, key="installed", deadline_s=60.0, output_bytes=_BYTES)
     finally:
         await machine.close()

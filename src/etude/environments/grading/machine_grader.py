@@ -17,6 +17,7 @@ from etude.environments.grading.check import grade_check
 from etude.environments.grading.data import grade_cases
 from etude.environments.grading.exports import MAX_STATE_BYTES, reference_exports, validate_exports
 from etude.environments.grading.ground import Ground, Work
+from etude.environments.grading.python import Pythons
 from etude.environments.grading.tests import Plan, TestBench
 from etude.environments.grading.verdicts import Broken, Refused, one_line, refused
 from etude.environments.grading.verifier import Canary, VerifierBench
@@ -50,6 +51,7 @@ class MachineGrader:
         to_the_end: bool = True,
     ) -> None:
         self._runtime, self._deadline_s, self._longest_s = runtime, deadline_s, longest_s
+        self._pythons = Pythons(runtime)
         at_once = 2 * (os.cpu_count() or 1)
         self._tests = TestBench(runtime, repeats=repeats, canaries=canaries, at_once=at_once, to_the_end=to_the_end)
         self._verifiers = VerifierBench(runtime, canaries=min(2, canaries))
@@ -82,7 +84,7 @@ class MachineGrader:
         if task.running:
             facts = f"task {task.task_id} is judged by running processes, and its answer is no verifier"
             raise Broken(Boundary.TASK, "running processes are judged by a verifier", facts)
-        ground = Ground(self._runtime, task)
+        ground = Ground(self._runtime, task, pythons=self._pythons)
         if answer.cases:
             return await grade_cases(ground, answer.cases, work, deadline_s=self._deadline_s)
         if answer.test_code:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from etude.environments.grading.canaries import variants
 from etude.environments.grading.ground import CONFIGURATION, Ground, Work
+from etude.environments.grading.python import Pythons
 from etude.environments.grading.reports import NotTold, new_nonce, runner
 from etude.environments.grading.verdicts import Broken, Refused, earned
 from etude.records.rollout import Boundary, Graded
@@ -60,11 +61,12 @@ class TestBench:
 
     def __init__(self, runtime: Runtime, *, repeats: int, canaries: int, at_once: int, to_the_end: bool = True) -> None:
         self._runtime, self._repeats, self._canaries = runtime, repeats, canaries
+        self._pythons = Pythons(runtime)
         self._room, self._to_the_end = asyncio.Semaphore(at_once), to_the_end
 
     def ground(self, task: Task, tests: HiddenTests) -> Ground:
         """Where these tests run: the files they are in are never the agent's, nor is how they are configured."""
-        return Ground(self._runtime, task, never=CONFIGURATION, kept=_files_of(tests))
+        return Ground(self._runtime, task, never=CONFIGURATION, kept=_files_of(tests), pythons=self._pythons)
 
     async def plan(self, task: Task, tests: HiddenTests, reference: Work) -> Plan:
         """Find the named tests and canaries for them. `Broken` where that fails: no agent has a part in it."""
@@ -141,7 +143,7 @@ class TestBench:
         """What the run told: text alone, whatever else it may have said."""
         request = {"role": "run", "program": tests.runner.value, "base": target.base, "index": target.ordinal}
         try:
-            said = await ground.report(work, hidden, _argv(), request, deadline_s=tests.deadline_s)
+            said = await ground.report(work, hidden, _argv(await ground.python()), request, deadline_s=tests.deadline_s)
         except NotTold as error:
             return {"outcome": "lost", "why": error.reason}
         words = said if type(said) is dict else {"outcome": "no report"}
@@ -151,7 +153,7 @@ class TestBench:
         self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], reference: Work
     ) -> list[Target]:
         request = {"role": "collect", "program": tests.runner.value, "names": list(tests.names)}
-        said = await ground.report(reference, hidden, _argv(), request, deadline_s=_COLLECT_S)
+        said = await ground.report(reference, hidden, _argv(await ground.python()), request, deadline_s=_COLLECT_S)
         if type(said) is dict and said.get("needs"):
             facts = f"the tests have fixtures or parameters, and {said['needs']} is not installed there"
             raise Broken(
@@ -246,8 +248,8 @@ def _files_of(tests: HiddenTests) -> list[str]:
     return sorted({"/".join(each[:count]) + ".py" for each in parts for count in range(1, len(each))})
 
 
-def _argv() -> list[str]:
-    return ["python", "-s", "-B", "-c", runner("tests")]
+def _argv(python: str) -> list[str]:
+    return [python, "-s", "-B", "-c", runner("tests")]
 
 
 def _passed(said: Mapping[str, str], target: Target) -> bool:

@@ -26,6 +26,7 @@ import msgspec
 from etude.environments.grading.canaries import anywhere
 from etude.environments.grading.ground import CONFIGURATION, LIBRARY, Ground, NotLaid, Work
 from etude.environments.grading.installed import installed
+from etude.environments.grading.python import Pythons
 from etude.environments.grading.reports import new_nonce
 from etude.environments.grading.verdicts import Broken, Refused, earned, one_line
 from etude.errors import MachineError
@@ -60,6 +61,7 @@ class VerifierBench:
     def __init__(self, runtime: Runtime, *, canaries: int) -> None:
         self._runtime, self._canaries = runtime, canaries
         self._works: set[str] = set()
+        self._pythons = Pythons(runtime)
         self._installed: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # by image and folders
 
     def variants(self, task: Task, verifier: Verifier) -> list[tuple[str, str]]:
@@ -114,7 +116,9 @@ class VerifierBench:
         key = ("" if task.image is None else task.image.digest, folders)
         if key not in self._installed:
             try:
-                self._installed[key] = await installed(self._runtime, task.image, folders)
+                self._installed[key] = await installed(
+                    self._runtime, task.image, folders, await self._pythons.of(task.image)
+                )
             except MachineError as error:
                 raise Broken(Boundary.MACHINE, "no machine to grade in", str(error)) from None
         return LIBRARY | self._installed[key] - own
