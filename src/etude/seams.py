@@ -111,6 +111,7 @@ class Command:
         return cls(tuple(argv), key, deadline_s, **options)
 
     def __post_init__(self) -> None:
+        self._must_have_kinds()
         words = [self.user, self.cwd, *self.argv, *(f"{name}={value}" for name, value in self.env.items())]
         if not self.argv or not self.argv[0] or any("\0" in word for word in words):
             raise ValueError("a command has at least one word and no NUL byte")
@@ -119,6 +120,21 @@ class Command:
         if sum(len(os.fsencode(word)) + 16 for word in words) > MAX_COMMAND_BYTES:
             raise ValueError("the command line is too long")
 
+    def _must_have_kinds(self) -> None:
+        """What no type checker saw may be anything."""
+        texts = [self.key, self.user, self.cwd, *self.argv, *self.env, *self.env.values()]
+        strange = [one for one in texts if not isinstance(one, str)]
+        if strange:
+            raise ValueError(f"a command's words, variables, key, folder and user are texts, not {strange[0]!r:.80}")
+        stdin: object = self.stdin
+        if not isinstance(stdin, bytes | AsyncIterable):
+            kind = type(stdin).__name__
+            raise ValueError(f"a command's stdin is bytes or an async iterable of bytes, not {kind}: encode a text")
+        if not self.deadline_s > 0:
+            raise ValueError(f"a command's deadline_s is a number of seconds over 0, not {self.deadline_s}")
+        if self.output_bytes < 0:
+            raise ValueError(f"a command's output_bytes is 0 or more, not {self.output_bytes}")
+
     @property
     def has_input(self) -> bool:
         return self.stdin != b""
@@ -126,7 +142,12 @@ class Command:
     def must_be_by(self, users: Sequence[str]) -> None:
         """`ValueError` where its user is none of these."""
         if self.user and self.user not in users:
-            raise ValueError(f"a command cannot run as {self.user!r}; users are {', '.join(users)}")
+            known = (
+                f"users are {', '.join(users)}"
+                if any(users)
+                else "the image names no users (no /etc/passwd): leave `user` out"
+            )
+            raise ValueError(f"a command cannot run as {self.user!r}; {known}")
 
 
 @runtime_checkable
@@ -139,7 +160,8 @@ class Machine(Protocol):
         """Run a command, beside others that run. The same `key` never runs twice: whoever repeats it gets the record.
 
         It ends with its first process; what that left in the background lives on. At the deadline everything it ever
-        started is dead. What it may be given is in `ExecOptions`.
+        started is dead. What it may be given is in `ExecOptions`. Cancelling the caller does not stop the command: it
+        runs to its end or its deadline, and whoever asks with the same key gets the record.
 
         Whatever the command does is a result: not found is 127, not runnable 126, killed 128 + signal. `MachineError`
         is for what it could not have caused; `ValueError` for a command that cannot be one."""

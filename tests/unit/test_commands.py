@@ -26,11 +26,31 @@ DONE = ExecResult(exit_code=0, output=b"", timed_out=False, truncated=False, wal
         (["a" * 2**20], {}),
         ([""] * 2**17, {}),
         (["\ud800"], {}),
+        (["a", 1], {}),
+        (["a", None], {}),
+        (["a"], {"env": {"x": 1}}),
+        (["a"], {"stdin": "text"}),
+        (["a"], {"stdin": [b"x"]}),
+        (["a"], {"output_bytes": -1}),
     ],
 )
 def test_what_cannot_be_a_command_is_refused(argv, options):
     with pytest.raises(ValueError, match=r"command|variable|surrogates"):
         Command.of(argv, key="1", deadline_s=1, **options)
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1, float("nan")])
+def test_a_deadline_is_a_time_to_come(deadline_s):
+    with pytest.raises(ValueError, match="deadline_s"):
+        Command.of(["a"], key="1", deadline_s=deadline_s)
+
+
+def test_a_user_that_an_image_cannot_know_is_refused_with_the_reason():
+    command = Command.of(["a"], key="1", deadline_s=1, user="root")
+    with pytest.raises(ValueError, match="names no users"):
+        command.must_be_by([])
+    with pytest.raises(ValueError, match="users are bob, eve"):
+        command.must_be_by(["bob", "eve"])
 
 
 def test_a_misspelt_option_is_an_error():
