@@ -9,7 +9,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -22,8 +24,9 @@ from etude.environments.images.packed import unpacked
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import Tree
-from etude.environments.namespace.guest import wire
+from etude.environments.namespace.guest import files, wire
 from etude.environments.namespace.guest.overlay import AGENT, COPIED, MOUNTED, NUM_IDS
+from etude.environments.namespace.guest.syscalls import acting_on_files_as
 from etude.environments.namespace.launcher import LauncherProcess, Made
 from etude.environments.namespace.machine import NamespaceMachine
 from etude.errors import EtudeError, MachineError
@@ -120,6 +123,13 @@ def _text_in(store: ImageStore, digest: str, path: str) -> str:
             return ""
 
 
+def _is_folder(root: int, path: str) -> bool:
+    try:
+        return stat.S_ISDIR(os.stat(path, dir_fd=root, follow_symlinks=False).st_mode)
+    except OSError:
+        return False
+
+
 class ImageMachine(NamespaceMachine):
     """A machine whose root is an image's; its snapshots hold what changed anywhere in it. Tells it, too: `Changing`."""
 
@@ -141,6 +151,25 @@ class ImageMachine(NamespaceMachine):
             await self._on_root(lambda: self._apply(state.layer))
         elif state.tree:
             await self.load(wire.unpack(state.tree).fields)
+
+    async def load(self, tree: list[bytes]) -> None:
+        """See `NamespaceMachine.load`. Where the working directory is not its user's, its root lays the files."""
+        try:
+            await super().load(tree)
+        except PermissionError:
+            if not self._first:
+                raise
+            await self._on_root(lambda: self._lay(tree))
+
+    def _lay(self, tree: list[bytes]) -> None:
+        """As root, then given to its user, new folders too. Nothing has run in it: what is there stays."""
+        work, owner, laid = self._made.work, self._owner or 0, [os.fsdecode(path) for path in tree[::3]]
+        paths = {*laid, *(str(folder) for path in laid for folder in PurePosixPath(path).parents)}
+        given = [path for path in paths if not _is_folder(work, path)]  # looked for before any is made
+        with acting_on_files_as(self._first):
+            files.load(work, tree)
+        for path in given:
+            os.chown(path, owner, owner, dir_fd=work, follow_symlinks=False)
 
     def _apply(self, layer: bytes) -> None:
         limits = ImageLimits(total_bytes=max(self._max_tree_bytes, 1) * 2)

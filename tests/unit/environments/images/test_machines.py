@@ -153,6 +153,18 @@ def test_a_user_of_the_image_is_who_commands_run_as(store):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not BUILT.exists(), reason="several users need root and the machine agent")
+def test_files_are_the_users_in_a_working_directory_of_roots(store):
+    async def test(runtime: NamespaceRuntime) -> None:
+        image = Image(digest=store.get("base").image.digest, workdir="/data", user="app")
+        snapshot = await runtime.prepare({"new/x": b"x", "y": b"y"}, image=image)
+        [machine] = await runtime.fork(snapshot, 1)
+        if len(runtime.info.users) > 1:
+            assert await sh(machine, "stat -c %u . a new new/x y") == "0\n0\n1234\n1234\n1234\n"
+        assert await machine.read("new/x") == b"x"
+
+    using(store, test)
+
+
 def test_commands_run_as_any_user_of_the_image_and_root_rules_over_its_files(store):
     async def test(runtime):
         [machine] = await runtime.fork(await runtime.prepare({}, image=store.get("base").image), 1)
