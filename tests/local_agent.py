@@ -18,7 +18,7 @@ from etude.environments.namespace.guest import wire
 from etude.environments.namespace.snapshots import Snapshots
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo
+from etude.seams import Machine, RuntimeInfo, check_count
 
 ENV = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
@@ -83,6 +83,7 @@ class LocalAgents:
         return self.snapshots.prepare(files)
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
+        check_count(n)
         tree = self.snapshots.get(snapshot)
         if tree is None:
             raise MachineError(f"no snapshot {snapshot!r}", hint="prepare it first")

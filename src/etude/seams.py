@@ -150,6 +150,18 @@ class Command:
             raise ValueError(f"a command cannot run as {self.user!r}; {known}")
 
 
+def check_count(n: int) -> None:
+    """`ValueError` where a runtime cannot fork so many."""
+    if n < 1:
+        raise ValueError(f"n is a number from 1 on, not {n}")
+
+
+def check_max_bytes(max_bytes: int) -> None:
+    """`ValueError` for a bound that nothing could keep."""
+    if max_bytes < 0:
+        raise ValueError(f"max_bytes is 0 or more, not {max_bytes}")
+
+
 @runtime_checkable
 class Machine(Protocol):
     """An isolated, single-use machine. Paths are relative to its working directory."""
@@ -218,7 +230,7 @@ class Runtime(Protocol):
         ...
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """n identical machines in the snapshot's state; all of them or none. Raises `MachineError`."""
+        """n identical machines in the snapshot's state; all of them or none. `MachineError`; `ValueError` for n < 1."""
         ...
 
     async def close(self) -> None:

@@ -189,6 +189,18 @@ def test_a_written_file_is_read_back_and_seen_by_commands(using):
     using(test)
 
 
+def test_no_machines_and_a_bound_below_nothing_are_refused_with_the_reason(using):
+    async def test(runtime):
+        machine = await one(runtime, FILES)
+        for n in (0, -1):
+            with pytest.raises(ValueError, match="from 1 on"):
+                await runtime.fork(await runtime.prepare(FILES), n)
+        with pytest.raises(ValueError, match="max_bytes"):
+            await machine.read("hi.py", max_bytes=-5)
+
+    using(test)
+
+
 def test_reading_what_is_not_a_file_says_what_is_wrong(using):
     async def test(runtime):
         machine = await one(runtime, FILES)

@@ -22,7 +22,17 @@ from etude.errors import MachineError, TaskError
 from etude.records.image import Image
 from etude.records.rollout import Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust
-from etude.seams import Command, ExecOptions, ExecResult, Machine, Printed, RuntimeInfo, Started
+from etude.seams import (
+    Command,
+    ExecOptions,
+    ExecResult,
+    Machine,
+    Printed,
+    RuntimeInfo,
+    Started,
+    check_count,
+    check_max_bytes,
+)
 
 
 class ListSource:
@@ -192,6 +202,7 @@ class MemoryMachine:
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         self._alive()
+        check_max_bytes(max_bytes)
         path = _inside(path)
         if path not in self.files:
             is_folder = path == "." or any(name.startswith(f"{path}/") for name in self.files)
@@ -269,6 +280,7 @@ class MemoryRuntime:
             raise ValueError(f"these bytes are no snapshot: {error}") from None
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
+        check_count(n)
         files = self._files(snapshot)
         made = [MemoryMachine(files, self) for _ in range(n)]
         self._machines = [m for m in self._machines if not m.closed] + made

@@ -21,7 +21,7 @@ from etude.environments.agent.channel import Channel, Lost, Reply, waiting
 from etude.environments.commands import Commands, retrieve
 from etude.environments.paths import inside
 from etude.errors import MachineError
-from etude.seams import Command, ExecOptions, ExecResult
+from etude.seams import Command, ExecOptions, ExecResult, check_max_bytes
 
 _FILES_S = 30.0  # what a file may take, and a second more for each of so many bytes:
 _BYTES_PER_S = 4 << 20
@@ -79,6 +79,7 @@ class AgentMachine:
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""
+        check_max_bytes(max_bytes)
         name = inside(path)
         try:
             asked = max_bytes.to_bytes(8, "little") + name

@@ -25,7 +25,7 @@ from etude.environments.burst.placement import Batch, Placement
 from etude.environments.burst.recipes import Recipe, Recipes
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import Machine, Runtime, RuntimeInfo
+from etude.seams import Machine, Runtime, RuntimeInfo, check_count
 
 
 @dataclass
@@ -167,6 +167,7 @@ class FleetRuntime:
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits where no host has room."""
+        check_count(n)
         self._must_be_open()
         recipe = self._recipe_of(snapshot)
         if self._beating is None:

@@ -23,7 +23,7 @@ from etude.environments.burst.lent import Lent, answers, closed, portable
 from etude.environments.burst.pressure import AHEAD_OF_CALLERS, FOR_CALLERS, Ceilings, Read, admit, read_pressure
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import Holding, Machine, Runtime, RuntimeInfo
+from etude.seams import Holding, Machine, Runtime, RuntimeInfo, check_count
 
 
 @dataclass
@@ -130,6 +130,7 @@ class WarmRuntime:
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits in line where there is no room, or the host is pressed."""
+        check_count(n)
         self._must_be_open()
         if n > self._max_machines:
             raise MachineError(f"{n} machines asked for", f"at most {self._max_machines}", hint="raise max_machines")

@@ -23,7 +23,7 @@ from etude.environments.namespace.images import State, state_in
 from etude.environments.namespace.snapshots import Snapshots, tree
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo
+from etude.seams import Machine, RuntimeInfo, check_count
 
 _SNAPSHOT_BYTES = 256 << 20
 _HAVE_WORK = 'mkdir -p "$0" && { [ -n "$1" ] || chown -R 1000:1000 "$0"; }'
@@ -124,6 +124,7 @@ class GVisorRuntime:
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
+        check_count(n)
         self._must_be_open()
         packed = self._kept(snapshot)
         state = state_in(packed)

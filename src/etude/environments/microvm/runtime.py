@@ -32,7 +32,7 @@ from etude.environments.microvm.spares import Spares
 from etude.environments.namespace.snapshots import tree
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo
+from etude.seams import Machine, RuntimeInfo, check_count
 
 _SNAPSHOT_BYTES = 4 << 30
 _LOOK_S, _LOW_BYTES = 1.0, 64 << 20  # how often, and when, the host's disk is watched
@@ -130,6 +130,7 @@ class MicroVMRuntime:
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
+        check_count(n)
         self._must_be_open()
         found = self._found(snapshot)
         if len(self._guests) + self._num_coming + n > self._max_machines:

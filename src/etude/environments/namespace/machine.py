@@ -35,7 +35,7 @@ from etude.environments.namespace.output import Output
 from etude.environments.network.inside import listen_inside
 from etude.environments.paths import inside
 from etude.errors import MachineError
-from etude.seams import Command, ExecOptions, ExecResult
+from etude.seams import Command, ExecOptions, ExecResult, check_max_bytes
 
 T = TypeVar("T")
 _SLACK_S = 5.0  # what the runner may take to end a command after its deadline, before the machine itself is killed
@@ -179,6 +179,7 @@ class NamespaceMachine:
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""
+        check_max_bytes(max_bytes)
         name = os.fsdecode(inside(path))
         return await self._on_files(lambda: files.read(self._made.work, name, max_bytes))
 

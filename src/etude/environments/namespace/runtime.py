@@ -33,7 +33,7 @@ from etude.environments.namespace.pool import Pool
 from etude.environments.namespace.snapshots import Snapshots
 from etude.errors import MachineError
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo
+from etude.seams import Machine, RuntimeInfo, check_count
 
 _START_S = 20.0  # what an agent may take; fork has a deadline of its own
 _SNAPSHOT_BYTES = 256 << 20  # of all prepared trees together
@@ -158,6 +158,7 @@ class NamespaceRuntime:
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`. Waits for others to be closed where `max_machines` are alive."""
+        check_count(n)
         tree = self._tree(snapshot)
         state = state_in(tree)
         if n > self._max_machines:

@@ -14,7 +14,7 @@ from etude.environments.remote.connect import RpcError, of_answer
 from etude.environments.remote.foreign import check_links, kill_all
 from etude.environments.remote.service import Service
 from etude.errors import MachineError
-from etude.seams import Command, ExecOptions, ExecResult
+from etude.seams import Command, ExecOptions, ExecResult, check_max_bytes
 
 _UPLOAD = 8 << 20  # of files, in one call
 
@@ -55,6 +55,7 @@ class RemoteMachine:
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`."""
         self._must_be_open()
+        check_max_bytes(max_bytes)
         name = name_of(path)
         try:
             if self._service.is_etude:

@@ -26,7 +26,7 @@ from etude.environments.remote.machine import RemoteMachine, name_of
 from etude.environments.remote.service import Service
 from etude.errors import InputError, MachineError
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo
+from etude.seams import Machine, RuntimeInfo, check_count
 
 _PORT = 49983  # of E2B's daemon
 _SEAL_BYTES = 1024  # more than a server puts before a state
@@ -152,8 +152,7 @@ class RemoteRuntime:
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`: n calls, so many at a time as `ClientConfig.parallel`."""
-        if n == 0:
-            return []
+        check_count(n)
         await self._ask_about()
         template, files = snapshot, None
         if snapshot in self._prepared:
