@@ -6,8 +6,8 @@ all three must be none, on every backend that can be had here.
 References and untouched states: every task of the file, generated tasks (with canary tasks among them, whose reference
 knows their word), and tasks mined here from a repository that is made for it (`integrity_tasks`), each judged in
 machines of the backend. Cheats: the whole catalogue of `etude machines check`. A backend whose machines cannot be had
-is named with the reason. With `--backend` the others keep what they had, each with its commit. `--every microvm=8` takes every eighth task and cheat there: emulated machines are slow, and
-the result says so.
+is named with the reason. With `--backend` the others keep what they had, each with its commit. `--every microvm=8`
+takes every eighth task and cheat there: emulated machines are slow, and the result says so.
 """
 
 from __future__ import annotations
