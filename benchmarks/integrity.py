@@ -6,8 +6,8 @@ all three must be none, on every backend that can be had here.
 References and untouched states: every task of the file, generated tasks (with canary tasks among them, whose reference
 knows their word), and tasks mined here from a repository that is made for it (`integrity_tasks`), each judged in
 machines of the backend. Cheats: the whole catalogue of `etude machines check`. A backend whose machines cannot be had
-is named with the reason. `--every microvm=8` takes every eighth task and cheat there: emulated machines are slow, and
-the result says so.
+is named with the reason. With `--backend` the others keep what they had, each with its commit. `--every microvm=8`
+takes every eighth task and cheat there: emulated machines are slow, and the result says so.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.integrity_tasks import EveryNth, mined
-from benchmarks.report import report
+from benchmarks.report import RESULTS, commit, report
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import BACKENDS, open_runtime
 from etude.environments.cheats import CATALOGUE, Verdict
@@ -42,6 +43,7 @@ KEY = "e2b_" + "0123456789" * 4
 QUOTA = f'[bench]\nkey = "{KEY}"\nmax_live = 256\ncreations_per_minute = 1000000\n'
 GENERATED, CANARIES = 64, 0.25
 VERDICT_S = 1800.0
+KEPT = RESULTS / "integrity.json"
 
 
 @contextlib.asynccontextmanager
@@ -130,7 +132,8 @@ async def of_backend(backend: str, sources: dict[str, TaskSource], said: argpars
             told = await references(runtime, chosen, said.jobs)
             played = None if said.without_cheats else await cheats(runtime, said.jobs, every)
             print(f"{backend}: cheats: {played}", file=sys.stderr, flush=True)
-            return {"isolation": runtime.info.isolation, "sample": sample, "references": told, "cheats": played}
+            how = {"commit": commit(), "isolation": runtime.info.isolation, "sample": sample}
+            return {**how, "references": told, "cheats": played}
     except MachineError as error:
         return {"not_to_be_had": f"{error.what}: {error.facts}"}
 
@@ -149,6 +152,8 @@ async def measure(said: argparse.Namespace, folder: Path) -> dict[str, Any]:
     except (MachineError, TaskError) as error:
         mining = {"none": f"{error.what}: {error.facts}"}
     found = {backend: await of_backend(backend, everything, said) for backend in said.backend or BACKENDS}
+    if said.backend and KEPT.exists():
+        found = json.loads(KEPT.read_text())["backends"] | found
     return {"mining": mining, "backends": found, **_totals(found)}
 
 

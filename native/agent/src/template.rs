@@ -21,6 +21,13 @@ pub struct Given {
 
 /// Answer requests until the maker is gone: None. In each clone: what it was given.
 pub fn serve(template: &Template) -> io::Result<Option<Given>> {
+    serve_maker(template).or_else(|error| match error.kind() {
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => Ok(None), // it went without its answer
+        _ => Err(error),
+    })
+}
+
+fn serve_maker(template: &Template) -> io::Result<Option<Given>> {
     let (requests, maker) = (sys::take_over(template.requests)?, sys::take_over(template.maker)?);
     let home = NAMESPACES.iter().map(|(name, kind)| Ok((File::open(format!("/proc/self/ns/{name}"))?, *kind)));
     let home = home.collect::<io::Result<Vec<_>>>()?;

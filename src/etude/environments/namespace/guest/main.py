@@ -31,6 +31,7 @@ from .roles import Become
 from .tools import ENVIRONMENT
 
 _OF_THE_C_LIBRARY = (32, 33)  # signals that it hides; they are inherited as others are
+_ALONE = 71
 _USER_BASE = 1_900_000_000  # outer user ids, three a machine; above what distributions and systemd hand out
 
 
@@ -43,6 +44,8 @@ def main(config_json: str) -> None:
             os._exit(0)
         except Become as change:
             role = change.role
+        except ConnectionError:  # whoever it worked for has gone: there is nobody to tell
+            os._exit(_ALONE)
         except BaseException:  # noqa: BLE001 - the outermost frame: say why on stderr and end
             sys.excepthook(*sys.exc_info())
             os._exit(70)
