@@ -114,7 +114,7 @@ def build(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:
     ]
     if missing:
         place = f"{where}.{missing[0]}" if where else missing[0]
-        raise ConfigError(f"{place!r} is missing", hint="it has no default: set it in the config or with --set")
+        raise ConfigError(f"{place!r} is missing", hint=f"it has no default: write {missing[0]} = ...")
     try:
         return kind(**values)
     except ValueError as error:  # a dataclass's own __post_init__ check across fields

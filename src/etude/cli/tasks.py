@@ -94,7 +94,12 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
 
 def _write(out: Path, text: str) -> None:
     try:
-        out.write_text(text)
+        new = out.with_name(f"{out.name}.new")
+        try:
+            new.write_text(text)
+            new.replace(out)
+        finally:
+            new.unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"{out} cannot be written", str(error), hint="make room, or name another --out") from None
 
@@ -113,7 +118,7 @@ async def _proofs(
     splits: Sequence[Split],
     **settings: Any,
 ) -> list[Proof]:
-    with Steps("tasks proven", sum(counts[split] for split in splits)) as steps:
+    with Steps("tasks checked", sum(counts[split] for split in splits)) as steps:
         return [
             await prove(source, grader, split, counts[split], deadline_s=VERDICT_S, told=steps.done, **settings)
             for split in splits

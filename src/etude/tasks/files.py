@@ -53,7 +53,7 @@ class TaskFile:
     tree in ``.bases/`` over which ``files/`` is laid."""
 
     instruction: str
-    exports: tuple[str, ...]
+    exports: tuple[str, ...] = ()
     test_command: tuple[str, ...] = ()
     family: str = "own"
     split: Split | None = None
@@ -65,8 +65,10 @@ class TaskFile:
     image: ImageFile | None = None
 
     def __post_init__(self) -> None:
-        if not self.instruction.strip() or not (self.exports or self.state):
-            raise ValueError("instruction and exports must not be empty")
+        if not self.instruction.strip():
+            raise ValueError("instruction must not be empty")
+        if not (self.exports or self.state):
+            raise ValueError("exports must not be empty or left out, unless state = true")
         if self.running and not self.state:
             raise ValueError("running = true is of the machine's state: it needs state = true")
         for path in self.exports:

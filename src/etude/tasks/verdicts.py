@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from etude.errors import TaskError
 from etude.records.exports import covering
-from etude.records.rollout import Graded, Invalid
+from etude.records.rollout import Boundary, Graded, Invalid
 from etude.records.task import Answer, Task
 from etude.seams import Grader, TaskSource
 
@@ -47,6 +47,11 @@ async def verdict(
     except TimeoutError:
         return Verdict(None, f"got no verdict within {deadline_s:g} s")
     match outcome:
+        case Invalid(boundary=Boundary.MACHINE, reason=reason, evidence=evidence) if evidence:
+            why = " ".join(
+                evidence.replace("\n  hint:", "; hint:").split()
+            )  # what the host refused, with its hint: nothing else says it
+            return Verdict(None, f"could not be graded ({Boundary.MACHINE}): {reason}: {why}")
         case Invalid(boundary=boundary, reason=reason):
             return Verdict(None, f"could not be graded ({boundary}): {reason}")
         case Graded(reward=reward, reason=reason):

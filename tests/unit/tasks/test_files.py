@@ -249,3 +249,15 @@ def test_a_base_outside_the_tasks_is_refused(tmp_path: Path, base: str) -> None:
     toml.write_text(toml.read_text().replace('base = ""', f'base = "{base}"'))
     with pytest.raises(TaskError, match="no name of a tree"):
         DirectorySource(tmp_path)
+
+
+def test_a_task_of_a_state_may_leave_exports_out_and_another_may_not(tmp_path: Path) -> None:
+    folder = write_task(tmp_path, "one", msgspec.structs.replace(HIDDEN, state=True), BY_COMMAND)
+    said = folder / "task.toml"
+    said.write_text("instruction = 'x'\nstate = true\n")
+    source = DirectorySource(tmp_path)
+    assert [source.task(split, 0).exports for split in Split if source.size(split)] == [()]
+    said.write_text("instruction = 'x'\n")
+    with pytest.raises(TaskError, match="unless state = true") as failure:
+        DirectorySource(tmp_path)
+    assert "--set" not in str(failure.value)

@@ -78,6 +78,15 @@ def test_an_invalid_verdict_and_one_that_never_comes_are_failures_by_name() -> N
     assert [f.reason for f in hung.failures] == ["reference solution got no verdict within 0.01 s"]
 
 
+def test_why_there_was_no_machine_is_said_with_its_hint() -> None:
+    def none(task: Task) -> Invalid:
+        error = MachineError("this runtime has no images", hint="--images STORE")
+        return Invalid(boundary=Boundary.MACHINE, reason="no machine to grade in", evidence=str(error))
+
+    [failure] = asyncio.run(check(ListSource([_pair({"own.py": RIGHT})]), FakeGrader(none), Split.TRAIN)).failures
+    assert failure.reason.endswith("no machine to grade in: this runtime has no images; hint: --images STORE")
+
+
 def test_what_the_grader_raises_comes_out_as_itself() -> None:
     def no_machines(task: Task) -> Graded:
         raise MachineError("no user namespaces here", hint="run in a container")

@@ -88,7 +88,7 @@ class GVisorRuntime:
         if image is None:
             return self._snapshots.keep(packed)
         if self._roots is None or not self._roots(image.digest).is_dir():
-            hint = "give GVisorRuntime the roots of an image store, and build the image"
+            hint = "build it, and name its store: --images STORE, or `images` in [machines]"
             raise MachineError(f"no image {image.digest[:12]}", "its files are not there", hint=hint)
         return self._snapshots.keep(State(image, packed, b"").pack())
 

@@ -320,11 +320,16 @@ def _require_success(at: Instruction, result: ExecResult) -> None:
     if result.exit_code != 0 or result.timed_out:
         how = "did not end in time" if result.timed_out else f"ended with {result.exit_code}"
         printed = result.output[-_TAIL_BYTES:].decode(errors="replace").strip()
-        raise BadSource(
-            f"Dockerfile line {at.line}: RUN {how}",
-            printed,
-            hint="it has no network: COPY what it needs; or try it in a machine: etude machines shell",
-        )
+        raise BadSource(f"Dockerfile line {at.line}: RUN {how}", printed, hint=_hint(result, printed))
+
+
+def _hint(result: ExecResult, printed: str) -> str:
+    """What to do about a RUN that failed."""
+    if "File size limit exceeded" in printed:
+        return "a file grew over what a machine may write: write smaller ones, or COPY it"
+    if result.exit_code == 127 or "/bin/sh" in printed:
+        return "the image lacks that program: FROM scratch has no /bin/sh; begin FROM an image with it, or COPY it"
+    return "what the program printed says why; it has no network but --allow: COPY what it needs"
 
 
 def _at(state: _State, done: ImageRecord) -> _State:

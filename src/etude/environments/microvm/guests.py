@@ -48,7 +48,7 @@ class GuestImage(NamedTuple):
         if image is None:
             return cls(own.digest, None, None)
         if roots is None:
-            hint = "give MicroVMRuntime the roots of an image store"
+            hint = "name the store: --images STORE, or `images` in [machines]"
             raise MachineError(f"no image {image.digest[:12]}", "this runtime has only its own", hint=hint)
         root = roots(image.digest)
         if not root.is_dir():

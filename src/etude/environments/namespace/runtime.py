@@ -128,7 +128,10 @@ class NamespaceRuntime:
         if image is None:
             return tree
         if self._images is None:
-            raise MachineError("this runtime has no images", hint="give it a store: NamespaceRuntime(images=...)")
+            raise MachineError(
+                "this runtime has no images",
+                hint="name the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
+            )
         await asyncio.to_thread(launcher_facts, self._images, image, self._bounds)  # raises for one that is not there
         return self._snapshots.keep(State(image, self._tree(tree) if files else b"", b"").pack())
 
@@ -227,7 +230,10 @@ class NamespaceRuntime:
 
     def _open_pool(self, image: Image) -> Pool:
         if self._images is None:
-            raise MachineError("this runtime has no images", hint="give it a store: NamespaceRuntime(images=...)")
+            raise MachineError(
+                "this runtime has no images",
+                hint="name the store: --images STORE, `images` in [machines], or NamespaceRuntime(images=...)",
+            )
         start = partial(self._start, launcher_facts(self._images, image, self._bounds))
         held = ExitStack()
         held.enter_context(self._images.held(image.digest))  # not removed as long as machines lie on it

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from etude.environments.remote.refusal import Refused
-from etude.errors import ConfigError
+from etude.errors import ConfigError, nearest
 
 _MIN_KEY = 16
 _MINUTE_S = 60.0
@@ -109,11 +109,11 @@ class Keyring:
             if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(f"{path} has keys and others may read it", hint=f"chmod 600 {path}")
             raw = tomllib.loads(path.read_text())
+            _require_fields(path, raw)
             return Keyring(msgspec.convert(raw, dict[str, Quota]))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
-            raise ConfigError(
-                f"{path} is no file of keys", str(error), hint="see etude.environments.remote.keys"
-            ) from None
+            hint = 'one table a key, [alice] and key = "...": see docs/guides/machines-remote.md'
+            raise ConfigError(f"{path} is no file of keys", str(error), hint=hint) from None
 
     def secrets(self) -> list[bytes]:
         """All keys: what nobody has who is not told everything."""
@@ -126,3 +126,13 @@ class Keyring:
             if hmac.compare_digest(key, data):
                 found = account
         return found
+
+
+def _require_fields(path: Path, raw: Mapping[str, object]) -> None:
+    """Raises `ConfigError` for a field that no key has, naming its table and the nearest one."""
+    known = Quota.__struct_fields__
+    for name, table in raw.items():
+        for field in table if isinstance(table, dict) else ():
+            if field not in known:
+                hint = f"{nearest(field, known)} (docs/guides/machines-remote.md)"
+                raise ConfigError(f"{path}: unknown field {field!r} in [{name}]", hint=hint)
