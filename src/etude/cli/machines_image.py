@@ -132,9 +132,17 @@ def packages(args: argparse.Namespace) -> int:
     return 0
 
 
+def _filled(given: Path | None) -> ImageStore:
+    """The store to look at. Looking does not make one."""
+    path = given or default_store()
+    if not path.is_dir():
+        raise InputError(f"no images in {path}", hint="etude machines image build SOURCE --name NAME makes the first")
+    return ImageStore(path)
+
+
 def listed(args: argparse.Namespace) -> int:
     """One line an image: digest, size, source, names."""
-    store = ImageStore(args.store or default_store())
+    store = _filled(args.store)
     names: dict[str, list[str]] = {}
     for name, digest in store.names().items():
         names.setdefault(digest, []).append(name)
@@ -146,21 +154,21 @@ def listed(args: argparse.Namespace) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """An image's record as JSON; with `--verify` every file is read first."""
-    record = ImageStore(args.store or default_store()).get(args.image, verify=args.verify)
+    record = _filled(args.store).get(args.image, verify=args.verify)
     print(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
     return 0
 
 
 def remove(args: argparse.Namespace) -> int:
     """Take away a name; the files go with the last one."""
-    freed = ImageStore(args.store or default_store()).remove(args.image)
+    freed = _filled(args.store).remove(args.image)
     print(f"removed, {size(freed)}" if freed else "its name is gone; the image has others")
     return 0
 
 
 def collect(args: argparse.Namespace) -> int:
     """Remove every image without a name: what builds left as their cache."""
-    num_images, num_bytes = ImageStore(args.store or default_store()).collect()
+    num_images, num_bytes = _filled(args.store).collect()
     print(f"{num_images} images removed, {size(num_bytes)}")
     return 0
 

@@ -30,6 +30,8 @@ def mine(args: argparse.Namespace) -> int:
         source = DirectorySource(args.out)
         sizes = ", ".join(f"{source.size(split)} {split}" for split in Split)
         print(f"{sizes}\nprove and probe them with `etude tasks check {args.out} --split all --mutants 20 --leaks`")
+    elif not args.deletions:
+        print("no commit made a task: --deletions makes them of functions that tests cover")
     return 0
 
 

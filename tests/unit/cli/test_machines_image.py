@@ -35,6 +35,13 @@ def test_an_image_is_built_named_listed_shown_and_removed(tmp_path, image):
     assert image("list")[1] == ""
 
 
+@pytest.mark.parametrize("words", [["list"], ["show", "x"], ["remove", "x"], ["collect"]])
+def test_looking_into_a_store_that_is_not_there_makes_none(tmp_path, image, words):
+    code, _, err = image(*words)
+    assert (code, "no images in" in err, "hint: etude machines image build" in err) == (2, True, True)
+    assert not (tmp_path / "store").exists()
+
+
 def test_what_a_source_is_shows_by_itself(tmp_path, image):
     (tmp_path / "docker").mkdir()
     (tmp_path / "docker/Dockerfile").write_text("FROM scratch\nARG A\nENV B=$A\n")

@@ -64,7 +64,8 @@ class ImageStore:
         with _on_disk(self.path):
             for folder in ("names", "steps", "building"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
-            self.path.chmod(0o700)  # set-user-id files and others' secrets are not for everyone on the host
+            if self.path.stat().st_mode & 0o777 != 0o700:
+                self.path.chmod(0o700)  # set-user-id files and others' secrets are not for everyone on the host
             self._sweep()
 
     @contextlib.contextmanager

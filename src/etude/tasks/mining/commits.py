@@ -16,7 +16,7 @@ from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Task, Trust
 from etude.seams import Runtime
 from etude.tasks.mining.git import Commit, Repository
-from etude.tasks.mining.messages import instruction_from
+from etude.tasks.mining.messages import MIN_WORDS, instruction_from
 from etude.tasks.mining.testing import holds_tests, is_test, passing, runner_for
 from etude.tasks.splits import split_of
 from etude.tasks.trees import MAX_FILES
@@ -83,7 +83,7 @@ async def task_of_commit(
     """The task of a commit, or why there is none. `deadline_s` bounds each of three runs of the commit's tests."""
     instruction = instruction_from(commit.message)
     if instruction is None:
-        return "its message says too little"
+        return f"its message says too little: {MIN_WORDS} words are needed"
     trees = trees_of(repository, commit)
     if isinstance(trees, str):
         return trees
