@@ -80,10 +80,10 @@ class Transfers:
             box = box_of(self._boxes, request, signed=f"{path}:write:{request.query_params.get('username', '')}")
         except Refused as error:
             return shut(error)
+        kind, limit = request.headers.get("content-type", ""), self._config.max_file_bytes
+        body = await body_of(request, limit + (1 << 20))  # before refusals: who still sends may not hear an answer
         if any(name.startswith("x-metadata-") for name in request.headers):
             raise Refused(400, "metadata of files is not kept here", hint="write the file without it")
-        kind, limit = request.headers.get("content-type", ""), self._config.max_file_bytes
-        body = await body_of(request, limit + (1 << 20))
         if request.headers.get("content-encoding", "identity") == "gzip":
             body = await asyncio.to_thread(_unzipped, body, limit)
         if kind.startswith("multipart/"):
