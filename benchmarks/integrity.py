@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.integrity_tasks import EveryNth, mined
+from benchmarks.machines_server import served
 from benchmarks.report import RESULTS, commit, report
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import BACKENDS, open_runtime
@@ -51,31 +51,13 @@ async def machines_of(backend: str) -> AsyncIterator[Runtime]:
     """A runtime; "remote" is our own server on loopback, a process of its own, over machines of namespaces."""
     async with contextlib.AsyncExitStack() as stack:
         if backend == "remote":
-            runtime: Runtime = RemoteRuntime(stack.enter_context(_server()), key=KEY)
+            runtime: Runtime = RemoteRuntime(stack.enter_context(served(QUOTA)), key=KEY)
         else:
             runtime = open_runtime(backend)
         try:
             yield runtime
         finally:
             await runtime.close()
-
-
-@contextlib.contextmanager
-def _server() -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder) / "keys.toml"
-        keys.touch(0o600)
-        keys.write_text(QUOTA)
-        command = [sys.executable, "-m", "etude.cli", "machines", "serve", "--port", "0", "--keys", str(keys)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                line = server.stdout.readline()
-                if not line:
-                    raise MachineError("the server of machines did not start", hint="see what it printed")
-                yield line.split()[-1]
-            finally:
-                server.terminate()
 
 
 async def references(runtime: Runtime, sources: dict[str, TaskSource], at_once: int) -> dict[str, Any]:

@@ -9,13 +9,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
+from benchmarks.machines_server import served
 from benchmarks.report import report
 from etude.environments import NamespaceRuntime
 from etude.environments.remote import RemoteRuntime
@@ -84,18 +81,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=50)
     rounds = parser.parse_args().rounds
-    with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder) / "keys.toml"
-        keys.touch(0o600)
-        keys.write_text(QUOTA)
-        command = [sys.executable, "-m", "etude.cli", "machines", "serve", "--port", "0", "--keys", str(keys)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                url = server.stdout.readline().split()[-1]
-                numbers = asyncio.run(measure(url, rounds))
-            finally:
-                server.terminate()
+    with served(QUOTA) as url:
+        numbers = asyncio.run(measure(url, rounds))
     report("machines_remote", numbers)
 
 
