@@ -24,7 +24,8 @@ from etude.models.naming import hf_views
 from etude.models.transformer import Forward, Transformer
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
-from etude.training.config import LearnerConfig, LiveWeights, PolicyLossKind
+from etude.training.config import CorrectionKind, LearnerConfig, LiveWeights, PolicyLossKind
+from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.losses import PolicyLoss, cispo_loss, entropy, ppo_loss
 from etude.training.optimizer import AdamW
 from etude.training.report import Tally
@@ -111,17 +112,33 @@ class TorchLearner:
         )
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
-        policy = self._policy_loss(logprobs_R, rows, normaliser)
-        fresh = self._fresh_ratio(samples, rows, policy)
+        log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
+        own_R = torch.tensor([self._is_fresh(sample) for sample in samples])[rows.sample_R]
+        fresh = self._fresh_ratio(samples, rows, log_ratio_R, own_R)
+        policy, corrected = self._policy_loss(logprobs_R, rows, own_R, normaliser)
         loss = policy.loss
         if self.config.balance and done.balance is not None:
             loss = loss + self.config.balance * done.balance * (len(rows.tokens_N) / num_tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            tally.add(rows, done, policy, logprobs_R - rows.sampler_logprobs_R, entropy(logprobs_RV), loss, fresh)
+            tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
 
-    def _policy_loss(self, logprobs_R: torch.Tensor, rows: Rows, normaliser: float) -> PolicyLoss:
-        tokens = (logprobs_R, rows.sampler_logprobs_R, rows.advantages_R)
+    def _policy_loss(
+        self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
+    ) -> tuple[PolicyLoss, Corrected]:
+        """The loss, and what each token weighs in it before the loss's own clip."""
+        sampler_R, advantages_R = rows.sampler_logprobs_R, rows.advantages_R
+        kind, (low, high) = self.config.correction, self.config.correction_bounds
+        corrected = correct(kind, logprobs_R.detach() - sampler_R, rows.sample_R, low=low, high=high)
+        if kind is CorrectionKind.NONE:
+            return self._loss(logprobs_R, sampler_R, advantages_R, normaliser), corrected
+        anchor_R, factor_R = decoupled(corrected.weight_R, logprobs_R, sampler_R, own_R)
+        return self._loss(logprobs_R, anchor_R, advantages_R * factor_R, normaliser), corrected
+
+    def _loss(
+        self, logprobs_R: torch.Tensor, anchor_R: torch.Tensor, advantages_R: torch.Tensor, normaliser: float
+    ) -> PolicyLoss:
+        tokens = (logprobs_R, anchor_R, advantages_R)
         match self.config.policy_loss:
             case PolicyLossKind.CISPO:
                 return cispo_loss(*tokens, normaliser=normaliser, cap=self.config.ratio_cap)
@@ -133,10 +150,11 @@ class TorchLearner:
         scores = logits_RV if self._temperature == 1.0 else logits_RV / self._temperature
         return scores.log_softmax(-1)
 
-    def _fresh_ratio(self, samples: Sequence[Sample], rows: Rows, policy: PolicyLoss) -> float | None:
+    def _fresh_ratio(
+        self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor
+    ) -> float | None:
         """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
-        fresh = torch.tensor([self._is_fresh(sample) for sample in samples])
-        off = (policy.ratio_R - 1).abs() * fresh[rows.sample_R]
+        off = torch.where(own_R, torch.expm1(log_ratio_R).abs(), 0.0)
         worst = float(off.max())
         if not worst <= self._fresh_limit:  # nan included
             rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id
@@ -145,7 +163,7 @@ class TorchLearner:
                 f"the limit is {self._fresh_limit:g} at step {self.step}",
                 hint="an engine computes other numbers than the learner: compare its probe with the learner's",
             )
-        return worst if bool(fresh.any()) else None
+        return worst if bool(own_R.any()) else None
 
     def _is_fresh(self, sample: Sample) -> bool:
         """Whether the live weights sampled all of it. A step's number does not tell: a restarted learner may have other
