@@ -9,6 +9,7 @@ Knows nothing of rollouts, rewards or engines: it reads `Batch`es and hands tens
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
 from etude.training.config import CorrectionKind, LearnerConfig, LiveWeights, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
+from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
 from etude.training.losses import PolicyLoss, cispo_loss, entropy, ppo_loss
 from etude.training.optimizer import AdamW
 from etude.training.report import Tally
@@ -88,8 +90,8 @@ class TorchLearner:
     def forward_backward(self, batch: Batch) -> StepReport:
         """Accumulate the gradient of the batch's loss.
 
-        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing. After any error the accumulated
-        gradient is forgotten, since a part of this batch may be in it.
+        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing, and `NotFinite`. After any error
+        the accumulated gradient is forgotten, since a part of this batch may be in it.
         """
         began = time.process_time()
         tally = Tally()
@@ -107,8 +109,18 @@ class TorchLearner:
         if self.config.replay_routes:
             check_routes(samples, num_layers=sizes.num_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
         rows = lay_flat(samples)
-        done = self.model.train().run(
-            rows.tokens_N, Packed(rows.lengths), rows.routes_NLK if self.config.replay_routes else None, rows.rows_R
+        check_sampled(samples, rows, step=self.step + 1)
+        routes_NLK = rows.routes_NLK if self.config.replay_routes else None
+        done = self.model.train().run(rows.tokens_N, Packed(rows.lengths), routes_NLK, rows.rows_R)
+        check_logits(
+            self.model,
+            done.logits,
+            rows.tokens_N,
+            rows.lengths,
+            routes_NLK,
+            rows.rows_R,
+            step=self.step + 1,
+            place=functools.partial(place_in, samples, rows),
         )
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
@@ -119,6 +131,7 @@ class TorchLearner:
         loss = policy.loss
         if self.config.balance and done.balance is not None:
             loss = loss + self.config.balance * done.balance * (len(rows.tokens_N) / num_tokens)
+        check_loss(loss, samples, rows, log_ratio_R, step=self.step + 1)
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
@@ -156,7 +169,7 @@ class TorchLearner:
         """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
         off = torch.where(own_R, torch.expm1(log_ratio_R).abs(), 0.0)
         worst = float(off.max())
-        if not worst <= self._fresh_limit:  # nan included
+        if worst > self._fresh_limit:
             rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id
             raise ParityError(
                 f"the ratio on the learner's own weights is off by {worst:.3g} in rollout {rollout}",
@@ -176,11 +189,14 @@ class TorchLearner:
         return sample.path.digest == self.version.digest
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`."""
+        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`.
+
+        Raises `NotFinite`: of a gradient, and then nothing has changed; of the new weights, and then nothing saves or
+        publishes them."""
         lr = self.config.lr * rate(
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
         )
-        norm = self.optimizer.step(lr)
+        norm = stepped(self.optimizer, self.model, lr=lr, step=self.step + 1)
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
 
@@ -239,7 +255,8 @@ class TorchLearner:
 
     def save(self, path: Path | str) -> None:
         """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient
-        is not part of it. Raises `CheckpointError`."""
+        is not part of it. Raises `CheckpointError`, and `NotFinite` instead of saving weights that are none."""
+        check_weights(self.model, f"at step {self.step}")
         version = None if self.version is None else [self.version.step, self.version.incarnation, self.version.digest]
         about = {"format": FORMAT, "step": self.step, "version": version, "weights": str(self.config.weights)}
         with whole_directory(path) as folder:

@@ -32,6 +32,7 @@ from etude.telemetry import Telemetry
 from etude.training.batches import Spans, pieces, plan, runs, share
 from etude.training.config import LiveWeights, MidTrainingConfig
 from etude.training.corpus import Corpus, Documents, read_corpus
+from etude.training.guard import check_logits, stepped
 from etude.training.optimizer import AdamW
 from etude.training.ranks import Ranks, run_ranks
 from etude.training.schedule import rate
@@ -182,7 +183,7 @@ class _Run:
         self.ranks.add(self.optimizer.grad)
         self.ranks.add(sums)
         lr = config.lr * rate(step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03)
-        norm = self.optimizer.step(lr)
+        norm = stepped(self.optimizer, self.model, lr=lr, step=step + 1)
         self.loss = float(sums[0])
         self.num_tokens += _num_tokens(spans)
         self._tell(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
@@ -194,6 +195,14 @@ class _Run:
         for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
             done = self.model.run(inputs, Packed(lengths))
             assert done.balance is not None, "the model is in training"
+            check_logits(
+                self.model,
+                done.logits,
+                inputs,
+                lengths,
+                step=self.optimizer.num_steps + 1,
+                place=lambda token: f"token {token} of {num_inputs}",
+            )
             loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
             balance = done.balance * ((len(inputs) + len(lengths)) / num_inputs)
             (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]

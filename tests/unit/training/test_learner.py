@@ -149,14 +149,6 @@ def test_without_a_correction_nothing_is_cut_and_with_one_a_token_its_sampler_go
     assert not torch.allclose(lost_grad, plain_grad, atol=1e-5)
 
 
-def test_a_logprob_that_is_not_a_number_stops_the_step(learner: TorchLearner) -> None:
-    bad = sampled(learner, 1)
-    logprobs = bad.path.logprobs.copy()
-    logprobs[10] = np.nan
-    with pytest.raises(ParityError):
-        learner.forward_backward(batch(changed(bad, logprobs=logprobs)))
-
-
 def test_the_hard_check_spares_stale_mixed_and_foreign_samples(learner: TorchLearner) -> None:
     first = learner.publish([])
     sample = sampled(learner, 1)
