@@ -46,7 +46,7 @@ def choose(
     `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
     counted from the live choice.
     """
-    probs_NE = F.softmax(scores_NE, -1, dtype=torch.float32)
+    probs_NE = F.softmax(scores_NE, -1, dtype=torch.promote_types(scores_NE.dtype, torch.float32))
     top, live = probs_NE.topk(top_k, -1)
     used = live
     if routes_NK is not None:

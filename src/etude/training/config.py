@@ -56,6 +56,9 @@ class LearnerConfig:
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
     replay_routes: bool = True
     balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward
+    kl: float = ranged(
+        0.0, low=0.0
+    )  # of k2 to the starting checkpoint, in the loss; `experience.kl`: k1, in the reward
     correction: CorrectionKind = CorrectionKind.NONE  # for engines that are not exact
     correction_low: float | None = ranged(None, low=0.0, high=1.0)  # none: the correction's own
     correction_high: float | None = ranged(None, low=1.0)  # none: the correction's own; the cap of one that truncates

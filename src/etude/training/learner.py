@@ -28,8 +28,9 @@ from etude.records.sample import Published, StepReport
 from etude.training.config import CorrectionKind, LearnerConfig, LiveWeights, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
-from etude.training.losses import PolicyLoss, cispo_loss, entropy, ppo_loss
+from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_loss
 from etude.training.optimizer import AdamW
+from etude.training.reference import Reference
 from etude.training.report import Tally
 from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
@@ -45,7 +46,8 @@ class TorchLearner:
 
     `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
     rollouts were sampled with, since the ratio is of the distribution sampled from. `hold_fresh_to_one` False is for
-    engines that do not compute in float32: the ratio on fresh weights is then reported, and not limited.
+    engines that do not compute in float32: the ratio on fresh weights is then reported, and not limited. `reference` is
+    what `config.kl` is taken to.
     """
 
     step: int
@@ -61,8 +63,10 @@ class TorchLearner:
         num_steps: int | None = None,
         temperature: float = 1.0,
         hold_fresh_to_one: bool = True,
+        reference: Reference | None = None,
     ) -> None:
         self.config, self.step, self.version = config, 0, None
+        self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._fresh_limit = config.fresh_ratio_limit if hold_fresh_to_one else float("inf")
         self._assets: Path | None = None
@@ -129,6 +133,9 @@ class TorchLearner:
         fresh = self._fresh_ratio(samples, rows, log_ratio_R, own_R)
         policy, corrected = self._policy_loss(logprobs_R, rows, own_R, normaliser)
         loss = policy.loss
+        if self._reference is not None:
+            anchor_R = self._reference.logprobs(rows)
+            loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, corrected.weight_R, normaliser=normaliser)
         if self.config.balance and done.balance is not None:
             loss = loss + self.config.balance * done.balance * (len(rows.tokens_N) / num_tokens)
         check_loss(loss, samples, rows, log_ratio_R, step=self.step + 1)
