@@ -56,6 +56,7 @@ class LearnerConfig:
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
     replay_routes: bool = True
     balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward
+    balance_bias: float = ranged(0.0, low=0.0)  # a step of an expert's bias, in families that have one (as made: 1e-3)
     kl: float = ranged(
         0.0, low=0.0
     )  # of k2 to the starting checkpoint, in the loss; `experience.kl`: k1, in the reward
@@ -91,5 +92,6 @@ class MidTrainingConfig:
     weight_decay: float = ranged(0.01, low=0.0)
     grad_clip: float = ranged(1.0, low=0.0)
     balance: float = ranged(0.03, low=0.0)
+    balance_bias: float = ranged(1e-3, low=0.0)  # a step of an expert's bias, in families that have one
     eval_every: int = ranged(200, low=1)  # steps between held-out losses and copy probes
     checkpoint_every: int = ranged(200, low=1)  # steps; a killed run loses at most so many

@@ -21,10 +21,11 @@ import torch
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
-from etude.models.naming import hf_views
+from etude.models.naming import hf_views, stays_float32
 from etude.models.transformer import Forward, Transformer
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
+from etude.training.balance import Balance
 from etude.training.config import CorrectionKind, LearnerConfig, LiveWeights, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
 from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
@@ -54,6 +55,7 @@ class TorchLearner:
     """Version step of the live weights: optimiser steps since the starting checkpoint."""
     version: Version | None
     """The last version published in the lineage of these weights."""
+    _balance: Balance
 
     def __init__(
         self,
@@ -105,13 +107,14 @@ class TorchLearner:
                 self._one(samples, batch.num_loss_tokens, num_tokens, tally)
         except Exception:
             self.optimizer.clear()
+            self._balance.clear()
             raise
         return tally.report(cpu_s=time.process_time() - began)
 
     def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
         sizes = self.model.config
-        if self.config.replay_routes:
-            check_routes(samples, num_layers=sizes.num_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
+        if self.config.replay_routes and sizes.num_moe_layers:
+            check_routes(samples, num_layers=sizes.num_moe_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
         rows = lay_flat(samples)
         check_sampled(samples, rows, step=self.step + 1)
         routes_NLK = rows.routes_NLK if self.config.replay_routes else None
@@ -140,6 +143,7 @@ class TorchLearner:
             loss = loss + self.config.balance * done.balance * (len(rows.tokens_N) / num_tokens)
         check_loss(loss, samples, rows, log_ratio_R, step=self.step + 1)
         loss.backward()  # type: ignore[no-untyped-call]
+        self._balance.count(done.live)
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
 
@@ -204,6 +208,7 @@ class TorchLearner:
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
         )
         norm = stepped(self.optimizer, self.model, lr=lr, step=self.step + 1)
+        self._balance.move()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
 
@@ -283,28 +288,34 @@ class TorchLearner:
             optimizer.restore(load_tensors(path / STATE))
         self.close()
         self._model, self._optimizer, self._assets = model, optimizer, path
+        self._balance = Balance(model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 
 
+_CODES = {
+    LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
+    LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
+}
+
+
 def export(model: Transformer, weights: LiveWeights) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded.
+    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded. What
+    `stays_float32` does.
 
     Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
     codes are views of the live weights: copy what is kept.
     """
-    kind, codes = {
-        LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
-        LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
-    }[weights]
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
     for name, view in hf_views(model).items():
+        stored = LiveWeights.F32 if stays_float32(name) else weights
+        kind, codes = _CODES[stored]
         storage, start = view.untyped_storage(), view.storage_offset()
         if storage.data_ptr() not in memory:
             whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
             memory[storage.data_ptr()] = whole.to(kind).view(codes[0]).numpy(force=True).view(codes[1])
         own = memory[storage.data_ptr()][start : start + view.numel()]
-        tensors[name] = Tensor(str(weights), tuple(view.shape), own)
+        tensors[name] = Tensor(str(stored), tuple(view.shape), own)
     return tensors
 
 
