@@ -9,9 +9,10 @@ import pytest
 import torch
 from tests.unit.models.families import FAMILIES
 
-from etude.evals.doctor.diagnosis import Budget, Verdict, examine
+from etude.evals.doctor.diagnosis import Verdict, examine
 from etude.evals.doctor.local import findings
 from etude.evals.doctor.sides import LearnerSide, OurEngine
+from etude.evals.parity import Budget
 from etude.inference.watched import engine_results
 from etude.models import ModelConfig, Transformer
 from etude.numerics import Exact, Native, Operators

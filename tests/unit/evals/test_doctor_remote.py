@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from tests.unit.evals.test_doctor import F32, PROMPTS, changed, model, stale
 
 from etude.errors import EngineError
-from etude.evals.doctor.diagnosis import Budget, Verdict, examine
+from etude.evals.doctor.diagnosis import Verdict, examine
 from etude.evals.doctor.remote import OurRemoteEngine, VllmEngine, at_url
 from etude.evals.doctor.sides import NO_VERSION, LearnerSide
+from etude.evals.parity import Budget
 from etude.inference.app import build_app
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
