@@ -57,7 +57,8 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 def load_model(
     path: Path | str, *, dtype: torch.dtype = torch.float32, operators: Operators | None = None
 ) -> Transformer:
-    """The model in a checkpoint directory: weights in `dtype`, computed by `operators` (None: exact, in `dtype`).
+    """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), which say in what its
+    weights are held.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, and weights that do not fit the
     config.
@@ -66,11 +67,12 @@ def load_model(
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     check_weights(path, config)  # before a wild config makes us allocate
     tensors = _read_weights(path)
-    model = Transformer(config, seed=None, operators=Exact(dtype) if operators is None else operators)
+    operators = Exact(dtype) if operators is None else operators
+    model = Transformer(config, seed=None, operators=operators)
     with torch.no_grad():
         for name, view in hf_views(model).items():
             view.copy_(tensors[name])
-    return model.to(dtype)
+    return model.to(operators.held)
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:

@@ -5,8 +5,8 @@ with a grouped GEMM and 1.6 times faster than computing all experts densely. The
 would build a zero-filled [E, …] gradient for every expert's slice and scatter-add rows one by one; here every
 gradient is one product into its place, and rows come back by a gather, because the dispatch is a permutation.
 
-An expert with fewer rows than `exact.MIN_ROWS` computes copies of token 0 up to that number, so that a token's
-result does not depend on how many others chose its expert. Contributions are combined in slot order.
+An expert with fewer rows than the operators want (`Operators.rows`) computes copies of token 0 up to that number, so
+that a token's result does not depend on how many others chose its expert. Contributions are combined in slot order.
 
 Shapes: N tokens, D width, E experts, K experts a token, F expert width, S rows after dispatch (N·K and padding).
 """
@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from etude.models.watch import Watch, unwatched
-from etude.numerics.exact import MIN_ROWS
-from etude.numerics.operators import Operators
+from etude.numerics.operators import Exact, Operators
 from etude.records.completion import MISSING_ROUTE
 
 
@@ -38,7 +37,12 @@ class Choice:
 
 
 def choose(
-    scores_NE: torch.Tensor, top_k: int, routes_NK: torch.Tensor | None = None, *, balance: bool = False
+    scores_NE: torch.Tensor,
+    top_k: int,
+    routes_NK: torch.Tensor | None = None,
+    operators: Operators | None = None,
+    *,
+    balance: bool = False,
 ) -> Choice:
     """Gates and experts from router scores (logits). Replayed `routes_NK` (uint8) pick the experts where a row is
     not MISSING_ROUTE; gates are always computed from the live scores, so that gradients flow.
@@ -46,12 +50,12 @@ def choose(
     `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
     counted from the live choice.
     """
-    probs_NE = F.softmax(scores_NE, -1, dtype=torch.float32)
-    top, live = probs_NE.topk(top_k, -1)
-    used = live
+    operators = operators or Exact()
+    probs_NE = operators.softmax(scores_NE)
+    used = live = operators.top_k(probs_NE, top_k)
     if routes_NK is not None:
         used = torch.where(routes_NK[:, :1] == MISSING_ROUTE, live, routes_NK.long())
-        top = probs_NE.gather(-1, used)
+    top = probs_NE.gather(-1, used)
     gates = top / top.sum(-1, keepdim=True)
     loss = None
     if balance:
@@ -70,14 +74,15 @@ class Dispatch:
     rows: list[int]  # rows of each expert, padding included
 
     @classmethod
-    def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:
+    def of(cls, experts_NK: torch.Tensor, num_experts: int, operators: Operators | None = None) -> Dispatch:
         """Computed on the host: splitting by expert needs the counts there anyhow, and a byte radix sort in numpy
         is faster than torch's sort."""
+        padded = (operators or Exact()).rows
         n, k = experts_NK.shape
         flat = experts_NK.numpy(force=True).astype(np.uint8).ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat, minlength=num_experts)
-        rows = np.where(counts > 0, np.maximum(counts, MIN_ROWS), 0)
+        rows = np.array([padded(count) if count else 0 for count in counts.tolist()])
         shift = (rows.cumsum() - rows) - (counts.cumsum() - counts)
         slot = np.empty(n * k, np.int64)
         slot[order] = np.arange(n * k) + shift.repeat(counts)
@@ -96,9 +101,9 @@ def mix(
     see: Watch = unwatched,
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]."""
-    to = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0])
+    to = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        x_ND, choice.gates_NK.to(x_ND.dtype), gate_up_E2FD, down_EDF, to, operators, see
+        x_ND, choice.gates_NK, gate_up_E2FD, down_EDF, to, operators, see
     )
     return y
 
@@ -117,24 +122,24 @@ class _Mix(torch.autograd.Function):
     ) -> torch.Tensor:
         x_S = x.index_select(0, to.source_S)
         h_S = operators.grouped(x_S, gate_up, to.rows)
-        a, b = h_S.chunk(2, -1)
-        act_S = F.silu(a) * b
+        act_S = operators.gated(h_S)
         out_S = operators.grouped(act_S, down, to.rows)
         if see is not unwatched:
             for name, rows in (("gate_up", h_S), ("activated", act_S), ("down", out_S)):
                 see(f"experts.{name}", rows[to.slot_NK])
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
-        ctx.to = to
+        ctx.to, ctx.wide = to, operators.held
         return operators.combine(out_S, to.slot_NK, gates)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_S, h_S, act_S, out_S, gates, gate_up, down = ctx.saved_tensors
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        x_S, h_S, act_S, out_S, gates, gate_up, down = (t.to(ctx.wide) for t in saved)
         to: Dispatch = ctx.to
         gate_S = gates.new_zeros(len(to.source_S))  # padding keeps gate 0 and so has no gradient
         gate_S[to.slot_NK] = gates
-        dy_S = dy.index_select(0, to.source_S)
+        dy_S = dy.to(ctx.wide).index_select(0, to.source_S)
         dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
         dout_S = dy_S.mul_(gate_S[:, None])
         dact_S = _per_expert(dout_S, down, to.rows)

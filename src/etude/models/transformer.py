@@ -73,7 +73,7 @@ class Experts(nn.Module):
         self, x_ND: torch.Tensor, routes_NK: torch.Tensor | None, see: Watch = unwatched
     ) -> tuple[torch.Tensor, Choice]:
         scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
-        choice = choose(scores, self.top_k, routes_NK, balance=self.training)
+        choice = choose(scores, self.top_k, routes_NK, self.operators, balance=self.training)
         see("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
         return see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators, see)), choice
@@ -145,8 +145,8 @@ class Transformer(nn.Module):
             initialise(self, seed)
         self.to(dtype)
         cos, sin = _rope_tables(config)
-        self.register_buffer("cos", cos.to(operators.dtype), persistent=False)
-        self.register_buffer("sin", sin.to(operators.dtype), persistent=False)
+        self.register_buffer("cos", cos.to(operators.held), persistent=False)
+        self.register_buffer("sin", sin.to(operators.held), persistent=False)
 
     def forward(
         self,
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
         `cache` None: one causal sequence. `routes` (uint8 [N, L, K]) are replayed; a row of MISSING_ROUTE is chosen
         live. `rows` (int64 [R]) picks the tokens that get logits, in that order. `watch` sees each operator's result.
         """
-        cache = Packed([len(tokens_N)]) if cache is None else cache
+        cache = Packed([len(tokens_N)], self.operators) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
         x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         used = torch.stack([c.experts_NK for c in choices], 1).to(torch.uint8)
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(
-            logits=watch("logits", ops.linear(x_RD, self.embedding if self.head is None else self.head)),
+            logits=watch("logits", ops.logits(x_RD, self.embedding if self.head is None else self.head)),
             routes=used,
             live=used if routes is None else torch.stack([c.live_NK for c in choices], 1).to(torch.uint8),
             balance=torch.stack(balances).mean() if balances else None,
