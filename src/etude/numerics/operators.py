@@ -141,7 +141,7 @@ class Exact(Operators):
 
     @property
     def held(self) -> torch.dtype:
-        """float32 or wider: a narrow dtype's numbers are float32 numbers, too, and widening them for every product costs
+        """float32 or wider: a narrow dtype's numbers are float32 numbers, and widening them for every product costs
         more than the product of a decoded token does."""
         return torch.promote_types(self.dtype, torch.float32)
 
