@@ -19,7 +19,7 @@ from etude.records.wire import U8
 class Runner:
     """The model, its KV cache, and each slot's tokens and routes.
 
-    L layers, K experts a token.
+    L layers with a router, K experts a token.
     """
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
@@ -27,7 +27,8 @@ class Runner:
         self.kv = KVCache(model.config, model.operators, num_slots=num_slots, context_tokens=context_tokens)
         sizes = (num_slots, context_tokens)
         self._tokens = np.zeros(sizes, np.int64)
-        self._routes = np.zeros((*sizes, model.config.num_layers, model.config.top_k), np.uint8)
+        per_token = (model.config.num_moe_layers, model.config.top_k)
+        self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
 
     def routes(self, sequence: Sequence) -> U8:
         """[num_computed - routes_from, L, K]: a copy of what the caller does not hold yet."""

@@ -109,6 +109,12 @@ class Yarn:
     attention_factor: float | None = None  # None: from the other three
     truncate: bool = True
 
+    def __post_init__(self) -> None:
+        for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"):
+            value = getattr(self, name)
+            if value is not None and not 1e-3 <= value <= 1e6:
+                raise ValueError(f"yarn's {name} = {value!r}, expected from 0.001 to 1000000")
+
     @property
     def table_scale(self) -> float:
         """What cosines and sines are multiplied by."""

@@ -42,12 +42,12 @@ def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     >>> linear(x, weight).tolist()
     [[3.0, 3.0, 3.0]]
     """
-    return path(*weight_OI.shape)(x_NI, weight_OI)
+    return path(*weight_OI.shape, turned=not weight_OI.is_contiguous())(x_NI, weight_OI)
 
 
-def path(out_size: int, in_size: int) -> Product:
-    """How products with weights of a shape are computed under this number of threads."""
-    return _measured_path(out_size, in_size, torch.get_num_threads())
+def path(out_size: int, in_size: int, *, turned: bool = False) -> Product:
+    """How products with weights of a shape, `turned` in memory or not, are computed under this number of threads."""
+    return _measured_path(out_size, in_size, turned, torch.get_num_threads())
 
 
 def padded(num_rows: int) -> int:
@@ -90,16 +90,19 @@ def safe_counts(threads: int) -> tuple[int, ...]:
 
 
 @functools.cache
-def _measured_path(out_size: int, in_size: int, threads: int) -> Product:
+def _measured_path(out_size: int, in_size: int, turned: bool, threads: int) -> Product:
     for product in (vendor, tiled):
-        if not _other_counts(product, min(out_size, SAMPLED_WIDTH), in_size, SAMPLED_ROWS):
+        if not _other_counts(product, min(out_size, SAMPLED_WIDTH), in_size, SAMPLED_ROWS, turned=turned):
             return product
     return summed
 
 
-def _other_counts(product: Product, out_size: int, in_size: int, counts: Iterable[int]) -> list[int]:
+def _other_counts(
+    product: Product, out_size: int, in_size: int, counts: Iterable[int], *, turned: bool = False
+) -> list[int]:
     """The numbers of rows among which the last rows have other bits than among many."""
-    weight, x = _random(out_size, in_size), _random(REFERENCE_ROWS, in_size)
+    weight = _random(in_size, out_size).T if turned else _random(out_size, in_size)
+    x = _random(REFERENCE_ROWS, in_size)
     whole = product(x, weight)
     return [n for n in counts if not torch.equal(product(x[-n:], weight), whole[-n:])]
 
