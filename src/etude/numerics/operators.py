@@ -30,6 +30,9 @@ Causal = Callable[..., torch.Tensor]
 class Operators:
     """What a model asks for. Every result is in `dtype`, but for scores and log-probabilities: those are float32."""
 
+    exact = False
+    """Whether a row's bits depend on that row alone."""
+
     absorbs = False
     """Whether latent attention is computed in the absorbed form where nothing asks for it, so that a packed forward
     sums in the order of one over a cache."""
@@ -137,6 +140,7 @@ class Native(Operators):
 class Exact(Operators):
     """One order of summation for each operator: a row's bits depend on that row alone."""
 
+    exact = True
     absorbs = True
 
     @property
@@ -153,7 +157,8 @@ class Exact(Operators):
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         x_SI, weight_EOI = x_SI.to(self.held), weight_EOI.to(self.held)
-        if exact.path(*weight_EOI.shape[1:]) is exact.vendor:
+        whole_lines = not weight_EOI.shape[2] % (exact.LINE_BYTES // 4)  # wherever an expert's rows begin
+        if whole_lines and exact.path(*weight_EOI.shape[1:]) is exact.vendor:
             return super().grouped(x_SI, weight_EOI, rows).to(self.dtype)
         parts = zip(torch.split(x_SI, list(rows)), weight_EOI.unbind(), strict=True)
         return torch.cat([exact.linear(x, w) for x, w in parts if len(x)]).to(self.dtype)

@@ -153,7 +153,7 @@ class Causal:
         outs = []
         for start, q in zip(range(0, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
             rows, window = q.shape[1], w.covering(start + q.shape[1])
-            q = F.pad(q, (0, 0, 0, w.padded(rows) - rows))
+            q = F.pad(q, (0, 0, 0, w.padded(rows) - rows)).contiguous()
             mask = self._mask(start, window, q.device)[: q.shape[1]]
             outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale)[0, :, :rows])
         return torch.cat(outs, 1)[..., : v_GTC.shape[-1]]
