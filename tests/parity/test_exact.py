@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from tests.parity.same_bits import VERSION, asked, learned, prompts, said, sampled, sharp, verified
 
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -15,7 +16,6 @@ from etude.models import ModelConfig
 from etude.models.parts import Family, Latent, Routing, Scores
 from etude.numerics.exact import products
 from etude.numerics.operators import Exact, Native
-from tests.parity.same_bits import VERSION, asked, learned, prompts, said, sampled, sharp, verified
 
 QWEN = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_size=20,
