@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from etude.errors import CheckpointError
 from etude.models.config import ModelConfig
+from etude.models.finite import not_finite
 from etude.models.headers import HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
 from etude.models.naming import hf_views, stays_float32
 from etude.models.quantised import SCALE, dequantised
@@ -115,8 +116,8 @@ def load_model(
 ) -> Transformer:
     """The model in a checkpoint directory: weights in `dtype`, computed by `operators` (None: exact, in `dtype`).
 
-    Raises `CheckpointError` for a missing or damaged file, another architecture, and weights that do not fit the
-    config.
+    Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
+    and weights that are NaN or infinite.
     """
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
@@ -127,7 +128,19 @@ def load_model(
         for name, view in views.items():
             tensor = read(name)
             view.copy_(dequantised(tensor, read(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor)
-    return model.cast(dtype)
+    _require_finite(model.cast(dtype), path, dtype)
+    return model
+
+
+def _require_finite(model: Transformer, path: Path, dtype: torch.dtype) -> None:
+    bad = not_finite(hf_views(model))
+    if bad:
+        first = next(iter(bad))
+        raise CheckpointError(
+            f"{first} of {path} is not finite in {str(dtype).removeprefix('torch.')}",
+            f"{bad[first]}; {len(bad)} tensors in all",
+            hint="take a checkpoint from before its training diverged, or a dtype of a wider range",
+        )
 
 
 @contextlib.contextmanager

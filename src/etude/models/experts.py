@@ -56,10 +56,11 @@ def choose(
     `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
     counted from the live choice.
     """
+    kind = torch.promote_types(scores_NE.dtype, torch.float32)
     if routing.scores is Scores.SOFTMAX:
-        scores_NE = probs_NE = F.softmax(scores_NE, -1, dtype=torch.float32)
+        scores_NE = probs_NE = F.softmax(scores_NE, -1, dtype=kind)
     else:
-        scores_NE = scores_NE.float().sigmoid()
+        scores_NE = scores_NE.to(kind).sigmoid()
         probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
     live = used = _best(scores_NE, bias_E, top_k, routing)
     if routes_NK is not None:
