@@ -207,8 +207,8 @@ class _Run:
                 place=lambda token: f"token {token} of {num_inputs}",
             )
             loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
-            even = torch.ones(()) if done.balance is None else done.balance  # no router: nothing to balance
-            balance = even * ((len(inputs) + len(lengths)) / num_inputs)
+            balance = torch.zeros(()) if done.balance is None else done.balance
+            balance = balance * ((len(inputs) + len(lengths)) / num_inputs)
             (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]
             self.balance.count(done.live)
             sums += torch.stack([loss.detach(), balance.detach()])
