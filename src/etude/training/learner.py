@@ -118,19 +118,10 @@ class TorchLearner:
         rows = lay_flat(samples)
         check_sampled(samples, rows, step=self.step + 1)
         routes_NLK = rows.routes_NLK if self.config.replay_routes else None
-        done = self.model.train().run(
-            rows.tokens_N, Packed(rows.lengths, self.model.operators), routes_NLK, rows.rows_R
-        )
-        check_logits(
-            self.model,
-            done.logits,
-            rows.tokens_N,
-            rows.lengths,
-            routes_NLK,
-            rows.rows_R,
-            step=self.step + 1,
-            place=functools.partial(place_in, samples, rows),
-        )
+        asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), routes_NLK, rows.rows_R)
+        done = self.model.train().run(*asked)
+        place = functools.partial(place_in, samples, rows)
+        check_logits(self.model, done.logits, *asked, step=self.step + 1, place=place)
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
         log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
