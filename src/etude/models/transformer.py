@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         used = torch.stack([c.experts_NK for c in choices], 1).to(torch.uint8)
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(
-            logits=watch("logits", ops.linear(x_RD, self.embedding if self.head is None else self.head)),
+            logits=watch("logits", ops.logits(x_RD, self.embedding if self.head is None else self.head)),
             routes=used,
             live=used if routes is None else torch.stack([c.live_NK for c in choices], 1).to(torch.uint8),
             balance=torch.stack(balances).mean() if balances else None,

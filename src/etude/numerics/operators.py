@@ -31,8 +31,17 @@ class Operators:
         """x · weightᵀ, [N, O]."""
         raise NotImplementedError
 
+    def taken(self, x: torch.Tensor) -> torch.Tensor:
+        """What a large product takes of activations: in low precision they are rounded. `linear` asks by itself."""
+        return x
+
+    def weights(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a large product takes of a matrix, or of a stack of them. `linear` asks by itself."""
+        return weight
+
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. `models.experts` has its gradient."""
+        """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
+        `models.experts` has the gradient, and needs both in it."""
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True
@@ -62,6 +71,10 @@ class Operators:
         for slot, gate in rest:
             y.addcmul_(out_SD.index_select(0, slot), gate[:, None])
         return y
+
+    def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """The head's product, [R, V]; in full precision always."""
+        return self.linear(x_RD, weight_VD)
 
     def log_softmax(self, logits_RV: torch.Tensor) -> torch.Tensor:
         """Log-probabilities, float32 [R, V]."""
