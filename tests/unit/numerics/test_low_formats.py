@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -60,7 +61,7 @@ def test_every_code_of_an_element_has_the_value_that_the_specification_gives_it(
 @BOTH
 def test_rounding_takes_the_nearest_value_and_of_two_the_even_one(element: Element) -> None:
     known = sorted({v for v in table(element) if v >= 0})
-    middles = [(a + b) / 2 for a, b in zip(known, known[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(known)]
     beside = [float(np.nextafter(np.float32(m), np.float32(to))) for m in middles for to in (-math.inf, math.inf)]
     numbers = [*known, *middles, *beside, element.largest * 1.1, 1e6, 1e-30]
     numbers += [-x for x in numbers]
@@ -223,6 +224,7 @@ def test_a_matrix_shares_one_outer_scale_and_stacked_ones_have_their_own() -> No
     x[1] *= 64
     format = FORMATS[Quantise.NVFP4]
     packed = pack(x, format, matrix=True)
-    assert packed.global_scale is not None and packed.global_scale.shape == (2,)
+    assert packed.global_scale is not None
+    assert packed.global_scale.shape == (2,)
     assert torch.equal(packed.global_scale[0], packed.global_scale[1] * 64)
     assert torch.equal(unpack(packed, format)[1], rounded(x[1], format, matrix=True))

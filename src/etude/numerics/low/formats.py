@@ -12,10 +12,10 @@ along the last dimension, the one that a product sums over.
 Rounding is IEEE's: nearest, ties to even, subnormals kept, and what is past the largest number saturates. Any scale is
 a valid encoding, and whoever decodes need not know how it was chosen. That of an MX block is the smallest power of two
 under which nothing saturates; the specification's own rule (section 6.3: the exponent of the largest number, less that
-of the largest element) cuts up to an eighth (E4M3) or a quarter (E2M1) off a block's largest numbers. The outer scale of
-NVFP4 is the smallest power of two under which no block's scale saturates, where others take largest / (6 · 448): the
-block scales carry the mantissa anyhow, and so every product of element and scales has six significant bits, which
-bf16 and fp16 hold exactly.
+of the largest element) cuts up to an eighth (E4M3) or a quarter (E2M1) off a block's largest numbers. The outer scale
+of NVFP4 is the smallest power of two under which no block's scale saturates, where others take largest / (6 · 448): the
+block scales carry the mantissa anyhow, and so every product of element and scales has six significant bits, which bf16
+and fp16 hold exactly.
 
 What shares a scale with a NaN or an infinity becomes NaN: of MX a block, of NVFP4 a token or a matrix. A block of zeros
 stays zeros, with their signs.
@@ -99,8 +99,8 @@ def rounded(x: torch.Tensor, format: Format, *, matrix: bool = False) -> torch.T
     """`x` rounded to a format, in its own shape and dtype.
 
     The last dimension holds whole blocks. An outer scale is shared by a row or, with `matrix`, by the last two
-    dimensions. bf16 holds every value exactly, and fp16 where the scale lets it. Raises `ConfigError` where blocks would
-    not be whole.
+    dimensions. bf16 holds every value exactly, and fp16 where the scale lets it. Raises `ConfigError` where blocks
+    would not be whole.
 
     >>> rounded(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()
     [1.0, 1.125, -5.0, 96.0]

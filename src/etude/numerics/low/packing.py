@@ -1,8 +1,8 @@
 """Rounded numbers as bytes, and back: exactly what `formats.rounded` gives.
 
 Codes are the element's bits, those of E2M1 two in a byte with the first in the lower nibble; scales are a byte a block.
-The outer scale is held as its reciprocal, as compressed-tensors' `weight_global_scale` is: it is a power of two here, so
-nothing is lost. A file of others may hold any number there: value = element · (scale / global).
+The outer scale is held as its reciprocal, as compressed-tensors' `weight_global_scale` is: it is a power of two here,
+so nothing is lost. A file of others may hold any number there: value = element · (scale / global).
 """
 
 from __future__ import annotations
