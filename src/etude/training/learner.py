@@ -20,7 +20,7 @@ import torch
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
-from etude.models.naming import hf_views
+from etude.models.naming import hf_views, stays_float32
 from etude.models.transformer import Forward, Transformer
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
@@ -103,8 +103,8 @@ class TorchLearner:
 
     def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
         sizes = self.model.config
-        if self.config.replay_routes:
-            check_routes(samples, num_layers=sizes.num_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
+        if self.config.replay_routes and sizes.num_moe_layers:
+            check_routes(samples, num_layers=sizes.num_moe_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
         rows = lay_flat(samples)
         done = self.model.train().run(
             rows.tokens_N, Packed(rows.lengths), rows.routes_NLK if self.config.replay_routes else None, rows.rows_R
@@ -244,25 +244,30 @@ class TorchLearner:
         self.step, self.version = step, version
 
 
+_CODES = {
+    LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
+    LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
+}
+
+
 def export(model: Transformer, weights: LiveWeights) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded.
+    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded. What
+    `stays_float32` does.
 
     Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
     codes are views of the live weights: copy what is kept.
     """
-    kind, codes = {
-        LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
-        LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
-    }[weights]
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
     for name, view in hf_views(model).items():
+        stored = LiveWeights.F32 if stays_float32(name) else weights
+        kind, codes = _CODES[stored]
         storage, start = view.untyped_storage(), view.storage_offset()
         if storage.data_ptr() not in memory:
             whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
             memory[storage.data_ptr()] = whole.to(kind).view(codes[0]).numpy(force=True).view(codes[1])
         own = memory[storage.data_ptr()][start : start + view.numel()]
-        tensors[name] = Tensor(str(weights), tuple(view.shape), own)
+        tensors[name] = Tensor(str(stored), tuple(view.shape), own)
     return tensors
 
 
