@@ -58,6 +58,7 @@ class Learning:
             num_steps=self.config.rl.steps,
             temperature=self.config.rl.temperature,
             hold_fresh_to_one=self.config.engine.dtype is ComputeDtype.FLOAT32,
+            numerics=self.config.numerics,
         )
         self._learner.load(checkpoint)
         if self.config.experience.max_lag == 0:

@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from etude.numerics import exact
+from etude.numerics.config import Mode, NumericsConfig, Quantise
+from etude.numerics.formats import FORMATS
 
 
 class Operators:
@@ -55,7 +57,8 @@ class Operators:
         return out
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
-        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed."""
+        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed. Of what `weights`
+        gave."""
         return torch.stack([self.linear(x, w) for x, w in zip(x_NHI.unbind(1), weight_HOI.unbind(0), strict=True)], 1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -109,3 +112,14 @@ class Exact(Operators):
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
         return exact.linear(x_ND.float(), weight_ED.float())
+
+
+def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True) -> Operators:
+    """What engine and learner of a run build their models with. `rounds_weights` False: whoever holds the weights has
+    rounded them."""
+    inner = Exact(dtype) if numerics.mode is Mode.EXACT else Native(dtype)
+    if numerics.quantise is Quantise.NONE:
+        return inner
+    from etude.numerics.low import Quantised  # which is made of operators
+
+    return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)

@@ -7,8 +7,9 @@
 [[32.0]]
 """
 
-from etude.numerics.low.formats import FORMATS, Format, rounded
+from etude.numerics.formats import FORMATS, Format
 from etude.numerics.low.packing import Packed, pack, unpack
 from etude.numerics.low.quantised import Quantised
+from etude.numerics.low.rounding import rounded
 
 __all__ = ["FORMATS", "Format", "Packed", "Quantised", "pack", "rounded", "unpack"]

@@ -1,4 +1,4 @@
-"""Rounded numbers as bytes, and back: exactly what `formats.rounded` gives.
+"""Rounded numbers as bytes, and back: exactly what `rounding.rounded` gives.
 
 Codes are the element's bits, those of E2M1 two in a byte with the first in the lower nibble; scales are a byte a block.
 The outer scale is held as its reciprocal, as compressed-tensors' `weight_global_scale` is: it is a power of two here,
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.numerics.low.formats import E2M1, E4M3, Element, Format, scaled
+from etude.numerics.formats import E2M1, E4M3, Element, Format
+from etude.numerics.low.rounding import scaled
 
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -27,9 +28,9 @@ class Packed:
 
 
 def pack(x: torch.Tensor, format: Format, *, matrix: bool = False) -> Packed:
-    """`x` [..., K] in a format; arguments and errors as of `formats.rounded`.
+    """`x` [..., K] in a format; arguments and errors as of `rounding.rounded`.
 
-    >>> from etude.numerics.low.formats import FORMATS, Quantise
+    >>> from etude.numerics.formats import FORMATS, Quantise
     >>> packed = pack(torch.tensor([[3.0, -1.0] * 16]), FORMATS[Quantise.MXFP4])
     >>> [hex(code) for code in packed.codes[0, :2].tolist()], packed.scales.tolist()
     (['0xc7', '0xc7'], [[126]])

@@ -15,13 +15,13 @@ gradients of what the forward computed. Nothing is random: a stochastic rounding
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.low.formats import Format, rounded
+from etude.numerics.formats import Format
+from etude.numerics.low.rounding import rounded
 from etude.numerics.operators import Operators
 
 
@@ -31,6 +31,9 @@ class Quantised(Operators):
     `rounds_weights` False: the weights are the format's already, as those of an engine are that decodes what was
     published (`models.packed`).
     """
+
+    absorbs = True
+    """The two forms of latent attention would round other numbers. Absorbed, a latent is not rounded, as in a cache."""
 
     def __init__(self, inner: Operators, format: Format, *, rounds_weights: bool = True) -> None:
         super().__init__(inner.dtype)
@@ -45,26 +48,17 @@ class Quantised(Operators):
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return self.inner.linear(self.taken(x_NI), self.weights(weight_OI))
 
-    def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        return self.inner.grouped(x_SI, weight_EOI, rows)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return self.inner.rms_norm(x, weight, eps)
+def _asked_of_inner(name: str) -> Any:
+    """An operator that is not rounded is `inner`'s, whatever operators there are."""
+    if isinstance(vars(Operators)[name], property):
+        return property(lambda self: getattr(self.inner, name))
+    return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
 
-    def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-        return self.inner.rotate(x_NHA, cos_N1A, sin_N1A)
 
-    def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        return self.inner.router_scores(x_ND, weight_ED)
-
-    def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
-        return self.inner.combine(out_SD, slot_NK, gates_NK)
-
-    def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        return self.inner.logits(x_RD, weight_VD)
-
-    def log_softmax(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        return self.inner.log_softmax(logits_RV)
+for _name in vars(Operators).keys() - vars(Quantised).keys():
+    if not _name.startswith("_"):
+        setattr(Quantised, _name, _asked_of_inner(_name))
 
 
 def _round(x: torch.Tensor, format: Format, matrix: bool) -> torch.Tensor:

@@ -1,13 +1,4 @@
-"""Numbers of eight and of four bits that share scales by blocks: what they are, and rounding to them.
-
-| format | elements | block | scale of a block | over it |
-| --- | --- | --- | --- | --- |
-| mxfp8 | E4M3, largest 448 | 32 | E8M0: a power of two | – |
-| mxfp4 | E2M1, largest 6 | 32 | E8M0 | – |
-| nvfp4 | E2M1 | 16 | E4M3 | one float32 of a token or of a matrix; here a power of two |
-
-Elements and E8M0 are those of the OCP Microscaling specification v1.0; NVFP4 is NVIDIA's (arXiv 2509.25149). Blocks lie
-along the last dimension, the one that a product sums over.
+"""Rounding to block-scaled formats (`numerics.formats`).
 
 Rounding is IEEE's: nearest, ties to even, subnormals kept, and what is past the largest number saturates. Any scale is
 a valid encoding, and whoever decodes need not know how it was chosen. That of an MX block is the smallest power of two
@@ -32,53 +23,10 @@ from dataclasses import dataclass
 import torch
 
 from etude.errors import ConfigError
-from etude.numerics.config import Quantise
+from etude.numerics.formats import E4M3, Element, Format
 
 _EXPONENT, _MANTISSA_BITS, _BIAS = 0x7F800000, 23, 127  # of float32
 _SMALLEST_SCALE = 0x00400000  # bits of 2**-127, which E8M0 writes as 0
-
-
-@dataclass(frozen=True)
-class Element:
-    """A small float: sign, exponent, mantissa; no infinities."""
-
-    bits: int
-    mantissa: int
-    min_exponent: int  # of normal numbers; below are subnormals
-    largest: float
-
-
-E4M3 = Element(bits=8, mantissa=3, min_exponent=-6, largest=448.0)
-E2M1 = Element(bits=4, mantissa=1, min_exponent=0, largest=6.0)
-
-
-@dataclass(frozen=True)
-class Format:
-    """Elements, and how they share scales."""
-
-    name: Quantise
-    element: Element
-    block: int
-    outer: bool  # block scales are E4M3 under one float32; else they are E8M0
-
-    @property
-    def bits_per_number(self) -> float:
-        """Of a packed tensor, block scales included.
-
-        >>> [(str(f.name), f.bits_per_number) for f in FORMATS.values()]
-        [('mxfp8', 8.25), ('mxfp4', 4.25), ('nvfp4', 4.5)]
-        """
-        return self.element.bits + 8 / self.block
-
-
-FORMATS = {
-    f.name: f
-    for f in (
-        Format(Quantise.MXFP8, E4M3, 32, outer=False),
-        Format(Quantise.MXFP4, E2M1, 32, outer=False),
-        Format(Quantise.NVFP4, E2M1, 16, outer=True),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -102,6 +50,7 @@ def rounded(x: torch.Tensor, format: Format, *, matrix: bool = False) -> torch.T
     dimensions. bf16 holds every value exactly, and fp16 where the scale lets it. Raises `ConfigError` where blocks
     would not be whole.
 
+    >>> from etude.numerics.formats import FORMATS, Quantise
     >>> rounded(torch.tensor([[1.0, 1.1, -5.0, 100.0] * 8]), FORMATS[Quantise.MXFP8])[0, :4].tolist()
     [1.0, 1.125, -5.0, 96.0]
     """
@@ -134,6 +83,7 @@ def to_element_(y: torch.Tensor, element: Element) -> torch.Tensor:
 
     Adding 1.5 · 2^(23 - mantissa) times a number's power of two, and taking it away again, leaves `mantissa` bits.
 
+    >>> from etude.numerics.formats import E2M1
     >>> to_element_(torch.tensor([0.2, 0.25, 0.26, 2.5, 5.0, -9.0]), E2M1).tolist()
     [0.0, 0.0, 0.5, 2.0, 4.0, -6.0]
     """
