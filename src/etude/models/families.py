@@ -39,6 +39,7 @@ _LATENT = {
     "rope_dim": "qk_rope_head_dim",
     "value_dim": "v_head_dim",
 }
+_WIDTH = "intermediate_size"  # of layers without a router
 _YARN = {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim", "attention_factor": "attention_factor"}
 
 _FIXED: dict[str, tuple[Any, Any]] = {  # key -> (the only value we compute, Hugging Face's default)
@@ -91,7 +92,7 @@ def write(c: ModelConfig) -> dict[str, Any]:
         "architectures": [c.family.architecture],
         "model_type": str(c.family),
         **writers.get(c.family, _write_deepseek)(c),
-        "intermediate_size": c.dense_width,
+        _WIDTH: c.dense_width,
         **_written_rope(c),
         "rms_norm_eps": c.rms_eps,
         "tie_word_embeddings": c.tie_embeddings,
@@ -125,7 +126,7 @@ def _read_qwen(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         raise ValueError(f"layer_types = {kinds!r:.80}, only full_attention is computed")
     sizes = _wholes(raw, _SIZES)
-    dense = _whole(raw, "intermediate_size")
+    dense = _whole(raw, _WIDTH)
     return {**sizes, "head_dim": _head_dim(raw, sizes), "num_experts": 0, "top_k": 0, "dense_size": dense}
 
 
@@ -141,12 +142,12 @@ def _read_qwen_moe(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"mlp_only_layers = {named!r:.80}, expected layers' numbers")
     without = set(named)
     dense = tuple(i for i in range(sizes["num_layers"]) if i in without or (i + 1) % every)
-    width = raw.get("intermediate_size", sizes["expert_size"])
+    width = sizes["expert_size"] if raw.get("intermediate_size") is None and not dense else _whole(raw, _WIDTH)
     return {
         **sizes,
         "head_dim": _head_dim(raw, sizes),
         "dense_layers": dense,
-        "dense_size": 0 if width == sizes["expert_size"] and not dense else _whole(raw, "intermediate_size"),
+        "dense_size": 0 if width == sizes["expert_size"] else width,
         "routing": Routing(normalise=_flag(raw, "norm_topk_prob", default=False)),
     }
 
@@ -186,7 +187,7 @@ def _read_deepseek(raw: Mapping[str, Any]) -> dict[str, Any]:
         **sizes,
         "head_dim": latent.head_dim,
         "dense_layers": tuple(range(first)),
-        "dense_size": _whole(raw, "intermediate_size"),
+        "dense_size": _whole(raw, _WIDTH),
         "latent": latent,
         "routing": Routing(
             scores=Scores.SIGMOID,

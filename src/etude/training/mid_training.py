@@ -193,9 +193,10 @@ class _Run:
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
             done = self.model.run(inputs, Packed(lengths))
-            assert done.balance is not None, "the model is in training"
             loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
-            balance = done.balance * ((len(inputs) + len(lengths)) / num_inputs)
+            balance = (torch.zeros(()) if done.balance is None else done.balance) * (
+                (len(inputs) + len(lengths)) / num_inputs
+            )
             (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]
             sums += torch.stack([loss.detach(), balance.detach()])
         return sums
