@@ -124,7 +124,8 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 def load_model(
     path: Path | str, *, dtype: torch.dtype = torch.float32, operators: Operators | None = None
 ) -> Transformer:
-    """The model in a checkpoint directory: weights in `dtype`, computed by `operators` (None: exact, in `dtype`).
+    """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), which say in what its
+    weights are held.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, and weights that do not fit the
     config.
@@ -132,12 +133,13 @@ def load_model(
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before a wild config makes us allocate
-    model = Transformer(config, seed=None, operators=Exact(dtype) if operators is None else operators)
+    operators = Exact(dtype) if operators is None else operators
+    model = Transformer(config, seed=None, operators=operators)
     views = hf_views(model)
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
             view.copy_(_read(name, tuple(view.shape), found, read))
-    return model.cast(dtype)
+    return model.cast(operators.held)
 
 
 def _read(

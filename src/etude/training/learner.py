@@ -115,7 +115,10 @@ class TorchLearner:
             check_routes(samples, num_layers=sizes.num_moe_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
         rows = lay_flat(samples)
         done = self.model.train().run(
-            rows.tokens_N, Packed(rows.lengths), rows.routes_NLK if self.config.replay_routes else None, rows.rows_R
+            rows.tokens_N,
+            Packed(rows.lengths, self.model.operators),
+            rows.routes_NLK if self.config.replay_routes else None,
+            rows.rows_R,
         )
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
@@ -138,8 +141,7 @@ class TorchLearner:
                 return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high)
 
     def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        scores = logits_RV if self._temperature == 1.0 else logits_RV / self._temperature
-        return scores.log_softmax(-1)
+        return self.model.operators.log_softmax(logits_RV, self._temperature)
 
     def _fresh_ratio(self, samples: Sequence[Sample], rows: Rows, policy: PolicyLoss) -> float | None:
         """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""

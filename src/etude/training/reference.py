@@ -29,7 +29,7 @@ class Reference:
         sums = {sample.rollout_id: 0.0 for sample in samples}
         for some in microbatches(samples, budget_tokens=self._budget_tokens):
             rows = lay_flat(some)
-            logits, _ = self._model(rows.tokens_N, Packed(rows.lengths), rows=rows.rows_R)
+            logits, _ = self._model(rows.tokens_N, Packed(rows.lengths, self._model.operators), rows=rows.rows_R)
             logprobs = (logits / self._temperature).log_softmax(-1).gather(1, rows.targets_R[:, None])[:, 0]
             k1_R = (rows.sampler_logprobs_R - logprobs).double()
             per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R, k1_R)
