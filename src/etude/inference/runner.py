@@ -14,7 +14,7 @@ from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
 from etude.numerics import check_row_invariance
 from etude.numerics.sampling import sample
-from etude.records.wire import U8
+from etude.records.wire import Routes
 
 
 class Runner:
@@ -29,12 +29,12 @@ class Runner:
         self.kv = KVCache(model.config, num_slots=num_slots, context_tokens=context_tokens, dtype=dtype)
         sizes = (num_slots, context_tokens)
         self._tokens = np.zeros(sizes, np.int64)
-        self._routes = np.zeros((*sizes, model.config.num_layers, model.config.top_k), np.uint8)
+        self._routes = np.zeros((*sizes, model.config.num_moe_layers, model.config.top_k), model.config.route_dtype)
 
-    def routes(self, sequence: Sequence) -> U8:
-        """[num_computed - routes_from, L, K]: a copy of what the caller does not hold yet."""
-        start = sequence.request.routes_from
-        return self._routes[sequence.row, start : sequence.num_computed].copy()
+    def routes(self, sequence: Sequence) -> Routes:
+        """[num_computed - routes_from, L, K]: a copy of what the caller wants and does not hold yet."""
+        start, stop = sequence.request.routes_from, sequence.num_computed
+        return self._routes[sequence.row, stop if start is None else start : stop].copy()
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from etude.models.watch import Watch, unwatched
 from etude.numerics.exact import MIN_ROWS
+from etude.models.replay import Recorded
 from etude.numerics.operators import Operators
-from etude.records.completion import MISSING_ROUTE
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Choice:
 
 
 def choose(
-    scores_NE: torch.Tensor, top_k: int, routes_NK: torch.Tensor | None = None, *, balance: bool = False
+    scores_NE: torch.Tensor, top_k: int, recorded: Recorded | None = None, *, balance: bool = False
 ) -> Choice:
-    """Gates and experts from router scores (logits). Replayed `routes_NK` (uint8) pick the experts where a row is
-    not MISSING_ROUTE; gates are always computed from the live scores, so that gradients flow.
+    """Gates and experts from router scores (logits). What is `recorded` picks the experts where it is known and
+    plausible; gates are always computed from the live scores, so that gradients flow.
 
     `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
     counted from the live choice.
@@ -49,8 +49,8 @@ def choose(
     probs_NE = F.softmax(scores_NE, -1, dtype=torch.float32)
     top, live = probs_NE.topk(top_k, -1)
     used = live
-    if routes_NK is not None:
-        used = torch.where(routes_NK[:, :1] == MISSING_ROUTE, live, routes_NK.long())
+    if recorded is not None:
+        used = recorded.over(live, probs_NE)
         top = probs_NE.gather(-1, used)
     gates = top / top.sum(-1, keepdim=True)
     loss = None

@@ -20,6 +20,7 @@ from torch import nn
 from etude.models.attention import Cache, Packed
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
+from etude.models.replay import Recorded
 from etude.models.watch import Watch, in_layer, unwatched
 from etude.numerics.operators import Exact, Operators
 
@@ -70,10 +71,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(c.num_experts, c.hidden_size, c.expert_size))
 
     def forward(
-        self, x_ND: torch.Tensor, routes_NK: torch.Tensor | None, see: Watch = unwatched
+        self, x_ND: torch.Tensor, recorded: Recorded | None, see: Watch = unwatched
     ) -> tuple[torch.Tensor, Choice]:
         scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
-        choice = choose(scores, self.top_k, routes_NK, balance=self.training)
+        choice = choose(scores, self.top_k, recorded, balance=self.training)
         see("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
         return see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators, see)), choice
@@ -92,13 +93,13 @@ class Block(nn.Module):
         self.eps = c.rms_eps
 
     def forward(
-        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, routes_NK: torch.Tensor | None, see: Watch
+        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, recorded: Recorded | None, see: Watch
     ) -> tuple[torch.Tensor, Choice]:
         ops = self.operators
         normed = see("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
         x_ND = see("middle", x_ND + self.attention(normed, rope, cache, layer, see))
         normed = see("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
-        y_ND, choice = self.experts(normed, routes_NK, see)
+        y_ND, choice = self.experts(normed, recorded, see)
         return see("output", x_ND + y_ND), choice
 
 
@@ -166,12 +167,14 @@ class Transformer(nn.Module):
         routes: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
         *,
+        plausible: float = 0.0,
         watch: Watch = unwatched,
     ) -> Forward:
         """One forward of `tokens_N` (int64).
 
-        `cache` None: one causal sequence. `routes` (uint8 [N, L, K]) are replayed; a row of MISSING_ROUTE is chosen
-        live. `rows` (int64 [R]) picks the tokens that get logits, in that order. `watch` sees each operator's result.
+        `cache` None: one causal sequence. `routes` [N, L, K] are replayed where they are known and `plausible` (see
+        `replay.Recorded`). `rows` (int64 [R]) picks the tokens that get logits, in that order. `watch` sees each
+        operator's result.
         """
         cache = Packed([len(tokens_N)]) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
@@ -179,8 +182,8 @@ class Transformer(nn.Module):
         x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
         choices = []
         for layer, block in enumerate(self.blocks):
-            replayed = None if routes is None else routes[:, layer]
-            x_ND, choice = block(x_ND, rope, cache, layer, replayed, in_layer(watch, layer))
+            recorded = None if routes is None else Recorded(routes[:, layer], plausible)
+            x_ND, choice = block(x_ND, rope, cache, layer, recorded, in_layer(watch, layer))
             choices.append(choice)
         x_RD = x_ND if rows is None else x_ND[rows]
         x_RD = watch("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))

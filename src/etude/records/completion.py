@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from etude.records.wire import F32, I32, U8
+from etude.records.wire import F32, I32, Routes
 
-MISSING_ROUTE = 255
-"""The sentinel in a routes array: no route is known here. Never a zero, which is an expert."""
+
+def route_dtype(num_experts: int) -> type[np.uint8 | np.uint16]:
+    """What a route of a model with so many experts is stored as: the last value of a dtype is kept for `missing_route`.
+
+    >>> route_dtype(255).__name__, route_dtype(256).__name__
+    ('uint8', 'uint16')
+    """
+    if num_experts > np.iinfo(np.uint16).max:
+        raise ValueError(f"{num_experts} experts, and a route has two bytes at most")
+    return np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16
+
+
+def missing_route(dtype: Any) -> int:
+    """The value in an array of routes that says: none is known here. Never a zero, which is an expert.
+
+    >>> missing_route(np.uint8), missing_route(np.uint16)
+    (255, 65535)
+    """
+    return int(np.iinfo(dtype).max)
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
@@ -32,7 +50,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
     """`num_tokens` consecutive sampled tokens that one version produced.
 
     `kv_epoch` counts the swaps that the request's kept KV has lived through: 0 means that every key and value the
-    tokens attended to was computed by `version` itself.
+    tokens attended to was computed by `version` itself. A version that read some of the prompt and sampled nothing has
+    a span of no tokens, so that the first span is always of the oldest version behind a completion.
     """
 
     version: Version
@@ -85,7 +104,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: I32  # [T]
     logprobs: F32  # [T] under the sampling distribution, at the temperature sampled with (1.0 when greedy)
-    routes: U8  # [R, layers, top_k]
+    routes: Routes  # [R, MoE layers, top_k]
     routes_start: int
     spans: tuple[VersionSpan, ...]  # sum of num_tokens == T
     stop_reason: StopReason
@@ -98,8 +117,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"completion {self.request_id}: token ids, logprobs and spans cover different lengths")
 
     @property
-    def steps(self) -> I32:
-        """[T] the version step that sampled each token."""
-        return np.repeat(
-            np.array([s.version.step for s in self.spans], np.int32), [s.num_tokens for s in self.spans]
-        ).astype(np.int32)
+    def oldest_steps(self) -> I32:
+        """[T] the oldest version step behind each token: of the keys that it attended to, or its own."""
+        steps = np.array([span.version.step for span in self.spans], np.int32)
+        return np.repeat(np.minimum.accumulate(steps), [span.num_tokens for span in self.spans])

@@ -17,13 +17,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_step(self) -> int:
-        """The version step of the oldest sampled token; lag is the learner's step minus this."""
-        return int(self.path.steps[self.path.mask].min())
+        """The oldest version step behind a token that carries loss, the keys it attended to included; lag is the
+        learner's step minus this."""
+        return int(self.path.oldest_steps[self.path.mask].min())
 
     @property
     def single_version(self) -> bool:
         """Whether one version computed and sampled everything, so that the ratio must be 1 on its own weights."""
-        steps = self.path.steps[self.path.mask]
+        steps = self.path.steps[self.path.steps >= 0]
         return bool((steps == steps[0]).all()) and not self.path.kv_epochs.any()
 
 
