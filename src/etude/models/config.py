@@ -43,6 +43,16 @@ _FIXED: dict[str, tuple[Any, Any]] = {  # key -> (the only value we compute, Hug
 
 
 @dataclass(frozen=True)
+class Kept:
+    """What a cache keeps of one token in one layer."""
+
+    heads: int  # G
+    key_width: int  # A
+    value_width: int  # B
+    shared: bool  # a value is the first B numbers of its key: kept once
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a Qwen3-MoE decoder; the defaults are the laptop example's.
 
@@ -81,6 +91,21 @@ class ModelConfig:
         experts = self.num_experts * self.hidden_size * (3 * self.expert_size + 1)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * (attention + experts + 2 * self.hidden_size) + embeddings + self.hidden_size
+
+    @property
+    def kept(self) -> Kept:
+        """What an engine's cache keeps of a token."""
+        return Kept(heads=self.num_kv_heads, key_width=self.head_dim, value_width=self.head_dim, shared=False)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Layers that have a router: the second dimension of routes, [T, MoE layers, top_k]."""
+        return self.num_layers
+
+    @property
+    def route_dtype(self) -> str:
+        """numpy's name of a route's dtype; its largest value says that a route is missing, and is no expert's."""
+        return "uint8" if self.num_experts <= 255 else "uint16"
 
     @property
     def products(self) -> set[tuple[int, int]]:

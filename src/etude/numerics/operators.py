@@ -7,7 +7,7 @@ objects without state: nothing is switched globally.
 Activations are tensors of `dtype`. Weights may be held in a wider dtype than that, as the learner's float32 masters
 are: an operator takes them as they come.
 
-Knows nothing of models, caches or batches. Shapes: N tokens, I and O width in and out, E experts, S rows sorted by
+Knows nothing of models, caches or batches. Shapes: N tokens, H heads, I and O width in and out, E experts, S rows sorted by
 expert, K experts a token.
 """
 
@@ -41,6 +41,10 @@ class Operators:
                 torch.mm(x, w.t().to(x.dtype), out=o)
         return out
 
+    def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
+        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed."""
+        return torch.stack([self.linear(x, w) for x, w in zip(x_NHI.unbind(1), weight_HOI.unbind(0), strict=True)], 1)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """x / √(mean x² + eps) · weight, over the last dimension (arXiv 1910.07467)."""
         weight = None if weight is None else weight.to(x.dtype)
@@ -73,6 +77,9 @@ class Native(Operators):
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_NI, weight_OI.to(x_NI.dtype))
+
+    def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("nhi,hoi->nho", x_NHI, weight_HOI.to(x_NHI.dtype))
 
 
 class Exact(Operators):
