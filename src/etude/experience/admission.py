@@ -92,7 +92,8 @@ def masked(path: Path, keep: Bools) -> Path:
 
 
 def bounded(path: Path, *, learner_step: int, max_lag: int, straggler: Straggler) -> Path:
-    """The path with no token staler than the bound, the keys it attended to included. Under WAIT a staler one is a defect and a `LedgerError`."""
+    """The path with no token staler than the bound, the keys it attended to included. Under WAIT a staler one is a
+    defect and a `LedgerError`."""
     stale = path.mask & (learner_step - path.oldest_steps > max_lag)
     if not stale.any():
         return path

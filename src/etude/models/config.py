@@ -13,7 +13,7 @@ from typing import Any
 
 from etude.config import ranged
 from etude.errors import CheckpointError
-from etude.records.completion import MISSING_ROUTE
+from etude.records.completion import MAX_EXPERTS, route_dtype
 
 _ARCHITECTURE = "Qwen3MoeForCausalLM"
 
@@ -69,7 +69,7 @@ class ModelConfig:
     num_kv_heads: int = ranged(2, low=1)
     head_dim: int = ranged(32, low=2)
     expert_size: int = ranged(128, low=1)
-    num_experts: int = ranged(8, low=1, high=MISSING_ROUTE)  # a route is one byte, and one value of it is the sentinel
+    num_experts: int = ranged(8, low=1, high=MAX_EXPERTS)
     top_k: int = ranged(2, low=1)
     rope_theta: float = ranged(10_000.0, low=1.0)
     rms_eps: float = ranged(1e-6, low=0.0)
@@ -105,7 +105,7 @@ class ModelConfig:
     @property
     def route_dtype(self) -> str:
         """numpy's name of a route's dtype; its largest value says that a route is missing, and is no expert's."""
-        return "uint8" if self.num_experts <= 255 else "uint16"
+        return route_dtype(self.num_experts).__name__
 
     @property
     def products(self) -> set[tuple[int, int]]:
@@ -145,8 +145,8 @@ class ModelConfig:
         try:
             sizes = {ours: _whole(raw, theirs) for ours, theirs in _SIZES.items()}
             head_dim = raw.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"]
-            if sizes["num_experts"] > MISSING_ROUTE:
-                raise ValueError(f"num_experts = {sizes['num_experts']}, at most {MISSING_ROUTE} fit a one-byte route")
+            if sizes["num_experts"] > MAX_EXPERTS:
+                raise ValueError(f"num_experts = {sizes['num_experts']}, at most {MAX_EXPERTS} fit a two-byte route")
             if sizes["context_tokens"] > MAX_CONTEXT_TOKENS:
                 raise ValueError(f"max_position_embeddings = {sizes['context_tokens']} is past {MAX_CONTEXT_TOKENS}")
             return cls(

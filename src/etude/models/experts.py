@@ -21,10 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from etude.models.replay import Recorded
 from etude.models.watch import Watch, unwatched
 from etude.numerics.exact import MIN_ROWS
-from etude.models.replay import Recorded
 from etude.numerics.operators import Operators
+from etude.records.completion import route_dtype
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,7 @@ class Choice:
     balance: torch.Tensor | None  # scalar, 1.0 at perfect balance; None when not asked for
 
 
-def choose(
-    scores_NE: torch.Tensor, top_k: int, recorded: Recorded | None = None, *, balance: bool = False
-) -> Choice:
+def choose(scores_NE: torch.Tensor, top_k: int, recorded: Recorded | None = None, *, balance: bool = False) -> Choice:
     """Gates and experts from router scores (logits). What is `recorded` picks the experts where it is known and
     plausible; gates are always computed from the live scores, so that gradients flow.
 
@@ -71,10 +70,10 @@ class Dispatch:
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:
-        """Computed on the host: splitting by expert needs the counts there anyhow, and a byte radix sort in numpy
-        is faster than torch's sort."""
+        """Computed on the host: splitting by expert needs the counts there anyhow, and numpy's radix sort
+        of small numbers is faster than torch's sort."""
         n, k = experts_NK.shape
-        flat = experts_NK.numpy(force=True).astype(np.uint8).ravel()
+        flat = experts_NK.numpy(force=True).astype(route_dtype(num_experts)).ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat, minlength=num_experts)
         rows = np.where(counts > 0, np.maximum(counts, MIN_ROWS), 0)

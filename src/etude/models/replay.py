@@ -47,6 +47,6 @@ class Recorded:
 def _refilled(recorded_NK: torch.Tensor, refused_NK: torch.Tensor, live_NK: torch.Tensor) -> torch.Tensor:
     """Refused slots, from the first on, take the live experts that no other slot holds, from the best on."""
     kept_NKK = (recorded_NK[:, :, None] == live_NK[:, None, :]) & ~refused_NK[:, :, None]
-    free_first = kept_NKK.any(1).to(torch.uint8).argsort(-1, stable=True)
+    free_first = kept_NKK.any(1).to(torch.uint8).argsort(stable=True, dim=-1)
     place_NK = (refused_NK.cumsum(-1) - 1).clamp_min(0)
     return torch.where(refused_NK, live_NK.gather(-1, free_first).gather(-1, place_NK), recorded_NK)

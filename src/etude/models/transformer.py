@@ -30,8 +30,8 @@ class Forward:
     """All that one forward computed."""
 
     logits: torch.Tensor  # [R or N, V]
-    routes: torch.Tensor  # uint8 [N, L, K]: the experts used
-    live: torch.Tensor  # uint8 [N, L, K]: the routers' own choice; equal to `routes` where nothing was replayed
+    routes: torch.Tensor  # [N, L, K], of the config's `route_dtype`: the experts used
+    live: torch.Tensor  # [N, L, K]: the routers' own choice; equal to `routes` where nothing was replayed
     balance: torch.Tensor | None  # scalar: mean over layers of the load-balancing loss, 1.0 at perfect balance
 
 
@@ -156,7 +156,7 @@ class Transformer(nn.Module):
         routes: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [R or N, V] and the experts used, uint8 [N, L, K]; arguments as in `run`."""
+        """Logits [R or N, V] and the experts used [N, L, K]; arguments as in `run`."""
         done = self.run(tokens_N, cache, routes, rows)
         return done.logits, done.routes
 
@@ -187,12 +187,13 @@ class Transformer(nn.Module):
             choices.append(choice)
         x_RD = x_ND if rows is None else x_ND[rows]
         x_RD = watch("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
-        used = torch.stack([c.experts_NK for c in choices], 1).to(torch.uint8)
+        dtype = getattr(torch, self.config.route_dtype)
+        used = torch.stack([c.experts_NK for c in choices], 1).to(dtype)
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(
             logits=watch("logits", ops.linear(x_RD, self.embedding if self.head is None else self.head)),
             routes=used,
-            live=used if routes is None else torch.stack([c.live_NK for c in choices], 1).to(torch.uint8),
+            live=used if routes is None else torch.stack([c.live_NK for c in choices], 1).to(dtype),
             balance=torch.stack(balances).mean() if balances else None,
         )
 

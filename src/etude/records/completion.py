@@ -10,6 +10,9 @@ import numpy as np
 
 from etude.records.wire import F32, I32, Routes
 
+MAX_EXPERTS = int(np.iinfo(np.uint16).max)
+"""Of a layer: a route has two bytes at most, and one value of them says that it is missing."""
+
 
 def route_dtype(num_experts: int) -> type[np.uint8 | np.uint16]:
     """What a route of a model with so many experts is stored as: the last value of a dtype is kept for `missing_route`.
@@ -17,8 +20,6 @@ def route_dtype(num_experts: int) -> type[np.uint8 | np.uint16]:
     >>> route_dtype(255).__name__, route_dtype(256).__name__
     ('uint8', 'uint16')
     """
-    if num_experts > np.iinfo(np.uint16).max:
-        raise ValueError(f"{num_experts} experts, and a route has two bytes at most")
     return np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16
 
 
@@ -80,7 +81,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `session_id` names the conversation: later requests of a session whose prompt extends the earlier context reuse
     its KV if the version is the same. `routes_from` says from which position on the caller wants routes (it holds
-    the earlier ones already).
+    the earlier ones already); None wants none.
     """
 
     request_id: str
@@ -89,7 +90,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     min_step: int = 0  # refuse (EngineBehind) under this version step
     pin_step: int | None = None  # an evaluation's demand: exactly this step, never swapped in mid-generation
-    routes_from: int = 0
+    routes_from: int | None = 0
     deadline_s: float = 60.0
     keep_session: bool = True  # False: the last call of a session, its KV may go at once
 
@@ -98,7 +99,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens out.
 
     `routes[i]` are the experts of context position `routes_start + i`; they cover every position that was computed
-    up to and including the one that predicted the last token, so `routes_start + len(routes) == P + T - 1`.
+    up to and including the one that predicted the last token, so `routes_start + len(routes) == P + T - 1`; when none
+    were wanted there are none.
     """
 
     request_id: str

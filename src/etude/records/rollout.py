@@ -111,9 +111,11 @@ class Trace(msgspec.Struct, frozen=True):
 
 def _no_routes(chain: list[Turn], num_tokens: int) -> Routes:
     """Where a path's routes will be laid, all missing; for no token when no completion has any."""
-    some = next((t.completion.routes for t in chain if len(t.completion.routes)), chain[0].completion.routes)
-    shape = (num_tokens if len(some) else 0, *some.shape[1:])
-    return np.full(shape, missing_route(some.dtype), some.dtype)
+    for turn in chain:
+        routes = turn.completion.routes
+        if len(routes):
+            return np.full((num_tokens, *routes.shape[1:]), missing_route(routes.dtype), routes.dtype)
+    return np.zeros((0, 0, 0), np.uint8)
 
 
 def _take_routes(completion: Completion, routes: Routes, known: Bools, end: int) -> None:

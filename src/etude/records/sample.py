@@ -55,9 +55,13 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     k1: float  # mean of -log r
     k3: float  # mean of r - 1 - log r
     fresh_ratio_max: float | None  # max |r - 1| over samples whose whole context is the learner's own version
-    flipped_share: float  # share of token-layers where the live top-k differs from the replayed experts
+    flipped_share: float  # share of replayed token-layers where the live top-k differs from the recorded experts
     balance_loss: float
     cpu_s: float
+    replayed_share: float = 0.0  # share of the tokens whose recorded routes were replayed: the others' are too stale
+    replaced_share: float = 0.0  # share of replayed experts that were not plausible, and so the live choice instead
+    live_k3: float | None = None  # k3 of a few tokens without replay; None where nothing was replayed
+    live_ratio_max: float | None = None  # max |r - 1| of the same
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):

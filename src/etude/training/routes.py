@@ -10,6 +10,7 @@ Pure, without a model. Shapes: T tokens of a path, N tokens forwarded, L layers 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,48 +18,47 @@ import torch
 from etude.errors import ParityError
 from etude.models.config import ModelConfig
 from etude.records import Sample
-from etude.records.completion import missing_route, route_dtype
+from etude.records.completion import missing_route
 from etude.records.wire import Bools, Routes
 
 HINT_OFF = "let engines of this model return routes, or set learner.replay_routes = false"
 
 
-def replayable(samples: Sequence[Sample], ends: Sequence[int], *, of: ModelConfig, step: int, max_lag: int) -> Routes:
-    """Routes [N, L, K] of the first `ends` positions of each path: the sampler's where its version is at most
-    `max_lag` before `step`, else `missing_route`. Raises `ParityError` that names rollout and position when one of
-    them cannot be one of this model's."""
-    parts = []
-    for sample, end in zip(samples, ends, strict=True):
-        stale = is_stale(sample, end, step=step, max_lag=max_lag)
-        if stale.all():
-            shape = (end, of.num_moe_layers, of.top_k)
-            parts.append(np.full(shape, missing_route(of.route_dtype), of.route_dtype))
-            continue
-        _check_kind(sample, of)
-        routes = sample.path.routes[:end]
-        _check(sample, routes, ~stale, of.num_experts)
-        if stale.any():
-            routes = routes.copy()
-            routes[stale] = missing_route(routes.dtype)
-        parts.append(routes)
-    return np.concatenate(parts)
+@dataclass(frozen=True)
+class Replay:
+    """What is replayed: routes of a model like `model` that were computed at most `max_lag` steps before `step`."""
 
+    model: ModelConfig
+    step: int
+    max_lag: int
 
-def is_stale(sample: Sample, end: int, *, step: int, max_lag: int) -> Bools:
-    """[end] whether a version of more than `max_lag` steps before `step` computed the position. What computed a
-    position is what sampled or read the token after it; where that is unknown (-1) it counts as new."""
-    computed_by = sample.path.steps[1 : end + 1]
-    return (computed_by >= 0) & (step - computed_by > max_lag)
+    def routes(self, samples: Sequence[Sample], ends: Sequence[int]) -> torch.Tensor:
+        """[N, L, K], of the model's `route_dtype`: the first `ends` positions of each path, `missing_route` where
+        they are too stale. Raises `ParityError`, naming rollout and position, where one that is to be replayed is
+        missing or cannot be this model's."""
+        parts = [self._one(sample, end) for sample, end in zip(samples, ends, strict=True)]
+        return torch.from_numpy(np.concatenate(parts))
 
+    def _one(self, sample: Sample, end: int) -> Routes:
+        wanted, dtype = ~self._stale(sample, end), np.dtype(self.model.route_dtype)
+        routes = np.full((end, self.model.num_moe_layers, self.model.top_k), missing_route(dtype), dtype)
+        if wanted.any():
+            _check_kind(sample, self.model)
+            _check(sample, wanted, self.model.num_experts)
+            routes[wanted] = sample.path.routes[:end][wanted]
+        return routes
 
-def as_tensor(routes: Routes) -> torch.Tensor:
-    """Shares memory where the array may be written to."""
-    return torch.from_numpy(routes if routes.flags.writeable else routes.copy())
+    def _stale(self, sample: Sample, end: int) -> Bools:
+        """[end] A position was computed by the version that sampled or read the token after it; where that is unknown
+        it counts as new."""
+        computed_by = sample.path.steps[1 : end + 1]
+        stale: Bools = (computed_by >= 0) & (self.step - computed_by > self.max_lag)
+        return stale
 
 
 def _check_kind(sample: Sample, of: ModelConfig) -> None:
     routes, num_tokens = sample.path.routes, len(sample.path.token_ids)
-    if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != route_dtype(of.num_experts):
+    if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:
         raise ParityError(
             f"rollout {sample.rollout_id} has routes of another model",
             f"{routes.dtype} of shape {routes.shape[1:]} at position 0; this one's {of.num_moe_layers} routers have "
@@ -74,8 +74,9 @@ def _check_kind(sample: Sample, of: ModelConfig) -> None:
         )
 
 
-def _check(sample: Sample, routes: Routes, wanted: Bools, num_experts: int) -> None:
+def _check(sample: Sample, wanted: Bools, num_experts: int) -> None:
     """Raises unless every wanted position has existing, distinct experts in each layer."""
+    routes = sample.path.routes[: len(wanted)]
     beyond = (routes >= num_experts).any((1, 2)) & wanted
     ordered = np.sort(routes, -1)
     twice = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2)) & wanted

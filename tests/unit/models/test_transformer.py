@@ -10,7 +10,6 @@ import torch
 from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.models.experts import Choice, choose, mix
 from etude.numerics.operators import Exact
-from etude.records.completion import MISSING_ROUTE
 
 SIZES = ModelConfig(
     vocab_size=61,
@@ -101,7 +100,7 @@ def test_replayed_routes_pick_the_experts_and_the_live_choice_is_still_told(mode
 def test_a_missing_route_is_chosen_live(model: Transformer) -> None:
     live = model.run(tokens(20))
     routes = live.routes.clone()
-    routes[5:9] = MISSING_ROUTE
+    routes[5:9] = 255
     again = model.run(tokens(20), routes=routes)
     assert torch.equal(again.routes, live.routes)
     assert torch.equal(again.logits, live.logits)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.records import Completion, CompletionRequest, Sampling, Trace, Version, VersionSpan
-from etude.records.completion import MISSING_ROUTE, StopReason
+from etude.records.completion import StopReason
 from etude.records.rollout import Turn
 from etude.records.wire import from_json, pack, to_json, unpack
 
@@ -97,10 +97,10 @@ def test_a_path_lays_the_turns_flat_with_masks_versions_and_routes():
     second = turn(0, 2, 9, 2, routes_start=6, spans=(VersionSpan(V1, 1), VersionSpan(V2, 1, kv_epoch=1)))
     path = Trace((first, second)).path(1)
     assert path.mask.tolist() == [False] * 4 + [True] * 3 + [False] * 2 + [True] * 2
-    assert path.steps.tolist() == [-1] * 4 + [1] * 3 + [-1] * 2 + [1, 2]
+    assert path.steps.tolist() == [1] * 9 + [1, 2]
     assert path.kv_epochs.tolist() == [0] * 10 + [1]
     assert (path.routes[:-1] == 3).all()
-    assert (path.routes[-1] == MISSING_ROUTE).all()
+    assert (path.routes[-1] == 255).all()
     assert path.digest == ""
 
 
@@ -122,5 +122,5 @@ def test_leaves_are_the_turns_nobody_continues():
 
 def test_routes_that_reach_past_the_path_are_refused():
     bad = turn(None, 2, 5, 3, routes_start=0)
-    with pytest.raises(ValueError, match="reach past the path"):
+    with pytest.raises(ValueError, match="do not fit its tokens"):
         Trace((bad,)).path(0)

@@ -14,7 +14,6 @@ import torch
 from etude.errors import CheckpointError, ParityError, StoreError, WeightsError
 from etude.models import ModelConfig, Transformer, hf_views, save_model
 from etude.records import Batch, Sample
-from etude.records.completion import MISSING_ROUTE
 from etude.records.rollout import Path as TokenPath
 from etude.seams import Learner
 from etude.stores import MemoryStore
@@ -68,7 +67,7 @@ def sampled(learner: TorchLearner, seed: int, advantage: float = 1.0, *, tempera
         logprobs=np.where(mask, np.concatenate([[0], logprobs.numpy()]), 0).astype(np.float32),
         steps=np.where(mask, learner.step, -1).astype(np.int32),
         kv_epochs=np.zeros(length, np.int32),
-        routes=np.concatenate([routes.numpy(), np.full((1, 2, 2), MISSING_ROUTE, np.uint8)]),
+        routes=np.concatenate([routes.numpy(), np.full((1, 2, 2), 255, np.uint8)]),
     )
     return Sample(rollout_id=f"g.{seed}", path=path, advantage=advantage)
 
@@ -139,7 +138,7 @@ def test_the_hard_check_spares_stale_mixed_and_foreign_samples(learner: TorchLea
 
 def test_a_position_without_a_route_is_named(learner: TorchLearner) -> None:
     sample = sampled(learner, 2)
-    for value, what in ((MISSING_ROUTE, "lacks a route"), (SIZES.num_experts, "no expert")):
+    for value, what in ((255, "lacks a route"), (SIZES.num_experts, "no expert")):
         routes = sample.path.routes.copy()
         routes[3, 1] = value
         with pytest.raises(ParityError, match=f"{what} at position 3"):
