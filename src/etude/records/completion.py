@@ -121,5 +121,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def oldest_steps(self) -> I32:
         """[T] the oldest version step behind each token: of the keys that it attended to, or its own."""
-        steps = np.array([span.version.step for span in self.spans], np.int32)
-        return np.repeat(np.minimum.accumulate(steps), [span.num_tokens for span in self.spans])
+        oldest: list[int] = []
+        for span in self.spans:
+            behind = oldest[-1:] if span.kv_epoch else []  # keys of the spans before were kept
+            oldest.append(min([span.version.step, *behind]))
+        return np.repeat(np.array(oldest, np.int32), [span.num_tokens for span in self.spans])

@@ -58,18 +58,17 @@ class Replay:
 
 def _check_kind(sample: Sample, of: ModelConfig) -> None:
     routes, num_tokens = sample.path.routes, len(sample.path.token_ids)
+    if len(routes) < num_tokens:
+        raise ParityError(
+            f"rollout {sample.rollout_id} lacks a route at position {len(routes)}",
+            f"it has {len(routes)} for {num_tokens} tokens",
+            hint=HINT_OFF,
+        )
     if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:
         raise ParityError(
             f"rollout {sample.rollout_id} has routes of another model",
             f"{routes.dtype} of shape {routes.shape[1:]} at position 0; this one's {of.num_moe_layers} routers have "
             f"{of.num_experts} experts and choose {of.top_k}",
-            hint=HINT_OFF,
-        )
-    if len(routes) != num_tokens:
-        at = min(len(routes), num_tokens)
-        raise ParityError(
-            f"rollout {sample.rollout_id} lacks a route at position {at}",
-            f"it has {len(routes)} for {num_tokens} tokens",
             hint=HINT_OFF,
         )
 

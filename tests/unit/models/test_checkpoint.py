@@ -86,7 +86,7 @@ def test_a_missing_directory_and_missing_weights_are_named(tmp_path: Path, saved
         (lambda c: c | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type = 'yarn'"),
         (lambda c: c | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}, "DeepseekV3"),
         (lambda c: c | {"num_key_value_heads": 3}, "no multiple"),
-        (lambda c: c | {"num_experts": 300}, "one-byte route"),
+        (lambda c: c | {"num_experts": 65536}, "two-byte route"),
         (lambda c: c | {"head_dim": -4}, "head_dim = -4"),
         (lambda c: c | {"max_position_embeddings": 10**12}, "max_position_embeddings"),
         (lambda c: c | {"rms_norm_eps": "x"}, "rms_norm_eps"),

@@ -150,7 +150,7 @@ def test_routes_of_another_model_are_refused_and_ignored_when_replay_is_off(chec
     learner.load(checkpoint)
     sample = sampled(learner, 2)
     bare = changed(sample, routes=np.zeros((len(sample.path.token_ids), 0, 0), np.uint8))
-    with pytest.raises(ParityError, match="routes of shape"):
+    with pytest.raises(ParityError, match="routes of another model"):
         learner.forward_backward(batch(bare))
     live = TorchLearner(replace(CONFIG, replay_routes=False))
     live.load(checkpoint)
@@ -163,10 +163,13 @@ def test_replayed_routes_are_used_and_flips_are_counted(learner: TorchLearner) -
     sample = sampled(learner, 3)
     routes = sample.path.routes.copy()
     routes[:-1] = (routes[:-1] + 1) % SIZES.num_experts
-    stale = changed(sample, routes=routes, steps=np.where(sample.path.mask, 5, -1).astype(np.int32))
-    report = learner.forward_backward(batch(stale))
+    newer = changed(sample, routes=routes, steps=np.where(sample.path.mask, 5, -1).astype(np.int32))
+    report = learner.forward_backward(batch(newer))
     assert report.flipped_share > 0.5
     assert report.ratio_max > 1e-3
+    assert report.replayed_share == 1.0
+    assert report.live_ratio_max is not None
+    assert report.live_ratio_max < 1e-5  # without them it is what the sampler said
 
 
 def test_the_token_budget_changes_nothing_but_memory(checkpoint: Path) -> None:
