@@ -36,7 +36,7 @@ class LearnerConfig:
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
     replay_routes: bool | None = None  # none: as `[numerics]` needs it; a learner on its own replays
     replay_max_lag: int = ranged(1, low=0)  # what versions further back computed is routed anew
-    replay_plausible: float = ranged(0.1, low=0.0, high=1.0)  # least score of a replayed expert to the live k-th's
+    replay_plausible: float = ranged(0.5, low=0.0, high=1.0)  # least score of a replayed expert to the live k-th's
     balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward
     fresh_ratio_limit: float = ranged(1e-3, low=0.0)  # max |r - 1| where the sampler's weights are the learner's own
     weights: LiveWeights = LiveWeights.BF16

@@ -35,7 +35,7 @@ from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Codes, Tensor
 
 FORMAT = 1
-SAMPLED_ANEW = 32
+SAMPLED_ANEW = 64
 STATE, ABOUT = "learner.safetensors", "learner.json"
 
 
