@@ -2,8 +2,8 @@
 
 (a) *Agreement.* Tokens sampled by the real engine in bf16 (three turns a session, prefix reuse and all) from a trained
 checkpoint, scored by a learner's forward in float32 and in bf16: routed by itself, with the engine's routes, and, as
-the floor that no replay can get under, with routing held fixed: the engine's decoding and the learner's forward both get
-the routes of a third computation (float32, exact). k1 and k3 are of KL(engine ‖ learner) a token; off is |r - 1|;
+the floor that no replay can get under, with routing held fixed: the engine's decoding and the learner's forward both
+get the routes of a third computation (float32, exact). k1 and k3 are of KL(engine ‖ learner) a token; off is |r - 1|;
 a flip is a token-layer whose live experts are not the recorded ones. With `--newer`, a later checkpoint of the same run
 scores them too: how far below the live choice its router sees the recorded experts.
 
@@ -241,7 +241,7 @@ def steps(start: Path, samples: Sequence[Sample], turns: int) -> dict[str, Any]:
 
 def combinations_bytes(num_experts: int, top_k: int) -> float:
     """Of a token-layer's set of experts as one number (the combinatorial number system), not rounded up."""
-    return math.log2(math.comb(num_experts, top_k)) / 8
+    return float(math.log2(math.comb(num_experts, top_k))) / 8
 
 
 def moved(samples: Sequence[Sample], num_experts: int) -> dict[str, Any]:
@@ -271,8 +271,8 @@ def moved(samples: Sequence[Sample], num_experts: int) -> dict[str, Any]:
 def per_token(routes: Sequence[Routes]) -> float:
     """Compressed bytes a token, each rollout by itself as it is sent."""
     packer = zstandard.ZstdCompressor(level=3)
-    num_bytes, num_tokens = sum(len(packer.compress(r.tobytes())) for r in routes), sum(max(r.shape) for r in routes)
-    return num_bytes / num_tokens
+    packed: list[bytes] = [packer.compress(r.tobytes()) for r in routes]
+    return sum(map(len, packed)) / sum(max(r.shape) for r in routes)
 
 
 def main() -> None:

@@ -10,9 +10,6 @@ import numpy as np
 
 from etude.records.wire import F32, I32, Routes
 
-MAX_EXPERTS = int(np.iinfo(np.uint16).max)
-"""Of a layer: a route has two bytes at most, and one value of them says that it is missing."""
-
 
 def route_dtype(num_experts: int) -> type[np.uint8 | np.uint16]:
     """What a route of a model with so many experts is stored as: the last value of a dtype is kept for `missing_route`.

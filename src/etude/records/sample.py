@@ -62,6 +62,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     replaced_share: float = 0.0  # share of replayed experts that were not plausible, and so the live choice instead
     live_k3: float | None = None  # k3 of a few tokens without replay; None where nothing was replayed
     live_ratio_max: float | None = None  # max |r - 1| of the same
+    cut_share: float = 0.0  # share of the tokens' importance weights that a correction takes off
+    dropped_share: float = 0.0  # share of sampled tokens whose weight it makes 0
+    effective_share: float = 1.0  # effective sample size of the weights that are left, as a share of the tokens
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import torch
 
 from etude.models.transformer import Forward
 from etude.records.sample import StepReport
+from etude.training.corrections import Corrected, effective_share
 from etude.training.losses import PolicyLoss, k1, k3
 from etude.training.rows import Rows
 
@@ -29,12 +30,14 @@ class Tally:
     live: list[torch.Tensor] = field(default_factory=list)  # log-ratios of a few tokens, without replay
     fresh: list[float] = field(default_factory=list)
     log_ratios: list[torch.Tensor] = field(default_factory=list)
+    corrected: list[Corrected] = field(default_factory=list)
 
     def add(
         self,
         rows: Rows,
         done: Forward,
         policy: PolicyLoss,
+        corrected: Corrected,
         log_ratio_R: torch.Tensor,
         entropy_R: torch.Tensor,
         loss: torch.Tensor,
@@ -48,7 +51,8 @@ class Tally:
         self.num_clipped += int(policy.clipped_R.sum())
         self.entropy += float(entropy_R.sum())
         self.fresh += [] if fresh is None else [fresh]
-        self.log_ratios.append(log_ratio_R.detach())
+        self.log_ratios.append(log_ratio_R)
+        self.corrected.append(corrected)
         if rows.routes_NLK is not None:
             self._count_routes(rows.routes_NLK, done)
 
@@ -67,6 +71,8 @@ class Tally:
         off = torch.expm1(log_ratio).abs()
         live = torch.cat(self.live) if self.live else torch.zeros(0)
         num_sampled = sum(len(x) for x in self.log_ratios)
+        weight = torch.cat([c.weight_R for c in self.corrected]) if self.corrected else torch.ones(1)
+        uncut = torch.cat([c.uncut_R for c in self.corrected]) if self.corrected else weight
         return StepReport(
             num_tokens=self.num_tokens,
             num_sampled=num_sampled,
@@ -85,4 +91,7 @@ class Tally:
             live_ratio_max=float(torch.expm1(live).abs().max()) if self.live else None,
             balance_loss=self.balance / max(1, self.num_tokens),
             cpu_s=cpu_s,
+            cut_share=1.0 - float(weight.double().sum() / uncut.double().sum()),
+            dropped_share=float((weight == 0).double().mean()),
+            effective_share=effective_share(weight),
         )
