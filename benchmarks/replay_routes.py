@@ -130,7 +130,7 @@ def decoded(model: Transformer, samples: Sequence[Sample], routes_NLK: torch.Ten
 @torch.inference_mode()
 def scored(model: Transformer, rows: Rows, routes_NLK: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of the sampled tokens, [R], by a learner's forward, and its live choice [N, L, K]."""
-    done = model.run(rows.tokens_N, Packed(rows.lengths), routes_NLK, rows.rows_R)
+    done = model.run(rows.tokens_N, Packed(rows.lengths, model.operators), routes_NLK, rows.rows_R)
     return done.logits.float().log_softmax(-1).gather(1, rows.targets_R[:, None])[:, 0], done.live
 
 
@@ -201,7 +201,7 @@ def plausibility(checkpoint: Path, samples: Sequence[Sample]) -> dict[str, Any]:
             seen.append(tensor)
         return tensor
 
-    done = model.run(rows.tokens_N, Packed(rows.lengths), recorded, rows.rows_R, watch=watch)
+    done = model.run(rows.tokens_N, Packed(rows.lengths, model.operators), recorded, rows.rows_R, watch=watch)
     gaps = []
     for layer, scores in enumerate(seen):
         probs = scores.softmax(-1)

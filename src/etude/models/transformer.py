@@ -73,8 +73,8 @@ class Mlp(nn.Module):
         self.down = nn.Parameter(torch.empty(hidden_size, width))
 
     def forward(self, x_ND: torch.Tensor, see: Watch) -> torch.Tensor:
-        gate, up = see(f"{self.name}.gate_up", self.operators.linear(x_ND, self.gate_up)).chunk(2, -1)
-        act = see(f"{self.name}.activated", F.silu(gate) * up)
+        h = see(f"{self.name}.gate_up", self.operators.linear(x_ND, self.gate_up))
+        act = see(f"{self.name}.activated", self.operators.gated(h))
         return see(f"{self.name}.down", self.operators.linear(act, self.down))
 
 
@@ -98,7 +98,9 @@ class Experts(nn.Module):
         self, x_ND: torch.Tensor, recorded: Recorded | None, see: Watch = unwatched
     ) -> tuple[torch.Tensor, Choice]:
         scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
-        choice = choose(scores, self.top_k, recorded, routing=self.routing, bias_E=self.bias, balance=self.training)
+        choice = choose(
+            scores, self.top_k, recorded, self.operators, routing=self.routing, bias_E=self.bias, balance=self.training
+        )
         see("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
         y_ND = see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators, see))
@@ -170,8 +172,8 @@ class Transformer(nn.Module):
             initialise(self, seed)
         self.cast(dtype)
         cos, sin = tables(config)
-        self.register_buffer("cos", cos.to(operators.dtype), persistent=False)
-        self.register_buffer("sin", sin.to(operators.dtype), persistent=False)
+        self.register_buffer("cos", cos.to(operators.held), persistent=False)
+        self.register_buffer("sin", sin.to(operators.held), persistent=False)
 
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Hold the parameters in `dtype`; what must stay float32 (biases of choosing) does."""
@@ -206,7 +208,7 @@ class Transformer(nn.Module):
         and `plausible` (see `replay.Recorded`). `rows` (int64 [R]) picks the tokens that get logits, in that order.
         `watch` sees each operator's result.
         """
-        cache = Packed([len(tokens_N)]) if cache is None else cache
+        cache = Packed([len(tokens_N)], self.operators) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
         x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
@@ -222,7 +224,7 @@ class Transformer(nn.Module):
         used = self._stacked([c.experts_NK for c in choices], len(tokens_N))
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(
-            logits=watch("logits", ops.linear(x_RD, self.embedding if self.head is None else self.head)),
+            logits=watch("logits", ops.logits(x_RD, self.embedding if self.head is None else self.head)),
             routes=used,
             live=used if routes is None else self._stacked([c.live_NK for c in choices], len(tokens_N)),
             balance=torch.stack(balances).mean() if balances else None,

@@ -153,10 +153,8 @@ class TorchLearner:
         return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
     def _run(self, rows: Rows) -> Forward:
-        plausible = self.config.replay_plausible
-        return self.model.train().run(
-            rows.tokens_N, Packed(rows.lengths), rows.routes_NLK, rows.rows_R, plausible=plausible
-        )
+        flat, plausible = Packed(rows.lengths, self.model.operators), self.config.replay_plausible
+        return self.model.train().run(rows.tokens_N, flat, rows.routes_NLK, rows.rows_R, plausible=plausible)
 
     @torch.no_grad()
     def _live(self, batch: Batch) -> list[torch.Tensor]:
@@ -194,8 +192,7 @@ class TorchLearner:
                 return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high)
 
     def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        scores = logits_RV if self._temperature == 1.0 else logits_RV / self._temperature
-        return scores.log_softmax(-1)
+        return self.model.operators.log_softmax(logits_RV, self._temperature)
 
     def _fresh_ratio(
         self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor

@@ -58,7 +58,7 @@ def test_hugging_face_names_are_contiguous_views_into_live_parameters(model: Tra
 @torch.no_grad()
 def test_packed_sequences_do_not_see_each_other(model: Transformer) -> None:
     lengths = [1, 7, 30, 2]
-    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths))
+    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths, model.operators))
     alone = [model(tokens(n, n)) for n in lengths]
     assert torch.equal(packed, torch.cat([logits for logits, _ in alone]))
     assert torch.equal(routes, torch.cat([r for _, r in alone]))
@@ -125,7 +125,9 @@ def test_the_written_out_backward_of_the_experts_is_the_gradient() -> None:
     used = torch.randint(0, 4, (9, 2), generator=generator)  # expert 4 gets no token, others get fewer than four
 
     def f(x: torch.Tensor, gates: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        return mix(x, Choice(gates_NK=gates, experts_NK=used, live_NK=used, balance=None), gate_up, down, Exact())
+        return mix(
+            x, Choice(gates_NK=gates, experts_NK=used, live_NK=used, balance=None), gate_up, down, Exact(torch.float64)
+        )
 
     assert torch.autograd.gradcheck(f, (leaf(9, 6), leaf(9, 2), leaf(5, 10, 6), leaf(5, 6, 5)))
 
@@ -158,7 +160,7 @@ def test_balance_is_computed_in_training_only(model: Transformer) -> None:
 def test_a_bf16_model_computes_nearly_the_same(model: Transformer) -> None:
     low = Transformer(SIZES, seed=1, dtype=torch.bfloat16).eval()
     logits, _ = low(tokens(30), routes=model(tokens(30))[1])
-    assert logits.dtype == torch.bfloat16
+    assert logits.dtype == torch.float32  # of bf16 activations: rounding logits would save nothing
     assert torch.allclose(logits.float(), model(tokens(30))[0], atol=0.1)
 
 

@@ -74,7 +74,7 @@ def test_the_k2_loss_is_taken_to_the_reference_weighed_by_each_tokens_ratio(tmp_
     rows = lay_flat(samples, replay)
     for parameter in learner.model.parameters():
         parameter.grad = None
-    flat, plausible = Packed(rows.lengths), CONFIG.replay_plausible
+    flat, plausible = Packed(rows.lengths, learner.model.operators), CONFIG.replay_plausible
     done = learner.model.run(rows.tokens_N, flat, rows.routes_NLK, rows.rows_R, plausible=plausible)
     now = done.logits.log_softmax(-1).gather(1, rows.targets_R[:, None])[:, 0]
     weight = (now.detach() - rows.sampler_logprobs_R).exp()
