@@ -45,6 +45,7 @@ from etude.inference.errors import EngineGone
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
+from etude.loop.retention import keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
 from etude.records import Batch, RolloutSpec, Task
@@ -90,6 +91,7 @@ class Conductor:
         self.trained = 0  # of the live weights: one ahead while their version is on its way
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
+        self._computed_by: dict[str, str] = {}  # what it says of itself
         self.probe = probe_text(chat)
         self._published = asyncio.Event()
         self._admitted = asyncio.Event()
@@ -131,6 +133,7 @@ class Conductor:
     async def _begin(self) -> None:
         learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
+        self._computed_by = await self._call("computed_by", dict[str, str])
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         mine, _ = await self._offer(())
@@ -249,7 +252,7 @@ class Conductor:
                 k1=k1,
                 beta=kl,
             )
-            write_trace(self.run_folder / "traces", batch, groups)
+            write_trace(self.run_folder / "traces", batch, groups, computed_by=self._computed_by)
             self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
             yield batch, groups, time.perf_counter() - began
 
@@ -369,6 +372,9 @@ class Conductor:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
         self.ledger.prune(self.step)
+        freed = keep_within(self.run_folder, self.ledger, disk_gb=self.config.retention.disk_gb)
+        if freed:
+            self.telemetry.event("retention", step=self.step, kept_from=kept_from(self.ledger), freed_bytes=freed)
 
 
 def probe_text(chat: ChatFormat) -> list[int]:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from etude import __version__
 from etude.inference.config import ComputeDtype
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
@@ -22,12 +23,37 @@ from etude.loop.wire import Handler
 from etude.numerics import check_row_invariance
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
-from etude.run import RunFolder
+from etude.run import RunFolder, host_facts
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
 from etude.training.reference import Reference
 from etude.weights import Channel
+
+
+NUM_THREADS = 1  # of torch: products that share their rows out add up in another order
+
+
+def make_learner(config: RunConfig, *, channel: Channel | None, hold_fresh_to_one: bool) -> TorchLearner:
+    """The learner of a run's settings: the one that trains, and the one that redoes a step."""
+    return TorchLearner(
+        config.learner,
+        channel=channel,
+        num_steps=config.rl.steps,
+        temperature=config.rl.temperature,
+        hold_fresh_to_one=hold_fresh_to_one,
+    )
+
+
+def computed_by() -> dict[str, str]:
+    """What decides how this process computes, beside a run's settings: where it is all the same, the bits are."""
+    return {
+        "etude": __version__,
+        "torch": torch.__version__,
+        "chip": str(host_facts()["cpu"]),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 class Learning:
@@ -52,13 +78,8 @@ class Learning:
         if self._learner is not None:
             self._learner.close()
         self._channel = Channel(DirectoryStore(self.run / "weights"))
-        self._learner = TorchLearner(
-            self.config.learner,
-            channel=self._channel,
-            num_steps=self.config.rl.steps,
-            temperature=self.config.rl.temperature,
-            hold_fresh_to_one=self.config.engine.dtype is ComputeDtype.FLOAT32,
-        )
+        limited = self.config.engine.dtype is ComputeDtype.FLOAT32
+        self._learner = make_learner(self.config, channel=self._channel, hold_fresh_to_one=limited)
         self._learner.load(checkpoint)
         if self.config.experience.max_lag == 0:
             check_row_invariance(self._learner.model.config.products)
@@ -103,7 +124,7 @@ class Learning:
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
     waiting = ThreadPoolExecutor(1, thread_name_prefix="published")
     learning = Learning(run, read_config(run), telemetry)
@@ -119,8 +140,12 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     async def ready() -> bool:
         return True
 
+    async def said() -> dict[str, str]:
+        return computed_by()
+
     return {
         "ready": ((), ready),
+        "computed_by": ((), said),
         "begin": ((str,), in_torch_thread(learning.begin)),
         "forward_backward": ((Batch,), in_torch_thread(learning.forward_backward)),
         "optim_step": ((), in_torch_thread(learning.optim_step)),
