@@ -23,6 +23,7 @@ from etude.models.config import ModelConfig
 from etude.models.headers import HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
 from etude.models.naming import hf_views
 from etude.models.transformer import Transformer
+from etude.numerics.operators import Exact, Operators
 
 ASSETS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 """Files that travel with the weights from checkpoint to checkpoint."""
@@ -53,14 +54,19 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def load_model(path: Path | str, *, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The model in a checkpoint directory, in `dtype`. Raises `CheckpointError` for a missing or damaged file, another
-    architecture, and weights that do not fit the config."""
+def load_model(
+    path: Path | str, *, dtype: torch.dtype = torch.float32, operators: Operators | None = None
+) -> Transformer:
+    """The model in a checkpoint directory: weights in `dtype`, computed by `operators` (None: exact, in `dtype`).
+
+    Raises `CheckpointError` for a missing or damaged file, another architecture, and weights that do not fit the
+    config.
+    """
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     check_weights(path, config)  # before a wild config makes us allocate
     tensors = _read_weights(path)
-    model = Transformer(config, seed=None)
+    model = Transformer(config, seed=None, operators=Exact(dtype) if operators is None else operators)
     with torch.no_grad():
         for name, view in hf_views(model).items():
             view.copy_(tensors[name])

@@ -11,7 +11,7 @@ A head width, E experts, K experts a token, F expert width.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,8 @@ from torch import nn
 from etude.models.attention import Cache, Packed
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
-from etude.numerics.exact import linear
+from etude.models.watch import Watch, in_layer, unwatched
+from etude.numerics.operators import Exact, Operators
 
 
 @dataclass(frozen=True)
@@ -36,55 +37,69 @@ class Forward:
 class Attention(nn.Module):
     """Grouped-query attention with RMS-normalised queries and keys per head, and rotary positions."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators) -> None:
         super().__init__()
+        self.operators = operators
         self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
         self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * c.head_dim))
         self.q_norm = nn.Parameter(torch.ones(c.head_dim))
         self.k_norm = nn.Parameter(torch.ones(c.head_dim))
 
-    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int) -> torch.Tensor:
+    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
         n, h, g, a = len(x_ND), self.heads, self.kv_heads, self.head_dim
-        qk, v = torch.split(linear(x_ND, self.qkv).view(n, h + 2 * g, a), [h + g, g], 1)
-        scale = torch.cat([self.q_norm.expand(h, a), self.k_norm.expand(g, a)])
-        q, k = torch.split(rope.turn(F.rms_norm(qk, (a,), None, self.eps) * scale), [h, g], 1)
-        return linear(cache.attend(layer, q, k, v).reshape(n, h * a), self.out)
+        ops = self.operators
+        qkv = see("attention.qkv", ops.linear(x_ND, self.qkv))
+        qk, v = torch.split(qkv.view(n, h + 2 * g, a), [h + g, g], 1)
+        scale = torch.cat([self.q_norm.expand(h, a), self.k_norm.expand(g, a)]).to(qk.dtype)
+        qk = see("attention.qk_norm", ops.rms_norm(qk, None, self.eps) * scale)
+        q, k = torch.split(see("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
+        o = see("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
+        return see("attention.out", ops.linear(o, self.out))
 
 
 class Experts(nn.Module):
     """A router and its experts, stacked."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators) -> None:
         super().__init__()
+        self.operators = operators
         self.top_k = c.top_k
         self.router = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
         self.gate_up = nn.Parameter(torch.empty(c.num_experts, 2 * c.expert_size, c.hidden_size))
         self.down = nn.Parameter(torch.empty(c.num_experts, c.hidden_size, c.expert_size))
 
-    def forward(self, x_ND: torch.Tensor, routes_NK: torch.Tensor | None) -> tuple[torch.Tensor, Choice]:
-        choice = choose(linear(x_ND, self.router), self.top_k, routes_NK, balance=self.training)
-        return mix(x_ND, choice, self.gate_up, self.down), choice
+    def forward(
+        self, x_ND: torch.Tensor, routes_NK: torch.Tensor | None, see: Watch = unwatched
+    ) -> tuple[torch.Tensor, Choice]:
+        scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
+        choice = choose(scores, self.top_k, routes_NK, balance=self.training)
+        see("experts.used", choice.experts_NK)
+        choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
+        return see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators, see)), choice
 
 
 class Block(nn.Module):
     """One layer: attention, then experts, each on the normalised residual stream."""
 
-    def __init__(self, c: ModelConfig) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators) -> None:
         super().__init__()
+        self.operators = operators
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.attention = Attention(c)
+        self.attention = Attention(c, operators)
         self.experts_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.experts = Experts(c)
+        self.experts = Experts(c, operators)
         self.eps = c.rms_eps
 
     def forward(
-        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, routes_NK: torch.Tensor | None
+        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, routes_NK: torch.Tensor | None, see: Watch
     ) -> tuple[torch.Tensor, Choice]:
-        width = x_ND.shape[-1:]
-        x_ND = x_ND + self.attention(F.rms_norm(x_ND, width, self.attention_norm, self.eps), rope, cache, layer)
-        y_ND, choice = self.experts(F.rms_norm(x_ND, width, self.experts_norm, self.eps), routes_NK)
-        return x_ND + y_ND, choice
+        ops = self.operators
+        normed = see("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
+        x_ND = see("middle", x_ND + self.attention(normed, rope, cache, layer, see))
+        normed = see("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
+        y_ND, choice = self.experts(normed, routes_NK, see)
+        return see("output", x_ND + y_ND), choice
 
 
 @dataclass(frozen=True)
@@ -93,10 +108,6 @@ class Rope:
 
     cos: torch.Tensor  # [N, 1, A]
     sin: torch.Tensor  # [N, 1, A], negative in the first half
-
-    def turn(self, x_NHA: torch.Tensor) -> torch.Tensor:
-        half = x_NHA.shape[-1] // 2
-        return torch.addcmul(x_NHA * self.cos, x_NHA.roll(half, -1), self.sin)
 
 
 class Transformer(nn.Module):
@@ -113,20 +124,29 @@ class Transformer(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: ModelConfig, *, seed: int | None = 0, dtype: torch.dtype = torch.float32) -> None:
-        """`seed` keys the initial weights; None leaves the memory as it is, for a caller that fills it."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        seed: int | None = 0,
+        dtype: torch.dtype = torch.float32,
+        operators: Operators | None = None,
+    ) -> None:
+        """`seed` keys the initial weights; None leaves the memory as it is, for a caller that fills it. `dtype` is the
+        weights'; `operators` compute (None: exact, in `dtype`)."""
         super().__init__()
         self.config = config
+        self.operators = operators = Exact(dtype) if operators is None else operators
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, operators) for _ in range(config.num_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
         if seed is not None:
             initialise(self, seed)
         self.to(dtype)
         cos, sin = _rope_tables(config)
-        self.register_buffer("cos", cos.to(dtype), persistent=False)
-        self.register_buffer("sin", sin.to(dtype), persistent=False)
+        self.register_buffer("cos", cos.to(operators.dtype), persistent=False)
+        self.register_buffer("sin", sin.to(operators.dtype), persistent=False)
 
     def forward(
         self,
@@ -145,25 +165,29 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         routes: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
+        *,
+        watch: Watch = unwatched,
     ) -> Forward:
         """One forward of `tokens_N` (int64).
 
         `cache` None: one causal sequence. `routes` (uint8 [N, L, K]) are replayed; a row of MISSING_ROUTE is chosen
-        live. `rows` (int64 [R]) picks the tokens that get logits, in that order.
+        live. `rows` (int64 [R]) picks the tokens that get logits, in that order. `watch` sees each operator's result.
         """
         cache = Packed([len(tokens_N)]) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
-        x_ND = F.embedding(tokens_N, self.embedding)
+        ops = self.operators
+        x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
         choices = []
         for layer, block in enumerate(self.blocks):
-            x_ND, choice = block(x_ND, rope, cache, layer, None if routes is None else routes[:, layer])
+            replayed = None if routes is None else routes[:, layer]
+            x_ND, choice = block(x_ND, rope, cache, layer, replayed, in_layer(watch, layer))
             choices.append(choice)
         x_RD = x_ND if rows is None else x_ND[rows]
-        x_RD = F.rms_norm(x_RD, x_RD.shape[-1:], self.norm, self.config.rms_eps)
+        x_RD = watch("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
         used = torch.stack([c.experts_NK for c in choices], 1).to(torch.uint8)
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(
-            logits=linear(x_RD, self.embedding if self.head is None else self.head),
+            logits=watch("logits", ops.linear(x_RD, self.embedding if self.head is None else self.head)),
             routes=used,
             live=used if routes is None else torch.stack([c.live_NK for c in choices], 1).to(torch.uint8),
             balance=torch.stack(balances).mean() if balances else None,

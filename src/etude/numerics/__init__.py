@@ -1,14 +1,54 @@
-"""Numbers that are the same on both sides: products that ignore their neighbours, sampling that is keyed.
+"""Numbers that are the same on both sides: operators with one order of summation, sampling that is keyed.
+
+Reading the config needs no torch, so the names that do are imported when first used.
 
 >>> import torch
->>> from etude.numerics import linear, sample
->>> linear(torch.eye(2), torch.tensor([[1.0, 2.0]])).flatten().tolist()
+>>> from etude.numerics import Exact, sample
+>>> Exact().linear(torch.eye(2), torch.tensor([[1.0, 2.0]])).flatten().tolist()
 [1.0, 2.0]
 >>> sample(torch.tensor([[0.0, 3.0]]), [0.0], [7], [5])[0].tolist()
 [1]
 """
 
-from etude.numerics.exact import MIN_ROWS, check_row_invariance, linear
-from etude.numerics.sampling import sample, uniform
+from __future__ import annotations
 
-__all__ = ["MIN_ROWS", "check_row_invariance", "linear", "sample", "uniform"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from etude.numerics.config import Mode, NumericsConfig, Quantise
+
+if TYPE_CHECKING:
+    from etude.numerics.exact import MIN_ROWS, check_row_invariance, linear
+    from etude.numerics.operators import Exact, Native, Operators
+    from etude.numerics.sampling import sample, uniform
+
+__all__ = [
+    "MIN_ROWS",
+    "Exact",
+    "Mode",
+    "Native",
+    "NumericsConfig",
+    "Operators",
+    "Quantise",
+    "check_row_invariance",
+    "linear",
+    "sample",
+    "uniform",
+]
+
+_HOME = {
+    "MIN_ROWS": "exact",
+    "check_row_invariance": "exact",
+    "linear": "exact",
+    "Exact": "operators",
+    "Native": "operators",
+    "Operators": "operators",
+    "sample": "sampling",
+    "uniform": "sampling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -9,6 +9,7 @@ import torch
 
 from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.models.experts import Choice, choose, mix
+from etude.numerics.operators import Exact
 from etude.records.completion import MISSING_ROUTE
 
 SIZES = ModelConfig(
@@ -124,7 +125,7 @@ def test_the_written_out_backward_of_the_experts_is_the_gradient() -> None:
     used = torch.randint(0, 4, (9, 2), generator=generator)  # expert 4 gets no token, others get fewer than four
 
     def f(x: torch.Tensor, gates: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        return mix(x, Choice(gates_NK=gates, experts_NK=used, live_NK=used, balance=None), gate_up, down)
+        return mix(x, Choice(gates_NK=gates, experts_NK=used, live_NK=used, balance=None), gate_up, down, Exact())
 
     assert torch.autograd.gradcheck(f, (leaf(9, 6), leaf(9, 2), leaf(5, 10, 6), leaf(5, 6, 5)))
 
