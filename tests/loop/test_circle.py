@@ -179,6 +179,13 @@ def test_the_weights_are_listed_compared_and_verified(say: Callable[..., str]) -
     assert "3 versions" in say("weights", "verify")
 
 
+def test_a_step_of_a_real_run_is_redone_to_the_bit(say: Callable[..., str]) -> None:
+    assert "step 2 is equal to the bit" in say("replay", "tiny", "2")
+    told = json.loads(say("replay", "tiny", "2", "--from", "mid", "--json").rpartition("step 1:")[0])
+    assert [step["equal"] for step in told["steps"]] == [True, True]
+    assert told["computed_by"] == {}
+
+
 def test_the_audit_finds_nothing_lost_and_nothing_twice(say: Callable[..., str]) -> None:
     said = say("ledger", "audit")
     assert said.startswith("0 lost, 0 trained twice, 0 slots leaked; 16 of")

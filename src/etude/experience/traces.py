@@ -104,12 +104,8 @@ def trace_path(folder: FilePath, step: int) -> FilePath:
 
 def batch_digest(batch: Batch) -> str:
     """64 hex characters over all that a learner reads of a batch, in its order."""
-    samples = [
-        (sample.rollout_id, sample.advantage, path.token_ids, path.mask, path.logprobs, path.steps, path.kv_epochs)
-        + (path.routes, path.digest)
-        for sample in batch.samples
-        for path in (sample.path,)
-    ]
+    arrays = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
+    samples = [(s.rollout_id, s.advantage, *(getattr(s.path, name) for name in arrays)) for s in batch.samples]
     return hashlib.sha256(pack((batch.step, batch.num_loss_tokens, batch.rollout_ids, samples))).hexdigest()
 
 

@@ -30,7 +30,6 @@ from etude.training import TorchLearner
 from etude.training.reference import Reference
 from etude.weights import Channel
 
-
 NUM_THREADS = 1  # of torch: products that share their rows out add up in another order
 
 
@@ -49,7 +48,7 @@ def computed_by() -> dict[str, str]:
     """What decides how this process computes, beside a run's settings: where it is all the same, the bits are."""
     return {
         "etude": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "chip": str(host_facts()["cpu"]),
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),

@@ -111,7 +111,9 @@ class History:
                 hint="copy that manifest back, or redo a later step",
             )
         facts = f"its current lineage has steps {min(steps)} to {max(steps)}" if steps else "it has published no step"
-        lost = "; that one was trained in a lineage that is lost" if trace_path(self.run / "traces", step).exists() else ""
+        lost = (
+            "; that one was trained in a lineage that is lost" if trace_path(self.run / "traces", step).exists() else ""
+        )
         raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="name one of its lineage's steps")
 
     def batch(self, step: int) -> Recorded:
@@ -178,7 +180,9 @@ def _begin(learner: TorchLearner, history: History, step: int, given: Path | Non
     start = given or (saved[-1] if saved else folder / "mid")
     if not start.exists():
         start = folder / start
-    others = f"begin from another: --from one of {', '.join(sorted(path.name for path in folder.glob('[!.]*'))) or 'none'}"
+    others = (
+        f"begin from another: --from one of {', '.join(sorted(path.name for path in folder.glob('[!.]*'))) or 'none'}"
+    )
     if not start.is_dir():
         raise CheckpointError(f"no checkpoint at {start}", hint=others)
     try:
@@ -210,7 +214,7 @@ def _require_batches(run: RunFolder, steps: range) -> None:
         raise RunError(
             f"the batch of step {absent} was deleted to keep within retention.disk_gb",
             f"steps up to {kept} cannot be redone any more",
-            hint=f"redo one after {kept}; give a run more with --set retention.disk_gb=...",
+            hint=f"redo one after {kept}; a new run keeps more with --set retention.disk_gb=...",
         )
     raise LedgerError(
         f"the batch of step {absent} is gone",
