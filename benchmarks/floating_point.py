@@ -1,6 +1,6 @@
 """How far two right programs are apart: an engine that decodes from its cache and a trainer that reads whole texts.
 
-The same weights, in the same dtype: the engine samples and logs its log-probabilities; the trainer computes them anew,
+The same weights, rounded to bf16 as they are published: the engine samples and logs its log-probabilities; the trainer computes them anew,
 packed, once with its routers' own choice (live) and once with the engine's experts (replayed). r is the ratio of their
 probabilities of a token, which should be 1. Counted: |r - 1| in bins, how many of a token's routers chose another expert
 than the engine's did, and what that does to r. Of random weights with many experts, or of a checkpoint.
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.bf16_engine import USER, VERSION, rollout
+from benchmarks.bf16_engine import USER, VERSION, as_published, rollout
 from benchmarks.report import report
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -29,22 +29,26 @@ from etude.models.attention import Packed
 from etude.models.checkpoint import save_model
 from etude.numerics.operators import Exact, Native, Operators
 from etude.records import Sample
+from etude.training.config import LiveWeights
 from etude.training.rows import lay_flat, microbatches
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 MODES: dict[str, Callable[[torch.dtype], Operators]] = {"native": Native, "exact": Exact}
+PAIRS = [  # what the engine computes in, and the trainer
+    *((mode, dtype, dtype) for mode in MODES for dtype in ("float32", "float16", "bfloat16")),
+    ("native", "bfloat16", "float32"),
+]
 LOWEST, HIGHEST, A_DECADE = -9, 3, 4  # of the bins of |r - 1|: powers of ten, and bins in one
 BUDGET_TOKENS = 2048
 SIZES = ModelConfig(
     vocab_size=2048,
     hidden_size=128,
-    num_layers=6,
+    num_layers=8,
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
-    expert_size=64,
-    num_experts=32,
-    top_k=4,
+    expert_size=32,
+    num_experts=64,
+    top_k=8,
     context_tokens=512,
 )
 
@@ -101,15 +105,22 @@ def _quantile(values: torch.Tensor, share: float) -> float:
     return float(values.sort().values[int(share * (len(values) - 1))]) if len(values) else 0.0
 
 
-def compared(start: Path, mode: str, dtype: str, rollouts: int) -> dict[str, Any]:
-    """One mode in one dtype: engine against trainer."""
-    model = load_model(start, dtype=DTYPES[dtype], operators=MODES[mode](DTYPES[dtype]))
-    samples = asyncio.run(sampled(model, prompts_of(start, model.config.vocab_size), rollouts))
+def computing(start: Path, mode: str, dtype: str) -> Transformer:
+    """A checkpoint's model that computes in a mode and a dtype."""
+    kind: torch.dtype = getattr(torch, dtype)
+    return as_published(load_model(start, dtype=kind, operators=MODES[mode](kind)), LiveWeights.BF16)
+
+
+def compared(start: Path, mode: str, engine: str, trainer: str, rollouts: int) -> dict[str, Any]:
+    """An engine against a trainer."""
+    sampler, model = computing(start, mode, engine), computing(start, mode, trainer)
+    samples = asyncio.run(sampled(sampler, prompts_of(start, model.config.vocab_size), rollouts))
     live, flips = log_ratios(model, samples, replay=False)
     replayed, _ = log_ratios(model, samples, replay=True)
     return {
         "mode": mode,
-        "dtype": dtype,
+        "engine": engine,
+        "trainer": trainer,
         "num_rollouts": rollouts,
         "flipped_share": float(flips.double().mean()) / model.config.num_layers,  # of the routers' choices
         "tokens_with_a_flip": float((flips > 0).double().mean()),
@@ -121,7 +132,7 @@ def compared(start: Path, mode: str, dtype: str, rollouts: int) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--start", type=Path, help="a checkpoint (default: random weights, 6 layers of 32 experts)")
+    parser.add_argument("--start", type=Path, help="a checkpoint (default: random weights, 8 layers of 64 experts)")
     parser.add_argument("--rollouts", type=int, default=192, help="of three turns, 72 sampled tokens each")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -129,7 +140,7 @@ def main() -> None:
         start = args.start or Path(folder) / "random"
         if args.start is None:
             save_model(Transformer(SIZES, seed=0), start, dtype="f32")
-        rows = [compared(start, mode, dtype, args.rollouts) for mode in MODES for dtype in DTYPES]
+        rows = [compared(start, *pair, args.rollouts) for pair in PAIRS]
         sizes = load_model(start).config
     report(
         "floating_point",
