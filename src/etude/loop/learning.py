@@ -33,7 +33,9 @@ from etude.weights import Channel
 NUM_THREADS = 1  # of torch: products that share their rows out add up in another order
 
 
-def make_learner(config: RunConfig, *, channel: Channel | None, hold_fresh_to_one: bool) -> TorchLearner:
+def make_learner(
+    config: RunConfig, channel: Channel | None, reference: Reference | None, *, hold_fresh_to_one: bool
+) -> TorchLearner:
     """The learner of a run's settings: the one that trains, and the one that redoes a step."""
     return TorchLearner(
         config.learner,
@@ -41,7 +43,13 @@ def make_learner(config: RunConfig, *, channel: Channel | None, hold_fresh_to_on
         num_steps=config.rl.steps,
         temperature=config.rl.temperature,
         hold_fresh_to_one=hold_fresh_to_one,
+        reference=reference,
     )
+
+
+def starting_point(run: RunFolder, config: RunConfig) -> Reference:
+    """The checkpoint that a run began with, as what KL is measured to."""
+    return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature)
 
 
 def computed_by() -> dict[str, str]:
@@ -62,7 +70,6 @@ class Learning:
         self.run, self.config, self.telemetry = run, config, telemetry
         self._learner: TorchLearner | None = None
         self._channel: Channel | None = None
-        self._reference: Reference | None = None
         self._offered_at = 0.0
 
     @property
@@ -71,6 +78,10 @@ class Learning:
             raise RuntimeError("begin comes first")
         return self._learner
 
+    @functools.cached_property
+    def reference(self) -> Reference:
+        return starting_point(self.run, self.config)
+
     def begin(self, checkpoint: str) -> int:
         """Load a checkpoint; the version step it stands at. What a lost lineage still publishes is waited for: two
         writers of one channel would refuse each other."""
@@ -78,7 +89,8 @@ class Learning:
             self._learner.close()
         self._channel = Channel(DirectoryStore(self.run / "weights"))
         limited = self.config.engine.dtype is ComputeDtype.FLOAT32
-        self._learner = make_learner(self.config, channel=self._channel, hold_fresh_to_one=limited)
+        reference = self.reference if self.config.learner.kl else None
+        self._learner = make_learner(self.config, self._channel, reference, hold_fresh_to_one=limited)
         self._learner.load(checkpoint)
         if self.config.experience.max_lag == 0:
             check_row_invariance(self._learner.model.config.products)
@@ -113,10 +125,7 @@ class Learning:
 
     def k1(self, samples: list[Sample]) -> dict[str, float]:
         """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
-        if self._reference is None:
-            start = self.run / "checkpoints" / "mid"
-            self._reference = Reference(start, temperature=self.config.rl.temperature)
-        return self._reference.k1(samples)
+        return self.reference.k1(samples)
 
     def save(self, path: str) -> None:
         self.learner.save(path)

@@ -20,7 +20,7 @@ from etude.errors import CheckpointError, InputError, LedgerError, RunError, Wei
 from etude.experience import Ledger, read_trace
 from etude.experience.traces import Recorded, trace_path
 from etude.loop.config import must_be_unchanged, read_config
-from etude.loop.learning import NUM_THREADS, computed_by, make_learner
+from etude.loop.learning import NUM_THREADS, computed_by, make_learner, starting_point
 from etude.loop.retention import kept_from, steps_in
 from etude.records import Version
 from etude.run import RunFolder
@@ -141,7 +141,8 @@ def redo(
     threads = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     try:
-        learner = make_learner(config, channel=None, hold_fresh_to_one=False)
+        reference = starting_point(run, config) if config.learner.kl else None
+        learner = make_learner(config, None, reference, hold_fresh_to_one=False)
         start = _begin(learner, history, step, start)
         first, steps = learner.step, list[Redone]()
         while learner.step < step:
@@ -159,13 +160,14 @@ def _one(learner: TorchLearner, history: History, here: Mapping[str, str]) -> Re
     report = learner.forward_backward(recorded.batch)
     numbers = {name: getattr(report, name) for name in report.__struct_fields__} | dict(learner.optim_step())
     entries, manifest = table(learner.exported()), history.versions.get(step)
-    learner.version = manifest.version if manifest else None
+    digest = table_digest(entries)
+    learner.version = manifest.version if manifest else Version(step, "0" * 8, digest)  # what its own samples are known by
     known = {entry.name: entry for entry in manifest.tensors} if manifest else {}
     was, there = history.numbers.get(step, {}), recorded.computed_by
     return Redone(
         step=step,
         num_samples=len(recorded.batch.samples),
-        found=table_digest(entries),
+        found=digest,
         published=manifest.version.digest if manifest else None,
         different=tuple(e.name for e in entries if e != known.get(e.name)) if manifest else (),
         numbers={n: (was.get(n), v) for n, v in numbers.items() if n not in TIMED and isinstance(v, int | float)},
