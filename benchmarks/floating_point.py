@@ -1,10 +1,10 @@
 """How far two right programs are apart: an engine that decodes from its cache and a trainer that reads whole texts.
 
-The same weights, rounded to bf16 as they are published: the engine samples and logs its log-probabilities; the trainer computes them anew,
-packed, once with its routers' own choice (live) and once with the engine's experts (replayed). r is the ratio of their
-probabilities of a token, which should be 1. Counted: |r - 1| in bins, how many of a token's routers chose another expert
-than the engine's did, and what that does to r. Of random weights with many experts, or of a checkpoint.
-`python -m benchmarks.floating_point [--start CHECKPOINT] [--rollouts N]` (about a minute)
+The same weights, rounded to bf16 as they are published: the engine samples and logs its log-probabilities; the trainer
+computes them anew, packed, once with its routers' own choice (live) and once with the engine's experts (replayed). r is
+the ratio of their probabilities of a token, which should be 1. Counted: |r - 1| in bins, how many of a token's routers
+chose another expert than the engine's did, and what that does to r. Of random weights with many experts, or of a
+checkpoint. `python -m benchmarks.floating_point [--start CHECKPOINT] [--rollouts N]` (some minutes)
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from etude.loop.retention import keep_within, kept_from
 from etude.records.wire import pack, unpack
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
+from etude.training import TorchLearner
+from etude.training.config import CorrectionKind
 from etude.weights import lineage
 from etude.weights.chain.history import stored
 
@@ -130,8 +133,11 @@ def test_another_torch_or_chip_is_told_and_the_step_is_redone_all_the_same(
     assert "equal to the bit" in said
 
 
-def test_a_step_that_was_trained_twice_is_the_one_of_the_current_lineage(game: Any, tmp_path: Path) -> None:
-    run = PlayedRun.create(tmp_path / "r", game, *SETS, 'learner.policy_loss="cispo"', 'learner.weights="f32"')
+def test_a_step_that_was_trained_twice_is_the_one_of_the_current_lineage_with_the_settings_it_had(
+    game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ("policy_loss=cispo", "weights=f32", "correction=truncated", "kl=0.01")
+    run = PlayedRun.create(tmp_path / "r", game, *SETS, *(f"learner.{kind}" for kind in kinds))
 
     async def first() -> None:
         async with run.conductor() as conductor:
@@ -151,15 +157,27 @@ def test_a_step_that_was_trained_twice_is_the_one_of_the_current_lineage(game: A
                     conductor.ledger.put(row.rollout_id, FINISHED, pack(changed))
             await conductor.reinforce()
 
-    asyncio.run(first())
-    asyncio.run(again())
+    step = TorchLearner.optim_step
+
+    def then_mask(learner: TorchLearner) -> dict[str, float]:
+        done = step(learner)
+        if learner.step >= 2:
+            learner.config = dataclasses.replace(learner.config, correction=CorrectionKind.MASKED)
+        return done
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TorchLearner, "optim_step", then_mask)
+        asyncio.run(first())
+        asyncio.run(again())
+    settings = [read_trace(trace_path(run.folder / "traces", at)).settings for at in range(1, 6)]
+    assert settings == [{}, {}, {}, {"correction": "masked"}, {"correction": "masked"}], "its successor began anew"
     store = DirectoryStore(run.folder / "weights")
     of_three = {m.version.digest for _, m in stored(store, "policy") if m.version.step == 3}
     assert len(of_three) == 2
     [current] = {m.version.digest for m in lineage(store, "policy") if m.version.step == 3}
-    found = redo(run.folder, 3, start=Path("mid"))
-    assert all(one.equal for one in found.steps)
-    assert found.last.found == current
+    found = redo(run.folder, 5, start=Path("mid"))
+    assert [one.step for one in found.steps if not one.equal] == []
+    assert found.steps[2].found == current
 
 
 def test_the_oldest_stretches_are_deleted_to_keep_within_the_budget_and_are_missed_by_name(

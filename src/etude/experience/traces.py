@@ -83,6 +83,7 @@ class Recorded:
     batch: Batch
     rollouts: tuple[Judged, ...]  # in order of rollout id
     computed_by: Mapping[str, str] = field(default_factory=dict)  # what its learner said of itself; empty: an old file
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of its learner, where they were not the config's
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,15 @@ def batch_digest(batch: Batch) -> str:
 
 
 def write_trace(
-    folder: FilePath, batch: Batch, groups: Sequence[Group], *, computed_by: Mapping[str, str] | None = None
+    folder: FilePath,
+    batch: Batch,
+    groups: Sequence[Group],
+    *,
+    computed_by: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> FilePath:
     """Write a batch and the groups it was made of; complete or absent, and durable when it returns. `computed_by`: what
-    the learner that will train on it says of itself."""
+    the learner that will train on it says of itself; `settings`: those of its settings that are not the config's."""
     samples: dict[str, list[Sample]] = {}
     for sample in batch.samples:
         samples.setdefault(sample.rollout_id, []).append(sample)
@@ -127,6 +133,7 @@ def write_trace(
         "num_loss_tokens": batch.num_loss_tokens,
         "digest": batch_digest(batch),
         "computed_by": dict(computed_by or {}),
+        "settings": dict(settings or {}),
     }
     table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({_KEY: json.dumps(facts).encode()}))
     path = trace_path(folder, batch.step)
@@ -218,13 +225,14 @@ def read_trace(path: FilePath) -> Recorded:
         )
     except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
-    computed_by = facts.get("computed_by", {})
-    if not isinstance(computed_by, dict):
-        raise _damaged(path, ValueError("computed_by is no object"))
+    computed_by, settings = facts.get("computed_by", {}), facts.get("settings", {})
+    if not isinstance(computed_by, dict) or not isinstance(settings, dict):
+        raise _damaged(path, ValueError("computed_by or settings is no object"))
     found, recorded = batch_digest(batch), facts.get("digest")
     if recorded not in (None, found):
         raise _damaged(path, ValueError(f"its digest is {found[:12]}, recorded was {str(recorded)[:12]}"))
-    return Recorded(batch, tuple(judged.values()), {str(name): str(value) for name, value in computed_by.items()})
+    computed_by = {name: str(value) for name, value in computed_by.items()}
+    return Recorded(batch, tuple(judged.values()), computed_by, settings)
 
 
 def read_rollout(path: FilePath, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:

@@ -92,7 +92,6 @@ class Conductor:
         self.trained = 0  # of the live weights: one ahead while their version is on its way
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
-        self._computed_by: dict[str, str] = {}  # what it says of itself
         self.probe = probe_text(chat)
         self._published = asyncio.Event()
         self._admitted = asyncio.Event()
@@ -134,7 +133,6 @@ class Conductor:
     async def _begin(self) -> None:
         learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
-        self._computed_by = await self._call("computed_by", dict[str, str])
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         mine, _ = await self._offer(())
@@ -256,7 +254,8 @@ class Conductor:
                 k1=k1,
                 beta=kl,
             )
-            write_trace(self.run_folder / "traces", batch, groups, computed_by=self._computed_by)
+            by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
+            write_trace(self.run_folder / "traces", batch, groups, computed_by=by, settings=settings)
             self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
             yield batch, groups, time.perf_counter() - began
 

@@ -12,10 +12,12 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
 from etude import __version__
+from etude.config import to_plain
 from etude.inference.config import ComputeDtype
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
@@ -96,6 +98,11 @@ class Learning:
             check_row_invariance(self._learner.model.config.products)
         return self._learner.step
 
+    def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """How the next step is computed: by what, and with which settings that are no longer the config's."""
+        configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
+        return computed_by(), {name: now[name] for name in now if now[name] != configured.get(name)}
+
     def forward_backward(self, batch: Batch) -> StepReport:
         return self.learner.forward_backward(batch)
 
@@ -148,13 +155,10 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     async def ready() -> bool:
         return True
 
-    async def said() -> dict[str, str]:
-        return computed_by()
-
     return {
         "ready": ((), ready),
-        "computed_by": ((), said),
         "begin": ((str,), in_torch_thread(learning.begin)),
+        "computed": ((), in_torch_thread(learning.computed)),
         "forward_backward": ((Batch,), in_torch_thread(learning.forward_backward)),
         "optim_step": ((), in_torch_thread(learning.optim_step)),
         "offer": ((tuple[str, ...],), in_torch_thread(learning.offer)),

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from etude.config import build, to_plain
 from etude.errors import CheckpointError, InputError, LedgerError, RunError, WeightsError
 from etude.experience import Ledger, read_trace
 from etude.experience.traces import Recorded, trace_path
@@ -26,7 +28,7 @@ from etude.records import Version
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
-from etude.training import TorchLearner
+from etude.training import LearnerConfig, TorchLearner
 from etude.weights.chain.history import readable
 from etude.weights.chain.manifest import Manifest, table, table_digest
 
@@ -99,6 +101,10 @@ class History:
         versions = {manifest.version.step: manifest for manifest in manifests}
         return cls(run, versions, ids, damaged.version if damaged else None, numbers)
 
+    def version(self, step: int) -> Version | None:
+        """What the run published at a step, where that is still known."""
+        return self.versions[step].version if step in self.versions else None
+
     def require(self, step: int) -> None:
         """Raise an error that says why a step cannot be redone, where its version is not in the lineage."""
         if step in self.versions and step > 0:
@@ -146,7 +152,7 @@ def redo(
         start = _begin(learner, history, step, start)
         first, steps = learner.step, list[Redone]()
         while learner.step < step:
-            steps.append(_one(learner, history, computed_by()))
+            steps.append(_one(learner, history, to_plain(config.learner), computed_by()))
             if told is not None:
                 told(steps[-1], step - first)
     finally:
@@ -154,14 +160,15 @@ def redo(
     return Replay(step, start, tuple(steps))
 
 
-def _one(learner: TorchLearner, history: History, here: Mapping[str, str]) -> Redone:
+def _one(learner: TorchLearner, history: History, configured: Mapping[str, Any], here: Mapping[str, str]) -> Redone:
     step = learner.step + 1
     recorded = history.batch(step)
+    learner.config = build(LearnerConfig, {**configured, **recorded.settings}, "learner")
     report = learner.forward_backward(recorded.batch)
     numbers = {name: getattr(report, name) for name in report.__struct_fields__} | dict(learner.optim_step())
     entries, manifest = table(learner.exported()), history.versions.get(step)
     digest = table_digest(entries)
-    learner.version = manifest.version if manifest else Version(step, "0" * 8, digest)  # what its own samples are known by
+    learner.version = history.version(step) or Version(step, "0" * 8, digest)
     known = {entry.name: entry for entry in manifest.tensors} if manifest else {}
     was, there = history.numbers.get(step, {}), recorded.computed_by
     return Redone(
@@ -193,13 +200,14 @@ def _begin(learner: TorchLearner, history: History, step: int, given: Path | Non
         raise CheckpointError(error.what, error.facts, hint=others) from None
     if learner.step >= step:
         raise InputError(f"{start} does not lead to step {step}", f"it holds step {learner.step}", hint=others)
-    published, found = history.versions.get(learner.step), table_digest(table(learner.exported()))
-    if published is not None and published.version.digest != found:
+    published, found = history.version(learner.step), table_digest(table(learner.exported()))
+    if published is not None and published.digest != found:
         raise CheckpointError(
             f"{start} does not hold what step {learner.step} published",
-            f"its weights have the digest {found[:12]}, published was {published.version.digest[:12]}",
+            f"its weights have the digest {found[:12]}, published was {published.digest[:12]}",
             hint=others,
         )
+    learner.version = published or Version(learner.step, "0" * 8, found)  # by it the learner knows its own samples
     _require_batches(history.run, range(learner.step + 1, step + 1))
     return start
 
