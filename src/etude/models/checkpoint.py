@@ -114,7 +114,8 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 def load_model(
     path: Path | str, *, dtype: torch.dtype = torch.float32, operators: Operators | None = None
 ) -> Transformer:
-    """The model in a checkpoint directory: weights in `dtype`, computed by `operators` (None: exact, in `dtype`).
+    """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), which say in what its
+    weights are held.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
     and weights that are NaN or infinite.
@@ -122,13 +123,14 @@ def load_model(
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     check_weights(path, config)  # before a wild config makes us allocate
-    model = Transformer(config, seed=None, operators=Exact(dtype) if operators is None else operators)
+    operators = Exact(dtype) if operators is None else operators
+    model = Transformer(config, seed=None, operators=operators)
     views = hf_views(model)
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
             tensor = read(name)
             view.copy_(dequantised(tensor, read(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor)
-    _require_finite(model.cast(dtype), path, dtype)
+    _require_finite(model.cast(operators.held), path, operators.held)
     return model
 
 

@@ -53,7 +53,7 @@ def check_logits(
     token of it in words."""
     if is_finite(logits_RV):
         return
-    where = origin(model, tokens_N, Packed(lengths), routes_NLK, rows_R)
+    where = origin(model, tokens_N, Packed(lengths, model.operators), routes_NLK, rows_R)
     if where is None:
         facts = f"{described(logits_RV)}; computed again, all numbers are finite"
         hint = "the same forward gave two results: the memory or the machine is bad"

@@ -33,12 +33,14 @@ from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_
 from etude.training.optimizer import AdamW
 from etude.training.reference import Reference
 from etude.training.report import Tally
-from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
+from etude.training.routes import Replay
+from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Codes, Tensor
 
 FORMAT = 1
+SAMPLED_ANEW = 64
 STATE, ABOUT = "learner.safetensors", "learner.json"
 
 
@@ -105,6 +107,8 @@ class TorchLearner:
             num_tokens = sum(forwarded(sample) for sample in batch.samples)
             for samples in microbatches(batch.samples, budget_tokens=self.config.budget_tokens):
                 self._one(samples, batch.num_loss_tokens, num_tokens, tally)
+            if tally.num_replayed:
+                tally.live += self._live(batch)
         except Exception:
             self.optimizer.clear()
             self._balance.clear()
@@ -112,19 +116,15 @@ class TorchLearner:
         return tally.report(cpu_s=time.process_time() - began)
 
     def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
-        sizes = self.model.config
-        if self.config.replay_routes and sizes.num_moe_layers:
-            check_routes(samples, num_layers=sizes.num_moe_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
-        rows = lay_flat(samples)
+        rows = lay_flat(samples, self._replay())
         check_sampled(samples, rows, step=self.step + 1)
-        routes_NLK = rows.routes_NLK if self.config.replay_routes else None
-        done = self.model.train().run(rows.tokens_N, Packed(rows.lengths), routes_NLK, rows.rows_R)
+        done = self._run(rows)
         check_logits(
             self.model,
             done.logits,
             rows.tokens_N,
             rows.lengths,
-            routes_NLK,
+            rows.routes_NLK,
             rows.rows_R,
             step=self.step + 1,
             place=functools.partial(place_in, samples, rows),
@@ -146,6 +146,27 @@ class TorchLearner:
         self._balance.count(done.live)
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
+
+    def _replay(self) -> Replay | None:
+        if self.config.replay_routes is False or not self.model.config.num_moe_layers:
+            return None
+        return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
+
+    def _run(self, rows: Rows) -> Forward:
+        flat, plausible = Packed(rows.lengths, self.model.operators), self.config.replay_plausible
+        return self.model.train().run(rows.tokens_N, flat, rows.routes_NLK, rows.rows_R, plausible=plausible)
+
+    @torch.no_grad()
+    def _live(self, batch: Batch) -> list[torch.Tensor]:
+        """Log-ratios of a few of the batch's tokens without replay: one sample in `SAMPLED_ANEW`, others each step, at
+        least one. About a third of their training's cost, so half a hundredth of the step's."""
+        few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
+        found = []
+        for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
+            rows = lay_flat(samples)
+            logprobs_RV = self._logprobs(self._run(rows).logits)
+            found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
+        return found
 
     def _policy_loss(
         self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
@@ -171,8 +192,7 @@ class TorchLearner:
                 return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high)
 
     def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        scores = logits_RV if self._temperature == 1.0 else logits_RV / self._temperature
-        return scores.log_softmax(-1)
+        return self.model.operators.log_softmax(logits_RV, self._temperature)
 
     def _fresh_ratio(
         self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor

@@ -197,7 +197,7 @@ class _Run:
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
-            done = self.model.run(inputs, Packed(lengths))
+            done = self.model.run(inputs, Packed(lengths, self.model.operators))
             check_logits(
                 self.model,
                 done.logits,
@@ -223,7 +223,7 @@ class _Run:
         if len(docs):
             every = pieces(docs, document_tokens=self._longest)
             for inputs, targets, lengths in _forwards(docs, share(every, self.ranks.rank, self.ranks.size)):
-                logits, _ = self.model(inputs, Packed(lengths))
+                logits, _ = self.model(inputs, Packed(lengths, self.model.operators))
                 sums += torch.tensor([float(F.cross_entropy(logits, targets, reduction="sum")), float(len(targets))])
         self.ranks.add(sums)
         self.heldout_loss = float(sums[0] / sums[1]) if sums[1] else None
