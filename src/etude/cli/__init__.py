@@ -217,6 +217,13 @@ def _look_commands(commands: Commands[Parser]) -> None:
     compare.add_argument("run_a", type=Path, metavar="RUN")
     compare.add_argument("run_b", type=Path, metavar="RUN")
     _run_argument(_add(commands, "report", "look:report", "write report.html and summary.json again"))
+    replay = _add(commands, "replay", "replay:run", "redo a training step from disk; exit code 1 when a bit differs")
+    replay.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its name in runs/")
+    replay.add_argument("step", type=step, metavar="STEP", help="a step of the current weights' lineage, from 1 on")
+    replay.add_argument(
+        "--from", dest="start", type=Path, metavar="CHECKPOINT", help="where to begin (default: the nearest before it)"
+    )
+    replay.add_argument("--json", action="store_true", help="print every step's digests and numbers as JSON")
     rollouts = commands.add_parser("rollouts", help="look at rollouts").add_subparsers(required=True, metavar="COMMAND")
     listing = _add(rollouts, "list", "rollouts:listed", "rollouts of a run, newest last")
     _run_argument(listing)

@@ -242,6 +242,10 @@ class TorchLearner:
 
     # weights in and out
 
+    def exported(self) -> dict[str, Tensor]:
+        """The live weights as they are published. Views of them may be among it: copy what is kept."""
+        return export(self.model, self.config.weights, self.numerics.quantise)
+
     def publish(self, rollout_ids: Sequence[str]) -> Published:
         """Hand the live weights to the channel as the version of this step. Raises `WeightsError`, `StoreError`."""
         self.offer(rollout_ids)
@@ -256,9 +260,7 @@ class TorchLearner:
             self.published()
         if self._publisher is None:
             self._publisher = Publisher(self._channel, parent=self.version)
-        self._publisher.offer(
-            export(self.model, self.config.weights, self.numerics.quantise), step=self.step, rollout_ids=rollout_ids
-        )
+        self._publisher.offer(self.exported(), step=self.step, rollout_ids=rollout_ids)
         self._offered = self.step
 
     def published(self) -> Published:
