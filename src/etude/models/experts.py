@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from etude.models.watch import Watch, unwatched
 from etude.numerics.exact import MIN_ROWS
 from etude.numerics.operators import Operators
 from etude.records.completion import MISSING_ROUTE
@@ -87,12 +88,17 @@ class Dispatch:
 
 
 def mix(
-    x_ND: torch.Tensor, choice: Choice, gate_up_E2FD: torch.Tensor, down_EDF: torch.Tensor, operators: Operators
+    x_ND: torch.Tensor,
+    choice: Choice,
+    gate_up_E2FD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    operators: Operators,
+    see: Watch = unwatched,
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]."""
     to = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0])
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        x_ND, choice.gates_NK.to(x_ND.dtype), gate_up_E2FD, down_EDF, to, operators
+        x_ND, choice.gates_NK.to(x_ND.dtype), gate_up_E2FD, down_EDF, to, operators, see
     )
     return y
 
@@ -107,12 +113,16 @@ class _Mix(torch.autograd.Function):
         down: torch.Tensor,
         to: Dispatch,
         operators: Operators,
+        see: Watch,
     ) -> torch.Tensor:
         x_S = x.index_select(0, to.source_S)
         h_S = operators.grouped(x_S, gate_up, to.rows)
         a, b = h_S.chunk(2, -1)
         act_S = F.silu(a) * b
         out_S = operators.grouped(act_S, down, to.rows)
+        if see is not unwatched:
+            for name, rows in (("gate_up", h_S), ("activated", act_S), ("down", out_S)):
+                see(f"experts.{name}", rows[to.slot_NK])
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
         ctx.to = to
         return operators.combine(out_S, to.slot_NK, gates)
@@ -136,7 +146,7 @@ class _Mix(torch.autograd.Function):
         da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
         dgate_up = _per_expert_weight(dh_S, x_S, gate_up, to.rows)
         dx = F.embedding(to.slot_NK, _per_expert(dh_S, gate_up, to.rows)).sum(1)
-        return dx, dgates, dgate_up, ddown, None, None
+        return dx, dgates, dgate_up, ddown, None, None, None
 
 
 def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, rows: list[int]) -> torch.Tensor:

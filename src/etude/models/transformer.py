@@ -11,8 +11,7 @@ A head width, E experts, K experts a token, F expert width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,15 +20,8 @@ from torch import nn
 from etude.models.attention import Cache, Packed
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
+from etude.models.watch import Watch, in_layer, unwatched
 from etude.numerics.operators import Exact, Operators
-
-Watch = Callable[[str, torch.Tensor], torch.Tensor]
-"""Sees every operator's result under its name, such as ``layers.3.attention.qkv``; what it returns is used instead."""
-
-
-def unwatched(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The `Watch` of a forward that nobody looks into."""
-    return tensor
 
 
 @dataclass(frozen=True)
@@ -83,8 +75,8 @@ class Experts(nn.Module):
         scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
         choice = choose(scores, self.top_k, routes_NK, balance=self.training)
         see("experts.used", choice.experts_NK)
-        see("experts.gates", choice.gates_NK)
-        return see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators)), choice
+        choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
+        return see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators, see)), choice
 
 
 class Block(nn.Module):
@@ -104,10 +96,10 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, Choice]:
         ops = self.operators
         normed = see("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
-        x_ND = x_ND + self.attention(normed, rope, cache, layer, see)
+        x_ND = see("middle", x_ND + self.attention(normed, rope, cache, layer, see))
         normed = see("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
         y_ND, choice = self.experts(normed, routes_NK, see)
-        return x_ND + y_ND, choice
+        return see("output", x_ND + y_ND), choice
 
 
 @dataclass(frozen=True)
@@ -187,8 +179,8 @@ class Transformer(nn.Module):
         x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
         choices = []
         for layer, block in enumerate(self.blocks):
-            see = watch if watch is unwatched else _in_layer(watch, layer)
-            x_ND, choice = block(x_ND, rope, cache, layer, None if routes is None else routes[:, layer], see)
+            replayed = None if routes is None else routes[:, layer]
+            x_ND, choice = block(x_ND, rope, cache, layer, replayed, in_layer(watch, layer))
             choices.append(choice)
         x_RD = x_ND if rows is None else x_ND[rows]
         x_RD = watch("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
@@ -200,10 +192,6 @@ class Transformer(nn.Module):
             live=used if routes is None else torch.stack([c.live_NK for c in choices], 1).to(torch.uint8),
             balance=torch.stack(balances).mean() if balances else None,
         )
-
-
-def _in_layer(watch: Watch, layer: int) -> Watch:
-    return lambda name, tensor: watch(f"layers.{layer}.{name}", tensor)
 
 
 def _rope_tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:

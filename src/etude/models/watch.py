@@ -1,0 +1,25 @@
+"""Looking into a forward: every operator's result passes a `Watch` under a stable name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Watch = Callable[[str, torch.Tensor], torch.Tensor]
+"""Sees every operator's result under its name, such as ``layers.3.attention.qkv``, in the order of computing; what it
+returns is used instead. Rows of tokens come first.
+
+``experts.used`` (int64) and the products inside the experts (``experts.gate_up``, ``experts.activated``,
+``experts.down``; [N, K, ...]) are only shown: what is returned for them is not used.
+"""
+
+
+def unwatched(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The `Watch` of a forward that nobody looks into."""
+    return tensor
+
+
+def in_layer(watch: Watch, layer: int) -> Watch:
+    """`watch` for what is computed in one layer."""
+    return watch if watch is unwatched else lambda name, tensor: watch(f"layers.{layer}.{name}", tensor)
