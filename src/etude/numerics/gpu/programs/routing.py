@@ -88,7 +88,7 @@ def choose(
         gate = tl.where((slot == k)[None, :], one[:, None], gate)
         total += one
     if NORMALISED:
-        gate = tl.div_rn(gate, total[:, None] + tl.zeros_like(gate))
+        gate = tl.div_rn(gate, tl.where(row < rows, total, 1.0)[:, None] + tl.zeros_like(gate))
     memory = gates + row.to(tl.int64)[:, None] * TOP + slot[None, :]
     tl.store(memory, gate * scale, mask=(row < rows)[:, None] & (slot < TOP)[None, :])
 

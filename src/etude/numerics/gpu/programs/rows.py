@@ -25,10 +25,11 @@ def rms_norm(
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
     start = (row // heads).to(tl.int64) * x_row + (row % heads) * x_head
     a = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt_rn(tl.sum(a * a, 1) / WIDTH + eps)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(a * a, 1) / WIDTH + eps))
     result = a * scale[:, None]
     if WEIGHTED:
-        result *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        w = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+        result *= rounded(w, y.dtype.element_ty).to(tl.float32)[None, :]
     to = y + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     tl.store(to, rounded(result, y.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale, mask=row < rows)
@@ -52,7 +53,8 @@ def rms_norm_gradient(
         slope = tl.load(dy + flat, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             total += slope * unit
-            slope *= tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+            w = tl.load(weight + column, mask=column < WIDTH, other=0.0)
+            slope *= rounded(w, x.dtype.element_ty).to(tl.float32)[None, :]
         change = scale * (slope - unit * (tl.sum(slope * unit, 1) / WIDTH)[:, None])
         tl.store(dx + flat, rounded(change, dx.dtype.element_ty), mask=inside)
     if WEIGHTED:
