@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.gpu.products import Groups
+from etude.numerics.gpu.products import Groups, power_of_two
 from etude.numerics.gpu.programs import attention as programs
-from etude.numerics.gpu.rows import SEPARATE, power_of_two
+from etude.numerics.gpu.rows import SEPARATE
 
-_PACKED_PAGE = 1 << 30  # longer than any sequence: its keys are one page
+_WHOLE = 1 << 30  # a page longer than any sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,15 +44,12 @@ class Kept:
     keys: torch.Tensor  # [pages, G, page, A], any strides but the last
     values: torch.Tensor  # [pages, G, page, B]
     pages_SP: torch.Tensor  # int32
+    page: int  # positions a page
 
 
-def attend(
-    q_NHA: torch.Tensor, kept: Kept, queries: Queries, scale: float | None = None
-) -> torch.Tensor:
+def attend(q_NHA: torch.Tensor, kept: Kept, queries: Queries, scale: float | None = None) -> torch.Tensor:
     """o_NHB: every row attends to its sequence up to its own position, which is already in `kept`."""
-    page = kept.keys.shape[2]
-    k, v = (t.permute(0, 2, 1, 3) for t in (kept.keys, kept.values))  # [pages, page, G, ·]
-    o, _ = _attend(q_NHA, k, v, kept.pages_SP, page, queries, scale)
+    o, _ = _attend(q_NHA, kept, queries, scale)
     return o
 
 
@@ -73,7 +70,8 @@ def _sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
         "VALUE": value_width, "VALUES": max(16, power_of_two(value_width)),
     }  # fmt: skip
     if item_bytes == 4:
-        return {**widths, "ROWS": 32 if wide <= 128 else 16, "KEYS": 32 if wide <= 128 else 16, "num_warps": 4}
+        side = 32 if wide <= 128 else 16
+        return {**widths, "ROWS": side, "KEYS": side, "num_warps": 8, "num_stages": 1}
     if wide > 256:
         return {**widths, "ROWS": 64, "KEYS": 32, "num_warps": 8, "num_stages": 2}
     return {**widths, "ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
@@ -86,28 +84,31 @@ def _gradient_sizes(key_width: int, value_width: int, item_bytes: int) -> dict[s
     return sizes
 
 
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, page: int,
-    queries: Queries, scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """k and v as [pages, page, G, ·]."""
+def _attend(q: torch.Tensor, kept: Kept, queries: Queries, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
     q = q if q.stride(-1) == 1 else q.contiguous()
-    (n, heads, width), key_heads, value_width = q.shape, k.shape[2], v.shape[3]
-    tokens, share = queries.tokens, heads // key_heads
+    k, v, tokens = kept.keys, kept.values, queries.tokens
+    (n, heads, width), (_, key_heads, _, value_width) = q.shape, v.shape
+    share = heads // key_heads
     o = q.new_empty(n, heads, value_width)
     lse = q.new_empty(n, heads, dtype=torch.float32)
     sizes = _sizes(width, value_width, q.element_size())
     shared = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and value_width == sizes["WIDE"]
-    tiles = _tiles(tokens, share, sizes["ROWS"])
     if n:
         programs.attend[(_most_tiles(tokens, share, sizes["ROWS"]), key_heads)](
-            q, k, v, o, lse, tokens.starts, queries.positions_S, tiles, pages, pages.shape[1],
-            _base_2(scale, width), q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2),
-            v.stride(0), v.stride(1), v.stride(2), heads,
-            SEQUENCES=tokens.num_groups, LANES=power_of_two(tokens.num_groups), PAGE=page, SHARE=share, SHARED=shared,
+            q, k, v, o, lse, tokens.starts, queries.positions_S, _tiles(tokens, share, sizes["ROWS"]),
+            kept.pages_SP, kept.pages_SP.shape[1], _base_2(scale, width), q.stride(0), q.stride(1),
+            k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1), heads,
+            tokens.num_groups, LANES=power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share, SHARED=shared,
             **sizes, **SEPARATE,
         )  # fmt: skip
     return o, lse
+
+
+def _pages(t_NGW: torch.Tensor) -> torch.Tensor:
+    """Packed rows as memory in which a page begins at every row and goes on through those after it."""
+    (n, heads, width), (by_row, by_head, _) = t_NGW.shape, t_NGW.stride()
+    return t_NGW.as_strided((n, heads, 1, width), (by_row, by_head, by_row, 1))
 
 
 class _Packed(torch.autograd.Function):
@@ -117,9 +118,8 @@ class _Packed(torch.autograd.Function):
     ) -> torch.Tensor:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         first = tokens.starts[:-1]
-        queries = Queries(tokens, torch.zeros_like(first))
-        # a token is a page of its own here, and a sequence starts at its first: one long page of tokens
-        o, lse = _attend(q, k[:, None], v[:, None], first[:, None], _PACKED_PAGE, queries, scale)
+        kept = Kept(_pages(k), _pages(v), first[:, None], _WHOLE)
+        o, lse = _attend(q, kept, Queries(tokens, torch.zeros_like(first)), scale)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.tokens, ctx.scale = tokens, scale
         return o
@@ -135,20 +135,17 @@ class _Packed(torch.autograd.Function):
         sizes = _gradient_sizes(width, value_width, q.element_size())
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         delta = torch.empty_like(lse)
-        common: dict[str, Any] = {
-            "SEQUENCES": tokens.num_groups, "LANES": power_of_two(tokens.num_groups), "SHARE": share,
-            **sizes, **SEPARATE,
-        }  # fmt: skip
+        common: dict[str, Any] = {"LANES": power_of_two(tokens.num_groups), "SHARE": share, **sizes, **SEPARATE}
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads)
         scale = _base_2(ctx.scale, width)
         if n:
             programs.query_gradient[(_most_tiles(tokens, share, sizes["ROWS"]), key_heads)](
                 q, k, v, o, do, lse, delta, dq, tokens.starts, _tiles(tokens, share, sizes["ROWS"]), scale,
-                *strides, **common,
+                *strides, tokens.num_groups, **common,
             )  # fmt: skip
             programs.key_gradient[(tokens.most_tiles(sizes["KEYS"]), key_heads)](
                 q, k, v, do, lse, delta, dk, dv, tokens.starts, tokens.tile_starts(sizes["KEYS"]), scale,
-                *strides, key_heads, **common,
+                *strides, tokens.num_groups, key_heads, **common,
             )  # fmt: skip
         return dq, dk, dv, None, None
 

@@ -60,9 +60,7 @@ class _Mix(torch.autograd.Function):
         to: Dispatch = ctx.to
         size = x.element_size()
         dout, dgates = combine_gradient(dy, out, to.slot_NK, gates)
-        dact = multiply(
-            dout, down.mT, tiles_of(down.shape[2], down.shape[1], size, grouped=True), groups=to.groups
-        )
+        dact = multiply(dout, down.mT, tiles_of(down.shape[2], down.shape[1], size, grouped=True), groups=to.groups)
         ddown = weight_gradient(dout, act, down.dtype, groups=to.groups)
         dh = gated_gradient(dact, h)
         dgate_up = weight_gradient(dh, x, gate_up.dtype, groups=to.groups, source_N=to.token_S)

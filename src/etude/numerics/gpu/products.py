@@ -77,7 +77,7 @@ def multiply(
         rows, row_tiles, x_NI.stride(0), x_NI.stride(1),
         weight.stride(0) if num_groups else 0, weight.stride(-2), weight.stride(-1), rows * outs,
         OUT=outs, IN=ins, LEAVES=tiles.leaves, SPLIT=split,
-        GROUPS=num_groups, LANES=_power_of_two(num_groups), GATHER=source_N is not None,
+        GROUPS=num_groups, LANES=power_of_two(num_groups), GATHER=source_N is not None,
         ROWS=tiles.rows, OUTS=tiles.outs, INS=tiles.ins, BAND=_BAND,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -126,31 +126,55 @@ def weight_gradient(
     return dw if groups is not None else join(dw, dtype) if parts > 1 else dw[0]
 
 
-def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor, *, degree: int = 1, tiles: Tiles | None = None) -> torch.Tensor:
-    """x · weightᵀ in x's dtype, [N, O], differentiable; `degree` as in `tiles_of`."""
-    tiles = tiles or tiles_of(*weight_OI.shape, x_NI.element_size(), degree=degree)
-    y: torch.Tensor = _Linear.apply(x_NI, weight_OI, tiles)  # type: ignore[no-untyped-call]
+def linear(
+    x_NI: torch.Tensor, weight_OI: torch.Tensor, *, degree: int = 1, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x · weightᵀ, [N, O], differentiable; `degree` as in `tiles_of`, `dtype` of the result (None: that of x)."""
+    outs, ins = weight_OI.shape
+    tiles = tiles_of(outs, ins, x_NI.element_size(), degree=degree)
+    y: torch.Tensor = _Product.apply(x_NI, weight_OI, tiles, None, dtype)  # type: ignore[no-untyped-call]
     return y
 
 
-class _Linear(torch.autograd.Function):
+def grouped(x_SI: torch.Tensor, weight_EOI: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Each group's rows times its matrix, [S, O], differentiable."""
+    _, outs, ins = weight_EOI.shape
+    tiles = tiles_of(outs, ins, x_SI.element_size(), grouped=True)
+    y: torch.Tensor = _Product.apply(x_SI, weight_EOI, tiles, groups, None)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        tiles: Tiles,
+        groups: Groups | None,
+        dtype: torch.dtype | None,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return multiply(x, weight, tiles)
+        ctx.groups = groups
+        return multiply(x, weight, tiles, groups=groups, dtype=dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        outs, ins = weight.shape
+        groups: Groups | None = ctx.groups
+        outs, ins = weight.shape[-2:]
+        dy = dy.to(x.dtype)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = multiply(dy, weight.t(), tiles_of(ins, outs, x.element_size()))
+            dx = multiply(
+                dy, weight.mT, tiles_of(ins, outs, x.element_size(), grouped=groups is not None), groups=groups
+            )
         if ctx.needs_input_grad[1]:
-            dw = weight_gradient(dy, x, weight.dtype)
-        return dx, dw, None
+            dw = weight_gradient(dy, x, weight.dtype, groups=groups)
+        return dx, dw, None, None, None
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The smallest that is no smaller than n and 1."""
     return 1 << max(n - 1, 0).bit_length()

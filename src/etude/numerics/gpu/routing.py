@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from etude.numerics.gpu.products import Groups
+from etude.numerics.gpu.products import Groups, power_of_two
 from etude.numerics.gpu.programs import routing as programs
-from etude.numerics.gpu.rows import SEPARATE, power_of_two
+from etude.numerics.gpu.rows import SEPARATE
 
 _TILE = 1024  # scores of a program
 
@@ -46,8 +46,8 @@ def choose(
     bias_E: torch.Tensor | None = None,
     routes_NK: torch.Tensor | None = None,
 ) -> Chosen:
-    """Top-k by probability (plus `bias_E`), ties to the lowest index; `routes_NK` (uint8 or uint16) replaces the choice, with
-    live gates, but for rows whose first is the largest value of its dtype: those are missing."""
+    """Top-k by probability (plus `bias_E`), ties to the lowest. `routes_NK` (uint8 or uint16) replaces the choice,
+    with live gates, but for rows whose first is the largest value of its dtype: those are missing."""
     return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
 
 
@@ -67,7 +67,8 @@ class _Choose(torch.autograd.Function):
                 logits, bias, None if routes is None else routes.contiguous(), gates, used, live,
                 rows, logits.stride(0), router.scale,
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, BIASED=bias is not None,
-                GROUPS=router.groups, KEPT=router.groups_kept, REPLAYED=routes is not None, MISSING=255 if routes is None else torch.iinfo(routes.dtype).max,
+                GROUPS=router.groups, KEPT=router.groups_kept, REPLAYED=routes is not None,
+                MISSING=0 if routes is None else torch.iinfo(routes.dtype).max,
                 NORMALISED=router.normalised, ROWS=tile, LANES=lanes, SLOTS=power_of_two(router.top_k), **SEPARATE,
             )  # fmt: skip
         ctx.save_for_backward(logits, used)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from etude.numerics.gpu.products import power_of_two
 from etude.numerics.gpu.programs import rows as programs
 
 _TILE = 2048  # numbers of a program, where rows are shorter than that
@@ -18,11 +19,6 @@ _TURNS = 16  # tiles of rows that one program of the norm's gradient goes throug
 _COLUMNS = 1024
 _VOCABULARY = 2048
 SEPARATE: dict[str, Any] = {"enable_fp_fusion": False}
-
-
-def power_of_two(n: int) -> int:
-    """The smallest that is no smaller than n and 1."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _tile(width: int) -> dict[str, int]:
@@ -119,7 +115,7 @@ def gated(h_S2F: torch.Tensor) -> torch.Tensor:
     rows, width = h_S2F.shape[0], h_S2F.shape[1] // 2
     y = h_S2F.new_empty(rows, width)
     if rows:
-        programs.gated[(rows, -(-width // _COLUMNS))](h_S2F, y, rows, WIDTH=width, BLOCK=_COLUMNS, **SEPARATE)
+        programs.gated[(rows, -(-width // _COLUMNS))](h_S2F, y, WIDTH=width, BLOCK=_COLUMNS, **SEPARATE)
     return y
 
 
@@ -129,7 +125,7 @@ def gated_gradient(dy_SF: torch.Tensor, h_S2F: torch.Tensor) -> torch.Tensor:
     dh = torch.empty_like(h_S2F)
     if rows:
         programs.gated_gradient[(rows, -(-width // _COLUMNS))](
-            dy_SF, h_S2F, dh, rows, WIDTH=width, BLOCK=_COLUMNS, **SEPARATE
+            dy_SF, h_S2F, dh, WIDTH=width, BLOCK=_COLUMNS, **SEPARATE
         )
     return dh
 

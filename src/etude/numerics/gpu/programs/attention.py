@@ -26,10 +26,10 @@ LOW = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def find(tile_starts, tile, SEQUENCES: tl.constexpr, LANES: tl.constexpr):
-    """The sequence that a tile belongs to; SEQUENCES where there is none."""
+def find(tile_starts, tile, sequences, LANES: tl.constexpr):
+    """The sequence that a tile belongs to; `sequences` where there is none."""
     lane = tl.arange(0, LANES)
-    ends = tl.load(tile_starts + 1 + lane, mask=lane < SEQUENCES, other=2147483647)
+    ends = tl.load(tile_starts + 1 + lane, mask=lane < sequences, other=2147483647)
     return tl.sum((ends <= tile).to(tl.int32), 0)
 
 
@@ -47,18 +47,18 @@ def tile_of(memory, there, lane, WIDTH: tl.constexpr):
     return tl.load(memory + lane[None, :], mask=there[:, None] & (lane < WIDTH)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pages", "sequences"])
 def attend(
     q, k, v, o, lse, starts, positions, tile_starts, pages, num_pages, scale,
-    q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, heads,
-    SEQUENCES: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr,
+    q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, heads, sequences,
+    LANES: tl.constexpr, PAGE: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """o [N, heads, VALUE] and log2 Σ 2^score [N, heads] of a tile. `positions`: of each sequence's first query."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = find(tile_starts, tile, SEQUENCES, LANES)
-    if sequence >= SEQUENCES:
+    sequence = find(tile_starts, tile, sequences, LANES)
+    if sequence >= sequences:
         return
     index = (tile - tl.load(tile_starts + sequence)) * ROWS + tl.arange(0, ROWS)
     token, query_head, there = places(starts, sequence, index, head, SHARE)
@@ -113,18 +113,18 @@ def weights_and_slopes(
     return weight, weight * (slope - delta[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def query_gradient(
     q, k, v, o, do, lse, delta, dq, starts, tile_starts, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, heads,
-    SEQUENCES: tl.constexpr, LANES: tl.constexpr, SHARE: tl.constexpr,
+    q_row, q_head, k_row, k_head, v_row, v_head, heads, sequences,
+    LANES: tl.constexpr, SHARE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of packed sequences, and delta [N, heads] = Σ o · do for the keys' gradient."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = find(tile_starts, tile, SEQUENCES, LANES)
-    if sequence >= SEQUENCES:
+    sequence = find(tile_starts, tile, sequences, LANES)
+    if sequence >= sequences:
         return
     start = tl.load(starts + sequence)
     index = (tile - tl.load(tile_starts + sequence)) * ROWS + tl.arange(0, ROWS)
@@ -172,18 +172,18 @@ def query_gradient(
         tl.store(to + WIDE + rest[None, :], rounded(acc_rest * factor, dq.dtype.element_ty), mask=rest_there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def key_gradient(
     q, k, v, do, lse, delta, dk, dv, starts, tile_starts, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, heads, key_heads,
-    SEQUENCES: tl.constexpr, LANES: tl.constexpr, SHARE: tl.constexpr,
+    q_row, q_head, k_row, k_head, v_row, v_head, heads, sequences, key_heads,
+    LANES: tl.constexpr, SHARE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a block of keys of packed sequences; here `tile_starts` counts blocks of keys."""
     tile, head = tl.program_id(0), tl.program_id(1)
-    sequence = find(tile_starts, tile, SEQUENCES, LANES)
-    if sequence >= SEQUENCES:
+    sequence = find(tile_starts, tile, sequences, LANES)
+    if sequence >= sequences:
         return
     start = tl.load(starts + sequence)
     length = tl.load(starts + sequence + 1) - start

@@ -24,7 +24,7 @@ def dot(a, b, acc):
 @triton.jit
 def rounded(x, KIND: tl.constexpr):
     """To the nearest number of a dtype, ties to even."""
-    if INTERPRETED and KIND == tl.bfloat16 and x.dtype == tl.float32:
+    if INTERPRETED and tl.bfloat16 == KIND and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -28,7 +28,7 @@ def place(number, row_tiles, OUT_TILES: tl.constexpr, BAND: tl.constexpr):
     return band * BAND + within % size, within // size
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "row_tiles"])
 def product(
     x, w, y, source, starts, tile_starts, rows, row_tiles,
     x_row, x_in, w_group, w_out, w_in, y_leaf,
@@ -100,7 +100,7 @@ def product(
     tl.store(memory, rounded(one, y.dtype.element_ty), mask=there[:, None] & known[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "part_rows"])
 def weight_gradient(
     dy, x, dw, source, starts, rows, part_rows, dy_row, x_row,
     OUT: tl.constexpr, IN: tl.constexpr, GROUPED: tl.constexpr, GATHER: tl.constexpr,

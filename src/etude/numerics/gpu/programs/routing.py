@@ -35,9 +35,7 @@ def lowest_of_the_highest(score, lane, LANES: tl.constexpr):
 
 
 @triton.jit
-def in_best_groups(
-    score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr
-):
+def in_best_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, LANES: tl.constexpr):
     """Scores of the experts in the groups with the highest sum of their two best; -inf for the others."""
     low = float("-inf")
     group = expert // (EXPERTS // GROUPS)
@@ -55,7 +53,7 @@ def in_best_groups(
     return tl.where(kept > 0.0, score, low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def choose(
     logits, bias, routes, gates, used, live, rows, row_stride, scale,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
@@ -93,7 +91,7 @@ def choose(
     tl.store(memory, gate * scale, mask=(row < rows)[:, None] & (slot < TOP)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def choose_gradient(
     dgates, logits, used, dlogits, rows, row_stride, scale,
     EXPERTS: tl.constexpr, TOP: tl.constexpr, SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
@@ -119,10 +117,8 @@ def choose_gradient(
     if NORMALISED:
         safe = tl.where(row < rows, total, 1.0)[:, None] + tl.zeros_like(slope)
         slope = picked * tl.div_rn(slope - tl.div_rn(moment[:, None] + tl.zeros_like(slope), safe), safe)
-    if SIGMOID:
-        result = slope * chance * (1.0 - chance)
-    else:
-        result = chance * (slope - tl.sum(slope * chance, 1)[:, None])
+    slope -= 0.0 if SIGMOID else tl.sum(slope * chance, 1)[:, None]
+    result = slope * chance * (1.0 - chance if SIGMOID else 1.0)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     memory = dlogits + row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
     tl.store(memory, result.to(dlogits.dtype.element_ty), mask=inside)

@@ -14,7 +14,7 @@ import triton.language as tl
 from etude.numerics.gpu.programs.common import bound, rounded
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm(
     x, weight, y, scales, rows, heads, x_row, x_head, eps,
     WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -35,7 +35,7 @@ def rms_norm(
     tl.store(scales + row, scale, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_gradient(
     dy, x, weight, scales, dx, parts, rows, heads, x_row, x_head,
     WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -61,7 +61,7 @@ def rms_norm_gradient(
         tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(total, 0), mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def column_sums(x, y, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Σ over rows of x [rows, WIDTH]: every ROWS-th row in turn, then those sums."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -74,7 +74,7 @@ def column_sums(x, y, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.c
     tl.store(y + column, rounded(tl.sum(total, 0), y.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rotate(
     x, cos, sin, y, rows, heads, x_row, x_head,
     WIDTH: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -96,7 +96,7 @@ def rotate(
 
 
 @triton.jit
-def gated(h, y, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gated(h, y, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """y = silu(a) · b of rows h = [a, b]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ def gated(h, y, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gated_gradient(dy, h, dh, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gated_gradient(dy, h, dh, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Of `gated`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
