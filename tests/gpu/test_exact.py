@@ -22,6 +22,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="triton is not installed (pip install 'etude[gpu]')")
 
 from benchmarks.exact_gpu import Shape, Size, measure
+
 from etude.models import ModelConfig, Transformer
 from etude.numerics.gpu import (
     ExactGpu,
@@ -326,6 +327,7 @@ def test_streams_and_threads_change_no_bit() -> None:
     assert all(found)
 
 
+@pytest.mark.slow
 def test_the_benchmark_finds_no_differing_bit_on_a_small_layer() -> None:
     shape = Shape(width=32, heads=4, key_heads=2, head=16, experts=4, top=2, inner=16, vocabulary=50)
     size = Size(rows=(4,), most_logits=4, sequences=(2,), context=32, page=16, lengths=(9, 5), repeats=1)
@@ -356,7 +358,7 @@ for program, kind, constants, options in (
     pointers |= {n: "*i32" for n in ("source", "starts", "tile_starts", "positions", "pages")}
     pointers |= {"lse": "*fp32", "scales": "*fp32", "eps": "fp32", "scale": "fp32"}
     kinds = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n[-4:] == "_row" or kinds[n][0] == "*"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if "*" in kinds[n] or n.endswith(("_row", "_head"))}
     source = ASTSource(program, kinds, {(names.index(n),): value for n, value in constants.items()}, aligned)
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     seen = [word for word in ("wgmma", "cp.async", "tf32", "fma.rn.f32") if word in ptx]
