@@ -1,6 +1,7 @@
 """Keys and values of every slot, and attention over them whose bits depend on one request alone.
 
 Per layer one tensor for keys and one for values, ``[S, G, C, A]``: a slot's keys of one head are one run of memory.
+Where values are the first numbers of their keys (a compressed cache) both are one tensor, and outputs are cut.
 Decoding rows that need the same window attend together, a chunk of a prompt by itself.
 
 Three things keep a row's bits free of its neighbours, of chunking and of prefix hits: no product has fewer than
@@ -9,7 +10,7 @@ windows are used in which a row has the same bits as in all others. The vendor's
 with windows of 256 and 320), so `invariant_windows` finds out which, once, when the cache is made.
 
 Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot,
-A head width, W window.
+A key width, B value width, W window.
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ class KVCache:
         self, sizes: ModelConfig, *, num_slots: int, context_tokens: int, dtype: torch.dtype = torch.float32
     ) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
-        self.heads, self.group = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
-        self.head_dim = sizes.head_dim
-        shape = (num_slots, self.heads, self.length, sizes.head_dim)
-        self.keys = [_lazy_zeros(shape, dtype) for _ in range(sizes.num_layers)]
-        self.values = [_lazy_zeros(shape, dtype) for _ in range(sizes.num_layers)]
-        self.windows = invariant_windows(self.heads, self.group, sizes.head_dim, self.length)
+        kept = sizes.kept
+        self.heads, self.group, self.value_width = kept.heads, sizes.num_heads // kept.heads, kept.value_width
+        shape = (num_slots, self.heads, self.length)
+        self.keys = [_lazy_zeros((*shape, kept.key_width), dtype) for _ in range(sizes.num_layers)]
+        self.values = self.keys
+        if not kept.shared:
+            self.values = [_lazy_zeros((*shape, kept.value_width), dtype) for _ in range(sizes.num_layers)]
+        self.windows = invariant_windows(self.heads, self.group, kept.key_width, self.length)
         rows = max(self.group, MIN_ROWS)
-        self.queries = torch.zeros(num_slots, self.heads, rows, sizes.head_dim, dtype=dtype)  # scratch of decoding
+        self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 
     @property
     def num_bytes(self) -> int:
         """Address space of all keys and values; resident only as far as used."""
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        return sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values)}.values())
 
     def window(self, stop: int) -> int:
         """The smallest usable window that covers positions [0, stop)."""
@@ -73,6 +76,8 @@ class Span:
 class StepCache:
     """The cache as one forward sees it (`models.Cache`): `decode` rows first, then the chunks, in order."""
 
+    compressed = True
+
     def __init__(self, kv: KVCache, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> None:
         self.kv, self.num_decode = kv, len(decode_slots)
         self.chunks = [_ChunkView(kv, c) for c in chunks]
@@ -89,30 +94,33 @@ class StepCache:
             for window, rows in _by_window(np.array([kv.window(p + 1) for p in decode_positions.tolist()], np.int64))
         ]
 
-    def attend(self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGA: torch.Tensor) -> torch.Tensor:
-        """Keep the step's keys and values, attend causally within each slot; o_NHA."""
+    def attend(
+        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        """Keep the step's keys and values, attend causally within each slot; o_NHB."""
         kv, (n, h, a) = self.kv, q_NHA.shape
         keys, values = kv.keys[layer], kv.values[layer]
         keys.view(-1, a).index_copy_(0, self._places, k_NGA.reshape(-1, a))
-        values.view(-1, a).index_copy_(0, self._places, v_NGA.reshape(-1, a))
+        if values is not keys:
+            values.view(-1, kv.value_width).index_copy_(0, self._places, v_NGB.reshape(-1, kv.value_width))
         q_NGRA = q_NHA.view(n, kv.heads, kv.group, a)
-        o_NGRA = torch.empty_like(q_NGRA, memory_format=torch.contiguous_format)
+        o_NGRB = q_NGRA.new_empty(*q_NGRA.shape[:3], values.shape[-1])
         for group in self._decode:
-            group.attend(keys, values, q_NGRA, o_NGRA)
+            group.attend(keys, values, q_NGRA, o_NGRB, scale)
         if self.chunks:
-            self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRA[self.num_decode :])
-        return o_NGRA.view(n, h, a)
+            self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRB[self.num_decode :], scale)
+        return o_NGRB.view(n, h, -1)[..., : kv.value_width]
 
     def _attend_chunks(
-        self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRA: torch.Tensor
+        self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRB: torch.Tensor, scale: float | None
     ) -> None:
         """Head by head, as the kernel wants it: one copy there and one back for all chunks."""
         sizes = [chunk.num_rows for chunk in self.chunks]
         q_GNRA = q_NGRA.transpose(0, 1).contiguous()
-        o_GNRA = torch.empty_like(q_GNRA)
-        for chunk, q, o in zip(self.chunks, torch.split(q_GNRA, sizes, 1), torch.split(o_GNRA, sizes, 1), strict=True):
-            chunk.attend(keys, values, q, o)
-        o_NGRA.copy_(o_GNRA.transpose(0, 1))
+        o_GNRB = q_GNRA.new_empty(*q_GNRA.shape[:3], values.shape[-1])
+        for chunk, q, o in zip(self.chunks, torch.split(q_GNRA, sizes, 1), torch.split(o_GNRB, sizes, 1), strict=True):
+            chunk.attend(keys, values, q, o, scale)
+        o_NGRB.copy_(o_GNRB.transpose(0, 1))
 
 
 def _by_window(windows: I64) -> list[tuple[int, I64]]:
@@ -142,13 +150,15 @@ class _DecodeView:
         hidden = np.where(np.arange(window) > positions[:, None], np.float32(-np.inf), np.float32(0.0))
         self.mask = torch.from_numpy(hidden)[:, None, None]  # [n, 1, 1, W]
 
-    def attend(self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRA: torch.Tensor) -> None:
+    def attend(
+        self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRB: torch.Tensor, scale: float | None
+    ) -> None:
         kv = self.kv
         queries = kv.queries[: self.num]
         queries[:, :, : kv.group] = q_NGRA.index_select(0, self.rows)
         k, v = (self._slots_of(t[:, :, : self.window]) for t in (keys, values))
-        o = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.mask)[:, :, : kv.group]
-        o_NGRA.index_copy_(0, self.rows, o)
+        o = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.mask, scale=scale)[:, :, : kv.group]
+        o_NGRB.index_copy_(0, self.rows, o)
 
     def _slots_of(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.index_select(0, self.slots) if self.run is None else memory[self.run]
@@ -164,11 +174,13 @@ class _ChunkView:
         positions = torch.arange(chunk.start, chunk.stop + self.padding)
         self.mask = _causal_mask(positions, kv.group, self.window)
 
-    def attend(self, keys: torch.Tensor, values: torch.Tensor, q_GnRA: torch.Tensor, o_GnRA: torch.Tensor) -> None:
+    def attend(
+        self, keys: torch.Tensor, values: torch.Tensor, q_GnRA: torch.Tensor, o_GnRB: torch.Tensor, scale: float | None
+    ) -> None:
         q = F.pad(q_GnRA, (0, 0, 0, 0, 0, self.padding)) if self.padding else q_GnRA
         k, v = (t[self.slot].narrow(1, 0, self.window)[None] for t in (keys, values))
-        o = F.scaled_dot_product_attention(q.flatten(1, 2)[None], k, v, attn_mask=self.mask)
-        o_GnRA.copy_(o.view_as(q).narrow(1, 0, self.num_rows))
+        o = F.scaled_dot_product_attention(q.flatten(1, 2)[None], k, v, attn_mask=self.mask, scale=scale)
+        o_GnRB.copy_(o.view(*q.shape[:3], -1).narrow(1, 0, self.num_rows))
 
 
 def _causal_mask(positions: torch.Tensor, group: int, window: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from etude.records.wire import U8
 class Runner:
     """The model, its KV cache, and each slot's tokens and routes.
 
-    L layers, K experts a token.
+    L layers with a router, K experts a token.
     """
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
@@ -29,7 +29,8 @@ class Runner:
         self.kv = KVCache(model.config, num_slots=num_slots, context_tokens=context_tokens, dtype=dtype)
         sizes = (num_slots, context_tokens)
         self._tokens = np.zeros(sizes, np.int64)
-        self._routes = np.zeros((*sizes, model.config.num_layers, model.config.top_k), np.uint8)
+        per_token = (model.config.num_moe_layers, model.config.top_k)
+        self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
 
     def routes(self, sequence: Sequence) -> U8:
         """[num_computed - routes_from, L, K]: a copy of what the caller does not hold yet."""
@@ -84,20 +85,10 @@ def is_exact(model: Transformer) -> bool:
     Measured in milliseconds with random products of the model's sizes. Where it is False a request's numbers depend
     a little (about 1e-6) on what else is in the batch. A model in bf16 promises nothing of the kind.
     """
-    sizes = model.config
     if model.embedding.dtype != torch.float32:
         return False
-    width, heads = sizes.hidden_size, sizes.num_heads * sizes.head_dim
-    shapes = [
-        (heads + 2 * sizes.num_kv_heads * sizes.head_dim, width),
-        (width, heads),
-        (sizes.num_experts, width),
-        (2 * sizes.expert_size, width),
-        (width, sizes.expert_size),
-        (sizes.vocab_size, width),
-    ]
     try:
-        check_row_invariance(shapes)
+        check_row_invariance(model.config.products)
     except ParityError:
         return False
     return True

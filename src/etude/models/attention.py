@@ -2,7 +2,11 @@
 
 `Cache` is what a forward asks for; the engine has its own (keys and values by slot), training has `Packed`.
 
-Shapes: N tokens of the forward, H query heads, G key/value heads, D head width.
+A model may hand over its keys and values *compressed* (multi-head latent attention, arXiv 2405.04434, in the absorbed
+form): one key head for all queries, a value that is the key's first numbers, and a softmax scale that is not 1/√width.
+`ModelConfig.kept` says so before the first forward, so that a cache keeps such a value once.
+
+Shapes: N tokens of the forward, H query heads, G key/value heads, A key width, B value width.
 """
 
 from __future__ import annotations
@@ -22,8 +26,18 @@ class Cache(Protocol):
         """int64 [N]: each token's position in its own sequence."""
         ...
 
-    def attend(self, layer: int, q_NHD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:
-        """Keep the tokens' keys and values, attend causally, return o_NHD."""
+    @property
+    def compressed(self) -> bool:
+        """Whether a model that can should hand over its latents, rather than the keys and values made of them."""
+        ...
+
+    def attend(
+        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        """Keep the tokens' keys and values, attend causally with softmax(scale · q·k), return o_NHB.
+
+        `scale` None: 1/√A. Where `ModelConfig.kept.shared` and `compressed`, v is a view: the first B numbers of k.
+        """
         ...
 
 
@@ -37,19 +51,23 @@ class Packed:
     [0, 1, 0, 1, 2]
     """
 
+    compressed = False  # nothing is kept, and products of narrow heads cost less
+
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths of packed sequences must be at least 1, got {list(lengths)[:8]}")
         self.lengths = list(lengths)
         self.positions = torch.cat([torch.arange(n, device=device) for n in self.lengths])
 
-    def attend(self, layer: int, q_NHD: torch.Tensor, k_NGD: torch.Tensor, v_NGD: torch.Tensor) -> torch.Tensor:
-        q, k, v = (torch.split(t.transpose(0, 1), self.lengths, 1) for t in (q_NHD, k_NGD, v_NGD))
-        o = [causal(*qkv) for qkv in zip(q, k, v, strict=True)]
+    def attend(
+        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        q, k, v = (torch.split(t.transpose(0, 1), self.lengths, 1) for t in (q_NHA, k_NGA, v_NGB))
+        o = [causal(*qkv, scale) for qkv in zip(q, k, v, strict=True)]
         return torch.cat(o, 1).transpose(0, 1)
 
 
-def causal(q_HTD: torch.Tensor, k_GTD: torch.Tensor, v_GTD: torch.Tensor) -> torch.Tensor:
-    """Causal attention within one sequence; o_HTD."""
-    q, k, v = q_HTD[None], k_GTD[None], v_GTD[None]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
+def causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTB: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """Causal attention within one sequence; o_HTB."""
+    q, k, v = q_HTA[None], k_GTA[None], v_GTB[None]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)[0]

@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face directories: config.json, model.safetensors, and the tokeniser's files beside them.
+"""Checkpoints as Hugging Face directories: config.json, weights in one file or in shards, the tokeniser's beside them.
 
 Writing is all or nothing: everything goes into a hidden sibling directory, is fsynced, and is renamed into place.
 Reading believes nothing: names, shapes, dtypes and the number of weights are checked before a model is built.
@@ -11,8 +11,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,33 +21,89 @@ from safetensors.torch import save_file
 
 from etude.errors import CheckpointError
 from etude.models.config import ModelConfig
+from etude.models.finite import not_finite
 from etude.models.headers import HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
-from etude.models.naming import hf_views
+from etude.models.naming import hf_views, stays_float32
+from etude.models.quantised import SCALE, dequantised
 from etude.models.transformer import Transformer
 from etude.numerics.operators import Exact, Operators
 
-ASSETS = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+ASSETS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 """Files that travel with the weights from checkpoint to checkpoint."""
+
+SHARD_BYTES = 5_000_000_000
+"""More weights than this are written as shards."""
 
 _DTYPES = {"bf16": (torch.bfloat16, "bfloat16"), "f32": (torch.float32, "float32")}
 
 
-def save_model(model: Transformer, path: Path | str, *, dtype: str, assets: Path | str | None = None) -> None:
+def save_model(
+    model: Transformer,
+    path: Path | str,
+    *,
+    dtype: str,
+    assets: Path | str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write a checkpoint directory, complete or absent. `dtype` is "bf16" or "f32"; `assets` is a directory whose
-    tokeniser files are copied. An existing directory is replaced. Raises `CheckpointError`."""
+    tokeniser files are copied, and what its config.json says of tokens. More than `shard_bytes` of weights become
+    shards with an index. An existing directory is replaced. Raises `CheckpointError`."""
     with whole_directory(path) as folder:
-        write_model(model, folder, dtype=dtype, assets=assets)
+        write_model(model, folder, dtype=dtype, assets=assets, shard_bytes=shard_bytes)
 
 
-def write_model(model: Transformer, folder: Path, *, dtype: str, assets: Path | str | None = None) -> None:
+def write_model(
+    model: Transformer,
+    folder: Path,
+    *,
+    dtype: str,
+    assets: Path | str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """The same into a directory that somebody else makes whole."""
     kind, name = _DTYPES[dtype]
-    save_tensors({n: view.to(kind) for n, view in hf_views(model).items()}, folder / WEIGHTS)
-    config = {**model.config.to_hf(), "dtype": name, "torch_dtype": name}
+    config = {**model.config.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _write_weights(hf_views(model), folder, kind, shard_bytes)
     for asset in ASSETS:
         if assets is not None and (Path(assets) / asset).is_file():
             shutil.copyfile(Path(assets) / asset, folder / asset)
+
+
+def _carried(assets: Path | str | None) -> dict[str, object]:
+    """What a config.json says that no computation asks for and others read: the ids of special tokens."""
+    if assets is None or not (Path(assets) / "config.json").is_file():
+        return {}
+    raw = read_json(Path(assets) / "config.json")
+    return {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in raw}
+
+
+def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.dtype, shard_bytes: int) -> None:
+    """One file, or shards of at most `shard_bytes` (a larger tensor has one of its own) and their index."""
+    kinds = {name: torch.float32 if stays_float32(name) else kind for name in views}
+    sizes = {name: view.numel() * kinds[name].itemsize for name, view in views.items()}
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if filled and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    files = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    files = files if len(shards) > 1 else [WEIGHTS]
+    for file, names in zip(files, shards, strict=True):
+        save_tensors({name: views[name].to(kinds[name]) for name in names}, folder / file)
+    if len(shards) > 1:
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -59,26 +116,46 @@ def load_model(
 ) -> Transformer:
     """The model in a checkpoint directory: weights in `dtype`, computed by `operators` (None: exact, in `dtype`).
 
-    Raises `CheckpointError` for a missing or damaged file, another architecture, and weights that do not fit the
-    config.
+    Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
+    and weights that are NaN or infinite.
     """
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     check_weights(path, config)  # before a wild config makes us allocate
-    tensors = _read_weights(path)
     model = Transformer(config, seed=None, operators=Exact(dtype) if operators is None else operators)
-    with torch.no_grad():
-        for name, view in hf_views(model).items():
-            view.copy_(tensors[name])
-    return model.to(dtype)
+    views = hf_views(model)
+    with _opened(path) as read, torch.no_grad():
+        for name, view in views.items():
+            tensor = read(name)
+            view.copy_(dequantised(tensor, read(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor)
+    _require_finite(model.cast(dtype), path, dtype)
+    return model
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a directory, in one file or in shards with an index."""
-    tensors: dict[str, torch.Tensor] = {}
-    for file in shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS]:
-        tensors |= load_tensors(path / file)
-    return tensors
+def _require_finite(model: Transformer, path: Path, dtype: torch.dtype) -> None:
+    bad = not_finite(hf_views(model))
+    if bad:
+        first = next(iter(bad))
+        raise CheckpointError(
+            f"{first} of {path} is not finite in {str(dtype).removeprefix('torch.')}",
+            f"{bad[first]}; {len(bad)} tensors in all",
+            hint="take a checkpoint from before its training diverged, or a dtype of a wider range",
+        )
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
+    """Reads a directory's tensors by name, one at a time. Raises `CheckpointError`."""
+    files = [path / name for name in (shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS])]
+    where: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        try:
+            for file in files:
+                opened = stack.enter_context(safe_open(file, "pt"))
+                where |= dict.fromkeys(opened.keys(), opened)
+            yield lambda name: where[name].get_tensor(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -21,44 +21,72 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from etude.models.parts import Routing, Scores
 from etude.models.watch import Watch, unwatched
 from etude.numerics.exact import MIN_ROWS
 from etude.numerics.operators import Operators
-from etude.records.completion import MISSING_ROUTE
+
+SOFTMAX = Routing()
+_TINY = 1e-20  # sigmoids may all be 0
 
 
 @dataclass(frozen=True)
 class Choice:
     """What one layer's router chose."""
 
-    gates_NK: torch.Tensor  # float32, sum to 1 over K, differentiable
+    gates_NK: torch.Tensor  # float32, differentiable; where the routing normalises they sum to its scaling
     experts_NK: torch.Tensor  # int64: the experts used, replayed ones included
     live_NK: torch.Tensor  # int64: the router's own top-k
     balance: torch.Tensor | None  # scalar, 1.0 at perfect balance; None when not asked for
 
 
 def choose(
-    scores_NE: torch.Tensor, top_k: int, routes_NK: torch.Tensor | None = None, *, balance: bool = False
+    scores_NE: torch.Tensor,
+    top_k: int,
+    routes_NK: torch.Tensor | None = None,
+    *,
+    routing: Routing = SOFTMAX,
+    bias_E: torch.Tensor | None = None,
+    balance: bool = False,
 ) -> Choice:
-    """Gates and experts from router scores (logits). Replayed `routes_NK` (uint8) pick the experts where a row is
-    not MISSING_ROUTE; gates are always computed from the live scores, so that gradients flow.
+    """Gates and experts from router scores (logits). Replayed `routes_NK` (uint8 or uint16) pick the experts where a
+    row is not missing (the dtype's largest value); gates are always computed from the live scores, so that gradients
+    flow. `bias_E` (float32) is added where experts are chosen, and nowhere else.
 
     `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
     counted from the live choice.
     """
-    probs_NE = F.softmax(scores_NE, -1, dtype=torch.float32)
-    top, live = probs_NE.topk(top_k, -1)
-    used = live
+    kind = torch.promote_types(scores_NE.dtype, torch.float32)
+    if routing.scores is Scores.SOFTMAX:
+        scores_NE = probs_NE = F.softmax(scores_NE, -1, dtype=kind)
+    else:
+        scores_NE = scores_NE.to(kind).sigmoid()
+        probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+    live = used = _best(scores_NE, bias_E, top_k, routing)
     if routes_NK is not None:
-        used = torch.where(routes_NK[:, :1] == MISSING_ROUTE, live, routes_NK.long())
-        top = probs_NE.gather(-1, used)
-    gates = top / top.sum(-1, keepdim=True)
+        replayed = routes_NK.long()
+        used = torch.where(replayed[:, :1] == torch.iinfo(routes_NK.dtype).max, live, replayed)
+    gates = scores_NE.gather(-1, used)
+    if routing.normalise:
+        gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
     loss = None
     if balance:
         num_experts = scores_NE.shape[-1]
         share = torch.bincount(live.flatten(), minlength=num_experts).to(torch.float32) / live.numel()
         loss = num_experts * (share * probs_NE.mean(0)).sum()
-    return Choice(gates_NK=gates, experts_NK=used, live_NK=live, balance=loss)
+    return Choice(gates_NK=gates * routing.scaling, experts_NK=used, live_NK=live, balance=loss)
+
+
+@torch.no_grad()
+def _best(scores_NE: torch.Tensor, bias_E: torch.Tensor | None, top_k: int, routing: Routing) -> torch.Tensor:
+    """A router's own choice, best first, int64 [N, K]."""
+    ranked = scores_NE if bias_E is None else scores_NE + bias_E
+    if routing.num_groups > 1:
+        groups = ranked.view(len(ranked), routing.num_groups, -1)
+        best = groups.topk(2, -1).values.sum(-1).topk(routing.top_groups, -1).indices
+        closed = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, value=False)
+        ranked = groups.masked_fill(closed[..., None], -torch.inf).flatten(1)
+    return ranked.topk(top_k, -1).indices
 
 
 @dataclass(frozen=True)
@@ -71,10 +99,10 @@ class Dispatch:
 
     @classmethod
     def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:
-        """Computed on the host: splitting by expert needs the counts there anyhow, and a byte radix sort in numpy
-        is faster than torch's sort."""
+        """Computed on the host: splitting by expert needs the counts there anyhow, and a radix sort in numpy is
+        faster than torch's sort."""
         n, k = experts_NK.shape
-        flat = experts_NK.numpy(force=True).astype(np.uint8).ravel()
+        flat = experts_NK.numpy(force=True).astype(np.uint8 if num_experts <= 256 else np.uint16).ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat, minlength=num_experts)
         rows = np.where(counts > 0, np.maximum(counts, MIN_ROWS), 0)

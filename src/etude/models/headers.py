@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError
 from etude.models.config import ModelConfig
+from etude.models.parts import Latent, Scores
+from etude.models.quantised import DTYPE as QUANTISED
+from etude.models.quantised import SCALE, scale_shape
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,7 +28,10 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit of the format itself."""
 
 READABLE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_BYTES = READABLE_BYTES | {QUANTISED: 1}
 HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete it: --resume goes on from the one before"
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 Shape = tuple[int, ...]
 
@@ -43,9 +50,9 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     found = read_headers(folder)
     known = {"lm_head.weight"}  # some writers repeat a tied one
     for name, shape in hf_shapes(config):
-        _check_tensor(name, found.get(name), shape, folder)
-        known.add(name)
-    extra = sorted(found.keys() - known)
+        _check_tensor(name, found, shape, folder)
+        known |= {name, name + SCALE} if name in found and found[name].dtype == QUANTISED else {name}
+    extra = sorted(found.keys() - known - further_predictors(found, config))
     if extra:
         raise CheckpointError(
             f"{found[extra[0]].file} has a tensor {extra[0]!r}",
@@ -54,7 +61,18 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         )
 
 
-def _check_tensor(name: str, tensor: Stored | None, shape: Shape, folder: Path) -> None:
+def further_predictors(names: Iterable[str], config: ModelConfig) -> set[str]:
+    """Tensors of the layers behind the last that predict more than the next token (arXiv 2412.19437, §2.2). They are
+    not computed, and left out where a checkpoint is written. Such a layer is known by its `eh_proj`."""
+    if not config.family.is_latent:
+        return set()
+    layers = [(_LAYER.match(name), name) for name in names]
+    behind = {m[1] for m, name in layers if m and int(m[1]) >= config.num_layers and name.endswith(".eh_proj.weight")}
+    return {name for m, name in layers if m and m[1] in behind}
+
+
+def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: Path) -> None:
+    tensor = found.get(name)
     if tensor is None:
         raise CheckpointError(
             f"{folder} has no tensor {name!r}", f"its config.json wants {list(shape)}", hint=HINT_DAMAGED
@@ -65,38 +83,79 @@ def _check_tensor(name: str, tensor: Stored | None, shape: Shape, folder: Path) 
             f"{folder / 'config.json'} wants {list(shape)}",
             hint="the config is of another model than the weights: take both from one checkpoint",
         )
-    if tensor.dtype not in READABLE_BYTES:
+    if tensor.dtype == QUANTISED and len(shape) == 2:
+        scale = found.get(name + SCALE)
+        if scale is None or scale.shape != scale_shape(shape) or scale.dtype != "F32":
+            raise CheckpointError(
+                f"{tensor.file}: {name!r} is {QUANTISED} without its scales",
+                f"{name + SCALE!r} must be F32 {list(scale_shape(shape))}, {_described(scale)}",
+                hint="only blocks of 128 × 128 as DeepSeek writes them are read: convert the checkpoint to bf16 first",
+            )
+    elif tensor.dtype not in READABLE_BYTES:
         raise CheckpointError(
             f"{tensor.file}: {name!r} is {tensor.dtype}",
-            f"readable are {', '.join(READABLE_BYTES)}",
-            hint="convert the checkpoint to bf16 first: quantised weights cannot be trained",
+            f"readable are {', '.join(READABLE_BYTES)}, and {QUANTISED} matrices with their block scales",
+            hint="convert the checkpoint to bf16 first",
         )
+
+
+def _described(tensor: Stored | None) -> str:
+    return "there is none" if tensor is None else f"found is {tensor.dtype} {list(tensor.shape)}"
 
 
 def hf_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
     """Every Hugging Face name of a model's weights and its shape; one after another, as a wild config names many."""
-    d, hidden = config.hidden_size, config.expert_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    block: dict[str, Shape] = {
-        "input_layernorm.weight": (d,),
-        "self_attn.q_proj.weight": (queries, d),
-        "self_attn.k_proj.weight": (keys, d),
-        "self_attn.v_proj.weight": (keys, d),
-        "self_attn.o_proj.weight": (d, queries),
-        "self_attn.q_norm.weight": (config.head_dim,),
-        "self_attn.k_norm.weight": (config.head_dim,),
-        "post_attention_layernorm.weight": (d,),
-        "mlp.gate.weight": (config.num_experts, d),
-    }
-    for e in range(config.num_experts):
-        block[f"mlp.experts.{e}.gate_proj.weight"] = block[f"mlp.experts.{e}.up_proj.weight"] = (hidden, d)
-        block[f"mlp.experts.{e}.down_proj.weight"] = (d, hidden)
+    d, moe = config.hidden_size, set(config.moe_layers)
+    attention = _grouped_shapes(config) if config.latent is None else _latent_shapes(config, config.latent)
     yield "model.embed_tokens.weight", (config.vocab_size, d)
     for layer in range(config.num_layers):
-        yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in block.items())
+        at = f"model.layers.{layer}."
+        yield at + "input_layernorm.weight", (d,)
+        yield from ((f"{at}self_attn.{name}.weight", shape) for name, shape in attention.items())
+        yield at + "post_attention_layernorm.weight", (d,)
+        yield from _expert_shapes(config, at) if layer in moe else _mlp_shapes(at + "mlp.", d, config.dense_width)
     yield "model.norm.weight", (d,)
     if not config.tie_embeddings:
         yield "lm_head.weight", (config.vocab_size, d)
+
+
+def _grouped_shapes(config: ModelConfig) -> dict[str, Shape]:
+    d, head = config.hidden_size, config.head_dim
+    queries, keys = config.num_heads * head, config.num_kv_heads * head
+    products: dict[str, Shape] = {"q_proj": (queries, d), "k_proj": (keys, d), "v_proj": (keys, d)}
+    return products | {"o_proj": (d, queries), "q_norm": (head,), "k_norm": (head,)}
+
+
+def _latent_shapes(config: ModelConfig, latent: Latent) -> dict[str, Shape]:
+    d, heads, rank = config.hidden_size, config.num_heads, latent.kv_rank
+    queries = heads * latent.head_dim
+    shapes: dict[str, Shape] = {"q_proj": (queries, d)}
+    if latent.q_rank is not None:
+        shapes = {
+            "q_a_proj": (latent.q_rank, d),
+            "q_a_layernorm": (latent.q_rank,),
+            "q_b_proj": (queries, latent.q_rank),
+        }
+    shapes |= {"kv_a_proj_with_mqa": (rank + latent.rope_dim, d), "kv_a_layernorm": (rank,)}
+    shapes["kv_b_proj"] = (heads * (latent.nope_dim + latent.value_dim), rank)
+    return shapes | {"o_proj": (d, heads * latent.value_dim)}
+
+
+def _expert_shapes(config: ModelConfig, at: str) -> Iterator[tuple[str, Shape]]:
+    d, hidden = config.hidden_size, config.expert_size
+    yield at + "mlp.gate.weight", (config.num_experts, d)
+    if config.routing.scores is Scores.SIGMOID:
+        yield at + "mlp.gate.e_score_correction_bias", (config.num_experts,)
+    for e in range(config.num_experts):
+        yield from _mlp_shapes(f"{at}mlp.experts.{e}.", d, hidden)
+    if config.num_shared:
+        yield from _mlp_shapes(at + "mlp.shared_experts.", d, config.num_shared * hidden)
+
+
+def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]:
+    yield at + "gate_proj.weight", (hidden, width)
+    yield at + "up_proj.weight", (hidden, width)
+    yield at + "down_proj.weight", (width, hidden)
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -162,7 +221,7 @@ def _stored(path: Path, name: str, entry: Any, data_bytes: int) -> Stored:
     start, stop = offsets
     if not start <= stop <= data_bytes:
         raise ValueError(f"{name!r} is at bytes {start} to {stop} of {data_bytes}: the file was cut off")
-    if dtype in READABLE_BYTES and stop - start != math.prod(shape) * READABLE_BYTES[dtype]:
+    if dtype in _BYTES and stop - start != math.prod(shape) * _BYTES[dtype]:
         raise ValueError(f"{name!r} has {stop - start} bytes, {list(shape)} in {dtype} has others")
     return Stored(path, dtype, shape)
 

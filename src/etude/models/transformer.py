@@ -1,11 +1,12 @@
-"""The one model definition, used by the engine and by the learner, with the semantics of Qwen3-MoE in transformers.
+"""The one model definition, used by the engine and by the learner, for every family in `parts.Family`, with the
+semantics of its implementation in transformers.
 
 Tokens are flat: a forward takes N tokens, of one sequence or of many, and whoever keeps the keys and values (a
 `Cache`) says which of them see which. So prefill, decode, mixed batches and packed training are one code path.
 Router replay is an argument. Nothing is remembered between forwards.
 
-Shapes: N tokens, R rows that get logits, L layers, V vocabulary, D width, H query heads, G key/value heads,
-A head width, E experts, K experts a token, F expert width.
+Shapes: N tokens, R rows that get logits, L layers with a router, V vocabulary, D width, H query heads,
+G key/value heads, A head width, E experts, K experts a token, F expert width.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from torch import nn
 from etude.models.attention import Cache, Packed
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
+from etude.models.latent import LatentAttention
+from etude.models.parts import Scores
+from etude.models.rope import Rope, tables
 from etude.models.watch import Watch, in_layer, unwatched
 from etude.numerics.operators import Exact, Operators
 
@@ -29,8 +33,8 @@ class Forward:
     """All that one forward computed."""
 
     logits: torch.Tensor  # [R or N, V]
-    routes: torch.Tensor  # uint8 [N, L, K]: the experts used
-    live: torch.Tensor  # uint8 [N, L, K]: the routers' own choice; equal to `routes` where nothing was replayed
+    routes: torch.Tensor  # `config.route_dtype` [N, L, K]: the experts used
+    live: torch.Tensor  # the same: the routers' own choice; equal to `routes` where nothing was replayed
     balance: torch.Tensor | None  # scalar: mean over layers of the load-balancing loss, 1.0 at perfect balance
 
 
@@ -58,60 +62,80 @@ class Attention(nn.Module):
         return see("attention.out", ops.linear(o, self.out))
 
 
+class Mlp(nn.Module):
+    """A gated product that every token passes: a layer without experts, or the experts that all tokens share."""
+
+    def __init__(self, name: str, width: int, hidden_size: int, operators: Operators) -> None:
+        super().__init__()
+        self.operators, self.name = operators, name
+        self.gate_up = nn.Parameter(torch.empty(2 * width, hidden_size))
+        self.down = nn.Parameter(torch.empty(hidden_size, width))
+
+    def forward(self, x_ND: torch.Tensor, see: Watch) -> torch.Tensor:
+        gate, up = see(f"{self.name}.gate_up", self.operators.linear(x_ND, self.gate_up)).chunk(2, -1)
+        act = see(f"{self.name}.activated", F.silu(gate) * up)
+        return see(f"{self.name}.down", self.operators.linear(act, self.down))
+
+
 class Experts(nn.Module):
-    """A router and its experts, stacked."""
+    """A router and its experts, stacked, and those that every token passes."""
+
+    bias: torch.Tensor | None
 
     def __init__(self, c: ModelConfig, operators: Operators) -> None:
         super().__init__()
         self.operators = operators
-        self.top_k = c.top_k
+        self.top_k, self.routing = c.top_k, c.routing
         self.router = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
         self.gate_up = nn.Parameter(torch.empty(c.num_experts, 2 * c.expert_size, c.hidden_size))
         self.down = nn.Parameter(torch.empty(c.num_experts, c.hidden_size, c.expert_size))
+        biased = c.routing.scores is Scores.SIGMOID  # no gradient reaches it, so it is no parameter
+        self.register_buffer("bias", torch.zeros(c.num_experts) if biased else None)
+        self.shared = Mlp("shared", c.num_shared * c.expert_size, c.hidden_size, operators) if c.num_shared else None
 
     def forward(
         self, x_ND: torch.Tensor, routes_NK: torch.Tensor | None, see: Watch = unwatched
     ) -> tuple[torch.Tensor, Choice]:
         scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
-        choice = choose(scores, self.top_k, routes_NK, balance=self.training)
+        choice = choose(scores, self.top_k, routes_NK, routing=self.routing, bias_E=self.bias, balance=self.training)
         see("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
-        return see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators, see)), choice
+        y_ND = see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators, see))
+        return y_ND if self.shared is None else y_ND + self.shared(x_ND, see), choice
 
 
 class Block(nn.Module):
-    """One layer: attention, then experts, each on the normalised residual stream."""
+    """One layer: attention, then experts or what every token passes, each on the normalised residual stream."""
 
-    def __init__(self, c: ModelConfig, operators: Operators) -> None:
+    def __init__(self, c: ModelConfig, layer: int, operators: Operators) -> None:
         super().__init__()
         self.operators = operators
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.attention = Attention(c, operators)
+        self.attention = Attention(c, operators) if c.latent is None else LatentAttention(c, operators)
         self.experts_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.experts = Experts(c, operators)
+        dense = layer not in c.moe_layers
+        self.mlp = Mlp("mlp", c.dense_width, c.hidden_size, operators) if dense else None
+        self.experts = None if dense else Experts(c, operators)
         self.eps = c.rms_eps
 
     def forward(
         self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, routes_NK: torch.Tensor | None, see: Watch
-    ) -> tuple[torch.Tensor, Choice]:
-        ops = self.operators
+    ) -> tuple[torch.Tensor, Choice | None]:
+        """The residual stream after this layer, and what its router chose where it has one."""
+        ops, choice = self.operators, None
         normed = see("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
         x_ND = see("middle", x_ND + self.attention(normed, rope, cache, layer, see))
         normed = see("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
-        y_ND, choice = self.experts(normed, routes_NK, see)
+        if self.experts is not None:
+            y_ND, choice = self.experts(normed, routes_NK, see)
+        else:
+            assert self.mlp is not None
+            y_ND = self.mlp(normed, see)
         return see("output", x_ND + y_ND), choice
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions of N tokens (arXiv 2104.09864, the half-rotation layout); the sine carries the sign."""
-
-    cos: torch.Tensor  # [N, 1, A]
-    sin: torch.Tensor  # [N, 1, A], negative in the first half
-
-
 class Transformer(nn.Module):
-    """A Qwen3-MoE decoder.
+    """A decoder of any family.
 
     >>> sizes = ModelConfig(vocab_size=11, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
     ...                     expert_size=8, num_experts=4, top_k=2, context_tokens=16)
@@ -138,15 +162,21 @@ class Transformer(nn.Module):
         self.config = config
         self.operators = operators = Exact(dtype) if operators is None else operators
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.blocks = nn.ModuleList(Block(config, operators) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, layer, operators) for layer in range(config.num_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
         if seed is not None:
             initialise(self, seed)
-        self.to(dtype)
-        cos, sin = _rope_tables(config)
+        self.cast(dtype)
+        cos, sin = tables(config)
         self.register_buffer("cos", cos.to(operators.dtype), persistent=False)
         self.register_buffer("sin", sin.to(operators.dtype), persistent=False)
+
+    def cast(self, dtype: torch.dtype) -> Transformer:
+        """Hold the parameters in `dtype`; what must stay float32 (biases of choosing) does."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return self
 
     def forward(
         self,
@@ -155,7 +185,7 @@ class Transformer(nn.Module):
         routes: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [R or N, V] and the experts used, uint8 [N, L, K]; arguments as in `run`."""
+        """Logits [R or N, V] and the experts used, [N, L, K]; arguments as in `run`."""
         done = self.run(tokens_N, cache, routes, rows)
         return done.logits, done.routes
 
@@ -170,35 +200,38 @@ class Transformer(nn.Module):
     ) -> Forward:
         """One forward of `tokens_N` (int64).
 
-        `cache` None: one causal sequence. `routes` (uint8 [N, L, K]) are replayed; a row of MISSING_ROUTE is chosen
-        live. `rows` (int64 [R]) picks the tokens that get logits, in that order. `watch` sees each operator's result.
+        `cache` None: one causal sequence. `routes` (`config.route_dtype` [N, L, K]) are replayed; a row that is missing
+        is chosen live. `rows` (int64 [R]) picks the tokens that get logits, in that order. `watch` sees each operator's
+        result.
         """
         cache = Packed([len(tokens_N)]) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
         x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
-        choices = []
+        routers = iter([] if routes is None else routes.unbind(1))
+        choices: list[Choice] = []
         for layer, block in enumerate(self.blocks):
-            replayed = None if routes is None else routes[:, layer]
+            replayed = None if block.experts is None else next(routers, None)
             x_ND, choice = block(x_ND, rope, cache, layer, replayed, in_layer(watch, layer))
-            choices.append(choice)
+            if choice is not None:
+                choices.append(choice)
         x_RD = x_ND if rows is None else x_ND[rows]
         x_RD = watch("norm", ops.rms_norm(x_RD, self.norm, self.config.rms_eps))
-        used = torch.stack([c.experts_NK for c in choices], 1).to(torch.uint8)
+        used = self._stacked([c.experts_NK for c in choices], len(tokens_N))
         balances = [c.balance for c in choices if c.balance is not None]
         return Forward(
             logits=watch("logits", ops.linear(x_RD, self.embedding if self.head is None else self.head)),
             routes=used,
-            live=used if routes is None else torch.stack([c.live_NK for c in choices], 1).to(torch.uint8),
+            live=used if routes is None else self._stacked([c.live_NK for c in choices], len(tokens_N)),
             balance=torch.stack(balances).mean() if balances else None,
         )
 
-
-def _rope_tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine [context_tokens, A], computed in float32 as transformers does."""
-    inverse = 1.0 / (c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32) / c.head_dim))
-    angle = torch.arange(c.context_tokens, dtype=torch.float32)[:, None] * inverse
-    return torch.cat([angle.cos(), angle.cos()], -1), torch.cat([-angle.sin(), angle.sin()], -1)
+    def _stacked(self, experts: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
+        """Choices of layers as routes."""
+        kind = {"uint8": torch.uint8, "uint16": torch.uint16}[self.config.route_dtype]
+        if not experts:
+            return torch.zeros(num_tokens, 0, self.config.top_k, dtype=kind, device=self.embedding.device)
+        return torch.stack(experts, 1).to(kind)
 
 
 @torch.no_grad()
@@ -221,8 +254,7 @@ def initialise(model: Transformer, seed: int) -> None:
         fill(model.head, 0.5 * c.hidden_size**-0.5)
     for block in model.blocks:
         assert isinstance(block, Block)
-        fill(block.attention.qkv, c.hidden_size**-0.5)
-        fill(block.attention.out, (c.num_heads * c.head_dim) ** -0.5 * residual)
-        fill(block.experts.router, c.hidden_size**-0.5)
-        fill(block.experts.gate_up, c.hidden_size**-0.5)
-        fill(block.experts.down, c.expert_size**-0.5 * residual)
+        for name, parameter in block.named_parameters():
+            if parameter.ndim > 1:
+                into_residual = name.endswith((".out", ".down"))
+                fill(parameter, parameter.shape[-1] ** -0.5 * (residual if into_residual else 1.0))

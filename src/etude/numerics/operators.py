@@ -7,8 +7,8 @@ objects without state: nothing is switched globally.
 Activations are tensors of `dtype`. Weights may be held in a wider dtype than that, as the learner's float32 masters
 are: an operator takes them as they come.
 
-Knows nothing of models, caches or batches. Shapes: N tokens, I and O width in and out, E experts, S rows sorted by
-expert, K experts a token.
+Knows nothing of models, caches or batches. Shapes: N tokens, H heads, I and O width in and out, E experts, S rows
+sorted by expert, K experts a token.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from etude.numerics import exact
 
 class Operators:
     """What a model asks for. Every result is in `dtype`, but for scores and log-probabilities: those are float32."""
+
+    absorbs = False
+    """Whether latent attention is computed in the absorbed form where nothing asks for it, so that a packed forward
+    sums in the order of one over a cache."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
@@ -41,6 +45,10 @@ class Operators:
                 torch.mm(x, w.t().to(x.dtype), out=o)
         return out
 
+    def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
+        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed."""
+        return torch.stack([self.linear(x, w) for x, w in zip(x_NHI.unbind(1), weight_HOI.unbind(0), strict=True)], 1)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         """x / √(mean x² + eps) · weight, over the last dimension (arXiv 1910.07467)."""
         weight = None if weight is None else weight.to(x.dtype)
@@ -52,8 +60,8 @@ class Operators:
         return torch.addcmul(x_NHA * cos_N1A, x_NHA.roll(half, -1), sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        """A router's logits, [N, E]."""
-        return self.linear(x_ND, weight_ED)
+        """A router's logits, float32 [N, E]: rounded ones would tie."""
+        return F.linear(x_ND.float(), weight_ED.float())
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
         """Σ over K in slot order of gate · row, [N, D]. Its gradient is `models.experts`'s work."""
@@ -74,9 +82,17 @@ class Native(Operators):
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return F.linear(x_NI, weight_OI.to(x_NI.dtype))
 
+    def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("nhi,hoi->nho", x_NHI, weight_HOI.to(x_NHI.dtype))
+
 
 class Exact(Operators):
     """One order of summation for each operator: a row's bits depend on that row alone."""
 
+    absorbs = True
+
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return exact.linear(x_NI, weight_OI.to(x_NI.dtype))
+
+    def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+        return exact.linear(x_ND.float(), weight_ED.float())

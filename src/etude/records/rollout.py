@@ -89,7 +89,11 @@ class Trace(msgspec.Struct, frozen=True):
             end = c.routes_start + len(c.routes)
             if end > num_tokens or c.routes.shape[1:] != shape:
                 raise ValueError(f"completion {c.request_id}: routes {c.routes.shape} reach past the path")
-            fresh = routes[c.routes_start : end, 0, 0] == MISSING_ROUTE if len(shape) == 2 else np.ones(0, bool)
+            fresh = (
+                routes[c.routes_start : end, 0, 0] == MISSING_ROUTE
+                if len(shape) == 2 and 0 not in shape
+                else np.ones(0, bool)
+            )
             routes[c.routes_start : end][fresh] = c.routes[fresh]
         digests = {s.version.digest for turn in chain for s in turn.completion.spans}
         return Path(

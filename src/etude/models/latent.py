@@ -1,0 +1,96 @@
+"""Multi-head latent attention (arXiv 2405.04434, §2.1): DeepSeek-V3's, as transformers computes it.
+
+Keys and values of all heads are products of one latent a token; one rotary key is shared by all heads. Two forms give
+the same numbers up to rounding (docs/decisions/0016-latents-are-absorbed.md):
+
+- *absorbed*: the product that would make keys is done to the queries instead, the one that would make values to what
+  was attended to. A cache then keeps the latent and the rotary key, one head for all queries.
+- *expanded*: keys and values are made. Cheaper where nothing is kept and every token is computed once.
+
+Shapes: N tokens, D width, H heads, Q width of the queries' latent, R of the keys' and values', P rotary width,
+M width of a head's query without positions, A = M + P, B width of a head's value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from etude.models.attention import Cache
+from etude.models.config import ModelConfig
+from etude.models.rope import Rope, halves
+from etude.models.watch import Watch
+from etude.numerics.operators import Operators
+
+LATENT_EPS = 1e-6
+"""Of the norms of the latents, whatever the config's is: so it was trained, and so transformers computes it."""
+
+
+class LatentAttention(nn.Module):
+    """Attention over latents. The first product makes the queries (or their latent), the latent and the rotary key."""
+
+    def __init__(self, c: ModelConfig, operators: Operators) -> None:
+        super().__init__()
+        assert c.latent is not None
+        self.operators, self.latent, self.heads, self.scale = operators, c.latent, c.num_heads, c.softmax_scale
+        at, queries = c.latent, c.num_heads * c.latent.head_dim
+        first = at.q_rank or queries
+        self.widths = [first, at.kv_rank, at.rope_dim]
+        self.inward = nn.Parameter(torch.empty(sum(self.widths), c.hidden_size))  # [Q + R + P, D]
+        self.q_norm = nn.Parameter(torch.ones(first)) if at.q_rank else None
+        self.q_up = nn.Parameter(torch.empty(queries, first)) if at.q_rank else None  # [H·A, Q]
+        self.kv_norm = nn.Parameter(torch.ones(at.kv_rank))
+        self.kv_up = nn.Parameter(torch.empty(c.num_heads * (at.nope_dim + at.value_dim), at.kv_rank))  # [H·(M+B), R]
+        self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * at.value_dim))
+
+    def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
+        ops, at, n = self.operators, self.latent, len(x_ND)
+        q, latent, key = torch.split(see("attention.inward", ops.linear(x_ND, self.inward)), self.widths, -1)
+        if self.q_up is not None:
+            q = see("attention.q_norm", ops.rms_norm(q, self.q_norm, LATENT_EPS))
+            q = see("attention.q", ops.linear(q, self.q_up))
+        plain, turning = torch.split(q.view(n, self.heads, at.head_dim), [at.nope_dim, at.rope_dim], -1)
+        turning = torch.cat([turning, key[:, None]], 1)
+        turned = ops.rotate(halves(turning) if at.interleaved else turning, rope.cos, rope.sin)
+        q_rope, k_rope = torch.split(see("attention.rotated", turned), [self.heads, 1], 1)
+        latent = see("attention.kv_norm", ops.rms_norm(latent, self.kv_norm, LATENT_EPS))
+        attend = self._absorbed if cache.compressed or ops.absorbs else self._expanded
+        o_NHB = attend(plain, q_rope, latent, k_rope, cache, layer, see)
+        return see("attention.out", ops.linear(o_NHB.reshape(n, self.heads * at.value_dim), self.out))
+
+    def _absorbed(
+        self,
+        plain_NHM: torch.Tensor,
+        q_NHP: torch.Tensor,
+        latent_NR: torch.Tensor,
+        k_N1P: torch.Tensor,
+        cache: Cache,
+        layer: int,
+        see: Watch,
+    ) -> torch.Tensor:
+        keys_HMR, values_HBR = self._up()
+        q_NHR = see("attention.absorbed", self.operators.per_head(plain_NHM, keys_HMR.transpose(1, 2)))
+        q, k = torch.cat([q_NHR, q_NHP], -1), torch.cat([latent_NR[:, None], k_N1P], -1)
+        o_NHR = see("attention.attended", cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale))
+        return see("attention.values", self.operators.per_head(o_NHR, values_HBR))
+
+    def _expanded(
+        self,
+        plain_NHM: torch.Tensor,
+        q_NHP: torch.Tensor,
+        latent_NR: torch.Tensor,
+        k_N1P: torch.Tensor,
+        cache: Cache,
+        layer: int,
+        see: Watch,
+    ) -> torch.Tensor:
+        widths = [self.latent.nope_dim, self.latent.value_dim]
+        kv = see("attention.expanded", self.operators.linear(latent_NR, self.kv_up))
+        k, v = torch.split(kv.view(len(kv), self.heads, sum(widths)), widths, -1)
+        q, k = torch.cat([plain_NHM, q_NHP], -1), torch.cat([k, k_N1P.expand(-1, self.heads, -1)], -1)
+        return see("attention.attended", cache.attend(layer, q, k, v, self.scale))
+
+    def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What makes keys [H, M, R] and values [H, B, R] of a latent."""
+        up = self.kv_up.view(self.heads, -1, self.latent.kv_rank)
+        return up[:, : self.latent.nope_dim], up[:, self.latent.nope_dim :]

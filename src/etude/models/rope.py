@@ -1,0 +1,39 @@
+"""Rotary positions (arXiv 2104.09864): tables made once, in float32 as transformers makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from etude.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions of N tokens, in the half-rotation layout; the sine carries the sign."""
+
+    cos: torch.Tensor  # [N, 1, A]
+    sin: torch.Tensor  # [N, 1, A], negative in the first half
+
+
+def tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and signed sine, float32 [context_tokens, A], stretched where the config says so (`Yarn`)."""
+    width = c.rope_dim
+    waves = c.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    inverse, scale = 1.0 / waves, 1.0
+    if c.yarn is not None:
+        kept = 1 - torch.tensor(c.yarn.interpolated(width, c.rope_theta), dtype=torch.float32)
+        inverse, scale = 1.0 / (c.yarn.factor * waves) * (1 - kept) + inverse * kept, c.yarn.table_scale
+    angle = torch.arange(c.context_tokens, dtype=torch.float32)[:, None] * inverse
+    cos, sin = angle.cos() * scale, angle.sin() * scale
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """The last dimension's neighbours as first and second half: the interleaved layout in the half-rotation one.
+
+    >>> halves(torch.tensor([0, 10, 1, 11])).tolist()
+    [0, 1, 10, 11]
+    """
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)

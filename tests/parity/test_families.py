@@ -1,0 +1,189 @@
+"""Every family and variant against `transformers`: random checkpoints that it makes, and those that we make."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from etude.inference.config import EngineConfig
+from etude.inference.engine import ReferenceEngine
+from etude.models import load_model, save_model
+from etude.numerics import Native
+from etude.records import CompletionRequest, Sampling, Version
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import (
+        AutoModelForCausalLM,
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        PreTrainedModel,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))
+SHARED: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+QWEN = {**SHARED, "num_key_value_heads": 2, "head_dim": 12}
+MOE = {**QWEN, "moe_intermediate_size": 20, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}
+DEEPSEEK = {
+    **SHARED,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+}
+DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+@dataclass(frozen=True)
+class Variant:
+    kind: type[PreTrainedModel]
+    config: Any
+    layers_with_router: int
+
+
+def variant(kind: type[PreTrainedModel], sizes: dict[str, Any], layers_with_router: int, **changed: Any) -> Variant:
+    configs = {Qwen3MoeForCausalLM: Qwen3MoeConfig, Qwen3ForCausalLM: Qwen3Config}
+    return Variant(kind, configs.get(kind, DeepseekV3Config)(**{**sizes, **changed}), layers_with_router)
+
+
+VARIANTS = {
+    "qwen3-moe": variant(Qwen3MoeForCausalLM, MOE, 3),
+    "qwen3-moe gates as they are, tied": variant(
+        Qwen3MoeForCausalLM, MOE, 3, norm_topk_prob=False, tie_word_embeddings=True
+    ),
+    "qwen3-moe every second layer": variant(Qwen3MoeForCausalLM, MOE, 1, decoder_sparse_step=2),
+    "qwen3-moe one layer without": variant(Qwen3MoeForCausalLM, MOE, 2, mlp_only_layers=[1]),
+    "qwen3-moe yarn": variant(Qwen3MoeForCausalLM, MOE, 3, rope_parameters=YARN),
+    "qwen3": variant(Qwen3ForCausalLM, QWEN, 0),
+    "qwen3 tied, yarn": variant(Qwen3ForCausalLM, QWEN, 0, tie_word_embeddings=True, rope_parameters=YARN),
+    "deepseek-v3": variant(DeepseekV3ForCausalLM, DEEPSEEK, 2),
+    "deepseek-v3 yarn": variant(DeepseekV3ForCausalLM, DEEPSEEK, 2, rope_parameters=DEEPSEEK_YARN),
+    "deepseek-v3 yarn, other scales": variant(
+        DeepseekV3ForCausalLM, DEEPSEEK, 2, rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.3}
+    ),
+    "deepseek-v3 one product of queries, halves": variant(
+        DeepseekV3ForCausalLM, DEEPSEEK, 2, q_lora_rank=None, rope_interleave=False
+    ),
+    "deepseek-v3 gates as they are, tied": variant(
+        DeepseekV3ForCausalLM, DEEPSEEK, 2, norm_topk_prob=False, tie_word_embeddings=True, n_shared_experts=1
+    ),
+    "kimi k2's layout": variant(
+        DeepseekV3ForCausalLM, DEEPSEEK, 2, n_group=1, topk_group=1, n_routed_experts=9,
+        rope_parameters={**DEEPSEEK_YARN, "beta_fast": 1.0, "beta_slow": 1.0},
+    ),
+    "deepseek-v3 two bytes a route": variant(
+        DeepseekV3ForCausalLM, DEEPSEEK, 1, n_routed_experts=260, moe_intermediate_size=4, num_hidden_layers=2
+    ),
+}  # fmt: skip
+
+
+FEW = ["qwen3-moe every second layer", "qwen3 tied, yarn", "deepseek-v3 yarn"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random checkpoint of each variant, saved by transformers: sharp weights, norms that are not one, and biases."""
+    folder = tmp_path_factory.mktemp("families")
+    for number, (name, one) in enumerate(VARIANTS.items()):
+        torch.manual_seed(number)
+        model = one.kind(one.config)
+        with torch.no_grad():
+            for key, value in model.state_dict().items():
+                if "norm" in key:
+                    value.copy_(1 + 0.2 * torch.randn(value.shape))
+                elif key.endswith("e_score_correction_bias"):
+                    value.copy_(0.3 * torch.randn(value.shape))
+                else:
+                    value.copy_(torch.randn(value.shape) * 1.2 * value.shape[-1] ** -0.5)
+        model.save_pretrained(folder / name)
+    return {name: folder / name for name in VARIANTS}
+
+
+def theirs(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def distance(ours: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest logit."""
+    return float((ours - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_logits_and_routes_are_those_of_transformers(saved: dict[str, Path], name: str) -> None:
+    model = theirs(saved[name])
+    seen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda _module, _inputs, outputs: seen.append(outputs[2]))
+    expected = model(TOKENS[None]).logits[0]
+    for operators in (None, Native()):  # absorbed, expanded
+        done = load_model(saved[name], operators=operators).eval().run(TOKENS)
+        assert distance(done.logits, expected) <= 1e-5
+        assert done.routes.shape[:2] == (len(TOKENS), VARIANTS[name].layers_with_router)
+        for layer, experts in enumerate(seen):
+            assert torch.equal(done.routes[:, layer].long().sort(-1).values, experts.sort(-1).values)
+
+
+@pytest.mark.parametrize("name", [*FEW, "deepseek-v3 two bytes a route"])
+def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: dict[str, Path], name: str) -> None:
+    expected = theirs(saved[name]).generate(
+        TOKENS[None, :20], do_sample=False, max_new_tokens=10, eos_token_id=96, pad_token_id=0
+    )
+    config = EngineConfig(context_tokens=64, max_sequences=1)
+    version = Version(step=0, incarnation="00000000", digest="ab" * 32)
+    request = CompletionRequest(
+        request_id="r",
+        session_id="s",
+        prompt_ids=TOKENS[:20].numpy().astype(np.int32),
+        sampling=Sampling(max_tokens=10, stop_token_ids=(96,), temperature=0.0),
+    )
+
+    async def story() -> list[int]:
+        async with ReferenceEngine(load_model(saved[name]), version=version, config=config) as engine:
+            return (await engine.generate(request)).token_ids.tolist()
+
+    assert asyncio.run(story()) == expected[0, 20:].tolist()
+
+
+@pytest.mark.parametrize("name", [*FEW, "kimi k2's layout"])
+def test_what_we_save_is_theirs_again_and_saved_twice_it_is_the_same_bytes(
+    saved: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    save_model(load_model(saved[name]), tmp_path / "ours", dtype="f32", assets=saved[name])
+    save_model(load_model(tmp_path / "ours"), tmp_path / "again", dtype="f32", assets=tmp_path / "ours")
+    for file in (tmp_path / "ours").iterdir():
+        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes()
+    with torch.no_grad():
+        before, after = (theirs(folder)(TOKENS[None]).logits for folder in (saved[name], tmp_path / "ours"))
+    assert torch.equal(before, after)

@@ -1,0 +1,292 @@
+"""What holds for every family: names, sizes, files, bad input, and that a packed forward is the cached one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.config import build, to_plain
+from etude.errors import CheckpointError, ConfigError
+from etude.models import ModelConfig, Packed, Transformer, hf_views, load_model, save_model
+from etude.models.checkpoint import load_tensors, save_tensors
+from etude.models.experts import choose
+from etude.models.headers import check_weights, hf_shapes
+from etude.models.parts import Family, Routing, Scores
+from etude.models.quantised import BLOCK, SCALE
+from etude.numerics import Native
+
+sys.path.insert(0, str(Path(__file__).parent))
+families = importlib.import_module("families")
+FAMILIES: dict[str, ModelConfig] = families.FAMILIES
+DEEPSEEK: ModelConfig = families.DEEPSEEK
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+every_family = pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
+
+
+def model_of(sizes: ModelConfig, seed: int = 1, **options: Any) -> Transformer:
+    """A random model whose biases of choosing are not zero."""
+    model = Transformer(sizes, seed=seed, **options).eval()
+    for name, view in hf_views(model).items():
+        if name.endswith("bias"):
+            view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(seed)) * 0.2)
+    return model
+
+
+def tokens(n: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 24, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+@every_family
+def test_names_and_shapes_of_files_are_those_of_the_model_as_views_into_it(sizes: ModelConfig) -> None:
+    model = model_of(sizes)
+    views = hf_views(model)
+    assert {name: tuple(view.shape) for name, view in views.items()} == dict(hf_shapes(sizes))
+    assert all(view.is_contiguous() for view in views.values())
+    biases = sum(view.numel() for name, view in views.items() if name.endswith("bias"))
+    assert sum(view.numel() for view in views.values()) - biases == sizes.num_parameters
+    before, _ = model(tokens(9))
+    for view in views.values():
+        view.mul_(1.01)
+    assert not torch.equal(model(tokens(9))[0], before)
+
+
+@every_family
+def test_sizes_survive_config_json_and_toml(sizes: ModelConfig) -> None:
+    assert ModelConfig.from_hf(json.loads(json.dumps(sizes.to_hf()))) == sizes
+    assert build(ModelConfig, to_plain(sizes)) == sizes
+
+
+@every_family
+def test_what_is_saved_is_loaded_to_the_bit_whole_or_in_shards(sizes: ModelConfig, tmp_path: Path) -> None:
+    model = model_of(sizes)
+    save_model(model, tmp_path / "whole", dtype="f32")
+    save_model(model, tmp_path / "shards", dtype="f32", shard_bytes=3000)
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    assert index["metadata"]["total_size"] == sum(view.numel() * 4 for view in hf_views(model).values())
+    for folder in ("whole", "shards"):
+        check_weights(tmp_path / folder, sizes)
+        for name, view in hf_views(load_model(tmp_path / folder)).items():
+            assert torch.equal(view, hf_views(model)[name]), name
+
+
+@every_family
+@torch.no_grad()
+def test_packed_sequences_do_not_see_each_other(sizes: ModelConfig) -> None:
+    model, lengths = model_of(sizes), [1, 7, 30, 2]
+    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths))
+    alone = [model(tokens(n, n)) for n in lengths]
+    assert torch.allclose(packed, torch.cat([logits for logits, _ in alone]), atol=1e-5)
+    assert torch.equal(routes, torch.cat([r for _, r in alone]))
+    assert routes.shape == (40, sizes.num_moe_layers, sizes.top_k)
+
+
+@every_family
+@torch.no_grad()
+def test_replaying_the_live_routes_changes_nothing_and_others_are_used(sizes: ModelConfig) -> None:
+    model = model_of(sizes)
+    live = model.run(tokens(20))
+    assert torch.equal(model.run(tokens(20), routes=live.routes).logits, live.logits)
+    if sizes.num_moe_layers:
+        other = ((live.routes.long() + 1) % sizes.num_experts).to(live.routes.dtype)
+        replayed = model.run(tokens(20), routes=other)
+        assert torch.equal(replayed.routes, other)
+        assert not torch.equal(replayed.logits, live.logits)
+
+
+def test_latents_give_the_same_numbers_absorbed_and_expanded() -> None:
+    absorbed, expanded = (model_of(DEEPSEEK, operators=operators) for operators in (None, Native()))
+    logits, expected = absorbed(tokens(50))[0], expanded(tokens(50))[0]
+    assert not torch.equal(logits, expected)
+    assert torch.allclose(logits, expected, atol=1e-5)
+    gradients = []
+    for model in (absorbed, expanded):
+        model(tokens(50))[0].square().mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient is not None
+        assert torch.allclose(gradient, gradients[1][name], atol=1e-5), name
+
+
+def test_a_bias_changes_who_is_chosen_and_no_gate() -> None:
+    scores = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    routing = Routing(Scores.SIGMOID, normalise=False, scaling=3.0)
+    plain = choose(scores, 2, routing=routing)
+    biased = choose(scores, 2, routing=routing, bias_E=torch.tensor([-9.0, 0.0, 0.0, 9.0]))
+    assert plain.live_NK.tolist() == [[0, 1]]
+    assert biased.live_NK.tolist() == [[3, 1]]
+    assert torch.allclose(biased.gates_NK, 3 * scores.sigmoid()[:, [3, 1]])
+
+
+def test_only_experts_of_the_best_groups_are_chosen() -> None:
+    scores = torch.tensor([[9.0, -9.0, 1.0, 1.0, 0.5, 0.4]])  # the best expert is in the worst group
+    routing = Routing(Scores.SIGMOID, num_groups=3, top_groups=1)
+    assert choose(scores, 2, routing=routing).live_NK.tolist() == [[2, 3]]
+
+
+def test_from_256_experts_on_a_route_takes_two_bytes() -> None:
+    sizes = replace(families.MOE, num_experts=256, expert_size=2)
+    routes = Transformer(sizes, seed=0)(tokens(40))[1]
+    assert routes.dtype == torch.uint16
+    again = Transformer(sizes, seed=0).run(tokens(40), routes=routes)
+    assert torch.equal(again.routes, routes)
+    missing = torch.full_like(routes, 65535)
+    assert torch.equal(Transformer(sizes, seed=0).run(tokens(40), routes=missing).routes, routes)
+    assert replace(sizes, num_experts=255).route_dtype == "uint8"
+
+
+# 8-bit weights and layers that predict further
+
+
+def quantised(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """Store one tensor of a checkpoint in 8-bit blocks; returns the file's tensors."""
+    tensors = load_tensors(folder / "model.safetensors")
+    rows, columns = (-(-size // BLOCK) for size in tensors[name].shape)
+    tensors[name] = (tensors[name] * 100).to(torch.float8_e4m3fn)
+    tensors[name + SCALE] = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)) / 50
+    save_tensors(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    return tensors
+
+
+def test_blocks_of_8_bits_are_read_by_their_formula(tmp_path: Path) -> None:
+    sizes = replace(DEEPSEEK, hidden_size=130, dense_size=150)
+    save_model(model_of(sizes), tmp_path / "model", dtype="f32")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    tensors = quantised(tmp_path / "model", name)
+    check_weights(tmp_path / "model", sizes)
+    read = hf_views(load_model(tmp_path / "model"))[name]
+    for i, j in [(0, 0), (127, 127), (128, 0), (127, 128), (149, 129)]:
+        expected = float(tensors[name][i, j].float()) * float(tensors[name + SCALE][i // 128, j // 128])
+        assert float(read[i, j]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_8_bits_without_their_scales_are_named(tmp_path: Path) -> None:
+    save_model(model_of(DEEPSEEK), tmp_path / "model", dtype="f32")
+    name = "model.layers.0.mlp.gate_proj.weight"
+    tensors = quantised(tmp_path / "model", name)
+    del tensors[name + SCALE]
+    save_tensors(tensors, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight' is F8_E4M3 without its scales: .*there is none"):
+        load_model(tmp_path / "model")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    save_model(model_of(DEEPSEEK), tmp_path / "model", dtype="f32")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_tensors(file)
+    names = ("eh_proj.weight", "enorm.weight", "mlp.experts.0.up_proj.weight")
+    further = {f"model.layers.2.{name}": torch.ones(3, 3) for name in names}
+    save_tensors(tensors | further, file)
+    assert hf_views(load_model(tmp_path / "model")).keys() == tensors.keys()
+    del further["model.layers.2.eh_proj.weight"]
+    save_tensors(tensors | further, file)
+    with pytest.raises(CheckpointError, match=r"a tensor 'model\.layers\.2\.enorm"):
+        load_model(tmp_path / "model")
+
+
+def test_biases_of_choosing_stay_float32(tmp_path: Path) -> None:
+    model = model_of(DEEPSEEK)
+    save_model(model, tmp_path / "model", dtype="bf16")
+    assert load_tensors(tmp_path / "model" / "model.safetensors")[BIAS].dtype == torch.float32
+    low = hf_views(load_model(tmp_path / "model", dtype=torch.bfloat16))
+    assert torch.equal(low[BIAS], hf_views(model)[BIAS])
+    assert low["model.norm.weight"].dtype == torch.bfloat16
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_lora_rank": 0}, "q_lora_rank = 0"),
+        ({"qk_rope_head_dim": 3}, r"rope_dim = 3|wants \[11, 16\]"),
+        ({"kv_lora_rank": 4}, r"kv_a_proj_with_mqa.*\[12, 16\]: .*wants \[8, 16\]"),
+        ({"n_group": 4}, "6 experts do not fall into 4 groups"),
+        ({"topk_group": 9}, "top_groups = 9"),
+        ({"num_key_value_heads": 1}, "num_kv_heads = 1"),
+        ({"scoring_func": "softmax"}, "deepseek_v3 variant with scoring_func = 'softmax'"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
+        ({"n_shared_experts": None}, "n_shared_experts = None"),
+        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3, of 2 layers"),
+        ({"first_k_dense_replace": 0}, r"no tensor 'model\.layers\.0\.mlp\.gate\.weight'"),
+        ({"n_routed_experts": 9}, r"gate\.weight' has shape \[6, 16\]: .*wants \[9, 16\]"),
+        ({"routed_scaling_factor": "x"}, "routed_scaling_factor = 'x'"),
+        ({"architectures": ["DeepseekV2ForCausalLM"]}, "architecture DeepseekV2ForCausalLM"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, r"quantised by 'awq' with \{'bits': 4\}"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+            "quantised by 'compressed-tensors'",
+        ),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, r"\[64, 64\]"),
+        ({"quantization_config": "fp8"}, "damaged"),
+    ],
+)
+def test_a_config_that_does_not_fit_says_why(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    save_model(model_of(DEEPSEEK), tmp_path / "model", dtype="f32")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_model(tmp_path / "model")
+    assert raised.value.hint
+
+
+def test_parts_that_do_not_belong_together_are_refused() -> None:
+    plain = to_plain(DEEPSEEK)
+    for change in (
+        {"family": "qwen3_moe"},
+        {"latent": None},
+        {"dense_layers": [1]},
+        {"num_shared": 0},
+        {"routing": {}},
+        {"num_experts": 0, "top_k": 0},
+    ):
+        with pytest.raises(ConfigError):
+            build(ModelConfig, plain | change)
+    with pytest.raises(ConfigError):
+        build(ModelConfig, to_plain(replace(families.MOE)) | {"num_shared": 1})
+
+
+HF_VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 70_000), st.floats(), st.text(max_size=8), st.lists(st.integers(-1, 4)),
+    st.dictionaries(
+        st.sampled_from(["rope_type", "type", "factor", "rope_theta", "beta_fast", "mscale", "truncate"]),
+        st.one_of(st.none(), st.integers(-2, 9), st.floats(), st.sampled_from(["yarn", "default"])),
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), name=st.sampled_from(sorted(FAMILIES)))
+def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(data: st.DataObject, name: str) -> None:
+    raw = FAMILIES[name].to_hf()
+    keys = [*raw, "layer_types", "quantization_config", "original_max_position_embeddings"]
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.sampled_from(keys))] = data.draw(HF_VALUES)
+    try:
+        sizes = ModelConfig.from_hf(raw)
+    except CheckpointError:
+        return
+    assert ModelConfig.from_hf(json.loads(json.dumps(sizes.to_hf()))) == sizes
+    assert sizes.softmax_scale > 0
+    if sizes.yarn is not None and sizes.rope_dim < 1000:
+        assert len(sizes.yarn.interpolated(sizes.rope_dim, sizes.rope_theta)) == sizes.rope_dim // 2
+    assert sizes.family in Family
+    assert sizes.products
+    assert next(iter(hf_shapes(sizes)))
