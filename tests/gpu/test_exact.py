@@ -22,8 +22,9 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="triton is not installed (pip install 'etude[gpu]')")
 
 from benchmarks.exact_gpu import Shape, Size, measure
+from tests.unit.models.families import FAMILIES
 
-from etude.models import ModelConfig, Transformer
+from etude.models import Transformer
 from etude.numerics.gpu import (
     ExactGpu,
     Groups,
@@ -285,19 +286,17 @@ def test_attention_is_right_and_a_row_has_the_same_bits_decoded_in_chunks_and_pa
         assert torch.equal(PagedTokens(pages, rows).attend(0, q[flat], k[flat], v[flat]), o[flat])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_model_decodes_to_the_bits_it_is_trained_with(dtype: torch.dtype) -> None:
-    sizes = ModelConfig(
-        vocab_size=40, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16,
-        expert_size=16, num_experts=4, top_k=2, context_tokens=64,
-    )  # fmt: skip
+@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
+def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
+    sizes, dtype = FAMILIES[family], torch.bfloat16
     model = Transformer(sizes, seed=0, operators=ExactGpu(dtype)).to(DEVICE)
     lengths = [11, 6]
-    tokens = torch.arange(17, device=DEVICE) * 7 % 40
+    tokens = torch.arange(17, device=DEVICE) * 7 % sizes.vocab_size
     trained = model.run(tokens, PackedTokens(lengths, DEVICE)).logits.detach()
+    kept = sizes.kept
     pages = Pages(
-        num_layers=2, num_pages=8, page=4, heads=2, key_width=16, value_width=16, shared=False, dtype=dtype,
-        device=DEVICE,
+        num_layers=2, num_pages=8, page=4, heads=kept.heads, key_width=kept.key_width, value_width=kept.value_width,
+        shared=kept.shared, dtype=dtype, device=DEVICE,
     )  # fmt: skip
     steps = [[(0, 0, 5)], [(0, 5, 10), (1, 0, 4)], [(0, 10, 11), (1, 4, 6)]]  # sequence, from, to
     own = ((1, 3, 0), (2, 5))
@@ -358,7 +357,8 @@ for program, kind, constants, options in (
     pointers |= {n: "*i32" for n in ("source", "starts", "tile_starts", "positions", "pages")}
     pointers |= {"lse": "*fp32", "scales": "*fp32", "eps": "fp32", "scale": "fp32"}
     kinds = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if "*" in kinds[n] or n.endswith(("_row", "_head"))}
+    wide = [i for i, n in enumerate(names) if "*" in kinds[n] or n.endswith(("_row", "_head", "_page"))]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in wide}
     source = ASTSource(program, kinds, {(names.index(n),): value for n, value in constants.items()}, aligned)
     ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     seen = [word for word in ("wgmma", "cp.async", "tf32", "fma.rn.f32") if word in ptx]
