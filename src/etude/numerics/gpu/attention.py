@@ -35,7 +35,7 @@ class Queries:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class Paged:
     """Keys and values of many sequences; position j of sequence s is number j % page of page pages[s, j // page].
 
     A slot of memory for each sequence is one long page; `values` may be a view of the first numbers of `keys`.
@@ -47,7 +47,7 @@ class Kept:
     page: int  # positions a page
 
 
-def attend(q_NHA: torch.Tensor, kept: Kept, queries: Queries, scale: float | None = None) -> torch.Tensor:
+def attend(q_NHA: torch.Tensor, kept: Paged, queries: Queries, scale: float | None = None) -> torch.Tensor:
     """o_NHB: every row attends to its sequence up to its own position, which is already in `kept`."""
     o, _ = _attend(q_NHA, kept, queries, scale)
     return o
@@ -84,7 +84,7 @@ def _gradient_sizes(key_width: int, value_width: int, item_bytes: int) -> dict[s
     return sizes
 
 
-def _attend(q: torch.Tensor, kept: Kept, queries: Queries, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(q: torch.Tensor, kept: Paged, queries: Queries, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     k, v, tokens = kept.keys, kept.values, queries.tokens
@@ -118,7 +118,7 @@ class _Packed(torch.autograd.Function):
     ) -> torch.Tensor:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         first = tokens.starts[:-1]
-        kept = Kept(_pages(k), _pages(v), first[:, None], _WHOLE)
+        kept = Paged(_pages(k), _pages(v), first[:, None], _WHOLE)
         o, lse = _attend(q, kept, Queries(tokens, torch.zeros_like(first)), scale)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.tokens, ctx.scale = tokens, scale

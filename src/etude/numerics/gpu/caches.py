@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from etude.numerics.gpu.attention import Kept, Queries, attend, attend_packed
+from etude.numerics.gpu.attention import Paged, Queries, attend, attend_packed
 from etude.numerics.gpu.products import Groups
 
 
@@ -96,4 +96,4 @@ class PagedTokens:
         keys[self.page_of, :, self.place] = k_NGA
         if not self.memory.shared:
             values[self.page_of, :, self.place] = v_NGB
-        return attend(q_NHA, Kept(keys, values, self.pages, self.memory.page), self.queries, scale)
+        return attend(q_NHA, Paged(keys, values, self.pages, self.memory.page), self.queries, scale)

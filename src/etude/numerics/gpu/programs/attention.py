@@ -76,7 +76,7 @@ def attend(
         key = block + tl.arange(0, KEYS)
         here = key < stop
         page = tl.load(pages + sequence * num_pages + key // PAGE, mask=here, other=0).to(tl.int64)
-        k_at = k + (page * k_page + (key % PAGE) * k_row + head * k_head)[:, None]
+        k_at = k + (page * k_page + (key % PAGE).to(tl.int64) * k_row + head * k_head)[:, None]
         k_wide = tile_of(k_at, here, wide, WIDTH)
         score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
         if REST:
@@ -90,7 +90,7 @@ def attend(
         if SHARED:
             values = k_wide
         else:
-            v_at = v + (page * v_page + (key % PAGE) * v_row + head * v_head)[:, None]
+            v_at = v + (page * v_page + (key % PAGE).to(tl.int64) * v_row + head * v_head)[:, None]
             values = tile_of(v_at, here, value, VALUE)
         acc = dot(rounded(weight, q.dtype.element_ty), values, acc * shrink[:, None])
     result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))

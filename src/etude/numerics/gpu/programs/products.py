@@ -63,28 +63,31 @@ def product(
     out = out_tile * OUTS + tl.arange(0, OUTS)
     known = out < OUT
     inner = tl.arange(0, INS)
-    x_tile = x + held.to(tl.int64)[:, None] * x_row + inner[None, :] * x_in
-    w_tile = w + out.to(tl.int64)[None, :] * w_out + inner[:, None] * w_in
+    x_rows = x + held.to(tl.int64)[:, None] * x_row
+    w_outs = w + out.to(tl.int64)[None, :] * w_out
     leaves_here: tl.constexpr = 1 if SPLIT else LEAVES
+    first_leaf = tl.program_id(1)  # 0 where there are no others
     if SPLIT:
-        leaf_here = tl.program_id(1)
-        x_tile += leaf_here.to(tl.int64) * LEAF * x_in
-        w_tile += leaf_here.to(tl.int64) * LEAF * w_in
-        y += leaf_here.to(tl.int64) * y_leaf
+        y += first_leaf.to(tl.int64) * y_leaf
     one = tl.zeros([ROWS, OUTS], tl.float32)
     pair = one
     four = one
     for leaf in tl.static_range(leaves_here):
         total = tl.zeros([ROWS, OUTS], tl.float32)
+        start = ((first_leaf + leaf) * LEAF + inner).to(tl.int64)
+        x_tile = x_rows + start[None, :] * x_in
+        w_tile = w_outs + start[:, None] * w_in
         for step in range(0, LEAF, INS):
             x_mask = there[:, None]
             w_mask = known[None, :]
             if LEAF % INS != 0:
                 x_mask = x_mask & (step + inner < LEAF)[None, :]
                 w_mask = w_mask & (step + inner < LEAF)[:, None]
-            a = tl.load(x_tile + (leaf * LEAF + step) * x_in, mask=x_mask, other=0.0)
-            b = tl.load(w_tile + (leaf * LEAF + step) * w_in, mask=w_mask, other=0.0)
+            a = tl.load(x_tile, mask=x_mask, other=0.0)
+            b = tl.load(w_tile, mask=w_mask, other=0.0)
             total = dot(a, rounded(b, x.dtype.element_ty), total)
+            x_tile += INS * x_in
+            w_tile += INS * w_in
         if leaf % 2 == 1:  # the tree of `common.joined`
             total = one + total
             if leaf % 4 == 1:
