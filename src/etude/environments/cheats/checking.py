@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from etude.environments.cheats.catalogue import CATALOGUE, EXPORTS
 from etude.environments.cheats.cheat import Cheat, Finding, Kind
-from etude.environments.cheats.playing import Stage, play
+from etude.environments.cheats.playing import PLAY_S, Stage, play
 from etude.environments.cheats.stage import playable, problems, secrets_of_the_host
 from etude.errors import MachineError
 from etude.seams import Grader, Runtime
@@ -19,8 +19,10 @@ async def check(
     *,
     cheats: Sequence[Cheat] = CATALOGUE,
     at_once: int = 1,
-) -> AsyncIterator[Finding]:
+    play_s: float = PLAY_S,
+) -> AsyncGenerator[Finding, None]:
     """What came of each cheat on each kind of task that it is for, in order. `grader` judges in machines of `runtime`.
+    A play that takes longer than `play_s` has hung the host.
 
     Raises `MachineError` where no kind of task can be judged at all: then nothing was tried.
     """
@@ -38,7 +40,7 @@ async def check(
 
         async def one(cheat: Cheat, kind: Kind) -> Finding:
             async with room:
-                return await play(cheat, kind, stage)
+                return await play(cheat, kind, stage, deadline_s=play_s)
 
         tasks = [asyncio.create_task(one(cheat, kind)) for cheat in cheats for kind in cheat.kinds]
         try:

@@ -46,20 +46,21 @@ class _Succeeded(Exception):
     """What a cheat got."""
 
 
-async def play(cheat: Cheat, kind: Kind, stage: Stage) -> Finding:
-    """Try one cheat on one kind of task. Raises nothing that a cheat can cause."""
+async def play(cheat: Cheat, kind: Kind, stage: Stage, *, deadline_s: float = PLAY_S) -> Finding:
+    """Try one cheat on one kind of task, which hangs the host where it takes longer than `deadline_s`. Raises nothing
+    that a cheat can cause."""
     began = time.perf_counter()
     verdict, evidence = _skipped(cheat, kind, stage)
     if not evidence:
         try:
-            async with asyncio.timeout(PLAY_S):
+            async with asyncio.timeout(deadline_s):
                 verdict, evidence = await _played(cheat, stage.problems[kind], stage)
         except _Succeeded as success:
             shared = stage.runtime.info.isolation == "shared kernel"
             verdict = Verdict.KNOWN if cheat.known and shared else Verdict.SUCCEEDED
             evidence = f"{success}: {cheat.known}" if verdict is Verdict.KNOWN else str(success)
         except TimeoutError:
-            verdict, evidence = Verdict.SUCCEEDED, f"it hung the host: no end after {PLAY_S:g} s"
+            verdict, evidence = Verdict.SUCCEEDED, f"it hung the host: no end after {deadline_s:g} s"
         except BadSource as error:
             verdict, evidence = Verdict.SKIPPED, f"no repository could be made: {error.what}: {error.facts}"
         except MachineError as error:
