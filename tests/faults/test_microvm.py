@@ -208,6 +208,28 @@ def test_siblings_have_their_own_random_numbers_names_and_the_time_of_day():
     with_runtime(test)
 
 
+async def past(machine: Machine, key: str) -> tuple[int, float]:
+    """(number of the next process, seconds that the machine says it has been up)."""
+    number, up_s = (await shell(machine, "echo $$; cut -d ' ' -f 1 /proc/uptime", key)).output.split()
+    return int(number), float(up_s)
+
+
+def test_siblings_have_pasts_of_their_own_and_no_clock_goes_back():
+    async def test(runtime):
+        machines = await fork(runtime, 3)
+        numbers, ages_s = zip(*[await past(machine, "1") for machine in machines], strict=True)
+        assert len(set(numbers)) > 1  # else one time in 65,536
+        assert max(ages_s) - min(ages_s) > 1  # else one in 100,000
+        [older] = await runtime.fork(await machines[0].snapshot(), 1)
+        assert (await past(older, "1"))[1] >= ages_s[0]
+        await shell(machines[0], "sleep 600 > out 2>&1 & echo started", "2")
+        _, before_s = await past(machines[0], "3")
+        [busy] = await runtime.fork(await machines[0].snapshot(), 1)
+        assert before_s <= (await past(busy, "1"))[1] < before_s + 60  # the clock that runs is not changed
+
+    with_runtime(test)
+
+
 def test_a_fork_in_mid_run_goes_on_in_the_child_and_in_the_machine():
     counting = """
 import os, time

@@ -6,21 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.here import needs
 from tests.unit.tasks.repositories import shop
 
 from etude.cli import main
-from etude.environments import probe
-from etude.errors import Exit, MachineError
+from etude.errors import Exit
 
 CASES = [{"module": "own", "function": "add", "args": [2, 2], "expected": 4}]
 
 
 @pytest.fixture(autouse=True)
 def _machines() -> None:
-    try:
-        probe()
-    except MachineError as error:
-        pytest.skip(str(error))
+    needs("namespace")
 
 
 def _task(folder: Path) -> None:

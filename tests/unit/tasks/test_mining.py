@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.here import opened
 from tests.unit.tasks.repositories import CALC, DISCOUNT, TEST_BOTH, git, shop
 
 from etude.environments import MachineGrader, NamespaceRuntime
-from etude.errors import MachineError, NoSource, TaskError
+from etude.errors import NoSource, TaskError
 from etude.records.task import Runner, Split
 from etude.seams import Grader, Runtime
 from etude.tasks import DirectorySource, check
@@ -34,10 +35,7 @@ def using() -> Callable[[Callable[[Runtime, Grader], Awaitable[T]]], T]:
 
     def run(work: Callable[[Runtime, Grader], Awaitable[T]]) -> T:
         async def main() -> T:
-            try:
-                runtime = NamespaceRuntime(spare=0)
-            except MachineError as error:
-                pytest.skip(str(error))
+            runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
             try:
                 return await work(runtime, MachineGrader(runtime, repeats=1, canaries=1))
             finally:
