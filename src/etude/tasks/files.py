@@ -115,6 +115,10 @@ class DirectorySource:
             raise TaskError(f"task {task.task_id} is not of {self.path}", hint="open the directory that made the task")
         return read_answer(folder, _read_toml(folder).entry_point)
 
+    def folder(self, split: Split, index: int) -> Path:
+        """The folder that a task was read from."""
+        return self._folders[split, index]
+
     def _listed(self) -> list[Path]:
         try:
             folders = [p for p in self.path.iterdir() if (p / "task.toml").is_file()]

@@ -52,6 +52,16 @@ def test_weak_tasks_are_shown_and_every_wrong_patch_that_passes_is_in_the_report
     assert task["survivors"][0]["kind"] == "arithmetic"
 
 
+def test_a_task_that_does_not_prove_itself_is_named_with_its_folder(tmp_path, capsys) -> None:
+    _task(tmp_path / "tasks" / "fine")
+    _task(broken := tmp_path / "tasks" / "wrong")
+    (broken / "answer" / "reference" / "own.py").write_text("def add(a, b):\n    return a * b + 1\n")
+    assert main(["tasks", "check", str(tmp_path / "tasks"), "--split", "all"]) == Exit.FAILED
+    said = capsys.readouterr().out
+    assert f" in {broken}: reference solution scores 0" in said
+    assert "fine" not in said
+
+
 def test_tasks_are_mined_and_the_same_command_tries_nothing_twice(tmp_path, capsys) -> None:
     shop(tmp_path / "repo")
     argv = ["tasks", "mine", str(tmp_path / "repo"), "--out", str(tmp_path / "out"), "--num", "10"]

@@ -73,6 +73,10 @@ class HarborSource:
             raise TaskError(f"{self.path} holds no Harbor task", hint=hint)
         return found
 
+    def folder(self, split: Split, index: int) -> Path:
+        """The folder that a task is read from."""
+        return self._at(split, index)[0]
+
     def size(self, split: Split) -> int | None:
         return len(self._tasks[split])
 
