@@ -27,7 +27,7 @@ from etude.errors import MachineError
 from etude.seams import Runtime
 
 Seen = Mapping[str, float | str]
-_LOOK_S = 60.0
+_LOOK_S = 300.0
 _ROUNDS, _FOLDS = 8, 5
 
 
