@@ -40,7 +40,8 @@ class OtherBoots:
 
     def __init__(self) -> None:
         self._image = find()
-        self._home = Path(tempfile.mkdtemp(prefix="parity-"))
+        self._home = tempfile.TemporaryDirectory(prefix="parity-")
+        self._num_boots = 0
         self._inner: Runtime | None = None
         self._files: Mapping[str, bytes] = {}
 
@@ -53,8 +54,9 @@ class OtherBoots:
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
         """See `Runtime.fork`."""
         await self._end()
-        folder = Path(tempfile.mkdtemp(dir=self._home)) / "microvm"
-        folder.mkdir()
+        self._num_boots += 1
+        folder = Path(self._home.name, str(self._num_boots), "microvm")
+        folder.mkdir(parents=True)
         (folder / "current").write_text(self._image.digest)
         (folder / self._image.digest).symlink_to(self._image.disk.parent)
         self._inner = MicroVMRuntime(folder=folder.parent, spare=1)
@@ -63,13 +65,12 @@ class OtherBoots:
     async def _end(self) -> None:
         if self._inner is not None:
             await self._inner.close()
-        for folder in self._home.iterdir():
-            shutil.rmtree(folder)
+            shutil.rmtree(Path(self._home.name, str(self._num_boots)))
 
     async def close(self) -> None:
         """See `Runtime.close`."""
         await self._end()
-        shutil.rmtree(self._home)
+        self._home.cleanup()
 
 
 KINDS: dict[str, Callable[[], Runtime]] = {
