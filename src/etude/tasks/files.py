@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude import config
-from etude.errors import ConfigError, TaskError
+from etude.errors import ConfigError, NoSource, TaskError
 from etude.records.exports import is_declarable, is_plain
 from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust
@@ -123,11 +123,9 @@ class DirectorySource:
         try:
             folders = [p for p in self.path.iterdir() if (p / "task.toml").is_file()]
         except OSError as error:
-            raise TaskError(f"cannot list {self.path}", str(error), hint="give a directory of task folders") from None
+            raise NoSource(f"cannot list {self.path}", str(error), hint="give a directory of task folders") from None
         if not folders:
-            raise TaskError(
-                f"{self.path} holds no task", hint="a task is a folder with a task.toml, files/ and answer/"
-            )
+            raise NoSource(f"{self.path} holds no task", hint="a task is a folder with a task.toml, files/ and answer/")
         return folders
 
     def _read_task(self, folder: Path) -> Task:

@@ -75,7 +75,7 @@ def test_tasks_are_mined_and_the_same_command_tries_nothing_twice(tmp_path, caps
 
 def test_what_cannot_be_mined_is_named(tmp_path, capsys) -> None:
     (tmp_path / "plain").mkdir()
-    assert main(["tasks", "mine", str(tmp_path / "plain"), "--out", str(tmp_path / "out")]) == Exit.FAILED
+    assert main(["tasks", "mine", str(tmp_path / "plain"), "--out", str(tmp_path / "out")]) == Exit.BAD_INPUT
     assert "hint: give a Git repository" in capsys.readouterr().err
     assert main(["tasks", "mine", str(tmp_path / "plain"), "--module", "a.py"]) == Exit.BAD_INPUT
     assert main(["tasks", "mine", str(tmp_path / "plain"), "--deletions"]) == Exit.FAILED

@@ -198,10 +198,9 @@ def test_a_repository_is_read_and_nothing_of_it_runs(tmp_path) -> None:
 
 
 def test_what_is_no_repository_or_no_commit_is_named(tmp_path) -> None:
-    with pytest.raises(NoSource, match="no repository"):
-        Repository(tmp_path / "none")
-    with pytest.raises(TaskError, match="cannot be read"):
-        Repository(tmp_path)
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(NoSource, match="no repository"):
+            Repository(path)
     shop(tmp_path / "repo")
     with pytest.raises(TaskError, match=r"cannot be read(.|\n)*hint"):
         Repository(tmp_path / "repo").tree("--output=x")
