@@ -206,9 +206,7 @@ def _share(theirs: torch.Tensor, ours: torch.Tensor) -> float:
 def measure(start: Path, *, rollouts: int, rounds: int, dtypes: list[ComputeDtype]) -> dict[str, Any]:
     """All of it, for one checkpoint."""
     formats: dict[str, dict[str, Any]] = {str(kind): {} for kind in Quantise}
-    held = {
-        kind: sides(start, NumericsConfig(Mode.EXACT, kind), torch.float32) for kind in Quantise
-    }
+    held = {kind: sides(start, NumericsConfig(Mode.EXACT, kind), torch.float32) for kind in Quantise}
     plain = held[Quantise.NONE].learner
     tokens = torch.randint(0, plain.config.vocab_size, (400,), generator=torch.Generator().manual_seed(1))
     for kind in Quantise:
