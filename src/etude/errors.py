@@ -122,6 +122,10 @@ class ParityError(EtudeError):
     """Sampler and trainer disagree where they must agree."""
 
 
+class NotFinite(EtudeError):
+    """NaN or an infinity in weights, logits or gradients: `what` names it, and the step."""
+
+
 class DeadlineExceeded(EtudeError):
     """A wait that ended without what it waited for; `what` names it."""
 

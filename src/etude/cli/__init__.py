@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from etude import __version__
+from etude.cli.parity import arguments as parity_arguments
 from etude.errors import EtudeError, Exit, InputError, StoreError, nearest
 
 MAX_PORT = 65_535
@@ -457,6 +458,10 @@ def _model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--port", type=port, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--max-concurrent", type=positive, default=32)
+    doctor = _add(
+        commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"
+    )
+    parity_arguments(doctor, positive, written)
     export = _add(commands, "export", "serve:export", "write a run's version as a Hugging Face directory")
     export.add_argument("source", metavar="CHECKPOINT|RUN|RUN@STEP")
     export.add_argument("out", type=Path, metavar="DIRECTORY")

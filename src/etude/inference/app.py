@@ -28,7 +28,16 @@ from etude.inference.engine import ReferenceEngine
 from etude.inference.errors import MalformedRequest, Unauthorised, to_http
 from etude.inference.frames import MEDIA_TYPE, STREAM, frame
 from etude.inference.metrics import exposition
-from etude.inference.wire import GENERATE, JSON, MSGPACK, AdoptRequest, Verified, VerifyRequest
+from etude.inference.wire import (
+    GENERATE,
+    JSON,
+    MSGPACK,
+    AdoptRequest,
+    OperatorResults,
+    OperatorsRequest,
+    Verified,
+    VerifyRequest,
+)
 from etude.records.completion import Completion, CompletionRequest
 from etude.records.wire import from_json, pack, to_json, unpack
 
@@ -37,13 +46,18 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(
-    engine: ReferenceEngine, *, token: str | None = None, lifespan: AbstractAsyncContextManager[None] | None = None
+    engine: ReferenceEngine,
+    *,
+    token: str | None = None,
+    lifespan: AbstractAsyncContextManager[None] | None = None,
+    show_operators: bool = False,
 ) -> ASGIApp:
     """The application. `token`: what every POST must bear; None for an engine that only its own host reaches.
+    `show_operators`: whether its inner results may be asked for, which holds up everybody's requests.
 
     `lifespan` is entered before the first request and left after the last.
     """
-    face = _Face(engine, token)
+    face = _Face(engine, token, show_operators=show_operators)
     generate = face.guarded(face.generate)
     others = Starlette(
         routes=[
@@ -53,6 +67,7 @@ def build_app(
             Route("/resume", face.guarded(face.resume), methods=["POST"]),
             Route("/adopt", face.guarded(face.adopt), methods=["POST"]),
             Route("/verify", face.guarded(face.verify), methods=["POST"]),
+            Route("/operators", face.guarded(face.operators), methods=["POST"]),
             Route("/health", face.health),
             Route("/info", face.info),
             Route("/metrics", face.metrics),
@@ -71,8 +86,8 @@ def build_app(
 
 
 class _Face:
-    def __init__(self, engine: ReferenceEngine, token: str | None) -> None:
-        self.engine, self._token = engine, token
+    def __init__(self, engine: ReferenceEngine, token: str | None, *, show_operators: bool) -> None:
+        self.engine, self._token, self._show_operators = engine, token, show_operators
         self._max_body = 64 * 1024 + 16 * engine.config.context_tokens
 
     def guarded(self, handler: Handler) -> Handler:
@@ -116,6 +131,15 @@ class _Face:
         asked = await self._read(request, VerifyRequest)
         version, logprobs = await self.engine.verify(asked.token_ids)
         return _reply(request, Verified(version=version, logprobs=logprobs))
+
+    async def operators(self, request: Request) -> Response:
+        asked = await self._read(request, OperatorsRequest)
+        if not self._show_operators:
+            raise MalformedRequest(
+                f"{self.engine.name} does not show its operators", hint="start it with --show-operators"
+            )
+        shown = await self.engine.operators(asked.token_ids, prompt_tokens=asked.prompt_tokens)
+        return _reply(request, OperatorResults(results=shown))
 
     async def health(self, request: Request) -> Response:
         """200 while the engine steps; 503 when its thread is dead or stuck."""

@@ -12,7 +12,16 @@ import aiohttp
 from etude.errors import EngineError
 from etude.inference.errors import EngineGone, from_http
 from etude.inference.frames import STREAM, read_frames
-from etude.inference.wire import GENERATE, MSGPACK, AdoptRequest, Verified, VerifyRequest
+from etude.inference.wire import (
+    GENERATE,
+    MSGPACK,
+    AdoptRequest,
+    OperatorResult,
+    OperatorResults,
+    OperatorsRequest,
+    Verified,
+    VerifyRequest,
+)
 from etude.records.completion import Completion, CompletionRequest, Version
 from etude.records.wire import pack, unpack
 from etude.seams import EngineInfo
@@ -80,6 +89,13 @@ class HttpEngine:
         what = "for its log-probabilities"
         said = await self._post("/verify", asked, Verified, what=what, deadline_s=CONTROL_DEADLINE_S)
         return said.version, said.logprobs
+
+    async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
+        """Every operator's results for a text. Raises `MalformedRequest` where the engine does not show them."""
+        asked = OperatorsRequest(token_ids=[int(t) for t in token_ids], prompt_tokens=prompt_tokens)
+        what = "to show its operators"
+        said = await self._post("/operators", asked, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)
+        return said.results
 
     async def _post(self, path: str, asked: object, kind: type[T], *, what: str, deadline_s: float) -> T:
         return self._read(await self._call("POST", path, pack(asked), what=what, deadline_s=deadline_s), kind)

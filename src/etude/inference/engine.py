@@ -28,9 +28,11 @@ from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
 from etude.inference.errors import EngineBusy, MalformedRequest
 from etude.inference.pins import Pins
-from etude.inference.runner import Runner, is_exact
+from etude.inference.runner import Runner
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
+from etude.inference.watched import as_wire, engine_results
+from etude.inference.wire import OperatorResult
 from etude.models import Transformer
 from etude.records.completion import Completion, CompletionRequest, StopReason, Version
 from etude.seams import EngineInfo
@@ -38,7 +40,7 @@ from etude.weights.follow.targets import Swap
 
 T = TypeVar("T")
 
-CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact": see `runner.is_exact`
+CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact" where the operators are
 CONTROL_DEADLINE_S = 30.0  # for calls that wait for the end of a step only
 GRACE_S = 0.5  # the thread's own answer about a late request comes first, if the thread is well
 REST_S = 0.05  # how often a thread with nothing to compute looks for late and cancelled requests
@@ -87,7 +89,7 @@ class ReferenceEngine:
             max_waiting=self.config.max_waiting,
         )
         self._runner = Runner(model, num_slots=self.config.max_sequences, context_tokens=self.config.context_tokens)
-        self.capabilities = (*CAPABILITIES, "exact") if is_exact(model) else CAPABILITIES
+        self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
         self._pins = Pins(lease_s=self.config.pin_lease_s)
         self._paused = False
         self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()
@@ -206,6 +208,18 @@ class ReferenceEngine:
         ids = [t if 0 <= t < self._vocab_size else -1 for t in map(int, token_ids)]  # a wild one may not fit an int64
         self._check_ids(np.array(ids, np.int64), least=2, most=self.config.context_tokens)
         return await self._ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
+
+    async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
+        """Every operator's results for a text (`watched`). Nobody's request is stepped meanwhile."""
+        self._check_ids(np.array(token_ids), least=2, most=self.config.context_tokens)
+        if not 1 <= prompt_tokens <= len(token_ids):
+            raise MalformedRequest(
+                f"{prompt_tokens} of {len(token_ids)} tokens are the prompt", hint="there is one at least"
+            )
+        return await self._ask(
+            lambda: as_wire(engine_results(self._runner.model, token_ids, prompt_tokens=prompt_tokens)),
+            "to show its operators",
+        )
 
     def swap(self, swap: Swap) -> Future[Swapped]:
         """Write prepared weights between two tokens, as soon as nobody pins the version. From any thread.

@@ -25,6 +25,7 @@ from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
 from etude.weights.follow.runtime_map import Derived, Map, named
 from etude.weights.follow.targets import Swap, Target
+from etude.weights.tensors import DTYPES, Codes, DType
 
 TROUBLE_REST_S = 0.5
 
@@ -82,6 +83,7 @@ class Following:
         if self.chain.version is None or (self._written and update is None):
             return None
         written, self._written = self._written, False
+        self._refuse_what_is_no_number(update if written else None)
         swap = self._changes(update) if written and update is not None else self._everything()
         swapped = self._swap(swap)
         if swapped is None:
@@ -99,6 +101,20 @@ class Following:
                 num_running=swapped.num_running,
             )
         return swap.version
+
+    def _refuse_what_is_no_number(self, update: Update | None) -> None:
+        """Raises `WeightsError` where what is to be written, an update or everything, holds NaN or an infinity."""
+        tensors, version = self.chain.tensors, self.chain.version
+        coming = {name: tensor.codes for name, tensor in (tensors if update is None else update.replaced).items()}
+        if update is not None:
+            coming |= {name: codes for name, (_, codes) in update.changed.items()}
+        bad = [name for name, codes in coming.items() if not _is_finite(codes, DTYPES[tensors[name].dtype])]
+        if bad:
+            raise WeightsError(
+                f"{bad[0]} of {version} is not finite",
+                f"NaN or an infinity in {len(bad)} tensors; {self.engine.name} goes on with {self.engine.version}",
+                hint="the training that published it has diverged: publish a version from before that",
+            )
 
     def _run(self) -> None:
         while not self._stop.wait(self.poll_s):
@@ -154,6 +170,14 @@ class Following:
                 f"{damaged[0]}, one of {len(damaged)}, differs after writing it whole",
                 hint="restart the engine; if it stays, the memory is bad",
             )
+
+
+def _is_finite(codes: Codes, kind: DType) -> bool:
+    """Whether no code of an IEEE format has an exponent of ones; formats of one byte have their own rules."""
+    if kind.bits < 16 or kind.exponent_shift is None:
+        return True
+    ones = codes.dtype.type((1 << kind.bits - 1) - (1 << kind.exponent_shift))
+    return not bool(((codes & ones) == ones).any())
 
 
 def initial_version(views: Mapping[str, torch.Tensor]) -> Version:

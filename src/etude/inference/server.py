@@ -92,7 +92,8 @@ def _serve(
     telemetry: Telemetry | None,
 ) -> None:
     engine, following = _build(args, chain, telemetry)
-    app = build_app(engine, token=token, lifespan=_lifespan(engine, following, telemetry))
+    lifespan = _lifespan(engine, following, telemetry)
+    app = build_app(engine, token=token, lifespan=lifespan, show_operators=args.show_operators)
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -245,6 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--poll-s", type=float, default=0.05, help="how often the weight pointer is read")
     parser.add_argument("--telemetry", type=Path, help="the events file")
     parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")
+    parser.add_argument("--show-operators", action="store_true", help="to etude parity, when it asks")
     parser.add_argument("--watch-stdin", action="store_true", help="end at the end of standard input, too")
     return parser
 

@@ -33,3 +33,25 @@ class Verified(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     logprobs: list[float]
+
+
+class OperatorsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /operators: a text of which the first `prompt_tokens` are computed in chunks, the others singly."""
+
+    token_ids: list[int]
+    prompt_tokens: int
+
+
+class OperatorResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One operator's results for every token; raw little-endian bytes, since numpy has no bfloat16."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class OperatorResults(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of POST /operators, in the order of computing."""
+
+    results: list[OperatorResult]

@@ -25,6 +25,7 @@ the ledger keeps them for `--resume`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -33,7 +34,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from etude.errors import EngineError, EtudeError, ParityError
+from etude.errors import EngineError, EtudeError, NotFinite, ParityError
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
 from etude.experience.curriculum import Curriculum, Signals
@@ -181,9 +182,12 @@ class Conductor:
         late_s = 0.0  # waited for the version of the step before, where nothing may run beside it
         async for batch, groups, wait_s in self._batches():
             began = time.perf_counter()
-            report = await self._call("forward_backward", StepReport, batch)
-            waited_s = await self._committed()
-            optim = await self._call("optim_step", dict[str, float])
+            try:
+                report = await self._call("forward_backward", StepReport, batch)
+                waited_s = await self._committed()
+                optim = await self._call("optim_step", dict[str, float])
+            except NotFinite as error:
+                raise await self._saved(error) from None
             self.trained = batch.step
             mine, read_s = await self._offer(batch.rollout_ids)
             facts = {
@@ -353,7 +357,7 @@ class Conductor:
             return None  # it has moved on: the probe of that version will speak
         ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
         self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max)
-        if ratio_max > self.config.rl.probe_limit and self.config.engine.dtype is ComputeDtype.FLOAT32:
+        if not ratio_max <= self.config.rl.probe_limit and self.config.engine.dtype is ComputeDtype.FLOAT32:
             raise ParityError(
                 f"{name} and the learner disagree about {published.version}",
                 f"max |r - 1| = {ratio_max:.2e} on the probe, the limit is {self.config.rl.probe_limit:g}",
@@ -369,6 +373,16 @@ class Conductor:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
         self.ledger.prune(self.step)
+
+    async def _saved(self, error: NotFinite) -> NotFinite:
+        """An error that ends the run, once the last version's state is on disk; it says where that is."""
+        await self._committed()
+        with contextlib.suppress(NotFinite):  # the live weights are lost, too: what was saved before is there
+            await self._checkpoint()
+        at = self._newest_checkpoint()
+        facts = f"{error.facts}; what was trained until then is saved in {at}"
+        hint = f"{error.hint}; other settings are a new run: --set start={at}; --resume tries the step again"
+        return NotFinite(error.what, facts, hint=hint)
 
 
 def probe_text(chat: ChatFormat) -> list[int]:

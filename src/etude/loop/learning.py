@@ -37,7 +37,6 @@ class Learning:
         self.run, self.config, self.telemetry = run, config, telemetry
         self._learner: TorchLearner | None = None
         self._channel: Channel | None = None
-        self._reference: Reference | None = None
         self._offered_at = 0.0
 
     @property
@@ -45,6 +44,11 @@ class Learning:
         if self._learner is None:
             raise RuntimeError("begin comes first")
         return self._learner
+
+    @functools.cached_property
+    def reference(self) -> Reference:
+        """The starting checkpoint."""
+        return Reference(self.run / "checkpoints" / "mid", temperature=self.config.rl.temperature)
 
     def begin(self, checkpoint: str) -> int:
         """Load a checkpoint; the version step it stands at. What a lost lineage still publishes is waited for: two
@@ -59,6 +63,7 @@ class Learning:
             temperature=self.config.rl.temperature,
             hold_fresh_to_one=self.config.engine.dtype is ComputeDtype.FLOAT32,
             numerics=self.config.numerics,
+            reference=self.reference if self.config.learner.kl else None,
         )
         self._learner.load(checkpoint)
         if self.config.experience.max_lag == 0:
@@ -94,10 +99,7 @@ class Learning:
 
     def k1(self, samples: list[Sample]) -> dict[str, float]:
         """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
-        if self._reference is None:
-            start = self.run / "checkpoints" / "mid"
-            self._reference = Reference(start, temperature=self.config.rl.temperature)
-        return self._reference.k1(samples)
+        return self.reference.k1(samples)
 
     def save(self, path: str) -> None:
         self.learner.save(path)

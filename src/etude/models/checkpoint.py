@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from etude.errors import CheckpointError
 from etude.models.config import ModelConfig
+from etude.models.finite import not_finite
 from etude.models.headers import HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
 from etude.models.low import quantization_config
 from etude.models.naming import hf_views, stays_float32
@@ -127,8 +128,8 @@ def load_model(
     """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), which say in what its
     weights are held.
 
-    Raises `CheckpointError` for a missing or damaged file, another architecture, and weights that do not fit the
-    config.
+    Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
+    and weights that are NaN or infinite.
     """
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
@@ -139,7 +140,19 @@ def load_model(
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
             view.copy_(_read(name, tuple(view.shape), found, read))
-    return model.cast(operators.held)
+    _require_finite(model.cast(operators.held), path, operators.held)
+    return model
+
+
+def _require_finite(model: Transformer, path: Path, dtype: torch.dtype) -> None:
+    bad = not_finite(hf_views(model))
+    if bad:
+        first = next(iter(bad))
+        raise CheckpointError(
+            f"{first} of {path} is not finite in {str(dtype).removeprefix('torch.')}",
+            f"{bad[first]}; {len(bad)} tensors in all",
+            hint="take a checkpoint from before its training diverged, or a dtype of a wider range",
+        )
 
 
 def _read(

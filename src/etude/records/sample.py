@@ -57,6 +57,9 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     flipped_share: float  # share of token-layers where the live top-k differs from the replayed experts
     balance_loss: float
     cpu_s: float
+    cut_share: float = 0.0  # share of the tokens' importance weights that a correction takes off
+    dropped_share: float = 0.0  # share of sampled tokens whose weight it makes 0
+    effective_share: float = 1.0  # effective sample size of the weights that are left, as a share of the tokens
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from etude.config import ranged
@@ -22,6 +23,25 @@ class PolicyLossKind(enum.StrEnum):
     CISPO = "cispo"
 
 
+class CorrectionKind(enum.StrEnum):
+    """What becomes of a token's ratio where a sampler is not exact; `training.corrections` has each with its source."""
+
+    NONE = "none"
+    TRUNCATED = "truncated"
+    TRUNCATED_SEQUENCES = "truncated-sequences"
+    MASKED = "masked"
+    MASKED_SEQUENCES = "masked-sequences"
+
+
+_BOUNDS: dict[CorrectionKind, tuple[float, float]] = {  # as published; those of sequences for 0.01 nats a token
+    CorrectionKind.NONE: (0.0, math.inf),
+    CorrectionKind.TRUNCATED: (0.0, 2.0),
+    CorrectionKind.TRUNCATED_SEQUENCES: (0.0, 2.0),
+    CorrectionKind.MASKED: (0.5, 5.0),
+    CorrectionKind.MASKED_SEQUENCES: (0.99, 1.01),
+}
+
+
 @dataclass(frozen=True)
 class LearnerConfig:
     """The `[learner]` section. Defaults are the laptop example's, chosen on validation tasks."""
@@ -36,8 +56,28 @@ class LearnerConfig:
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
     replay_routes: bool = True
     balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward
+    balance_bias: float = ranged(0.0, low=0.0)  # a step of an expert's bias, in families that have one (as made: 1e-3)
+    kl: float = ranged(
+        0.0, low=0.0
+    )  # of k2 to the starting checkpoint, in the loss; `experience.kl`: k1, in the reward
+    correction: CorrectionKind = CorrectionKind.NONE  # for engines that are not exact
+    correction_low: float | None = ranged(None, low=0.0, high=1.0)  # none: the correction's own
+    correction_high: float | None = ranged(None, low=1.0)  # none: the correction's own; the cap of one that truncates
     fresh_ratio_limit: float = ranged(1e-3, low=0.0)  # max |r - 1| where the sampler's weights are the learner's own
     weights: LiveWeights = LiveWeights.BF16
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Low and high, as the correction takes them.
+
+        >>> LearnerConfig(correction=CorrectionKind.MASKED, correction_high=2.0).correction_bounds
+        (0.5, 2.0)
+        """
+        low, high = _BOUNDS[self.correction]
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
 
 
 @dataclass(frozen=True)
@@ -52,5 +92,6 @@ class MidTrainingConfig:
     weight_decay: float = ranged(0.01, low=0.0)
     grad_clip: float = ranged(1.0, low=0.0)
     balance: float = ranged(0.03, low=0.0)
+    balance_bias: float = ranged(1e-3, low=0.0)  # a step of an expert's bias, in families that have one
     eval_every: int = ranged(200, low=1)  # steps between held-out losses and copy probes
     checkpoint_every: int = ranged(200, low=1)  # steps; a killed run loses at most so many

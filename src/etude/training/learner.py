@@ -9,6 +9,7 @@ Knows nothing of rollouts, rewards or engines: it reads `Batch`es and hands tens
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Sequence
@@ -28,9 +29,13 @@ from etude.numerics.formats import FORMATS
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
-from etude.training.config import LearnerConfig, LiveWeights, PolicyLossKind
-from etude.training.losses import PolicyLoss, cispo_loss, entropy, ppo_loss
+from etude.training.balance import Balance
+from etude.training.config import CorrectionKind, LearnerConfig, LiveWeights, PolicyLossKind
+from etude.training.corrections import Corrected, correct, decoupled
+from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
+from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_loss
 from etude.training.optimizer import AdamW
+from etude.training.reference import Reference
 from etude.training.report import Tally
 from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
@@ -48,13 +53,15 @@ class TorchLearner:
     `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
     rollouts were sampled with, since the ratio is of the distribution sampled from. `hold_fresh_to_one` False is for
     engines that do not compute in float32: the ratio on fresh weights is then reported, and not limited. `numerics` is
-    what the engines have: with it in low precision, what is published is packed (`models.packed`).
+    what the engines have: with it in low precision, what is published is packed (`models.packed`). `reference` is what
+    `config.kl` is taken to.
     """
 
     step: int
     """Version step of the live weights: optimiser steps since the starting checkpoint."""
     version: Version | None
     """The last version published in the lineage of these weights."""
+    _balance: Balance
 
     def __init__(
         self,
@@ -65,9 +72,11 @@ class TorchLearner:
         temperature: float = 1.0,
         hold_fresh_to_one: bool = True,
         numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
+        reference: Reference | None = None,
     ) -> None:
         self.numerics = numerics
         self.config, self.step, self.version = config, 0, None
+        self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._fresh_limit = config.fresh_ratio_limit if hold_fresh_to_one else float("inf")
         self._assets: Path | None = None
@@ -95,8 +104,8 @@ class TorchLearner:
     def forward_backward(self, batch: Batch) -> StepReport:
         """Accumulate the gradient of the batch's loss.
 
-        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing. After any error the accumulated
-        gradient is forgotten, since a part of this batch may be in it.
+        Raises `ParityError` when a ratio that must be 1 is not, or a route is missing, and `NotFinite`. After any error
+        the accumulated gradient is forgotten, since a part of this batch may be in it.
         """
         began = time.process_time()
         tally = Tally()
@@ -106,6 +115,7 @@ class TorchLearner:
                 self._one(samples, batch.num_loss_tokens, num_tokens, tally)
         except Exception:
             self.optimizer.clear()
+            self._balance.clear()
             raise
         return tally.report(cpu_s=time.process_time() - began)
 
@@ -114,25 +124,55 @@ class TorchLearner:
         if self.config.replay_routes and sizes.num_moe_layers:
             check_routes(samples, num_layers=sizes.num_moe_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
         rows = lay_flat(samples)
+        check_sampled(samples, rows, step=self.step + 1)
+        routes_NLK = rows.routes_NLK if self.config.replay_routes else None
         done = self.model.train().run(
+            rows.tokens_N, Packed(rows.lengths, self.model.operators), routes_NLK, rows.rows_R
+        )
+        check_logits(
+            self.model,
+            done.logits,
             rows.tokens_N,
-            Packed(rows.lengths, self.model.operators),
-            rows.routes_NLK if self.config.replay_routes else None,
+            rows.lengths,
+            routes_NLK,
             rows.rows_R,
+            step=self.step + 1,
+            place=functools.partial(place_in, samples, rows),
         )
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
-        policy = self._policy_loss(logprobs_R, rows, normaliser)
-        fresh = self._fresh_ratio(samples, rows, policy)
+        log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
+        own_R = torch.tensor([self._is_fresh(sample) for sample in samples])[rows.sample_R]
+        fresh = self._fresh_ratio(samples, rows, log_ratio_R, own_R)
+        policy, corrected = self._policy_loss(logprobs_R, rows, own_R, normaliser)
         loss = policy.loss
+        if self._reference is not None:
+            anchor_R = self._reference.logprobs(rows)
+            loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, corrected.weight_R, normaliser=normaliser)
         if self.config.balance and done.balance is not None:
             loss = loss + self.config.balance * done.balance * (len(rows.tokens_N) / num_tokens)
+        check_loss(loss, samples, rows, log_ratio_R, step=self.step + 1)
         loss.backward()  # type: ignore[no-untyped-call]
+        self._balance.count(done.live)
         with torch.no_grad():
-            tally.add(rows, done, policy, logprobs_R - rows.sampler_logprobs_R, entropy(logprobs_RV), loss, fresh)
+            tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
 
-    def _policy_loss(self, logprobs_R: torch.Tensor, rows: Rows, normaliser: float) -> PolicyLoss:
-        tokens = (logprobs_R, rows.sampler_logprobs_R, rows.advantages_R)
+    def _policy_loss(
+        self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
+    ) -> tuple[PolicyLoss, Corrected]:
+        """The loss, and what each token weighs in it before the loss's own clip."""
+        sampler_R, advantages_R = rows.sampler_logprobs_R, rows.advantages_R
+        kind, (low, high) = self.config.correction, self.config.correction_bounds
+        corrected = correct(kind, logprobs_R.detach() - sampler_R, rows.sample_R, low=low, high=high)
+        if kind is CorrectionKind.NONE:
+            return self._loss(logprobs_R, sampler_R, advantages_R, normaliser), corrected
+        anchor_R, factor_R = decoupled(corrected.weight_R, logprobs_R, sampler_R, own_R)
+        return self._loss(logprobs_R, anchor_R, advantages_R * factor_R, normaliser), corrected
+
+    def _loss(
+        self, logprobs_R: torch.Tensor, anchor_R: torch.Tensor, advantages_R: torch.Tensor, normaliser: float
+    ) -> PolicyLoss:
+        tokens = (logprobs_R, anchor_R, advantages_R)
         match self.config.policy_loss:
             case PolicyLossKind.CISPO:
                 return cispo_loss(*tokens, normaliser=normaliser, cap=self.config.ratio_cap)
@@ -143,19 +183,20 @@ class TorchLearner:
     def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
         return self.model.operators.log_softmax(logits_RV, self._temperature)
 
-    def _fresh_ratio(self, samples: Sequence[Sample], rows: Rows, policy: PolicyLoss) -> float | None:
+    def _fresh_ratio(
+        self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor
+    ) -> float | None:
         """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
-        fresh = torch.tensor([self._is_fresh(sample) for sample in samples])
-        off = (policy.ratio_R - 1).abs() * fresh[rows.sample_R]
+        off = torch.where(own_R, torch.expm1(log_ratio_R).abs(), 0.0)
         worst = float(off.max())
-        if not worst <= self._fresh_limit:  # nan included
+        if worst > self._fresh_limit:
             rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id
             raise ParityError(
                 f"the ratio on the learner's own weights is off by {worst:.3g} in rollout {rollout}",
                 f"the limit is {self._fresh_limit:g} at step {self.step}",
                 hint="an engine computes other numbers than the learner: compare its probe with the learner's",
             )
-        return worst if bool(fresh.any()) else None
+        return worst if bool(own_R.any()) else None
 
     def _is_fresh(self, sample: Sample) -> bool:
         """Whether the live weights sampled all of it. A step's number does not tell: a restarted learner may have other
@@ -168,11 +209,15 @@ class TorchLearner:
         return sample.path.digest == self.version.digest
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`."""
+        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`.
+
+        Raises `NotFinite`: of a gradient, and then nothing has changed; of the new weights, and then nothing saves or
+        publishes them."""
         lr = self.config.lr * rate(
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
         )
-        norm = self.optimizer.step(lr)
+        norm = stepped(self.optimizer, self.model, lr=lr, step=self.step + 1)
+        self._balance.move()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
 
@@ -233,7 +278,8 @@ class TorchLearner:
 
     def save(self, path: Path | str) -> None:
         """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient
-        is not part of it. Raises `CheckpointError`."""
+        is not part of it. Raises `CheckpointError`, and `NotFinite` instead of saving weights that are none."""
+        check_weights(self.model, f"at step {self.step}")
         version = None if self.version is None else [self.version.step, self.version.incarnation, self.version.digest]
         about = {"format": FORMAT, "step": self.step, "version": version, "weights": str(self.config.weights)}
         with whole_directory(path) as folder:
@@ -253,6 +299,7 @@ class TorchLearner:
             optimizer.restore(load_tensors(path / STATE))
         self.close()
         self._model, self._optimizer, self._assets = model, optimizer, path
+        self._balance = Balance(model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 
 

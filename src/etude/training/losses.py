@@ -65,8 +65,23 @@ def k1(log_ratio_R: torch.Tensor) -> torch.Tensor:
     return -log_ratio_R
 
 
+def k2(log_ratio_R: torch.Tensor) -> torch.Tensor:
+    """Half of (log r)² (ibid.): biased as an estimate, and right as a loss. On-policy its gradient is in expectation
+    that of the divergence, token by token; that of k1 in the reward, of the whole sequence's."""
+    return log_ratio_R.square() / 2
+
+
+def k2_loss(
+    logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, weight_R: torch.Tensor, *, normaliser: float
+) -> torch.Tensor:
+    """KL(policy ‖ reference) as a loss, a scalar: the sum of each token's k2. `weight_R` (detached) is what a token
+    weighs whose sampler was another policy: its ratio."""
+    return (weight_R * k2(logprobs_R - reference_logprobs_R)).sum() / normaliser
+
+
 def k3(log_ratio_R: torch.Tensor) -> torch.Tensor:
-    """The same, unbiased and never negative: r − 1 − log r (ibid.)."""
+    """The same as k1, unbiased and never negative: r − 1 − log r (ibid.). As a loss its gradient is that of the other
+    direction, KL(reference ‖ policy), in expectation on-policy."""
     return torch.expm1(log_ratio_R) - log_ratio_R
 
 

@@ -29,9 +29,11 @@ from etude.models.checkpoint import load_model, load_tensors, read_json, save_te
 from etude.models.config import ModelConfig
 from etude.models.transformer import Transformer
 from etude.telemetry import Telemetry
+from etude.training.balance import Balance
 from etude.training.batches import Spans, pieces, plan, runs, share
 from etude.training.config import LiveWeights, MidTrainingConfig
 from etude.training.corpus import Corpus, Documents, read_corpus
+from etude.training.guard import check_logits, stepped
 from etude.training.optimizer import AdamW
 from etude.training.ranks import Ranks, run_ranks
 from etude.training.schedule import rate
@@ -169,6 +171,7 @@ class _Run:
         self.telemetry = None
         if job.telemetry is not None and ranks.rank == 0:
             self.telemetry = Telemetry(job.telemetry[0], process=job.telemetry[1])
+        self.balance = Balance(self.model, speed=config.balance_bias)
         self.num_tokens, self.loss = 0, float("nan")
         self.heldout_loss: float | None = None
         self.copy_probe: float | None = None
@@ -182,7 +185,9 @@ class _Run:
         self.ranks.add(self.optimizer.grad)
         self.ranks.add(sums)
         lr = config.lr * rate(step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03)
-        norm = self.optimizer.step(lr)
+        norm = stepped(self.optimizer, self.model, lr=lr, step=step + 1)
+        self.ranks.add(self.balance.load_LE)
+        self.balance.move()
         self.loss = float(sums[0])
         self.num_tokens += _num_tokens(spans)
         self._tell(step + 1, balance_loss=float(sums[1]), lr=lr, grad_norm=norm)
@@ -193,11 +198,19 @@ class _Run:
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
             done = self.model.run(inputs, Packed(lengths, self.model.operators))
-            loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
-            balance = (torch.zeros(()) if done.balance is None else done.balance) * (
-                (len(inputs) + len(lengths)) / num_inputs
+            check_logits(
+                self.model,
+                done.logits,
+                inputs,
+                lengths,
+                step=self.optimizer.num_steps + 1,
+                place=lambda token: f"token {token} of {num_inputs}",
             )
+            loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
+            even = torch.zeros(()) if done.balance is None else done.balance  # no router: nothing to balance
+            balance = even * ((len(inputs) + len(lengths)) / num_inputs)
             (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]
+            self.balance.count(done.live)
             sums += torch.stack([loss.detach(), balance.detach()])
         return sums
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from etude.errors import CheckpointError, EtudeError
+from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
 
 
@@ -56,13 +56,11 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Apply the gradient and clear it; its norm before clipping. Raises `EtudeError` when it is not finite, and
+        """Apply the gradient and clear it; its norm before clipping. Raises `NotFinite` when that is none, and
         then changes nothing."""
         norm = float(torch.linalg.vector_norm(self.grad))
         if not norm < float("inf"):
-            raise EtudeError(
-                f"the gradient of step {self.num_steps + 1} is not finite", f"norm {norm}", hint="lower lr"
-            )
+            raise NotFinite(f"the gradient of step {self.num_steps + 1} is not finite", f"norm {norm}", hint="lower lr")
         self.num_steps += 1
         adamw(
             [self.master],

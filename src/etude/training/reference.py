@@ -1,4 +1,4 @@
-"""A frozen model that says how likely it finds what the policy sampled: the anchor of a KL in the reward.
+"""A frozen model that says how likely it finds what the policy sampled: the anchor of a KL in the reward or the loss.
 
 It routes by itself: a reference is another model, so replaying the sampler's experts in it would mean nothing.
 """
@@ -13,7 +13,7 @@ import torch
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
 from etude.records import Sample
-from etude.training.rows import lay_flat, microbatches
+from etude.training.rows import Rows, lay_flat, microbatches
 
 
 class Reference:
@@ -24,14 +24,18 @@ class Reference:
         self._temperature, self._budget_tokens = temperature, budget_tokens
 
     @torch.no_grad()
+    def logprobs(self, rows: Rows) -> torch.Tensor:
+        """Of each sampled token, [R] float32."""
+        logits, _ = self._model(rows.tokens_N, Packed(rows.lengths, self._model.operators), rows=rows.rows_R)
+        logprobs_RV = self._model.operators.log_softmax(logits, self._temperature)
+        return logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
+
     def k1(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Rollout id → Σ log π − log π_ref over its sampled tokens, π as the sampler logged it."""
         sums = {sample.rollout_id: 0.0 for sample in samples}
         for some in microbatches(samples, budget_tokens=self._budget_tokens):
             rows = lay_flat(some)
-            logits, _ = self._model(rows.tokens_N, Packed(rows.lengths, self._model.operators), rows=rows.rows_R)
-            logprobs = (logits / self._temperature).log_softmax(-1).gather(1, rows.targets_R[:, None])[:, 0]
-            k1_R = (rows.sampler_logprobs_R - logprobs).double()
+            k1_R = (rows.sampler_logprobs_R - self.logprobs(rows)).double()
             per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R, k1_R)
             for sample, total in zip(some, per_sample.tolist(), strict=True):
                 sums[sample.rollout_id] += total

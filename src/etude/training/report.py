@@ -9,6 +9,7 @@ import torch
 from etude.models.transformer import Forward
 from etude.records.completion import MISSING_ROUTE
 from etude.records.sample import StepReport
+from etude.training.corrections import Corrected, effective_share
 from etude.training.losses import PolicyLoss, k1, k3
 from etude.training.rows import Rows
 
@@ -26,12 +27,14 @@ class Tally:
     num_routed: int = 0  # token-layers that had a recorded route
     fresh: list[float] = field(default_factory=list)
     log_ratios: list[torch.Tensor] = field(default_factory=list)
+    corrected: list[Corrected] = field(default_factory=list)
 
     def add(
         self,
         rows: Rows,
         done: Forward,
         policy: PolicyLoss,
+        corrected: Corrected,
         log_ratio_R: torch.Tensor,
         entropy_R: torch.Tensor,
         loss: torch.Tensor,
@@ -45,7 +48,8 @@ class Tally:
         self.num_clipped += int(policy.clipped_R.sum())
         self.entropy += float(entropy_R.sum())
         self.fresh += [] if fresh is None else [fresh]
-        self.log_ratios.append(log_ratio_R.detach())
+        self.log_ratios.append(log_ratio_R)
+        self.corrected.append(corrected)
         if rows.routes_NLK is not None:
             known = rows.routes_NLK[..., 0] != MISSING_ROUTE
             differs = (rows.routes_NLK.sort(-1).values != done.live.sort(-1).values).any(-1)
@@ -57,6 +61,8 @@ class Tally:
         log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
         off = torch.expm1(log_ratio).abs()
         num_sampled = sum(len(x) for x in self.log_ratios)
+        weight = torch.cat([c.weight_R for c in self.corrected]) if self.corrected else torch.ones(1)
+        uncut = torch.cat([c.uncut_R for c in self.corrected]) if self.corrected else weight
         return StepReport(
             num_tokens=self.num_tokens,
             num_sampled=num_sampled,
@@ -71,4 +77,7 @@ class Tally:
             flipped_share=self.num_flipped / max(1, self.num_routed),
             balance_loss=self.balance / max(1, self.num_tokens),
             cpu_s=cpu_s,
+            cut_share=1.0 - float(weight.double().sum() / uncut.double().sum()),
+            dropped_share=float((weight == 0).double().mean()),
+            effective_share=effective_share(weight),
         )

@@ -31,8 +31,10 @@ class World:
         self.follower = Follower(self.store)
         self.following = Following(self.engine, hf_views(self.model), self.follower, telemetry=telemetry)
 
-    def publish(self, step: int, seed: int | None = None) -> None:
+    def publish(self, step: int, seed: int | None = None, bad: str | None = None) -> None:
         views = hf_views(Transformer(TINY, seed=step if seed is None else seed))
+        if bad is not None:
+            views[bad][0, 1] = float("nan")
         tensors = {
             n: Tensor("bf16", tuple(v.shape), v.bfloat16().view(torch.int16).numpy().view(np.uint16).ravel())
             for n, v in views.items()
@@ -89,6 +91,28 @@ def test_weights_that_do_not_fit_are_told_and_the_engine_goes_on_with_what_it_ho
                 world.following.step()
             assert world.engine.version.step == 1
             assert len((await world.engine.generate(ask("r"))).token_ids) == 8
+            world.publish(3)
+            world.following.step()
+            assert world.engine.version.step == 3
+            assert world.exact()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_weights_that_are_no_numbers_are_refused_by_name_and_the_engine_goes_on_with_what_it_holds(first: bool) -> None:
+    async def story() -> None:
+        world = World()
+        async with world.engine:
+            if not first:
+                world.publish(1)
+                world.following.step()
+            held = {name: view.clone() for name, view in hf_views(world.model).items()}
+            world.publish(2, bad="model.layers.1.mlp.gate.weight")
+            for _ in range(2):
+                with pytest.raises(WeightsError, match=r"layers\.1\.mlp\.gate\.weight of v000002\S* is not finite"):
+                    world.following.step()
+            assert all(torch.equal(view, held[name]) for name, view in hf_views(world.model).items())
             world.publish(3)
             world.following.step()
             assert world.engine.version.step == 3

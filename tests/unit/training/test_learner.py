@@ -16,10 +16,11 @@ from etude.models import ModelConfig, Transformer, hf_views, save_model
 from etude.records import Batch, Sample
 from etude.records.completion import MISSING_ROUTE
 from etude.records.rollout import Path as TokenPath
+from etude.records.sample import StepReport
 from etude.seams import Learner
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.config import LiveWeights
+from etude.training.config import CorrectionKind, LiveWeights
 from etude.training.learner import export
 from etude.weights import Channel, Follower, lineage
 from etude.weights.tensors import same_bits
@@ -116,12 +117,36 @@ def test_a_wrong_logprob_on_fresh_weights_stops_the_step_by_name(learner: TorchL
     assert not learner.optimizer.grad.any()
 
 
-def test_a_logprob_that_is_not_a_number_stops_the_step(learner: TorchLearner) -> None:
-    bad = sampled(learner, 1)
-    logprobs = bad.path.logprobs.copy()
-    logprobs[10] = np.nan
-    with pytest.raises(ParityError):
-        learner.forward_backward(batch(changed(bad, logprobs=logprobs)))
+def test_without_a_correction_nothing_is_cut_and_with_one_a_token_its_sampler_got_wrong_moves_nothing(
+    checkpoint: Path,
+) -> None:
+    def trained(correction: CorrectionKind, **fields: object) -> tuple[StepReport, torch.Tensor]:
+        learner = TorchLearner(replace(CONFIG, correction=correction), hold_fresh_to_one=False)
+        learner.load(checkpoint)
+        whole, odd = sampled(learner, 0), sampled(learner, 1)
+        logprobs, mask = odd.path.logprobs.copy(), odd.path.mask.copy()
+        logprobs[10] -= 3.0
+        mask[10] = fields.get("keep", True)
+        both = (whole, changed(odd, logprobs=logprobs, mask=mask))
+        num_loss_tokens = int(whole.path.mask.sum() + odd.path.mask.sum())
+        report = learner.forward_backward(msgspec.structs.replace(batch(*both), num_loss_tokens=num_loss_tokens))
+        return report, learner.optimizer.grad.clone()
+
+    plain, plain_grad = trained(CorrectionKind.NONE)
+    masked, masked_grad = trained(CorrectionKind.MASKED)
+    without, without_grad = trained(CorrectionKind.NONE, keep=False)
+    assert (plain.cut_share, plain.dropped_share) == (0.0, 0.0)
+    assert plain.effective_share < 0.5 < 0.99 < without.effective_share
+    assert masked.dropped_share == pytest.approx(1 / masked.num_sampled)
+    assert masked.effective_share == pytest.approx(1 - 1 / masked.num_sampled, abs=1e-4)
+    assert masked.cut_share == pytest.approx(np.exp(3) / (np.exp(3) + masked.num_sampled - 1), rel=1e-4)
+    assert masked.clip_share == 0
+    assert torch.allclose(masked_grad, without_grad, atol=1e-7)
+    truncated, _ = trained(CorrectionKind.TRUNCATED)
+    assert truncated.cut_share == pytest.approx((np.exp(3) - 2) / (np.exp(3) + masked.num_sampled - 1), rel=1e-4)
+    _, lost_grad = trained(CorrectionKind.MASKED_SEQUENCES)
+    assert torch.count_nonzero(lost_grad) > 0
+    assert not torch.allclose(lost_grad, plain_grad, atol=1e-5)
 
 
 def test_the_hard_check_spares_stale_mixed_and_foreign_samples(learner: TorchLearner) -> None:

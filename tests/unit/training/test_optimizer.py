@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from etude.errors import CheckpointError, EtudeError
+from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
 from etude.training.optimizer import AdamW
 from etude.training.schedule import rate
@@ -69,7 +69,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     optimizer = AdamW(model, weights=LiveWeights.F32)
     before = optimizer.live.clone()
     optimizer.grad.fill_(float("nan"))
-    with pytest.raises(EtudeError, match="not finite"):
+    with pytest.raises(NotFinite, match="not finite"):
         optimizer.step(0.1)
     assert torch.equal(before, optimizer.live)
 

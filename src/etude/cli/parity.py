@@ -1,0 +1,242 @@
+"""``etude parity``: an engine against the learner, on one checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from etude.cli import places
+from etude.errors import Exit, InputError, NoCheckpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from etude.evals.doctor.diagnosis import Budget, Diagnosis
+    from etude.evals.doctor.sides import EngineSide
+    from etude.evals.parity import Parity
+    from etude.models import ModelConfig, Transformer
+
+MAX_TOKENS = 4096
+
+K3 = {"float32": 1e-9, "float16": 5e-4, "bfloat16": 5e-3}
+"""The budget of k3 by dtype, twice what was measured on random weights (docs/concepts/numerics.md)."""
+P99 = {"float32": 1e-3, "float16": 0.2, "bfloat16": 0.5}
+
+
+def arguments(parser: argparse.ArgumentParser, counted: Callable[[str], int], written: Callable[[str], Path]) -> None:
+    """What the command takes."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT|RUN")
+    parser.add_argument(
+        "--engine", metavar="URL|transformers", help="what samples (default: our engine, in this process)"
+    )
+    parser.add_argument("--dtype", choices=sorted(K3), default="float32", help="of both sides (default: float32)")
+    parser.add_argument("--mode", choices=["exact", "native"], help="default: exact for our engine, native for others")
+    parser.add_argument("--quant", choices=["none", "mxfp8", "nvfp4", "mxfp4"], default="none")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="what prompts are cut from (default: random tokens)")
+    parser.add_argument("--prompts", type=counted, default=8, metavar="N")
+    parser.add_argument("--tokens", type=counted, default=64, metavar="N", help="to sample after each prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--k3", type=float, metavar="NATS", help="the budget (default: by dtype; 0 in exact mode)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--out", type=written, metavar="FILE.html", help="write a page with the histograms")
+
+
+def parity(args: argparse.Namespace) -> int:
+    """Exit code 0: equal, or near where that is all that was asked; 1: off."""
+    from etude.evals.doctor.diagnosis import Verdict, examine
+    from etude.evals.doctor.page import write_page
+    from etude.evals.doctor.sides import LearnerSide
+
+    checkpoint = _checkpoint(args.checkpoint)
+    mode = args.mode or ("exact" if args.engine is None else "native")
+    learner = _model(checkpoint, args.dtype, mode, args.quant)
+    prompts = _prompts(args, checkpoint, learner.config)
+    engine = _engine(args, checkpoint, mode)
+    found = examine(
+        engine,
+        LearnerSide(learner),
+        prompts,
+        max_tokens=args.tokens,
+        seed=args.seed,
+        exact=mode == "exact",
+        budget=_budget(args, mode),
+        told=lambda what: print(what, file=sys.stderr, flush=True),
+    )
+    if args.out is not None:
+        write_page(args.out, found, title=f"{args.checkpoint.name} · {args.dtype} · {mode}")
+    if args.json:
+        print(json.dumps(found.plain(), indent=2))
+    else:
+        _show(found)
+    return Exit.FAILED if found.verdict is Verdict.OFF else Exit.DONE
+
+
+def _checkpoint(path: Path) -> Path:
+    place = places.existing(path)
+    if (place / "run.json").is_file():
+        from etude.loop.exporting import newest_checkpoint
+
+        return newest_checkpoint(places.open_run(place))
+    if not (place / "config.json").is_file():
+        raise NoCheckpoint(f"{place} is no checkpoint", "it has no config.json", hint="give a Hugging Face directory")
+    return place
+
+
+def _model(checkpoint: Path, dtype: str, mode: str, quant: str) -> Transformer:
+    import torch
+
+    from etude.models import load_model
+    from etude.numerics import Exact, Native
+
+    if quant != "none":
+        raise InputError(f"--quant {quant} is not computed", hint="leave it out")
+    kind: torch.dtype = getattr(torch, dtype)
+    return load_model(checkpoint, dtype=kind, operators=(Exact if mode == "exact" else Native)(kind))
+
+
+def _engine(args: argparse.Namespace, checkpoint: Path, mode: str) -> EngineSide:
+    import torch
+
+    if args.engine is None:
+        from etude.evals.doctor.sides import OurEngine
+
+        return OurEngine(_model(checkpoint, args.dtype, mode, args.quant))
+    if args.engine == "transformers":
+        from etude.evals.doctor.transformers_engine import TransformersEngine
+
+        return TransformersEngine.load(checkpoint, getattr(torch, args.dtype))
+    if not args.engine.startswith(("http://", "https://")):
+        raise InputError(f"--engine {args.engine} is no engine", hint="give a URL, or the word transformers")
+    from etude.evals.doctor.remote import at_url
+
+    return at_url(args.engine, token=os.environ.get("ETUDE_TOKEN"))
+
+
+def _budget(args: argparse.Namespace, mode: str) -> Budget:
+    from etude.evals.doctor.diagnosis import Budget
+
+    if args.k3 is not None and not 0 <= args.k3 < math.inf:
+        raise InputError(f"--k3 {args.k3} is no budget", hint="give a number from 0 on, such as 1e-3")
+    if mode == "exact":
+        return Budget(0.0, 0.0)
+    return Budget(K3[args.dtype] if args.k3 is None else args.k3, P99[args.dtype])
+
+
+def _prompts(args: argparse.Namespace, checkpoint: Path, sizes: ModelConfig) -> list[list[int]]:
+    """Different lengths, so that batches are ragged. Raises `InputError`."""
+    import numpy as np
+
+    if args.tokens + 1 > min(MAX_TOKENS, sizes.context_tokens):
+        raise InputError(
+            f"--tokens {args.tokens} does not fit",
+            f"the checkpoint has positions for {sizes.context_tokens}, and {MAX_TOKENS} are the most here",
+            hint="ask for fewer",
+        )
+    random = np.random.default_rng(args.seed)
+    room = min(96, sizes.context_tokens - args.tokens)
+    lengths = random.integers(1, room, args.prompts, endpoint=True).tolist()
+    if args.text is None:
+        return [random.integers(0, sizes.vocab_size, n).tolist() for n in lengths]
+    ids = _tokenised(args.text, checkpoint)
+    if ids[0] < 0 or max(ids) >= sizes.vocab_size:
+        raise InputError(
+            f"token {max(ids)} of {args.text} is past the vocabulary",
+            f"the model has {sizes.vocab_size}",
+            hint="the tokenizer.json is of another checkpoint",
+        )
+    starts = random.integers(0, max(1, len(ids) - room), args.prompts).tolist()
+    return [ids[s : s + n] for s, n in zip(starts, lengths, strict=True)]
+
+
+def _tokenised(text: Path, checkpoint: Path) -> list[int]:
+    from tokenizers import Tokenizer
+
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{text} cannot be read as text", str(error), hint="give a UTF-8 file") from None
+    try:
+        tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    except Exception as error:  # noqa: BLE001 - the library raises a bare Exception
+        raise NoCheckpoint(
+            f"{checkpoint} has no tokenizer", str(error), hint="leave out --text: prompts are random tokens then"
+        ) from None
+    ids: list[int] = tokenizer.encode(words, add_special_tokens=False).ids
+    if not ids:
+        raise InputError(f"{text} is empty", hint="give a file with text, or leave out --text")
+    return ids
+
+
+_COLUMNS = (
+    *("way", "tokens", "differing", "mean |Δ|", "k1", "k3", "p99 |r-1|", "max |r-1|", "flipped"),
+    "k3 replayed",
+)
+_MOST = 8  # findings that are shown
+
+
+def _show(found: Diagnosis) -> None:
+    screen = places.console()
+    table = Table(*_COLUMNS)
+    for way in found.ways:
+        one = way.parity
+        table.add_row(
+            way.way,
+            str(one.num_tokens),
+            str(one.num_differing),
+            *(_number(v) for v in (one.mean, one.k1, one.k3, one.ratio_p99, one.ratio_max)),
+            "-" if one.flipped is None else f"{one.flipped:.2%}",
+            "-" if way.replayed is None else _number(way.replayed.k3),
+        )
+    screen.print(table)
+    worst = max(found.ways, key=lambda way: way.parity.k3)
+    screen.print(f"|Δ| of log-probabilities, {worst.way}:")
+    for label, count, bar in bars(worst.parity):
+        screen.print(f"  {label:>16} {count:>8}  {bar}")
+    for off in found.findings[:_MOST]:
+        unseen = f" (or one of {', '.join(off.unseen)}, which it does not show)" if off.unseen else ""
+        screen.print(f"off: {off.name}{unseen}: error {_number(off.error)}, rounding allows {_number(off.allowed)}")
+    if len(found.findings) > _MOST:
+        screen.print(f"and {len(found.findings) - _MOST} more operators")
+    if not found.shown:
+        screen.print(f"{found.engine} does not show its operators: what differs cannot be named")
+    screen.print(_words(found), style="bold")
+
+
+def _words(found: Diagnosis) -> str:
+    from etude.evals.doctor.diagnosis import Verdict
+
+    match found.verdict:
+        case Verdict.EQUAL:
+            return f"{found.engine} and the learner agree to the bit"
+        case Verdict.NEAR:
+            return f"{found.engine} and the learner are as near as their rounding lets them"
+    if found.findings:
+        return f"{found.engine} and the learner differ, first in {found.findings[0].name}"
+    what = "were to be equal" if found.exact else f"are over the budget of k3 {found.budget.k3:g}"
+    return f"{found.engine} and the learner {what}"
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def bars(one: Parity) -> Sequence[tuple[str, int, str]]:
+    """The histogram as lines: from where there is something to where there is something."""
+    from etude.evals.parity import edges
+
+    bounds = edges()
+    labels = ["equal", f"< {bounds[0]:.0e}", *(f"{a:.1e} on" for a in bounds)]
+    filled = [i for i, count in enumerate(one.histogram) if count]
+    most = max(one.histogram)
+    return [
+        (labels[i], one.histogram[i], "█" * math.ceil(40 * one.histogram[i] / most))
+        for i in range(filled[0], filled[-1] + 1)
+    ]

@@ -1,0 +1,127 @@
+"""A whole examination: every way of the engine against the learner, and what is off where they differ."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from etude.evals.doctor.local import Finding, findings
+from etude.evals.doctor.sides import EngineSide, LearnerSide, Sampled, Scored
+from etude.evals.parity import Parity, compare
+
+
+class Verdict(enum.StrEnum):
+    EQUAL = "equal"  # every number the same
+    NEAR = "near"  # within the budget, and every operator within its rounding
+    OFF = "off"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How far apart is near: the most that k3 (nats a token) and the 99th percentile of |r - 1| may be."""
+
+    k3: float
+    ratio_p99: float
+
+    def holds(self, found: Parity) -> bool:
+        """Whether the numbers keep to it."""
+        return found.k3 <= self.k3 and found.ratio_p99 <= self.ratio_p99
+
+
+@dataclass(frozen=True)
+class WayResult:
+    """One way of the engine against the learner."""
+
+    way: str
+    parity: Parity
+    replayed: Parity | None  # the learner with the engine's routes; None where the engine gives none
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found."""
+
+    engine: str
+    exact: bool  # whether equality was asked for
+    budget: Budget
+    ways: tuple[WayResult, ...]
+    findings: tuple[Finding, ...]  # operators that are off, in the order of computing
+    shown: bool  # whether the engine shows its operators at all
+
+    @property
+    def verdict(self) -> Verdict:
+        if all(w.parity.equal for w in self.ways) and not self.findings:
+            return Verdict.EQUAL
+        near = not self.exact and not self.findings and all(self.budget.holds(w.parity) for w in self.ways)
+        return Verdict.NEAR if near else Verdict.OFF
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "engine": self.engine,
+            "verdict": str(self.verdict),
+            "exact": self.exact,
+            "budget": {"k3": self.budget.k3, "ratio_p99": self.budget.ratio_p99},
+            "ways": {
+                w.way: {"live": w.parity.plain(), "replayed": w.replayed.plain() if w.replayed else None}
+                for w in self.ways
+            },
+            "operators_shown": self.shown,
+            "findings": [
+                {
+                    "operator": f.name,
+                    "layer": f.layer,
+                    "error": f.error,
+                    "allowed": f.allowed,
+                    "position": f.position,
+                    "rows": f.num_rows,
+                    "or_one_of": list(f.unseen),
+                }
+                for f in self.findings
+            ],
+        }
+
+
+def examine(
+    engine: EngineSide,
+    learner: LearnerSide,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    seed: int,
+    exact: bool,
+    budget: Budget,
+    told: Callable[[str], None] = lambda what: None,
+) -> Diagnosis:
+    """Sample every prompt in every way, score it by the learner, and look into the operators of the longest text.
+    `told` hears what is being done. Raises `EngineError` of the engine."""
+    ways, texts = [], []
+    for way in engine.ways:
+        told(f"{engine.name} samples {len(prompts)} x {max_tokens} tokens, {way}")
+        texts = engine.sample(way, prompts, max_tokens=max_tokens, seed=seed)
+        told(f"the learner computes what {engine.name} sampled, {way}")
+        ways.append(_compared(way, texts, learner))
+    text = max(texts, key=lambda t: len(t.token_ids))
+    told(f"{engine.name} shows its operators for {len(text.token_ids)} tokens")
+    theirs = engine.results(text.token_ids[:-1], prompt_tokens=text.num_prompt)
+    found: list[Finding] = []
+    if theirs is not None:
+        told("each operator is computed alone")
+        found = findings(learner.model, text.token_ids[:-1], theirs, exact=exact)
+    return Diagnosis(engine.name, exact, budget, tuple(ways), tuple(found), theirs is not None)
+
+
+def _compared(way: str, texts: Sequence[Sampled], learner: LearnerSide) -> WayResult:
+    live = _parity(texts, learner.score(texts))
+    routed = all(text.routes is not None for text in texts)
+    return WayResult(way, live, _parity(texts, learner.score(texts, replay=True)) if routed else None)
+
+
+def _parity(texts: Sequence[Sampled], scored: Sequence[Scored]) -> Parity:
+    routes = [(t.routes, s.routes) for t, s in zip(texts, scored, strict=True) if t.routes is not None]
+    both = (np.concatenate([a for a, _ in routes]), np.concatenate([b for _, b in routes])) if routes else None
+    return compare(np.concatenate([t.logprobs for t in texts]), np.concatenate([s.logprobs for s in scored]), both)

@@ -1,0 +1,168 @@
+"""Which operator is off: each one computed alone, on the inputs that the engine gave it.
+
+The learner's model runs over the same tokens while every result is replaced by the engine's. So what it computes for
+an operator comes from the engine's inputs of that operator, and the two results differ by that operator's own error;
+errors of earlier ones do not count. In exact mode any differing bit names the operator.
+
+Elsewhere an error is judged by the rounding that it may have. The same is computed in float64, with the same
+replacements; how far the engine lies from that is set against how far our own operator lies, in the same dtype, on
+the same inputs. Two numbers are kept for each token: the relative error, and the *excess*, what is left of it once
+each element may be rounded to the dtype, once in a product, twice elsewhere (a norm before and after its weight). A
+wrong constant of 1e-5 is far under bf16's rounding and shows in neither: it shows in float32.
+
+What the engine does not show (a vendor's fused kernel) counts into the next result that it does.
+
+Shapes: T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from etude.inference.watched import Results
+from etude.models import Packed, Transformer, hf_views
+from etude.numerics import Native
+
+TIMES, TIMES_ALL = 6.0, 2.5
+"""How many times our own error an engine's may be, in its worst row and over all of them: kernels round in between, in
+another order. Clean models of both families in three dtypes come to 1.2 (tests/unit/evals/test_doctor.py)."""
+
+_LEAST = float(torch.finfo(torch.float32).eps)
+
+PRODUCTS = ("qkv", ".out", "scores", "gate_up", "down", "logits", "_a", "_b")
+"""How the names end of results that are rounded once."""
+
+INNER = ("experts.gate_up", "experts.activated", "experts.down")
+"""Seen, but not replaced by a watch: an error in one of them goes on to the next, up to `experts.mixed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """An operator whose result is not what its inputs give."""
+
+    name: str  # "layers.3.attention.qkv"
+    error: float  # relative error of the worst row
+    allowed: float  # what rounding in this dtype may give; 0 in exact mode
+    position: int  # of the worst row
+    num_rows: int  # rows that are off
+    unseen: tuple[str, ...]  # operators before it that the engine does not show: it may be one of them
+
+    @property
+    def layer(self) -> int | None:
+        """None outside the layers."""
+        head, _, rest = self.name.partition(".")
+        return int(rest.partition(".")[0]) if head == "layers" else None
+
+
+def findings(model: Transformer, token_ids: Sequence[int], theirs: Results, *, exact: bool) -> list[Finding]:
+    """Every operator that is off, in the order of computing; of operators inside the experts only the first.
+
+    `model` is the learner's. `theirs` are the engine's results for all of `token_ids`. Raises `ValueError` for results
+    of other shapes.
+    """
+    ours, reference = _alone(model, token_ids, theirs), {}
+    if not exact:
+        reference = _alone(_in_double(model), token_ids, theirs)
+    found: list[Finding] = []
+    unseen: list[str] = []
+    for name, mine in ours.items():
+        if name not in theirs:
+            unseen.append(name)
+            continue
+        one = _judged(name, mine, theirs[name], reference.get(name), tuple(unseen))
+        if one is not None and not _follows(one, found):
+            found.append(one)
+        unseen = []
+    return found
+
+
+def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Results:
+    """Every operator's result on the engine's inputs."""
+    own: Results = {}
+
+    def watch(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        own[name] = tensor
+        if name not in theirs:
+            return tensor
+        if theirs[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {list(theirs[name].shape)}, the learner's {list(tensor.shape)}")
+        return theirs[name].to(tensor.dtype)
+
+    with torch.inference_mode():
+        done = model.eval().run(
+            torch.tensor(list(token_ids)), Packed([len(token_ids)], model.operators), _replayed(theirs), watch=watch
+        )
+    for at, name in enumerate(n for n in own if n.endswith("experts.used")):
+        own[name] = done.live[:, at].long()  # the choice from the engine's scores, not the replayed one
+    return own
+
+
+def _replayed(theirs: Results) -> torch.Tensor | None:
+    used = [tensor for name, tensor in theirs.items() if name.endswith("experts.used")]
+    return torch.stack(used, 1).to(torch.uint8) if used else None
+
+
+def _in_double(model: Transformer) -> Transformer:
+    """The same weights in float64, computed plainly."""
+    twin = Transformer(model.config, seed=None, dtype=torch.float64, operators=Native(torch.float64))
+    with torch.no_grad():
+        for mine, theirs in zip(hf_views(twin).values(), hf_views(model).values(), strict=True):
+            mine.copy_(theirs)
+    return twin
+
+
+def _follows(one: Finding, found: list[Finding]) -> bool:
+    """Whether it is the error of an earlier product inside the same experts that goes on."""
+    if not found or not one.name.endswith((*INNER, "experts.mixed")):
+        return False
+    return found[-1].layer == one.layer and found[-1].name.endswith(INNER)
+
+
+def _judged(
+    name: str, mine: torch.Tensor, theirs: torch.Tensor, true: torch.Tensor | None, unseen: tuple[str, ...]
+) -> Finding | None:
+    if not mine.dtype.is_floating_point:
+        differs = _rows((mine.sort(-1).values != theirs.sort(-1).values).to(torch.float64)).any(1)
+        return _finding(name, differs.double(), 0.0, unseen)
+    if true is None:
+        return _finding(name, _error(theirs.double(), mine.double()), 0.0, unseen)
+    dtype = theirs.dtype
+    mine = mine.to(dtype)  # where theirs is the coarser one: that is a rounding, too
+    rounding = torch.finfo(dtype).eps * (0.51 if name.endswith(PRODUCTS) else 1.02)
+    for slack in (0.0, rounding):
+        its, own = (_error(one.double(), true.double(), slack) for one in (theirs, mine))
+        if found := _finding(name, its, TIMES * max(float(own.max()), _LEAST), unseen):
+            return found
+    its, own = (_whole(one.double(), true.double()) for one in (theirs, mine))
+    return _finding(name, its, TIMES_ALL * max(float(own), _LEAST), unseen)
+
+
+def _finding(name: str, error_T: torch.Tensor, allowed: float, unseen: tuple[str, ...]) -> Finding | None:
+    error_T = torch.nan_to_num(error_T, nan=torch.inf)
+    worst = float(error_T.max())
+    if worst <= allowed:
+        return None
+    return Finding(name, worst, allowed, int(error_T.argmax()), int((error_T > allowed).sum()), unseen)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def _norms(tensor: torch.Tensor) -> torch.Tensor:
+    norms: torch.Tensor = torch.linalg.vector_norm(_rows(tensor), dim=1)
+    return norms
+
+
+def _error(found: torch.Tensor, true: torch.Tensor, slack: float = 0.0) -> torch.Tensor:
+    """[T]: root mean square of a row's error over that of the row, each element's first `slack` forgiven."""
+    beyond = ((found - true).abs() - true.abs() * slack).clamp_min(0)
+    return _norms(beyond) / _norms(true).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _whole(found: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
+    """[1]: the relative error of all rows together."""
+    return _error(found.flatten()[None], true.flatten()[None])

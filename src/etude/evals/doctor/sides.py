@@ -1,0 +1,169 @@
+"""The two sides of a comparison: an engine that samples, and the learner that computes the same tokens.
+
+Our engine runs in this process, or answers at a URL; the others are in modules of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from etude.inference.config import EngineConfig
+from etude.inference.engine import ReferenceEngine
+from etude.inference.watched import CHUNK, Results, engine_results
+from etude.models import Packed, Transformer
+from etude.records.completion import Completion, CompletionRequest, Sampling, Version
+from etude.seams import Engine
+from etude.training.batches import runs
+
+NO_VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A text and what the engine said of the part that it sampled."""
+
+    token_ids: list[int]  # prompt and completion
+    num_prompt: int
+    logprobs: npt.NDArray[np.float32]  # [T] of the completion, at temperature 1
+    routes: npt.NDArray[np.integer] | None  # [len(token_ids) - 1, L, K]; None where the engine gives none
+
+
+class EngineSide(Protocol):
+    """An engine, as the doctor sees it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How it can be made to compute: "batched", "alone", "chunked", ..."""
+        ...
+
+    def sample(self, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int) -> list[Sampled]:
+        """Complete each prompt by `max_tokens` tokens at temperature 1. Raises `EngineError`."""
+        ...
+
+    def results(self, token_ids: Sequence[int], *, prompt_tokens: int) -> Results | None:
+        """Every operator's results, or None where it shows none."""
+        ...
+
+
+class OurEngine:
+    """The reference engine in this process. `model` is its own, not the learner's."""
+
+    name = "etude"
+    ways = ("batched", "alone", "chunked", "cached")
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+
+    def sample(self, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int) -> list[Sampled]:
+        longest = max(map(len, prompts)) + max_tokens
+        config = EngineConfig(
+            context_tokens=longest, max_sequences=64, chunk_tokens=CHUNK if way == "chunked" else max(2, longest)
+        )
+
+        async def run() -> list[Sampled]:
+            async with ReferenceEngine(self._model, version=NO_VERSION, name=self.name, config=config) as engine:
+                return await sample_ways(engine, way, prompts, max_tokens=max_tokens, seed=seed)
+
+        return asyncio.run(run())
+
+    def results(self, token_ids: Sequence[int], *, prompt_tokens: int) -> Results:
+        return engine_results(self._model, token_ids, prompt_tokens=prompt_tokens)
+
+
+async def sample_ways(
+    engine: Engine, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int
+) -> list[Sampled]:
+    """One of our engine's ways: all prompts at once; one after another; or in two calls of a session, the second of
+    which finds the first one's keys and values."""
+
+    def one(i: int) -> Awaitable[Sampled]:
+        if way == "cached":
+            return _in_two_calls(engine, i, prompts[i], max_tokens=max_tokens, seed=seed)
+        return _complete(engine, f"{way}-{i}", prompts[i], max_tokens=max_tokens, seed=seed + i)
+
+    if way == "alone":
+        return [await one(i) for i in range(len(prompts))]
+    return list(await asyncio.gather(*(one(i) for i in range(len(prompts)))))
+
+
+async def _complete(engine: Engine, name: str, prompt: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    return _sampled(prompt, await _ask(engine, name, name, prompt, max_tokens, seed))
+
+
+async def _in_two_calls(engine: Engine, i: int, prompt: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    half, session = max(1, len(prompt) // 2), f"cached-{i}"
+    await _ask(engine, f"{session}-first", session, prompt[:half], 1, seed + i)
+    return _sampled(prompt, await _ask(engine, f"{session}-second", session, prompt, max_tokens, seed + i))
+
+
+async def _ask(
+    engine: Engine, name: str, session: str, prompt: Sequence[int], max_tokens: int, seed: int
+) -> Completion:
+    return await engine.generate(
+        CompletionRequest(
+            request_id=name,
+            session_id=session,
+            prompt_ids=np.array(prompt, np.int32),
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=(), temperature=1.0, seed=seed),
+            deadline_s=600.0,
+        )
+    )
+
+
+def _sampled(prompt: Sequence[int], completion: Completion) -> Sampled:
+    ids = [*map(int, prompt), *completion.token_ids.tolist()]
+    return Sampled(ids, len(prompt), completion.logprobs, completion.routes if completion.routes.size else None)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What the learner says of the same tokens."""
+
+    logprobs: npt.NDArray[np.float32]  # [T]
+    routes: npt.NDArray[np.integer]  # [len(token_ids) - 1, L, K]: its own choice
+
+
+class LearnerSide:
+    """The learner's forward: several texts packed into one."""
+
+    def __init__(self, model: Transformer, *, budget_tokens: int = 8192) -> None:
+        self.model = model.train()
+        self._budget = budget_tokens
+
+    @torch.no_grad()
+    def score(self, texts: Sequence[Sampled], *, replay: bool = False) -> list[Scored]:
+        """In the order of `texts`. With `replay` the engine's routes are used; `Scored.routes` stay the live ones."""
+        return [scored for part in self._parts(texts) for scored in self._forward(part, replay)]
+
+    def _parts(self, texts: Sequence[Sampled]) -> Iterator[Sequence[Sampled]]:
+        for part in runs([len(text.token_ids) - 1 for text in texts], self._budget):
+            yield texts[part]
+
+    def _forward(self, texts: Sequence[Sampled], replay: bool) -> Iterator[Scored]:
+        lengths = [len(text.token_ids) - 1 for text in texts]
+        tokens = torch.tensor([token for text in texts for token in text.token_ids[:-1]])
+        routes = torch.from_numpy(np.concatenate([_routes(text) for text in texts])) if replay else None
+        done = self.model.run(tokens, Packed(lengths, self.model.operators), routes)
+        logprobs = self.model.operators.log_softmax(done.logits)
+        start = 0
+        for text, length in zip(texts, lengths, strict=True):
+            rows = torch.arange(start + text.num_prompt - 1, start + length)
+            targets = torch.tensor(text.token_ids[text.num_prompt :])
+            mine = logprobs[rows].gather(1, targets[:, None])[:, 0]
+            yield Scored(mine.numpy(), done.live[start : start + length].numpy())
+            start += length
+
+
+def _routes(text: Sampled) -> npt.NDArray[np.integer]:
+    assert text.routes is not None, "asked for by a caller that has seen them"
+    return text.routes

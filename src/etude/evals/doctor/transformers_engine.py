@@ -1,0 +1,148 @@
+"""`transformers` as an engine: it samples from its own cache, token after token, and hooks show its operators' results.
+
+Needs the package, which is no dependency of etude; it is imported when asked for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from etude.errors import CheckpointError, EngineError
+from etude.evals.doctor.sides import Sampled
+from etude.inference.watched import Results
+from etude.numerics.sampling import sample
+
+Take = Callable[[Any], torch.Tensor]
+
+
+class TransformersEngine:
+    """A checkpoint as `AutoModelForCausalLM` computes it."""
+
+    name = "transformers"
+    ways = ("alone",)
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+
+    @classmethod
+    def load(cls, checkpoint: Path, dtype: torch.dtype) -> TransformersEngine:
+        """Raises `EngineError` where the package is not there, `CheckpointError` where it cannot read the directory."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                from transformers import AutoModelForCausalLM
+            except ImportError as error:
+                raise EngineError(
+                    "transformers is not installed", str(error), hint="pip install transformers, then ask again"
+                ) from None
+            try:
+                model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+            except (OSError, ValueError, KeyError, RuntimeError) as error:
+                raise CheckpointError(
+                    f"transformers cannot load {checkpoint}",
+                    str(error).partition("\n")[0],
+                    hint="see whether it knows this model_type; or take another --engine",
+                ) from None
+        return cls(model)
+
+    @torch.no_grad()
+    def sample(self, way: str, prompts: Sequence[Sequence[int]], *, max_tokens: int, seed: int) -> list[Sampled]:
+        return [self._one(list(map(int, p)), max_tokens, seed + i) for i, p in enumerate(prompts)]
+
+    def _one(self, prompt: list[int], max_tokens: int, seed: int) -> Sampled:
+        ids, said, cache = list(prompt), [], None
+        fresh = prompt
+        for _ in range(max_tokens):
+            done = self._model(torch.tensor([fresh]), past_key_values=cache, use_cache=True)
+            cache = done.past_key_values
+            token, logprob = sample(done.logits[0, -1:], [1.0], [seed], [len(ids)])
+            fresh = token.tolist()
+            ids += fresh
+            said.append(float(logprob))
+        return Sampled(ids, len(prompt), np.array(said, np.float32), None)
+
+    @torch.no_grad()
+    def results(self, token_ids: Sequence[int], *, prompt_tokens: int) -> Results:
+        parts: dict[str, list[torch.Tensor]] = {}
+        handles = [
+            hook
+            for name, module, before, take in _watched(self._model)
+            for hook in [_hook(parts, name, module, before, take)]
+        ]
+        try:
+            cache = None
+            for piece in (token_ids[:prompt_tokens], *([t] for t in token_ids[prompt_tokens:])):
+                done = self._model(torch.tensor([list(piece)]), past_key_values=cache, use_cache=True)
+                cache = done.past_key_values
+        finally:
+            for handle in handles:
+                handle.remove()
+        return _joined({name: torch.cat(pieces) for name, pieces in parts.items()})
+
+
+def _hook(parts: dict[str, list[torch.Tensor]], name: str, module: nn.Module, before: bool, take: Take) -> Any:
+    def keep(value: Any) -> None:
+        rows = take(value)
+        parts.setdefault(name, []).append(rows.reshape(-1, *rows.shape[2:]) if rows.dim() > 2 else rows.clone())
+
+    if before:
+        return module.register_forward_pre_hook(lambda _, args: keep(args[0]))
+    return module.register_forward_hook(lambda _, args, out: keep(out))
+
+
+def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
+    """Our name, their module, whether its input is meant, and which part."""
+
+    def whole(value: Any) -> torch.Tensor:
+        tensor: torch.Tensor = value[0] if isinstance(value, tuple) else value
+        return tensor
+
+    def part(i: int) -> Take:
+        return lambda value: value[i]
+
+    found: list[tuple[str, nn.Module, bool, Take]] = [("embedding", model.model.embed_tokens, False, whole)]
+    for i, layer in enumerate(model.model.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        own: list[tuple[str, nn.Module | None, bool, Take]] = [
+            ("attention_norm", layer.input_layernorm, False, whole),
+            ("attention.q", getattr(attention, "q_proj", None), False, whole),
+            ("attention.k", getattr(attention, "k_proj", None), False, whole),
+            ("attention.v", getattr(attention, "v_proj", None), False, whole),
+            ("attention.normed_q", getattr(attention, "q_norm", None), False, whole),
+            ("attention.normed_k", getattr(attention, "k_norm", None), False, whole),
+            ("attention.attended", attention.o_proj, True, whole),
+            ("attention.out", attention.o_proj, False, whole),
+            ("middle", layer.post_attention_layernorm, True, whole),
+            ("experts_norm", layer.post_attention_layernorm, False, whole),
+            ("experts.scores", getattr(mlp, "gate", None), False, part(0)),
+            ("experts.used", getattr(mlp, "gate", None), False, part(2)),
+            ("experts.gates", getattr(mlp, "gate", None), False, part(1)),
+            ("experts.mixed", mlp if hasattr(mlp, "gate") else None, False, whole),
+            ("output", layer, False, whole),
+        ]
+        found += [
+            (f"layers.{i}.{name}", module, before, take) for name, module, before, take in own if module is not None
+        ]
+    return [*found, ("norm", model.model.norm, False, whole), ("logits", model.lm_head, False, whole)]
+
+
+def _joined(theirs: Results) -> Results:
+    """Their three projections as our one, and their two norms."""
+    joined: Results = {}
+    for name, tensor in theirs.items():
+        at = name.removesuffix(".q")
+        if at != name and f"{at}.k" in theirs:
+            joined[f"{at}.qkv"] = torch.cat([theirs[f"{at}.{part}"] for part in "qkv"], -1)
+        at = name.removesuffix(".normed_q")
+        if at != name:
+            joined[f"{at}.qk_norm"] = torch.cat([tensor, theirs[f"{at}.normed_k"]], 1)
+        if not name.endswith((".q", ".k", ".v", ".normed_q", ".normed_k")):
+            joined[name] = tensor
+    return joined

@@ -1,0 +1,98 @@
+"""A text computed as the engine computes it, watched: a prompt in chunks, then one token after another from its cache.
+
+For looking into an engine: results of every operator, put together by position. Allocates keys and values of its own;
+touches no request's. Shapes: T positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from etude.errors import EngineError
+from etude.inference.kv import KVCache, Span, StepCache
+from etude.inference.wire import OperatorResult
+from etude.models import Transformer
+
+Results = dict[str, torch.Tensor]
+"""An operator's name → its results, [T, ...], in the order of computing."""
+
+
+CHUNK = 16
+"""Positions of a chunk where nobody asks for another: small, so that there are several."""
+MAX_SHOWN_BYTES = 256 << 20
+
+_WIRE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int64: "int64"}
+
+
+@torch.inference_mode()
+def engine_results(
+    model: Transformer,
+    token_ids: Sequence[int],
+    *,
+    prompt_tokens: int,
+    chunk_tokens: int = CHUNK,
+) -> Results:
+    """Every operator's results for all positions of a text: its first `prompt_tokens` in chunks that end at
+    multiples of `chunk_tokens`, each other by itself."""
+    model = model.eval()
+    kv = KVCache(model.config, model.operators, num_slots=1, context_tokens=len(token_ids))
+    tokens = torch.tensor(list(token_ids))
+    parts: dict[str, list[torch.Tensor]] = {}
+
+    def watch(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        parts.setdefault(name, []).append(tensor.clone())
+        return tensor
+
+    none = np.zeros(0, np.int64)
+    for start, stop in _pieces(len(token_ids), prompt_tokens, chunk_tokens):
+        if stop <= prompt_tokens:
+            cache = StepCache(kv, none, none, [Span(0, start, stop)])
+        else:
+            cache = StepCache(kv, np.zeros(1, np.int64), np.array([start], np.int64), [])
+        model.run(tokens[start:stop], cache, watch=watch)
+    return {name: torch.cat(pieces) for name, pieces in parts.items()}
+
+
+def _pieces(num_tokens: int, prompt_tokens: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
+    at = 0
+    while at < prompt_tokens:
+        stop = min(prompt_tokens, (at // chunk_tokens + 1) * chunk_tokens)
+        yield at, stop
+        at = stop
+    yield from ((p, p + 1) for p in range(prompt_tokens, num_tokens))
+
+
+def as_wire(results: Results) -> list[OperatorResult]:
+    """For an engine's answer. Raises `EngineError` where it would be larger than anybody wants."""
+    num_bytes = sum(tensor.nbytes for tensor in results.values())
+    if num_bytes > MAX_SHOWN_BYTES:
+        raise EngineError(
+            f"{num_bytes >> 20} MiB of results",
+            f"at most {MAX_SHOWN_BYTES >> 20} MiB are shown",
+            hint="ask for fewer tokens",
+        )
+    return [
+        OperatorResult(
+            name=name,
+            dtype=_WIRE[tensor.dtype],
+            shape=tuple(tensor.shape),
+            data=tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+        )
+        for name, tensor in results.items()
+    ]
+
+
+def as_tensor(result: OperatorResult) -> torch.Tensor:
+    """The tensor that travelled. Raises `EngineError` for a dtype or a size that does not fit."""
+    kinds = {name: dtype for dtype, name in _WIRE.items()}
+    kind = kinds.get(result.dtype)
+    if kind is None or math.prod(result.shape) * kind.itemsize != len(result.data) or not result.shape:
+        raise EngineError(
+            f"an engine shows {result.name[:80]} as {len(result.data)} bytes of {result.dtype[:20]} {result.shape}",
+            hint="take engine and doctor of one release",
+        )
+    return torch.frombuffer(bytearray(result.data), dtype=torch.uint8).view(kind).view(result.shape)

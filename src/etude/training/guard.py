@@ -1,0 +1,125 @@
+"""Stops a step whose numbers are none, by name: which layer and operator, parameter, rollout, and step.
+
+A NaN that is trained on is in every weight one step later, and says nothing by then of where it came from. So what is
+sampled, the logits, the loss, the gradient and the new weights are looked at, each by one sum, and what is found is
+traced: a forward is computed once more and watched, a gradient is named by the parameter that it came to first.
+
+Everything here raises `NotFinite`. Knows nothing of who saves what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from etude.errors import NotFinite
+from etude.models.attention import Packed
+from etude.models.finite import described, is_finite, not_finite, origin
+from etude.models.naming import hf_views
+from etude.models.transformer import Transformer
+from etude.records import Sample
+from etude.training.optimizer import AdamW
+from etude.training.rows import Rows
+
+HINT = "what the step began with is as it was: go on from there with a lower lr, or see what is named here"
+
+
+def check_sampled(samples: Sequence[Sample], rows: Rows, *, step: int) -> None:
+    """What engines logged and rewards became."""
+    for what, numbers_R in (("log-probability", rows.sampler_logprobs_R), ("advantage", rows.advantages_R)):
+        if not is_finite(numbers_R):
+            at = int((~torch.isfinite(numbers_R)).int().argmax())
+            raise NotFinite(
+                f"a sampled token's {what} is {float(numbers_R[at])} at step {step}",
+                f"in {place_in(samples, rows, int(rows.rows_R[at]), after=1)}",
+                hint="the engine that sampled it computes no numbers, or the reward is none: see its log and the trace",
+            )
+
+
+def check_logits(
+    model: Transformer,
+    logits_RV: torch.Tensor,
+    tokens_N: torch.Tensor,
+    lengths: Sequence[int],
+    routes_NLK: torch.Tensor | None = None,
+    rows_R: torch.Tensor | None = None,
+    *,
+    step: int,
+    place: Callable[[int], str],
+) -> None:
+    """The forward that gave these logits; it is computed again, watched, where they are not finite. `place` tells a
+    token of it in words."""
+    if is_finite(logits_RV):
+        return
+    where = origin(model, tokens_N, Packed(lengths, model.operators), routes_NLK, rows_R)
+    if where is None:
+        facts = f"{described(logits_RV)}; computed again, all numbers are finite"
+        hint = "the same forward gave two results: the memory or the machine is bad"
+        raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
+    token = where.row if rows_R is None or where.name not in ("norm", "logits") else int(rows_R[where.row])
+    facts = f"{where.facts}, the first in {place(token)}; nothing computed before it is"
+    raise NotFinite(f"{where.name} is not finite at step {step}", facts, hint=HINT)
+
+
+def check_loss(
+    loss: torch.Tensor, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, *, step: int
+) -> None:
+    """The loss of finite logits: a ratio that overflows."""
+    if is_finite(loss):
+        return
+    at = int(log_ratio_R.abs().argmax())
+    place = place_in(samples, rows, int(rows.rows_R[at]), after=1)
+    raise NotFinite(
+        f"the loss of step {step} is {float(loss.detach())}",
+        f"the largest log-ratio is {float(log_ratio_R[at]):.4g}, in {place}",
+        hint="its sampler and the learner disagree beyond measure: set learner.correction, or see etude parity",
+    )
+
+
+def stepped(optimizer: AdamW, model: Transformer, *, lr: float, step: int) -> float:
+    """Apply the gradient; its norm. A gradient that is not finite changes nothing, and is named."""
+    try:
+        norm = optimizer.step(lr)
+    except NotFinite as error:
+        bad = not_finite(_gradients(optimizer, model))
+        if not bad:  # its square overflows
+            raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None
+        first = list(bad)[-1]  # a backward pass goes from the last layer to the first
+        raise NotFinite(
+            f"the gradient of {first} is not finite at step {step}",
+            f"{bad[first]}; the backward pass came to it first, and spread it to {len(bad)} tensors in all",
+            hint=HINT,
+        ) from None
+    if not is_finite(optimizer.live):
+        check_weights(model, f"after step {step}")
+    return norm
+
+
+def check_weights(model: Transformer, when: str) -> None:
+    """The live weights, by Hugging Face's names."""
+    bad = not_finite(hf_views(model))
+    if bad:
+        first = next(iter(bad))
+        raise NotFinite(
+            f"{first} is not finite {when}",
+            f"{bad[first]}; {len(bad)} tensors in all",
+            hint="the weights are lost: go on from the last checkpoint, with a lower lr",
+        )
+
+
+def _gradients(optimizer: AdamW, model: Transformer) -> dict[str, torch.Tensor]:
+    """The gradient by Hugging Face's names: laid out as the live weights are, whose views say where each lies."""
+    return {
+        name: optimizer.grad[view.storage_offset() : view.storage_offset() + view.numel()]
+        for name, view in hf_views(model).items()
+        if view.untyped_storage().data_ptr() == optimizer.live.untyped_storage().data_ptr()
+    }
+
+
+def place_in(samples: Sequence[Sample], rows: Rows, token: int, *, after: int = 0) -> str:
+    """A token of a forward in words; `after`: how much further the one that is meant lies in its rollout."""
+    ends = np.cumsum(rows.lengths)
+    of = int(np.searchsorted(ends, token, side="right"))
+    return f"rollout {samples[of].rollout_id} at position {token - int(ends[of]) + rows.lengths[of] + after}"

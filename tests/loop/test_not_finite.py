@@ -1,0 +1,83 @@
+"""A step whose numbers are none: the learner's own process refuses it, the run ends by name, its state is saved.
+
+Conductor, ledger and learner are the real ones; rollouts are made up, and those of step 3 hold what is no number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from etude.config import load, to_toml
+from etude.errors import Exit, NotFinite
+from etude.harness import ChatFormat
+from etude.loop.conductor import Conductor
+from etude.loop.config import RunConfig, open_tasks
+from etude.loop.processes import Child
+from etude.loop.standalone import take_checkpoint
+from etude.records import Rollout, RolloutSpec, Trace
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+from etude.training import LearnerConfig, TorchLearner
+
+from .test_publishing import Players
+
+
+class Poisoned(Players):
+    """A crew whose engines compute no numbers any more from step 3 on."""
+
+    async def rollout(self, spec: RolloutSpec) -> Rollout:
+        rollout = await super().rollout(spec)
+        if int(spec.group_id[1:]) < 2 * self.config.experience.groups_per_step:
+            return rollout
+        (turn,) = rollout.trace.turns
+        logprobs = turn.completion.logprobs.copy()
+        logprobs[2] = np.nan
+        return replace(rollout, trace=Trace((replace(turn, completion=replace(turn.completion, logprobs=logprobs)),)))
+
+
+def test_the_learners_process_names_what_is_no_number_and_the_run_ends_with_its_state_saved(
+    game: Any, tmp_path: Path
+) -> None:
+    sets = ["learner.replay_routes=false", "rl.checkpoint_every=50", "evals.every=50", "rl.steps=4"]
+    config = load(game.config, RunConfig, sets)
+    folder = RunFolder.create(tmp_path / "r", config_toml=to_toml(config), seed=1)
+    take_checkpoint(game.start, folder)
+
+    async def main() -> NotFinite:
+        telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
+        players = Poisoned(config)
+        argv = ["-m", "etude.loop.learning", "--run", str(folder.path), "--name", "learner"]
+        learner = Child("learner", argv, logs=folder / "logs", telemetry=telemetry)
+        await learner.start(with_socket=True)
+        assert learner.caller is not None
+        players.learners.join(learner.caller)
+        chat = ChatFormat.load(folder / "tokenizer")
+        conductor = Conductor(folder, config, telemetry, players, source=open_tasks(config), chat=chat)  # type: ignore[arg-type]
+        try:
+            with pytest.raises(NotFinite) as caught:
+                await conductor.reinforce()
+            assert (conductor.step, conductor.ledger.states()["trained"]) == (2, 24)
+            return caught.value
+        finally:
+            learner.caller.close()
+            await learner.exited()
+            conductor.ledger.close()
+            telemetry.close()
+
+    error = asyncio.run(main())
+    saved = folder / "checkpoints" / "step-000002"
+    assert error.exit_code is Exit.FAILED
+    assert error.what == "a sampled token's log-probability is nan at step 3"
+    assert "rollout g000006.0 at position 6" in error.facts
+    assert str(saved) in error.facts
+    assert f"--set start={saved}" in error.hint
+    left = TorchLearner(LearnerConfig())
+    left.load(saved)
+    assert left.version is not None
+    assert (left.step, left.version.step, left.optimizer.num_steps) == (2, 2, 2)

@@ -1,0 +1,185 @@
+"""The doctor: planted faults are named, clean engines raise nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from etude.evals.doctor.diagnosis import Budget, Verdict, examine
+from etude.evals.doctor.local import findings
+from etude.evals.doctor.sides import LearnerSide, OurEngine
+from etude.inference.watched import engine_results
+from etude.models import ModelConfig, Transformer
+from etude.numerics import Exact, Native, Operators
+
+SIZES = ModelConfig(
+    vocab_size=97,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    expert_size=24,
+    num_experts=6,
+    top_k=2,
+    context_tokens=256,
+)
+TOKENS = torch.randint(0, 97, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+Maker = Callable[[torch.dtype], Transformer]
+
+
+def model(dtype: torch.dtype, operators: type[Operators] = Native, sizes: ModelConfig = SIZES) -> Transformer:
+    made = Transformer(sizes, seed=1, dtype=dtype, operators=operators(dtype))
+    with torch.no_grad():  # norms that are not one: a missing weight must show
+        for name, parameter in made.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)), alpha=0.1)
+    return made
+
+
+def changed(change: Callable[[Transformer], None]) -> Maker:
+    def make(dtype: torch.dtype) -> Transformer:
+        made = model(dtype)
+        with torch.no_grad():
+            change(made)
+        return made
+
+    return make
+
+
+class SlotsSwapped(Native):
+    def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
+        return super().combine(out_SD, slot_NK.flip(1), gates_NK)
+
+
+class RouterInHalf(Native):
+    def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+        return super().router_scores(x_ND.bfloat16(), weight_ED.bfloat16()).to(torch.float32)
+
+
+class NormForgotten(Native):
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return super().rms_norm(x, None, eps)
+
+
+class TurnedTheOtherWay(Native):
+    def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
+        return super().rotate(x_NHA, cos_N1A, -sin_N1A)
+
+
+def stale(made: Transformer) -> None:
+    weight = made.blocks[1].attention.out
+    weight += 0.004 * weight.abs().mean() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+
+
+def gate_and_up_swapped(made: Transformer) -> None:
+    weight = made.blocks[0].experts.gate_up
+    weight[3] = torch.cat(weight[3].chunk(2)[::-1])
+
+
+def experts_swapped(made: Transformer) -> None:
+    weight = made.blocks[1].experts.down
+    weight[[0, 1]] = weight[[1, 0]]
+
+
+def transposed(made: Transformer) -> None:
+    weight = made.blocks[0].experts.router
+    weight[:2, :2] = weight[:2, :2].T.clone()
+
+
+FAULTS: dict[str, tuple[Maker, str]] = {
+    "rotary tables in bf16": (
+        changed(lambda m: (m.cos.copy_(m.cos.bfloat16()), m.sin.copy_(m.sin.bfloat16()))[0]),
+        "layers.0.attention.rotated",
+    ),
+    "another theta": (lambda d: model(d, sizes=replace(SIZES, rope_theta=9_500.0)), "layers.0.attention.rotated"),
+    "rotated the other way": (lambda d: model(d, TurnedTheOtherWay), "layers.0.attention.rotated"),
+    "another epsilon": (lambda d: model(d, sizes=replace(SIZES, rms_eps=1e-5)), "layers.0.attention_norm"),
+    "a norm without its weight": (lambda d: model(d, NormForgotten), "layers.0.attention_norm"),
+    "experts combined in another order": (lambda d: model(d, SlotsSwapped), "layers.0.experts.mixed"),
+    "a router in bf16": (lambda d: model(d, RouterInHalf), "layers.0.experts.scores"),
+    "a stale weight": (changed(stale), "layers.1.attention.out"),
+    "gate and up swapped in one expert": (changed(gate_and_up_swapped), "layers.0.experts.gate_up"),
+    "two experts swapped": (changed(experts_swapped), "layers.1.experts.down"),
+    "a transposed corner": (changed(transposed), "layers.0.experts.scores"),
+    "softmax scale": (changed(lambda m: m.blocks[1].attention.q_norm.mul_(1.05)), "layers.1.attention.qk_norm"),
+    "one row of the embedding": (changed(lambda m: m.embedding[TOKENS[5]].mul_(1.01)), "embedding"),
+}
+UNSEEN_IN_BF16 = {"rotary tables in bf16", "another epsilon", "a router in bf16"}
+"""Within the rounding of bf16, where the learner does the same anyhow."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [*((fault, F32) for fault in FAULTS), *((fault, BF16) for fault in FAULTS if fault not in UNSEEN_IN_BF16)],
+)
+def test_a_planted_fault_is_named(fault: str, dtype: torch.dtype) -> None:
+    make, name = FAULTS[fault]
+    theirs = engine_results(make(dtype), TOKENS, prompt_tokens=20)
+    found = findings(model(dtype), TOKENS, theirs, exact=False)
+    assert found[0].name == name
+    assert found[0].layer == (int(name.split(".")[1]) if "." in name else None)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("prompt_tokens", [1, 33, 48])
+def test_a_clean_engine_raises_nothing(dtype: torch.dtype, prompt_tokens: int) -> None:
+    theirs = engine_results(model(dtype), TOKENS, prompt_tokens=prompt_tokens)
+    assert findings(model(dtype), TOKENS, theirs, exact=False) == []
+
+
+def test_an_operator_that_is_not_shown_counts_into_the_next_one() -> None:
+    theirs = engine_results(changed(stale)(F32), TOKENS, prompt_tokens=20)
+    del theirs["layers.1.attention.out"]
+    first = findings(model(F32), TOKENS, theirs, exact=False)[0]
+    assert (first.name, first.unseen) == ("layers.1.middle", ("layers.1.attention.out",))
+
+
+def test_a_result_that_is_not_a_number_is_named() -> None:
+    theirs = engine_results(model(F32), TOKENS, prompt_tokens=20)
+    theirs["layers.1.attention.attended"] = theirs["layers.1.attention.attended"].clone()
+    theirs["layers.1.attention.attended"][30, 2] = torch.nan
+    first = findings(model(F32), TOKENS, theirs, exact=False)[0]
+    assert (first.name, first.position) == ("layers.1.attention.attended", 30)
+
+
+def test_results_of_another_model_are_refused() -> None:
+    theirs = engine_results(model(F32, sizes=replace(SIZES, expert_size=16)), TOKENS, prompt_tokens=20)
+    with pytest.raises(ValueError, match="has shape"):
+        findings(model(F32), TOKENS, theirs, exact=False)
+
+
+PROMPTS = [TOKENS[:20], TOKENS[3:10], TOKENS[:31]]
+
+
+def test_a_clean_engine_is_near_in_every_way() -> None:
+    found = examine(
+        OurEngine(model(BF16)),
+        LearnerSide(model(BF16)),
+        PROMPTS,
+        max_tokens=8,
+        seed=0,
+        exact=False,
+        budget=Budget(k3=5e-3, ratio_p99=0.5),
+    )
+    assert [way.way for way in found.ways] == ["batched", "alone", "chunked", "cached"]
+    assert found.verdict in (Verdict.NEAR, Verdict.EQUAL)
+    assert all(way.replayed is not None and way.parity.num_tokens == 24 for way in found.ways)
+
+
+def test_stale_weights_are_off_and_named() -> None:
+    found = examine(
+        OurEngine(changed(stale)(F32)),
+        LearnerSide(model(F32, Exact)),
+        PROMPTS,
+        max_tokens=8,
+        seed=0,
+        exact=False,
+        budget=Budget(k3=1e-9, ratio_p99=1e-3),
+    )
+    assert found.verdict is Verdict.OFF
+    assert found.plain()["findings"][0]["operator"] == "layers.1.attention.out"
