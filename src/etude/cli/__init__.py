@@ -466,3 +466,5 @@ def _model_commands(commands: Commands[Parser]) -> None:
     export.add_argument("source", metavar="CHECKPOINT|RUN|RUN@STEP")
     export.add_argument("out", type=Path, metavar="DIRECTORY")
     export.add_argument("--dtype", choices=["bf16", "f32"], default="bf16")
+    formats = ["none", "mxfp8", "nvfp4", "mxfp4"]
+    export.add_argument("--quantise", choices=formats, default="none", help="the format of large matrices")

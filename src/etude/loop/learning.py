@@ -63,6 +63,7 @@ class Learning:
             temperature=self.config.rl.temperature,
             hold_fresh_to_one=self.config.engine.dtype is ComputeDtype.FLOAT32,
             reference=self.reference if self.config.learner.kl else None,
+            numerics=self.config.numerics,
         )
         self._learner.load(checkpoint)
         if self.config.experience.max_lag == 0:

@@ -92,5 +92,5 @@ class LatentAttention(nn.Module):
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What makes keys [H, M, R] and values [H, B, R] of a latent."""
-        up = self.kv_up.view(self.heads, -1, self.latent.kv_rank)
+        up = self.operators.weights(self.kv_up).view(self.heads, -1, self.latent.kv_rank)
         return up[:, : self.latent.nope_dim], up[:, self.latent.nope_dim :]
