@@ -28,7 +28,7 @@ from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
 from etude.inference.errors import EngineBusy, MalformedRequest
 from etude.inference.pins import Pins
-from etude.inference.runner import Runner, is_exact
+from etude.inference.runner import Runner
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.inference.watched import as_wire, engine_results
@@ -40,7 +40,7 @@ from etude.weights.follow.targets import Swap
 
 T = TypeVar("T")
 
-CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact": see `runner.is_exact`
+CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact" where the operators are
 CONTROL_DEADLINE_S = 30.0  # for calls that wait for the end of a step only
 GRACE_S = 0.5  # the thread's own answer about a late request comes first, if the thread is well
 REST_S = 0.05  # how often a thread with nothing to compute looks for late and cancelled requests
@@ -89,7 +89,7 @@ class ReferenceEngine:
             max_waiting=self.config.max_waiting,
         )
         self._runner = Runner(model, num_slots=self.config.max_sequences, context_tokens=self.config.context_tokens)
-        self.capabilities = (*CAPABILITIES, "exact") if is_exact(model) else CAPABILITIES
+        self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
         self._pins = Pins(lease_s=self.config.pin_lease_s)
         self._paused = False
         self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()

@@ -15,7 +15,6 @@ from etude.inference.kv import I64, KVCache, Span, StepCache
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
 from etude.models.finite import origin
-from etude.numerics.operators import Exact
 from etude.numerics.sampling import sample
 from etude.records.wire import U8
 
@@ -92,11 +91,6 @@ class Runner:
         logits, _ = self.model(tokens)
         scores: list[float] = self.model.operators.log_softmax(logits[:-1]).gather(1, tokens[1:, None])[:, 0].tolist()
         return scores
-
-
-def is_exact(model: Transformer) -> bool:
-    """Whether a request's numbers do not depend on what else is in the batch."""
-    return isinstance(model.operators, Exact)
 
 
 def _sampling_rows(plan: Plan) -> I64:

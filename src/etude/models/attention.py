@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from etude.numerics.operators import Exact, Operators
+from etude.numerics.operators import Operators
 
 
 class Cache(Protocol):
@@ -46,20 +46,19 @@ class Packed:
     """Several whole sequences laid flat one after another; each attends within itself only, nothing is kept.
 
     Sequence by sequence: one's numbers do not depend on its neighbours or on padding, and no work is spent on pairs of
-    tokens of which neither may see the other. `operators` are the model's own (None: exact, in float32).
+    tokens of which neither may see the other. `operators` are the model's own.
 
-    >>> Packed([2, 3]).positions.tolist()
+    >>> from etude.numerics import Native
+    >>> Packed([2, 3], Native()).positions.tolist()
     [0, 1, 0, 1, 2]
     """
 
     compressed = False  # nothing is kept, and products of narrow heads cost less
 
-    def __init__(
-        self, lengths: Sequence[int], operators: Operators | None = None, *, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], operators: Operators, *, device: torch.device | str = "cpu") -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths of packed sequences must be at least 1, got {list(lengths)[:8]}")
-        self.lengths, self._causal = list(lengths), (operators or Exact()).causal()
+        self.lengths, self._causal = list(lengths), operators.causal()
         self.positions = torch.cat([torch.arange(n, device=device) for n in self.lengths])
 
     def attend(

@@ -30,6 +30,9 @@ Causal = Callable[..., torch.Tensor]
 class Operators:
     """What a model asks for. Every result is in `dtype`, but for scores and log-probabilities: those are float32."""
 
+    exact = False
+    """Whether a row's bits depend on that row alone."""
+
     absorbs = False
     """Whether latent attention is computed in the absorbed form where nothing asks for it, so that a packed forward
     sums in the order of one over a cache."""
@@ -93,11 +96,11 @@ class Operators:
 
     def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """A router's probabilities, float32 [N, E]."""
-        return scores_NE.softmax(-1, dtype=torch.promote_types(scores_NE.dtype, torch.float32))
+        return _wide(scores_NE).softmax(-1)
 
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """float32 [N, E]."""
-        return scores_NE.to(torch.promote_types(scores_NE.dtype, torch.float32)).sigmoid()
+        return _wide(scores_NE).sigmoid()
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
         """Indices of the k largest, largest first, int64 [N, k]."""
@@ -137,6 +140,7 @@ class Native(Operators):
 class Exact(Operators):
     """One order of summation for each operator: a row's bits depend on that row alone."""
 
+    exact = True
     absorbs = True
 
     @property
@@ -146,36 +150,37 @@ class Exact(Operators):
         return torch.promote_types(self.dtype, torch.float32)
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        return exact.linear(x_NI.to(self.held), weight_OI.to(self.held)).to(self.dtype)
+        return exact.linear(_wide(x_NI), _wide(weight_OI)).to(self.dtype)
 
     def rows(self, num_rows: int) -> int:
         return exact.padded(num_rows)
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        x_SI, weight_EOI = x_SI.to(self.held), weight_EOI.to(self.held)
-        if exact.path(*weight_EOI.shape[1:]) is exact.vendor:
+        x_SI, weight_EOI = _wide(x_SI), _wide(weight_EOI)
+        whole_lines = not weight_EOI.shape[2] % (exact.LINE_BYTES // 4)  # wherever an expert's rows begin
+        if whole_lines and exact.path(*weight_EOI.shape[1:]) is exact.vendor:
             return super().grouped(x_SI, weight_EOI, rows).to(self.dtype)
         parts = zip(torch.split(x_SI, list(rows)), weight_EOI.unbind(), strict=True)
         return torch.cat([exact.linear(x, w) for x, w in parts if len(x)]).to(self.dtype)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return super().rms_norm(x.to(self.held), weight, eps).to(self.dtype)
+        return super().rms_norm(_wide(x), weight, eps).to(self.dtype)
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-        return super().rotate(x_NHA.to(self.held), cos_N1A, sin_N1A).to(self.dtype)
+        return super().rotate(_wide(x_NHA), cos_N1A, sin_N1A).to(self.dtype)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        return exact.linear(x_ND.to(self.held), weight_ED.to(self.held))
+        return exact.linear(_wide(x_ND), _wide(weight_ED))
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
-        return super().combine(out_SD.to(self.held), slot_NK, gates_NK).to(self.dtype)
+        return super().combine(_wide(out_SD), slot_NK, gates_NK).to(self.dtype)
 
     def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
-        a, b = h_SF.to(self.held).chunk(2, -1)
+        a, b = _wide(h_SF).chunk(2, -1)
         return (exact.in_lanes(F.silu, a) * b).to(self.dtype)
 
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
-        return exact.in_lanes(torch.sigmoid, scores_NE.to(self.held))
+        return exact.in_lanes(torch.sigmoid, _wide(scores_NE))
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
         """Of equal ones the lowest index comes first."""
@@ -185,7 +190,7 @@ class Exact(Operators):
         inner = exact.Causal()
 
         def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-            return inner(q.to(self.held), k.to(self.held), v.to(self.held), scale).to(self.dtype)
+            return inner(_wide(q), _wide(k), _wide(v), scale).to(self.dtype)
 
         return causal
 
@@ -200,6 +205,10 @@ class Exact(Operators):
 def operators_for(numerics: NumericsConfig, dtype: torch.dtype) -> Operators:
     """What engine and learner of a run build their models with."""
     return Exact(dtype) if numerics.mode is Mode.EXACT else Native(dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:

@@ -86,7 +86,7 @@ def test_what_is_saved_is_loaded_to_the_bit_whole_or_in_shards(sizes: ModelConfi
 @torch.no_grad()
 def test_packed_sequences_do_not_see_each_other(sizes: ModelConfig) -> None:
     model, lengths = model_of(sizes), [1, 7, 30, 2]
-    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths))
+    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths, model.operators))
     alone = [model(tokens(n, n)) for n in lengths]
     assert torch.allclose(packed, torch.cat([logits for logits, _ in alone]), atol=1e-5)
     assert torch.equal(routes, torch.cat([r for _, r in alone]))

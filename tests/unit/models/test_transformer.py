@@ -58,7 +58,7 @@ def test_hugging_face_names_are_contiguous_views_into_live_parameters(model: Tra
 @torch.no_grad()
 def test_packed_sequences_do_not_see_each_other(model: Transformer) -> None:
     lengths = [1, 7, 30, 2]
-    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths))
+    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths, model.operators))
     alone = [model(tokens(n, n)) for n in lengths]
     assert torch.equal(packed, torch.cat([logits for logits, _ in alone]))
     assert torch.equal(routes, torch.cat([r for _, r in alone]))

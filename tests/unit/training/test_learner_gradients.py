@@ -72,7 +72,7 @@ def test_the_k2_loss_is_taken_to_the_reference_weighed_by_each_tokens_ratio(tmp_
     rows = lay_flat(samples)
     for parameter in learner.model.parameters():
         parameter.grad = None
-    done = learner.model.run(rows.tokens_N, Packed(rows.lengths), rows.routes_NLK, rows.rows_R)
+    done = learner.model.run(rows.tokens_N, Packed(rows.lengths, learner.model.operators), rows.routes_NLK, rows.rows_R)
     now = done.logits.log_softmax(-1).gather(1, rows.targets_R[:, None])[:, 0]
     weight = (now.detach() - rows.sampler_logprobs_R).exp()
     loss = 0.3 * (weight * (now - reference.logprobs(rows)).square() / 2).sum() / len(now)

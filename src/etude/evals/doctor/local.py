@@ -92,7 +92,9 @@ def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Res
         return theirs[name].to(tensor.dtype)
 
     with torch.inference_mode():
-        done = model.eval().run(torch.tensor(list(token_ids)), Packed([len(token_ids)]), _replayed(theirs), watch=watch)
+        done = model.eval().run(
+            torch.tensor(list(token_ids)), Packed([len(token_ids)], model.operators), _replayed(theirs), watch=watch
+        )
     for at, name in enumerate(n for n in own if n.endswith("experts.used")):
         own[name] = done.live[:, at].long()  # the choice from the engine's scores, not the replayed one
     return own

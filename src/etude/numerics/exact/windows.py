@@ -153,13 +153,13 @@ class Causal:
         outs = []
         for start, q in zip(range(0, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
             rows, window = q.shape[1], w.covering(start + q.shape[1])
-            q = F.pad(q, (0, 0, 0, w.padded(rows) - rows))
-            mask = self._mask(start, window, q.device)[: q.shape[1]]
+            q = F.pad(q, (0, 0, 0, w.padded(rows) - rows)).contiguous()
+            mask = self._mask(start, window, q)[: q.shape[1]]
             outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale)[0, :, :rows])
         return torch.cat(outs, 1)[..., : v_GTC.shape[-1]]
 
-    def _mask(self, start: int, window: int, device: torch.device) -> torch.Tensor:
+    def _mask(self, start: int, window: int, like: torch.Tensor) -> torch.Tensor:
         if (start, window) not in self._masks:
-            positions = torch.arange(start, start + CHUNK, device=device)
-            self._masks[start, window] = causal_mask(positions, window)
+            positions = torch.arange(start, start + CHUNK, device=like.device)
+            self._masks[start, window] = causal_mask(positions, window).to(like.dtype)
         return self._masks[start, window]
