@@ -10,6 +10,7 @@ work was done. Knows nothing of SQLite and of what made the batch.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -282,8 +283,9 @@ def _path(row: dict[str, Any], arrays: dict[str, Any], i: int) -> Path:
     shape, num_tokens = tuple(row["routes_shape"]), len(found["token_ids"])
     if (
         any(len(values) != num_tokens for values in found.values())
-        or shape[0] != num_tokens
+        or shape[0] not in (0, num_tokens)
         or row["advantage"] is None
     ):
         raise ValueError(f"the columns of rollout {row['rollout_id']} have different lengths")
-    return Path(**found, routes=np.frombuffer(row["routes"], np.uint8).reshape(shape), digest=row["digest"])
+    dtype = "<u2" if len(row["routes"]) > math.prod(shape) else np.uint8
+    return Path(**found, routes=np.frombuffer(row["routes"], dtype).reshape(shape), digest=row["digest"])

@@ -16,7 +16,7 @@ from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
 from etude.models.finite import origin
 from etude.numerics.sampling import sample
-from etude.records.wire import U8
+from etude.records.wire import Routes
 
 
 class Runner:
@@ -34,10 +34,10 @@ class Runner:
         per_token = (model.config.num_moe_layers, model.config.top_k)
         self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
 
-    def routes(self, sequence: Sequence) -> U8:
-        """[num_computed - routes_from, L, K]: a copy of what the caller does not hold yet."""
-        start = sequence.request.routes_from
-        return self._routes[sequence.row, start : sequence.num_computed].copy()
+    def routes(self, sequence: Sequence) -> Routes:
+        """[num_computed - routes_from, L, K]: a copy of what the caller wants and does not hold yet."""
+        start, stop = sequence.request.routes_from, sequence.num_computed
+        return self._routes[sequence.row, stop if start is None else start : stop].copy()
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
@@ -79,7 +79,7 @@ class Runner:
         """Where a forward's first number that is none arises, once, in the log: who trains on it refuses it by name."""
         self._said = True
         context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
-        found = origin(self.model, torch.tensor(context))
+        found = origin(lambda watch: self.model.run(torch.tensor(context), watch=watch))
         where = f"{found.name}, {found.facts}" if found else "not when the context is computed anew"
         request = f"request {sequence.request.request_id}, {len(context)} tokens"
         print(f"error: logits are not finite ({request}); the first: {where}", file=sys.stderr, flush=True)

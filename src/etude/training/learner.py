@@ -23,6 +23,7 @@ from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.naming import hf_views, stays_float32
 from etude.models.transformer import Forward, Transformer
+from etude.models.watch import Watch, unwatched
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
 from etude.training.balance import Balance
@@ -33,12 +34,14 @@ from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_
 from etude.training.optimizer import AdamW
 from etude.training.reference import Reference
 from etude.training.report import Tally
-from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
+from etude.training.routes import Replay
+from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Codes, Tensor
 
 FORMAT = 1
+SAMPLED_ANEW = 64
 STATE, ABOUT = "learner.safetensors", "learner.json"
 
 
@@ -105,6 +108,8 @@ class TorchLearner:
             num_tokens = sum(forwarded(sample) for sample in batch.samples)
             for samples in microbatches(batch.samples, budget_tokens=self.config.budget_tokens):
                 self._one(samples, batch.num_loss_tokens, num_tokens, tally)
+            if tally.num_replayed:
+                tally.live += self._live(batch)
         except Exception:
             self.optimizer.clear()
             self._balance.clear()
@@ -112,16 +117,16 @@ class TorchLearner:
         return tally.report(cpu_s=time.process_time() - began)
 
     def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
-        sizes = self.model.config
-        if self.config.replay_routes and sizes.num_moe_layers:
-            check_routes(samples, num_layers=sizes.num_moe_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
-        rows = lay_flat(samples)
+        rows = lay_flat(samples, self._replay())
         check_sampled(samples, rows, step=self.step + 1)
-        routes_NLK = rows.routes_NLK if self.config.replay_routes else None
-        asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), routes_NLK, rows.rows_R)
-        done = self.model.train().run(*asked)
-        place = functools.partial(place_in, samples, rows)
-        check_logits(self.model, done.logits, *asked, step=self.step + 1, place=place)
+        done = self._run(rows)
+        check_logits(
+            done.logits,
+            functools.partial(self._run, rows),
+            rows.rows_R,
+            step=self.step + 1,
+            place=functools.partial(place_in, samples, rows),
+        )
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
         log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
@@ -139,6 +144,33 @@ class TorchLearner:
         self._balance.count(done.live)
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
+
+    def _replay(self) -> Replay | None:
+        if self.config.replay_routes is False or not self.model.config.num_moe_layers:
+            return None
+        return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
+
+    def _run(self, rows: Rows, watch: Watch = unwatched) -> Forward:
+        return self.model.train().run(
+            rows.tokens_N,
+            Packed(rows.lengths, self.model.operators),
+            rows.routes_NLK,
+            rows.rows_R,
+            plausible=self.config.replay_plausible,
+            watch=watch,
+        )
+
+    @torch.no_grad()
+    def _live(self, batch: Batch) -> list[torch.Tensor]:
+        """Log-ratios of a few of the batch's tokens without replay: one sample in `SAMPLED_ANEW`, others each step, at
+        least one. About a third of their training's cost, so half a hundredth of the step's."""
+        few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
+        found = []
+        for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
+            rows = lay_flat(samples)
+            logprobs_RV = self._logprobs(self._run(rows).logits)
+            found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
+        return found
 
     def _policy_loss(
         self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float

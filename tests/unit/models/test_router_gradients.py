@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from etude.models.experts import Choice, choose, mix
 from etude.models.parts import Routing, Scores
+from etude.models.replay import Recorded
 from etude.numerics.operators import Exact, Native, Operators
-from etude.records.completion import MISSING_ROUTE
 
 N, D, E, K, W = 7, 5, 6, 2, 3  # tokens, width, experts, experts a token, expert width
 NATIVE = Native(torch.float64)
@@ -25,7 +25,7 @@ X, ROUTER, GATE_UP, DOWN = keyed(0, N, D), keyed(1, E, D), keyed(2, E, 2 * W, D)
 WEIGHTS = (X, ROUTER, GATE_UP, DOWN)
 BIAS = keyed(9, E).detach()
 RECORDED = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(n))[:K] for n in range(N)]).byte()
-SOME = torch.where(torch.arange(N)[:, None] % 3 == 0, MISSING_ROUTE, RECORDED).to(torch.uint8)
+SOME = torch.where(torch.arange(N)[:, None] % 3 == 0, 255, RECORDED).to(torch.uint8)
 ROUTES = pytest.mark.parametrize("routes", [None, RECORDED, SOME], ids=["live", "replayed", "some-missing"])
 SIGMOID = Routing(scores=Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2)
 ROUTINGS = pytest.mark.parametrize("routing", [Routing(), Routing(normalise=False), SIGMOID], ids=["q", "raw", "ds"])
@@ -34,7 +34,8 @@ Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def chosen(scores: torch.Tensor, routes: torch.Tensor | None, routing: Routing, *, balance: bool = False) -> Choice:
     bias = BIAS if routing.scores is Scores.SIGMOID else None
-    return choose(scores, K, routes, NATIVE, routing=routing, bias_E=bias, balance=balance)
+    recorded = None if routes is None else Recorded(routes)
+    return choose(scores, K, recorded, NATIVE, routing=routing, bias_E=bias, balance=balance)
 
 
 def mixed(
@@ -83,7 +84,7 @@ def test_gradients_match_finite_differences_through_router_gates_and_experts(
 
 def test_a_replayed_experts_gate_is_the_live_routers_softmax_over_the_replayed_ones() -> None:
     scores = keyed(5, N, E)
-    choice = choose(scores, K, RECORDED, NATIVE)
+    choice = choose(scores, K, Recorded(RECORDED), NATIVE)
     assert torch.equal(choice.experts_NK, RECORDED.long())
     assert not torch.equal(choice.experts_NK.sort(-1).values, choice.live_NK.sort(-1).values)
     expected = scores.gather(1, RECORDED.long()).softmax(-1)
@@ -96,7 +97,7 @@ def test_a_replayed_experts_gate_is_the_live_routers_softmax_over_the_replayed_o
 
 def test_with_one_expert_a_token_the_router_learns_nothing_since_its_gate_is_one() -> None:
     scores = keyed(5, N, E)
-    choice = choose(scores, 1, RECORDED[:, :1], NATIVE)
+    choice = choose(scores, 1, Recorded(RECORDED[:, :1]), NATIVE)
     assert torch.equal(choice.gates_NK, torch.ones(N, 1, dtype=torch.float64))
     assert not torch.autograd.grad(choice.gates_NK.sum(), scores)[0].any()
 
