@@ -11,7 +11,7 @@ an engine that cannot follow keeps serving what it holds, and refuses what deman
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from etude.inference.engine import ReferenceEngine, Swapped
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
-from etude.weights.follow.runtime_map import Map, named
+from etude.weights.follow.runtime_map import Derived, Map, named
 from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, Codes, DType
 
@@ -43,7 +43,8 @@ class Chain(Protocol):
 
 
 class Following:
-    """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names.
+    """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names;
+    `derived` says what is computed of them, such as what packed ones decode to.
 
     `poll_s`: the rest between two questions to the chain; 0 for one that waits for news itself.
     """
@@ -54,11 +55,12 @@ class Following:
         views: Mapping[str, torch.Tensor],
         chain: Chain,
         *,
+        derived: Sequence[Derived] = (),
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
         self.engine, self.chain, self.poll_s = engine, chain, poll_s
-        self._target = Target(Map(named(views)))
+        self._target = Target(Map(named(views), derived=derived))
         self._telemetry = telemetry
         self._written = False  # whether the live weights are what the chain last gave
         self._stop = threading.Event()

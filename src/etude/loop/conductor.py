@@ -47,6 +47,7 @@ from etude.inference.errors import EngineGone
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
+from etude.loop.retention import keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
 from etude.records import Batch, RolloutSpec, Task
@@ -254,7 +255,8 @@ class Conductor:
                 k1=k1,
                 beta=kl,
             )
-            write_trace(self.run_folder / "traces", batch, groups)
+            by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
+            write_trace(self.run_folder / "traces", batch, groups, computed_by=by, settings=settings)
             self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
             yield batch, groups, time.perf_counter() - began
 
@@ -375,6 +377,9 @@ class Conductor:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
         self.ledger.prune(self.step)
+        freed = keep_within(self.run_folder, self.ledger, disk_gb=self.config.retention.disk_gb)
+        if freed:
+            self.telemetry.event("retention", step=self.step, kept_from=kept_from(self.ledger), freed_bytes=freed)
 
     async def _saved(self, error: NotFinite) -> NotFinite:
         """An error that ends the run, once the last version's state is on disk; it says where that is."""
