@@ -24,6 +24,7 @@ from etude.models.checkpoint import load_model, load_tensors, read_json, save_te
 from etude.models.naming import hf_views, stays_float32
 from etude.models.packed import packed
 from etude.models.transformer import Forward, Transformer
+from etude.models.watch import Watch, unwatched
 from etude.numerics.config import NumericsConfig, Quantise
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import operators_for
@@ -127,9 +128,13 @@ class TorchLearner:
         rows = lay_flat(samples, self._replay())
         check_sampled(samples, rows, step=self.step + 1)
         done = self._run(rows)
-        asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), rows.routes_NLK, rows.rows_R)
-        place = functools.partial(place_in, samples, rows)
-        check_logits(self.model, done.logits, *asked, step=self.step + 1, place=place)
+        check_logits(
+            done.logits,
+            functools.partial(self._run, rows),
+            rows.rows_R,
+            step=self.step + 1,
+            place=functools.partial(place_in, samples, rows),
+        )
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
         log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
@@ -153,9 +158,15 @@ class TorchLearner:
             return None
         return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
-    def _run(self, rows: Rows) -> Forward:
-        flat, plausible = Packed(rows.lengths, self.model.operators), self.config.replay_plausible
-        return self.model.train().run(rows.tokens_N, flat, rows.routes_NLK, rows.rows_R, plausible=plausible)
+    def _run(self, rows: Rows, watch: Watch = unwatched) -> Forward:
+        return self.model.train().run(
+            rows.tokens_N,
+            Packed(rows.lengths, self.model.operators),
+            rows.routes_NLK,
+            rows.rows_R,
+            plausible=self.config.replay_plausible,
+            watch=watch,
+        )
 
     @torch.no_grad()
     def _live(self, batch: Batch) -> list[torch.Tensor]:
