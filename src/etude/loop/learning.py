@@ -20,6 +20,7 @@ from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.wire import Handler
 from etude.numerics import check_row_invariance
+from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder
@@ -48,7 +49,9 @@ class Learning:
     @functools.cached_property
     def reference(self) -> Reference:
         """The starting checkpoint."""
-        return Reference(self.run / "checkpoints" / "mid", temperature=self.config.rl.temperature)
+        operators = operators_for(self.config.numerics, torch.float32)
+        start = self.run / "checkpoints" / "mid"
+        return Reference(start, temperature=self.config.rl.temperature, operators=operators)
 
     def begin(self, checkpoint: str) -> int:
         """Load a checkpoint; the version step it stands at. What a lost lineage still publishes is waited for: two
