@@ -23,6 +23,7 @@ from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.wire import Handler
 from etude.numerics import check_row_invariance
+from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder, host_facts
@@ -51,8 +52,9 @@ def make_learner(
 
 
 def starting_point(run: RunFolder, config: RunConfig) -> Reference:
-    """The checkpoint that a run began with, as what KL is measured to."""
-    return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature)
+    """The checkpoint that a run began with, as what KL is measured to, computed as the policy is."""
+    operators = operators_for(config.numerics, torch.float32)
+    return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature, operators=operators)
 
 
 def computed_by() -> dict[str, str]:
