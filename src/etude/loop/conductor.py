@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -359,7 +360,8 @@ class Conductor:
             return None  # it has moved on: the probe of that version will speak
         ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
         self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max)
-        if not ratio_max <= self.config.rl.probe_limit and self.config.engine.dtype is ComputeDtype.FLOAT32:
+        exact = self.config.engine.dtype is ComputeDtype.FLOAT32
+        if math.isnan(ratio_max) or (exact and ratio_max > self.config.rl.probe_limit):
             raise ParityError(
                 f"{name} and the learner disagree about {published.version}",
                 f"max |r - 1| = {ratio_max:.2e} on the probe, the limit is {self.config.rl.probe_limit:g}",

@@ -18,6 +18,7 @@ from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
+from etude.numerics.config import NumericsConfig
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.tasks import open_source
@@ -78,6 +79,7 @@ class RunConfig:
     mid_training: MidTrainingConfig = field(default_factory=MidTrainingConfig)
     machines: MachinesConfig = field(default_factory=MachinesConfig)
     harness: HarnessConfig = field(default_factory=HarnessConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)

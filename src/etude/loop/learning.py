@@ -46,6 +46,7 @@ def make_learner(
         temperature=config.rl.temperature,
         hold_fresh_to_one=hold_fresh_to_one,
         reference=reference,
+        numerics=config.numerics,
     )
 
 

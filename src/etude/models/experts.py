@@ -130,6 +130,7 @@ def mix(
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]."""
     to = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators)
+    x_ND, gate_up_E2FD, down_EDF = operators.taken(x_ND), operators.weights(gate_up_E2FD), operators.weights(down_EDF)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
         x_ND, choice.gates_NK, gate_up_E2FD, down_EDF, to, operators, see
     )
@@ -150,7 +151,7 @@ class _Mix(torch.autograd.Function):
     ) -> torch.Tensor:
         x_S = x.index_select(0, to.source_S)
         h_S = operators.grouped(x_S, gate_up, to.rows)
-        act_S = operators.gated(h_S)
+        act_S = operators.taken(operators.gated(h_S))
         out_S = operators.grouped(act_S, down, to.rows)
         if see is not unwatched:
             for name, rows in (("gate_up", h_S), ("activated", act_S), ("down", out_S)):

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from etude.numerics import exact
-from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.exact.windows import ANY, Windows
+from etude.numerics.formats import FORMATS
 
 Causal = Callable[..., torch.Tensor]
 """(q_HTA, k_GTA, v_GTC, scale or None) -> o_HTC: each token sees itself and those before it."""
@@ -49,12 +50,21 @@ class Operators:
         """x · weightᵀ, [N, O]."""
         raise NotImplementedError
 
+    def taken(self, x: torch.Tensor) -> torch.Tensor:
+        """What a large product takes of activations: in low precision they are rounded. `linear` asks by itself."""
+        return x
+
+    def weights(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a large product takes of a matrix, or of a stack of them. `linear` asks by itself."""
+        return weight
+
     def rows(self, num_rows: int) -> int:
         """How many rows an expert computes for so many; the others are copies."""
         return num_rows
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. `models.experts` has its gradient."""
+        """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
+        `models.experts` has the gradient, and needs both in it."""
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True
@@ -64,7 +74,8 @@ class Operators:
         return out
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
-        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed."""
+        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed. Of what `weights`
+        gave."""
         return torch.stack([self.linear(x, w) for x, w in zip(x_NHI.unbind(1), weight_HOI.unbind(0), strict=True)], 1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -115,7 +126,7 @@ class Operators:
         return ANY
 
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """[R, V]."""
+        """The head's product, [R, V]; never of rounded numbers."""
         return self.linear(x_RD, weight_VD)
 
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
@@ -202,9 +213,15 @@ class Exact(Operators):
         return self.router_scores(x_RD, weight_VD)
 
 
-def operators_for(numerics: NumericsConfig, dtype: torch.dtype) -> Operators:
-    """What engine and learner of a run build their models with."""
-    return Exact(dtype) if numerics.mode is Mode.EXACT else Native(dtype)
+def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True) -> Operators:
+    """What engine and learner of a run build their models with. `rounds_weights` False: whoever holds the weights has
+    rounded them."""
+    inner = Exact(dtype) if numerics.mode is Mode.EXACT else Native(dtype)
+    if numerics.quantise is Quantise.NONE:
+        return inner
+    from etude.numerics.low import Quantised  # which is made of operators
+
+    return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

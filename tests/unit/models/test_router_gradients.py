@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from etude.models.experts import Choice, choose, mix
 from etude.models.parts import Routing, Scores
 from etude.models.replay import Recorded
-from etude.numerics.operators import Native
+from etude.numerics.operators import Exact, Native, Operators
 
 N, D, E, K, W = 7, 5, 6, 2, 3  # tokens, width, experts, experts a token, expert width
-OPERATORS = Native(torch.float64)
+NATIVE = Native(torch.float64)
+OPERATORS = pytest.mark.parametrize("operators", [NATIVE, Exact(torch.float64)], ids=["native", "exact"])
 
 
 def keyed(seed: int, *shape: int) -> torch.Tensor:
@@ -33,14 +34,15 @@ Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def chosen(scores: torch.Tensor, routes: torch.Tensor | None, routing: Routing, *, balance: bool = False) -> Choice:
     bias = BIAS if routing.scores is Scores.SIGMOID else None
-    return choose(
-        scores, K, None if routes is None else Recorded(routes), routing=routing, bias_E=bias, balance=balance
-    )
+    recorded = None if routes is None else Recorded(routes)
+    return choose(scores, K, recorded, NATIVE, routing=routing, bias_E=bias, balance=balance)
 
 
-def mixed(weights: Weights, routes: torch.Tensor | None, routing: Routing) -> torch.Tensor:
+def mixed(
+    weights: Weights, routes: torch.Tensor | None, routing: Routing, operators: Operators = NATIVE
+) -> torch.Tensor:
     x, router, gate_up, down = weights
-    return mix(x, chosen(x @ router.T, routes, routing), gate_up, down, OPERATORS)
+    return mix(x, chosen(x @ router.T, routes, routing), gate_up, down, operators)
 
 
 def dense(weights: Weights, routes: torch.Tensor | None, routing: Routing) -> torch.Tensor:
@@ -58,8 +60,11 @@ def dense(weights: Weights, routes: torch.Tensor | None, routing: Routing) -> to
 
 @ROUTES
 @ROUTINGS
-def test_the_written_out_backward_is_that_of_the_dense_mixture(routes: torch.Tensor | None, routing: Routing) -> None:
-    ours, theirs = mixed(WEIGHTS, routes, routing), dense(WEIGHTS, routes, routing)
+@OPERATORS
+def test_the_written_out_backward_is_that_of_the_dense_mixture(
+    routes: torch.Tensor | None, routing: Routing, operators: Operators
+) -> None:
+    ours, theirs = mixed(WEIGHTS, routes, routing, operators), dense(WEIGHTS, routes, routing)
     assert torch.allclose(ours, theirs, atol=1e-12)
     up = keyed(4, N, D).detach()
     for mine, other in zip(
@@ -79,7 +84,7 @@ def test_gradients_match_finite_differences_through_router_gates_and_experts(
 
 def test_a_replayed_experts_gate_is_the_live_routers_softmax_over_the_replayed_ones() -> None:
     scores = keyed(5, N, E)
-    choice = choose(scores, K, Recorded(RECORDED))
+    choice = choose(scores, K, Recorded(RECORDED), NATIVE)
     assert torch.equal(choice.experts_NK, RECORDED.long())
     assert not torch.equal(choice.experts_NK.sort(-1).values, choice.live_NK.sort(-1).values)
     expected = scores.gather(1, RECORDED.long()).softmax(-1)
@@ -92,7 +97,7 @@ def test_a_replayed_experts_gate_is_the_live_routers_softmax_over_the_replayed_o
 
 def test_with_one_expert_a_token_the_router_learns_nothing_since_its_gate_is_one() -> None:
     scores = keyed(5, N, E)
-    choice = choose(scores, 1, Recorded(RECORDED[:, :1]))
+    choice = choose(scores, 1, Recorded(RECORDED[:, :1]), NATIVE)
     assert torch.equal(choice.gates_NK, torch.ones(N, 1, dtype=torch.float64))
     assert not torch.autograd.grad(choice.gates_NK.sum(), scores)[0].any()
 
@@ -121,7 +126,7 @@ def test_the_balancing_loss_matches_finite_differences(routing: Routing) -> None
 
 def test_no_gradient_reaches_the_bias_of_choosing() -> None:
     bias = BIAS.clone().requires_grad_()
-    choice = choose(keyed(7, N, E), K, routing=SIGMOID, bias_E=bias, balance=True)
+    choice = choose(keyed(7, N, E), K, None, NATIVE, routing=SIGMOID, bias_E=bias, balance=True)
     assert choice.balance is not None
     assert torch.autograd.grad(choice.gates_NK.sum() + choice.balance, bias, allow_unused=True) == (None,)
 
@@ -131,7 +136,7 @@ def test_the_balancing_loss_falls_along_its_gradient_to_one() -> None:
     shift = torch.zeros(E, dtype=torch.float64, requires_grad=True)
     losses = []
     for _ in range(60):
-        balance = choose(scores + shift, K, balance=True).balance
+        balance = choose(scores + shift, K, None, NATIVE, balance=True).balance
         assert balance is not None
         losses.append(float(balance.detach()))
         (step,) = torch.autograd.grad(balance, shift)
