@@ -182,7 +182,7 @@ class Training:
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         starts = torch.randint(len(self.text) - ROW_TOKENS - 1, (ROWS,), generator=self.generator).tolist()
         rows = torch.stack([self.text[start : start + ROW_TOKENS + 1] for start in starts]).long()
-        done = self.model.train().run(rows[:, :-1].reshape(-1), Packed([ROW_TOKENS] * ROWS))
+        done = self.model.train().run(rows[:, :-1].reshape(-1), Packed([ROW_TOKENS] * ROWS, self.model.operators))
         assert done.balance is not None
         return done.logits, rows[:, 1:].reshape(-1), done.balance
 

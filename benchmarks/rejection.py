@@ -68,7 +68,7 @@ class Tuner:
         while (share := (time.process_time() - began) / budget_s) < 1:
             chosen = self.rng.choice(len(samples), min(BATCH_SAMPLES, len(samples)), replace=False)
             rows = lay_flat([samples[int(i)] for i in chosen])
-            logits = self.model.run(rows.tokens_N, Packed(rows.lengths), None, rows.rows_R).logits
+            logits = self.model.run(rows.tokens_N, Packed(rows.lengths, self.model.operators), None, rows.rows_R).logits
             F.cross_entropy(logits, rows.targets_R).backward()  # type: ignore[no-untyped-call]
             step = int(1000 * share)
             self.optimizer.step(lr * rate(step, 1000, warmup_steps=0, decay_from=DECAY_FROM, final=FINAL))

@@ -74,7 +74,7 @@ class Learner:
         """Seconds of one step: forward and backward of each row's tokens, and the optimiser."""
         started = time.perf_counter()
         rows = [self.case.row_tokens] * (self.case.tokens // self.case.row_tokens)
-        done = self.model.train().run(self.tokens[: sum(rows)], Packed(rows))
+        done = self.model.train().run(self.tokens[: sum(rows)], Packed(rows, self.model.operators))
         F.cross_entropy(done.logits, self.tokens[1 : sum(rows) + 1]).backward()
         self.optimizer.step(LR)
         return time.perf_counter() - started

@@ -15,6 +15,7 @@ from etude.inference.config import ComputeDtype, EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics import check_row_invariance
+from etude.numerics.operators import Native
 from etude.records import Batch, Completion, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.training import LearnerConfig, TorchLearner
@@ -65,9 +66,10 @@ def _routes_held(completion: Completion) -> int:
 
 
 def sampled(checkpoint: Path, dtype: ComputeDtype) -> Batch:
-    """Sixteen rollouts of an engine that computes in `dtype`."""
+    """Sixteen rollouts of an engine that computes in `dtype`: exactly in float32, natively in bf16."""
     torch.set_num_threads(1)
-    model = load_model(checkpoint, dtype=getattr(torch, dtype))
+    native = Native(torch.bfloat16) if dtype is ComputeDtype.BFLOAT16 else None
+    model = load_model(checkpoint, dtype=getattr(torch, dtype), operators=native)
 
     async def story() -> list[Sample]:
         engine = ReferenceEngine(model, version=VERSION, config=EngineConfig(context_tokens=256, dtype=dtype))
@@ -81,16 +83,18 @@ def sampled(checkpoint: Path, dtype: ComputeDtype) -> Batch:
     return Batch(batch_id="b", step=1, samples=tuple(samples), rollout_ids=(), num_loss_tokens=num_sampled)
 
 
-def test_what_the_engine_sampled_has_ratio_one_in_the_learner(checkpoint: Path) -> None:
+@pytest.mark.parametrize("replay", [True, False])  # where both compute exactly, routes need not be sent
+def test_what_the_engine_sampled_has_ratio_one_in_the_learner(checkpoint: Path, replay: bool) -> None:
     batch = sampled(checkpoint, ComputeDtype.FLOAT32)
-    learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4))
+    learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4, replay_routes=replay))
     learner.load(checkpoint)
     report = learner.forward_backward(batch)
     assert report.num_sampled == batch.num_loss_tokens
     assert report.fresh_ratio_max is not None
     assert report.fresh_ratio_max <= 1e-4
+    assert report.replayed_share == float(replay)
     assert report.flipped_share == 0.0
-    assert report.k3 < 1e-8
+    assert report.ratio_max == 0.0
 
 
 def test_what_a_bf16_engine_sampled_is_near_and_reported_and_replay_brings_it_nearer(checkpoint: Path) -> None:
@@ -102,7 +106,8 @@ def test_what_a_bf16_engine_sampled_is_near_and_reported_and_replay_brings_it_ne
         report = learner.forward_backward(batch)
         assert report.fresh_ratio_max is not None
         assert report.fresh_ratio_max > 1e-4
-        assert 0.0 < report.flipped_share < 0.1
+        assert report.replayed_share == float(replay)
+        assert (0.0 < report.flipped_share < 0.1) == replay
         k3[replay] = report.k3
     assert 0.0 < k3[True] < k3[False] < 0.05
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from etude.cli.places import existing, newest_run, open_run
 from etude.errors import InputError
 from etude.gateway import GatewayConfig
+from etude.numerics.config import Quantise
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -30,9 +31,10 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None) -> None:
     assert work is not None, "runs in a task"
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, work.cancel)
-    checkpoint, store = parts_of(model)
+    checkpoint, store, numerics = parts_of(model)
     name = model.resolve().name
-    async with serve_checkpoint(checkpoint, store=store, model=name, gateway=gateway, key=key) as url:
+    served = serve_checkpoint(checkpoint, store=store, numerics=numerics, model=name, gateway=gateway, key=key)
+    async with served as url:
         print(f"serving {name} at {url} ({'with' if key else 'without'} a key); end with Ctrl-C", flush=True)
         await forever()
 
@@ -44,12 +46,13 @@ def export(args: argparse.Namespace) -> int:
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise InputError(f"{args.out} is not an empty directory", hint="export into a new one")
     path, at, step = args.source.rpartition("@")
+    quantise = Quantise(args.quantise)
     if at:
         if not step.isdigit():
             raise InputError(
                 f"no step {step!r}", "a version is named by its step", hint="write RUN@30; see etude weights log"
             )
-        print(export_version(open_run(Path(path)), int(step), args.out, dtype=args.dtype))
+        print(export_version(open_run(Path(path)), int(step), args.out, dtype=args.dtype, quantise=quantise))
     else:
-        print(export_checkpoint(existing(Path(args.source)), args.out, dtype=args.dtype))
+        print(export_checkpoint(existing(Path(args.source)), args.out, dtype=args.dtype, quantise=quantise))
     return 0

@@ -28,7 +28,7 @@ from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
 from etude.inference.errors import EngineBusy, MalformedRequest
 from etude.inference.pins import Pins
-from etude.inference.runner import Runner, is_exact
+from etude.inference.runner import Runner
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.inference.watched import as_wire, engine_results
@@ -40,7 +40,7 @@ from etude.weights.follow.targets import Swap
 
 T = TypeVar("T")
 
-CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact": see `runner.is_exact`
+CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact" where the operators are
 CONTROL_DEADLINE_S = 30.0  # for calls that wait for the end of a step only
 GRACE_S = 0.5  # the thread's own answer about a late request comes first, if the thread is well
 REST_S = 0.05  # how often a thread with nothing to compute looks for late and cancelled requests
@@ -89,7 +89,7 @@ class ReferenceEngine:
             max_waiting=self.config.max_waiting,
         )
         self._runner = Runner(model, num_slots=self.config.max_sequences, context_tokens=self.config.context_tokens)
-        self.capabilities = (*CAPABILITIES, "exact") if is_exact(model) else CAPABILITIES
+        self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
         self._pins = Pins(lease_s=self.config.pin_lease_s)
         self._paused = False
         self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()
@@ -282,7 +282,7 @@ class ReferenceEngine:
                 f"max_tokens {asked.max_tokens}, temperature {asked.temperature}, seed {asked.seed}",
                 hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
             )
-        if not 0 <= request.routes_from <= num_prompt or not 0.0 < request.deadline_s < 1e6:
+        if not 0 <= (request.routes_from or 0) <= num_prompt or not 0.0 < request.deadline_s < 1e6:
             raise MalformedRequest(
                 f"request {request.request_id} is out of range",
                 f"routes_from {request.routes_from} of {num_prompt} prompt tokens, deadline_s {request.deadline_s}",
@@ -371,13 +371,14 @@ class ReferenceEngine:
     def _finish(self, running: Running) -> None:
         running.close_span(self.version)
         request, ids = running.request, running.token_ids
+        routes = self._runner.routes(running)
         stopped = ids[-1] in request.sampling.stop_token_ids
         completion = Completion(
             request_id=request.request_id,
             token_ids=np.array(ids, np.int32),
             logprobs=np.array(running.logprobs, np.float32),
-            routes=self._runner.routes(running),
-            routes_start=request.routes_from,
+            routes=routes,
+            routes_start=running.num_computed - len(routes),
             spans=tuple(running.spans),
             stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
             engine=self.name,

@@ -11,7 +11,7 @@ an engine that cannot follow keeps serving what it holds, and refuses what deman
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from etude.inference.engine import ReferenceEngine, Swapped
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
-from etude.weights.follow.runtime_map import Map, named
+from etude.weights.follow.runtime_map import Derived, Map, named
 from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, Codes, DType
 
@@ -43,7 +43,8 @@ class Chain(Protocol):
 
 
 class Following:
-    """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names.
+    """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names;
+    `derived` says what is computed of them, such as what packed ones decode to.
 
     `poll_s`: the rest between two questions to the chain; 0 for one that waits for news itself.
     """
@@ -54,11 +55,12 @@ class Following:
         views: Mapping[str, torch.Tensor],
         chain: Chain,
         *,
+        derived: Sequence[Derived] = (),
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
         self.engine, self.chain, self.poll_s = engine, chain, poll_s
-        self._target = Target(Map(named(views)))
+        self._target = Target(Map(named(views), derived=derived))
         self._telemetry = telemetry
         self._written = False  # whether the live weights are what the chain last gave
         self._stop = threading.Event()
@@ -106,7 +108,7 @@ class Following:
         coming = {name: tensor.codes for name, tensor in (tensors if update is None else update.replaced).items()}
         if update is not None:
             coming |= {name: codes for name, (_, codes) in update.changed.items()}
-        bad = [name for name, codes in coming.items() if not _is_finite(codes, DTYPES[tensors[name].dtype])]
+        bad = [name for name, codes in coming.items() if not is_finite(codes, DTYPES[tensors[name].dtype])]
         if bad:
             raise WeightsError(
                 f"{bad[0]} of {version} is not finite",
@@ -170,11 +172,12 @@ class Following:
             )
 
 
-def _is_finite(codes: Codes, kind: DType) -> bool:
-    """Whether no code of an IEEE format has an exponent of ones; formats of one byte have their own rules."""
-    if kind.bits < 16 or kind.exponent_shift is None:
+def is_finite(codes: Codes, kind: DType) -> bool:
+    """Whether no code has an exponent of ones; in f8_e4m3, which has no infinity, nothing but ones."""
+    if kind.exponent_shift is None or kind.parts > 1:  # whole numbers; 4 bits are always a number
         return True
-    ones = codes.dtype.type((1 << kind.bits - 1) - (1 << kind.exponent_shift))
+    lowest = 1 if kind.name == "f8_e4m3" else 1 << kind.exponent_shift
+    ones = codes.dtype.type((1 << kind.bits - 1) - lowest)
     return not bool(((codes & ones) == ones).any())
 
 

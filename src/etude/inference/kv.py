@@ -4,10 +4,8 @@ Per layer one tensor for keys and one for values, ``[S, G, C, A]``: a slot's key
 Where values are the first numbers of their keys (a compressed cache) both are one tensor, and outputs are cut.
 Decoding rows that need the same window attend together, a chunk of a prompt by itself.
 
-Three things keep a row's bits free of its neighbours, of chunking and of prefix hits: no product has fewer than
-`MIN_ROWS` rows; a row sees a *window* of whole blocks of `BLOCK` positions, masked, and never a ragged end; and only
-windows are used in which a row has the same bits as in all others. The vendor's GEMM splits some sums in two (here
-with windows of 256 and 320), so `invariant_windows` finds out which, once, when the cache is made.
+In which sizes rows and keys come, so that a row's bits are free of its neighbours, of chunking and of prefix hits, is
+the operators' business (`numerics.exact.windows`): a row sees a window of keys, masked.
 
 Shapes: N tokens of a step, S slots, G key/value heads, R query heads a key/value head, H = G·R, C positions a slot,
 A key width, B value width, W window.
@@ -23,40 +21,33 @@ import torch
 import torch.nn.functional as F
 
 from etude.models import ModelConfig
-from etude.numerics import MIN_ROWS
+from etude.numerics.exact import KERNEL_BLOCK, causal_mask
+from etude.numerics.operators import Operators
 
-BLOCK = 64
 FEW = 4  # decoding rows that are not worth a kernel call of their own
-KERNEL_BLOCK = 512  # positions that the CPU attention kernel takes at once; slots are whole ones, pages are lazy
 I64 = npt.NDArray[np.int64]
 
 
 class KVCache:
     """The memory: allocated once, untouched pages cost nothing."""
 
-    def __init__(
-        self, sizes: ModelConfig, *, num_slots: int, context_tokens: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int) -> None:
         self.num_slots, self.length = num_slots, -(-context_tokens // KERNEL_BLOCK) * KERNEL_BLOCK
-        kept = sizes.kept
+        kept, dtype = sizes.kept, operators.held
         self.heads, self.group, self.value_width = kept.heads, sizes.num_heads // kept.heads, kept.value_width
         shape = (num_slots, self.heads, self.length)
         self.keys = [_lazy_zeros((*shape, kept.key_width), dtype) for _ in range(sizes.num_layers)]
         self.values = self.keys
         if not kept.shared:
             self.values = [_lazy_zeros((*shape, kept.value_width), dtype) for _ in range(sizes.num_layers)]
-        self.windows = invariant_windows(self.heads, self.group, kept.key_width, self.length)
-        rows = max(self.group, MIN_ROWS)
+        self.windows = operators.windows(self.heads, kept.key_width)
+        rows = self.windows.padded(self.group)
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 
     @property
     def num_bytes(self) -> int:
         """Address space of all keys and values; resident only as far as used."""
         return sum(t.nbytes for t in {id(t): t for t in (*self.keys, *self.values)}.values())
-
-    def window(self, stop: int) -> int:
-        """The smallest usable window that covers positions [0, stop)."""
-        return next((w for w in self.windows if w >= stop), self.length)
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -91,15 +82,18 @@ class StepCache:
         self._places = torch.from_numpy((heads * kv.length + self.row_positions[:, None]).ravel())
         self._decode = [
             _DecodeView(kv, rows, decode_slots[rows], decode_positions[rows], window)
-            for window, rows in _by_window(np.array([kv.window(p + 1) for p in decode_positions.tolist()], np.int64))
+            for window, rows in _by_window(
+                np.array([kv.windows.covering(p + 1) for p in decode_positions.tolist()], np.int64)
+            )
         ]
 
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
         """Keep the step's keys and values, attend causally within each slot; o_NHB."""
-        kv, (n, h, a) = self.kv, q_NHA.shape
+        kv, (n, h, a), dtype = self.kv, q_NHA.shape, q_NHA.dtype
         keys, values = kv.keys[layer], kv.values[layer]
+        q_NHA, k_NGA, v_NGB = (t.to(keys.dtype) for t in (q_NHA, k_NGA, v_NGB))
         keys.view(-1, a).index_copy_(0, self._places, k_NGA.reshape(-1, a))
         if values is not keys:
             values.view(-1, kv.value_width).index_copy_(0, self._places, v_NGB.reshape(-1, kv.value_width))
@@ -109,7 +103,7 @@ class StepCache:
             group.attend(keys, values, q_NGRA, o_NGRB, scale)
         if self.chunks:
             self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRB[self.num_decode :], scale)
-        return o_NGRB.view(n, h, -1)[..., : kv.value_width]
+        return o_NGRB.view(n, h, -1)[..., : kv.value_width].to(dtype)
 
     def _attend_chunks(
         self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRB: torch.Tensor, scale: float | None
@@ -148,7 +142,7 @@ class _DecodeView:
         self.slots = torch.from_numpy(slots)
         self.rows = torch.from_numpy(rows)
         hidden = np.where(np.arange(window) > positions[:, None], np.float32(-np.inf), np.float32(0.0))
-        self.mask = torch.from_numpy(hidden)[:, None, None]  # [n, 1, 1, W]
+        self.mask = torch.from_numpy(hidden)[:, None, None].to(kv.queries.dtype)  # [n, 1, 1, W]
 
     def attend(
         self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRB: torch.Tensor, scale: float | None
@@ -157,7 +151,7 @@ class _DecodeView:
         queries = kv.queries[: self.num]
         queries[:, :, : kv.group] = q_NGRA.index_select(0, self.rows)
         k, v = (self._slots_of(t[:, :, : self.window]) for t in (keys, values))
-        o = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.mask, scale=scale)[:, :, : kv.group]
+        o = kv.windows.attend(queries, k, v, self.mask, scale)[:, :, : kv.group]
         o_NGRB.index_copy_(0, self.rows, o)
 
     def _slots_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -168,52 +162,19 @@ class _ChunkView:
     """Consecutive positions of one slot; query heads of a key/value head are rows of one product."""
 
     def __init__(self, kv: KVCache, chunk: Span) -> None:
-        self.slot, self.num_rows = chunk.slot, chunk.stop - chunk.start
-        self.window = kv.window(chunk.stop)
-        self.padding = max(0, -(-MIN_ROWS // kv.group) - self.num_rows)  # positions added to reach MIN_ROWS rows
-        positions = torch.arange(chunk.start, chunk.stop + self.padding)
-        self.mask = _causal_mask(positions, kv.group, self.window)
+        self.kv, self.slot, self.num_rows = kv, chunk.slot, chunk.stop - chunk.start
+        self.window = kv.windows.covering(chunk.stop)
+        num = self.num_rows * kv.group
+        self.padding = kv.windows.padded(num) - num
+        positions = torch.arange(chunk.start, chunk.stop).repeat_interleave(kv.group)
+        self.mask = causal_mask(F.pad(positions, (0, self.padding), value=chunk.start), self.window).to(
+            kv.queries.dtype
+        )
 
     def attend(
         self, keys: torch.Tensor, values: torch.Tensor, q_GnRA: torch.Tensor, o_GnRB: torch.Tensor, scale: float | None
     ) -> None:
-        q = F.pad(q_GnRA, (0, 0, 0, 0, 0, self.padding)) if self.padding else q_GnRA
+        q = F.pad(q_GnRA.flatten(1, 2), (0, 0, 0, self.padding))
         k, v = (t[self.slot].narrow(1, 0, self.window)[None] for t in (keys, values))
-        o = F.scaled_dot_product_attention(q.flatten(1, 2)[None], k, v, attn_mask=self.mask, scale=scale)
-        o_GnRB.copy_(o.view(*q.shape[:3], -1).narrow(1, 0, self.num_rows))
-
-
-def _causal_mask(positions: torch.Tensor, group: int, window: int) -> torch.Tensor:
-    """Additive float32 [1, 1, N·R, W]: each position's rows see the positions up to it."""
-    hidden = torch.arange(window) > positions.repeat_interleave(group)[:, None]
-    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[None, None]
-
-
-def invariant_windows(heads: int, group: int, head_dim: int, length: int) -> list[int]:
-    """Windows (multiples of `BLOCK`, ascending) in which a row has the bits that it has in the whole slot.
-
-    Measured here and now with random numbers, in milliseconds, rather than assumed: it depends on the machine's
-    vector width and on the vendor's library. `length`, whole kernel blocks, is always among them. Past two kernel
-    blocks the pattern repeats: earlier blocks are whole, and only the last one's size matters.
-    """
-    total, length = length, min(length, 2 * KERNEL_BLOCK)
-    generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, 1, heads, length, head_dim, generator=generator).unbind()
-    q = torch.randn(1, heads, length, group, head_dim, generator=generator)
-    few = -(-MIN_ROWS // group)
-
-    def last_rows(num: int, stop: int, window: int) -> torch.Tensor:
-        """Attention of the `few` positions before `stop`, computed among `num`."""
-        rows = q[:, :, stop - num : stop].reshape(1, heads, -1, head_dim)
-        mask = _causal_mask(torch.arange(stop - num, stop), group, window)
-        o = F.scaled_dot_product_attention(rows, k[:, :, :window], v[:, :, :window], attn_mask=mask)
-        return o.view(heads, num, group, head_dim)[:, -few:]
-
-    def invariant(window: int) -> bool:
-        whole = last_rows(few, window, length)
-        nums = [n for n in (few, 16, 32, 96, 256, 1024) if n <= window]  # each takes another tiling of the rows
-        return all(torch.equal(last_rows(n, window, window), whole) for n in nums)
-
-    tested = [w for w in range(BLOCK, length, BLOCK) if invariant(w)] + [length]
-    second = [w for w in tested if w > KERNEL_BLOCK]
-    return tested + [w + k for k in range(KERNEL_BLOCK, total - length + 1, KERNEL_BLOCK) for w in second]
+        o = self.kv.windows.attend(q[None], k, v, self.mask, scale)[0]
+        o_GnRB.copy_(o[:, : o.shape[1] - self.padding].view(o_GnRB.shape))

@@ -5,16 +5,18 @@ Knows nothing of requests' lives, threads or versions.
 
 from __future__ import annotations
 
+import math
+import sys
+
 import numpy as np
 import torch
 
-from etude.errors import ParityError
 from etude.inference.kv import I64, KVCache, Span, StepCache
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
-from etude.numerics import check_row_invariance
+from etude.models.finite import origin
 from etude.numerics.sampling import sample
-from etude.records.wire import U8
+from etude.records.wire import Routes
 
 
 class Runner:
@@ -25,17 +27,17 @@ class Runner:
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
         self.model = model.eval()
-        dtype = model.embedding.dtype
-        self.kv = KVCache(model.config, num_slots=num_slots, context_tokens=context_tokens, dtype=dtype)
+        self.kv = KVCache(model.config, model.operators, num_slots=num_slots, context_tokens=context_tokens)
         sizes = (num_slots, context_tokens)
+        self._said = False  # where numbers stopped being some
         self._tokens = np.zeros(sizes, np.int64)
         per_token = (model.config.num_moe_layers, model.config.top_k)
         self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
 
-    def routes(self, sequence: Sequence) -> U8:
-        """[num_computed - routes_from, L, K]: a copy of what the caller does not hold yet."""
-        start = sequence.request.routes_from
-        return self._routes[sequence.row, start : sequence.num_computed].copy()
+    def routes(self, sequence: Sequence) -> Routes:
+        """[num_computed - routes_from, L, K]: a copy of what the caller wants and does not hold yet."""
+        start, stop = sequence.request.routes_from, sequence.num_computed
+        return self._routes[sequence.row, stop if start is None else start : stop].copy()
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
@@ -61,37 +63,34 @@ class Runner:
     def _sample(self, sequences: list[Sequence], logits_RV: torch.Tensor) -> None:
         asked = [s.request.sampling for s in sequences]
         positions = np.array([s.num_computed for s in sequences], np.int64)
-        tokens, logprobs = sample(logits_RV, [a.temperature for a in asked], [a.seed for a in asked], positions)
+        temperatures, seeds = [a.temperature for a in asked], [a.seed for a in asked]
+        tokens, logprobs = sample(logits_RV, temperatures, seeds, positions, self.model.operators)
         sampled: list[int] = tokens.tolist()
         for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
+            if not (math.isfinite(logprob) or self._said):
+                self._say_where(sequence)
         room = positions < self._tokens.shape[1]  # the last token of a full context is never computed
         slots = np.array([s.row for s in sequences], np.int64)
         self._tokens[slots[room], positions[room]] = tokens.numpy()[room]
+
+    def _say_where(self, sequence: Sequence) -> None:
+        """Where a forward's first number that is none arises, once, in the log: who trains on it refuses it by name."""
+        self._said = True
+        context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
+        found = origin(self.model, torch.tensor(context))
+        where = f"{found.name}, {found.facts}" if found else "not when the context is computed anew"
+        request = f"request {sequence.request.request_id}, {len(context)} tokens"
+        print(f"error: logits are not finite ({request}); the first: {where}", file=sys.stderr, flush=True)
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities at temperature 1 of each token but the first, given those before it; no KV is used."""
         tokens = torch.tensor(token_ids)
         logits, _ = self.model(tokens)
-        scores: list[float] = logits[:-1].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0].tolist()
+        scores: list[float] = self.model.operators.log_softmax(logits[:-1]).gather(1, tokens[1:, None])[:, 0].tolist()
         return scores
-
-
-def is_exact(model: Transformer) -> bool:
-    """Whether this machine, with this many threads, gives a row the same bits among any number of rows.
-
-    Measured in milliseconds with random products of the model's sizes. Where it is False a request's numbers depend
-    a little (about 1e-6) on what else is in the batch. A model in bf16 promises nothing of the kind.
-    """
-    if model.embedding.dtype != torch.float32:
-        return False
-    try:
-        check_row_invariance(model.config.products)
-    except ParityError:
-        return False
-    return True
 
 
 def _sampling_rows(plan: Plan) -> I64:

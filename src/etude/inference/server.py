@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,11 +32,16 @@ from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following, initial_version
 from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
-from etude.models import hf_views
+from etude.models import Transformer, hf_views
 from etude.models.checkpoint import load_model
+from etude.models.packed import PackedWeights
+from etude.numerics.config import Mode, NumericsConfig, Quantise
+from etude.numerics.formats import FORMATS
+from etude.numerics.operators import operators_for
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights import FollowerProcess
+from etude.weights.follow.runtime_map import Derived
 
 HUNG_EXIT_CODE = 70
 SWITCH_S = 0.0005
@@ -137,12 +142,24 @@ def _build(
 ) -> tuple[ReferenceEngine, Following | None]:
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
     config = build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
-    model = load_model(args.checkpoint, dtype=getattr(torch, config.dtype))
-    views = hf_views(model)
+    dtype = getattr(torch, config.dtype)
+    operators = operators_for(NumericsConfig(args.mode, args.quantise), dtype, rounds_weights=False)
+    model = load_model(args.checkpoint, dtype=dtype, operators=operators)
+    views, derived = live_weights(model, args.quantise)
     engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
     if chain is None:
         return engine, None
-    return engine, Following(engine, views, chain, poll_s=0.0, telemetry=telemetry)
+    return engine, Following(engine, views, chain, derived=derived, poll_s=0.0, telemetry=telemetry)
+
+
+def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
+    """The memory that versions are written to, and what is computed of it. In low precision it is packed bytes, and the
+    model holds what they decode to."""
+    if quantise is Quantise.NONE:
+        return hf_views(model), []
+    held = PackedWeights(model, FORMATS[quantise])
+    held.decode()
+    return held.tensors, [Derived(names, decode) for names, decode in held.decoders]
 
 
 def _lifespan(
@@ -223,6 +240,9 @@ def _parser() -> argparse.ArgumentParser:
     for setting in dataclasses.fields(EngineConfig):
         kind = type(setting.default)
         parser.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, help=f"default {setting.default}")
+    numerics = NumericsConfig()
+    parser.add_argument("--mode", type=Mode, default=numerics.mode, help="of sums: exact or native")
+    parser.add_argument("--quantise", type=Quantise, default=numerics.quantise, help="what large products round to")
     parser.add_argument("--poll-s", type=float, default=0.05, help="how often the weight pointer is read")
     parser.add_argument("--telemetry", type=Path, help="the events file")
     parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")

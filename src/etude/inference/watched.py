@@ -39,7 +39,7 @@ def engine_results(
     """Every operator's results for all positions of a text: its first `prompt_tokens` in chunks that end at
     multiples of `chunk_tokens`, each other by itself."""
     model = model.eval()
-    kv = KVCache(model.config, num_slots=1, context_tokens=len(token_ids), dtype=model.operators.dtype)
+    kv = KVCache(model.config, model.operators, num_slots=1, context_tokens=len(token_ids))
     tokens = torch.tensor(list(token_ids))
     parts: dict[str, list[torch.Tensor]] = {}
 
@@ -89,8 +89,8 @@ def as_wire(results: Results) -> list[OperatorResult]:
 def as_tensor(result: OperatorResult) -> torch.Tensor:
     """The tensor that travelled. Raises `EngineError` for a dtype or a size that does not fit."""
     kinds = {name: dtype for dtype, name in _WIRE.items()}
-    kind = kinds.get(result.dtype)
-    if kind is None or math.prod(result.shape) * kind.itemsize != len(result.data) or not result.shape:
+    kind, sizes = kinds.get(result.dtype), result.shape
+    if kind is None or not sizes or min(sizes) < 1 or math.prod(sizes) * kind.itemsize != len(result.data):
         raise EngineError(
             f"an engine shows {result.name[:80]} as {len(result.data)} bytes of {result.dtype[:20]} {result.shape}",
             hint="take engine and doctor of one release",

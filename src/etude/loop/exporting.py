@@ -9,6 +9,8 @@ import torch
 from etude.errors import CheckpointError
 from etude.models.checkpoint import load_model, save_model
 from etude.models.naming import hf_views
+from etude.models.packed import stored
+from etude.numerics.config import Quantise
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.weights import Tensor
@@ -16,15 +18,15 @@ from etude.weights.chain import inspect
 from etude.weights.chain.plans import rebuild
 
 
-def export_checkpoint(source: Path, out: Path, *, dtype: str) -> Path:
+def export_checkpoint(source: Path, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE) -> Path:
     """Write a checkpoint (or a run's newest one) anew, with its tokeniser. Raises `CheckpointError`."""
     if (source / "run.json").is_file():
         source = newest_checkpoint(RunFolder.open(source))
-    save_model(load_model(source), out, dtype=dtype, assets=source)
+    save_model(load_model(source), out, dtype=dtype, quantise=quantise, assets=source)
     return out
 
 
-def export_version(run: RunFolder, step: int, out: Path, *, dtype: str) -> Path:
+def export_version(run: RunFolder, step: int, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE) -> Path:
     """Write the version of a run that has this step, rebuilt from its chain and proven by its digests."""
     store = DirectoryStore(run / "weights")
     tensors = rebuild(store, inspect.find(store, str(step)))
@@ -32,20 +34,28 @@ def export_version(run: RunFolder, step: int, out: Path, *, dtype: str) -> Path:
     model = load_model(start)
     with torch.no_grad():
         for name, view in hf_views(model).items():
-            view.copy_(_values(tensors[name]))
-    save_model(model, out, dtype=dtype, assets=start)
+            view.copy_(stored(name, tuple(view.shape), tensors, lambda part: _values(tensors[part])))
+    save_model(model, out, dtype=dtype, quantise=quantise, assets=start)
     return out
 
 
+_KINDS = {
+    "bf16": ("int16", torch.bfloat16),
+    "f32": ("int32", torch.float32),
+    "f8_e4m3": ("uint8", torch.float8_e4m3fn),
+    "u8": ("uint8", torch.uint8),
+}
+
+
 def _values(tensor: Tensor) -> torch.Tensor:
-    kinds = {"bf16": (torch.int16, torch.bfloat16), "f32": (torch.int32, torch.float32)}
-    if tensor.dtype not in kinds:
+    if tensor.dtype not in _KINDS:
         raise CheckpointError(
-            f"a version in {tensor.dtype} cannot be exported", hint="export one that was published in bf16 or f32"
+            f"a version in {tensor.dtype} cannot be exported",
+            f"its tensors must be in {', '.join(_KINDS)}",
+            hint="export one that a learner published",
         )
-    raw, kind = kinds[tensor.dtype]
-    signed = tensor.codes.view({torch.int16: "int16", torch.int32: "int32"}[raw]).copy()
-    return torch.from_numpy(signed).view(kind).reshape(tensor.shape)
+    numpys, kind = _KINDS[tensor.dtype]
+    return torch.from_numpy(tensor.codes.view(numpys).copy()).view(kind).reshape(tensor.shape)
 
 
 def newest_checkpoint(run: RunFolder) -> Path:

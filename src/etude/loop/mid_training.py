@@ -47,7 +47,7 @@ class CopyProbe:
     @torch.no_grad()
     def __call__(self, model: Transformer) -> float:
         tokens = [torch.from_numpy(text).long() for text in self.texts]
-        logits, _ = model(torch.cat([t[:-1] for t in tokens]), Packed([len(t) - 1 for t in tokens]))
+        logits, _ = model(torch.cat([t[:-1] for t in tokens]), Packed([len(t) - 1 for t in tokens], model.operators))
         right = torch.split(logits.argmax(-1) == torch.cat([t[1:] for t in tokens]), [len(t) - 1 for t in tokens])
         return sum(bool(r[-n:].all()) for r, n in zip(right, self.num_answer, strict=True)) / len(tokens)
 

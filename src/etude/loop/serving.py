@@ -17,10 +17,12 @@ from etude.errors import CheckpointError, NoCheckpoint
 from etude.gateway import GatewayConfig, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
+from etude.loop.config import read_config
 from etude.loop.crew import read_url
 from etude.loop.processes import Child, Role, Supervisor
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights
+from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
@@ -29,7 +31,13 @@ from etude.weights.chain.inspect import require_pointer
 
 @contextlib.asynccontextmanager
 async def serve_checkpoint(
-    checkpoint: Path, *, store: Path | None, model: str, gateway: GatewayConfig, key: str | None
+    checkpoint: Path,
+    *,
+    store: Path | None,
+    numerics: NumericsConfig,
+    model: str,
+    gateway: GatewayConfig,
+    key: str | None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields the base URL for an OpenAI client."""
     if not (checkpoint / "config.json").is_file():
@@ -44,6 +52,7 @@ async def serve_checkpoint(
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store)] if store else [])
         argv += ["--context-tokens", str(model_config.context_tokens)]
+        argv += ["--mode", numerics.mode, "--quantise", numerics.quantise]
 
         async def on_up(child: Child) -> None:
             engines.append(HttpEngine(await read_url(ready_file, child.pid)))
@@ -75,17 +84,18 @@ def _read_model(checkpoint: Path) -> ModelConfig:
     return config
 
 
-def parts_of(model: Path) -> tuple[Path, Path | None]:
-    """(checkpoint, weight store) behind a path: a run's are followed, a checkpoint has no store. Raises `WeightsError`
-    for a run whose newest version cannot be told: its first weights are not served in the place of it."""
+def parts_of(model: Path) -> tuple[Path, Path | None, NumericsConfig]:
+    """(checkpoint, weight store, numerics) behind a path: a run's are followed and computed as its engines do, a
+    checkpoint has no store. Raises `WeightsError` for a run whose newest version cannot be told: its first weights are
+    not served in the place of it."""
     if not (model / "run.json").is_file():
-        return model, None
+        return model, None, NumericsConfig()
     run = RunFolder.open(model)
-    store = run / "weights"
+    store, numerics = run / "weights", read_config(run).numerics
     if not store.is_dir():
-        return run / "checkpoints" / "mid", None
+        return run / "checkpoints" / "mid", None, numerics
     require_pointer(DirectoryStore(store))
-    return run / "checkpoints" / "mid", store if (store / "pointers").is_dir() else None
+    return run / "checkpoints" / "mid", store if (store / "pointers").is_dir() else None, numerics
 
 
 async def forever() -> None:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
+
+from etude.numerics.operators import Operators
 
 
 class Cache(Protocol):
@@ -44,30 +45,25 @@ class Cache(Protocol):
 class Packed:
     """Several whole sequences laid flat one after another; each attends within itself only, nothing is kept.
 
-    One kernel call a sequence: a sequence's numbers do not depend on its neighbours or on padding, and no work is
-    spent on pairs of tokens that may not see each other.
+    Sequence by sequence: one's numbers do not depend on its neighbours or on padding, and no work is spent on pairs of
+    tokens of which neither may see the other. `operators` are the model's own.
 
-    >>> Packed([2, 3]).positions.tolist()
+    >>> from etude.numerics import Native
+    >>> Packed([2, 3], Native()).positions.tolist()
     [0, 1, 0, 1, 2]
     """
 
     compressed = False  # nothing is kept, and products of narrow heads cost less
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(self, lengths: Sequence[int], operators: Operators, *, device: torch.device | str = "cpu") -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths of packed sequences must be at least 1, got {list(lengths)[:8]}")
-        self.lengths = list(lengths)
+        self.lengths, self._causal = list(lengths), operators.causal()
         self.positions = torch.cat([torch.arange(n, device=device) for n in self.lengths])
 
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
         q, k, v = (torch.split(t.transpose(0, 1), self.lengths, 1) for t in (q_NHA, k_NGA, v_NGB))
-        o = [causal(*qkv, scale) for qkv in zip(q, k, v, strict=True)]
+        o = [self._causal(*qkv, scale) for qkv in zip(q, k, v, strict=True)]
         return torch.cat(o, 1).transpose(0, 1)
-
-
-def causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTB: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Causal attention within one sequence; o_HTB."""
-    q, k, v = q_HTA[None], k_GTA[None], v_GTB[None]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)[0]

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,13 @@ from etude.errors import CheckpointError
 from etude.models.config import ModelConfig
 from etude.models.finite import not_finite
 from etude.models.headers import HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
+from etude.models.low import quantization_config
 from etude.models.naming import hf_views, stays_float32
+from etude.models.packed import packed, stored
 from etude.models.quantised import SCALE, dequantised
 from etude.models.transformer import Transformer
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Exact, Operators
 
 ASSETS = (
@@ -48,14 +52,16 @@ def save_model(
     path: Path | str,
     *,
     dtype: str,
+    quantise: Quantise = Quantise.NONE,
     assets: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write a checkpoint directory, complete or absent. `dtype` is "bf16" or "f32"; `assets` is a directory whose
     tokeniser files are copied, and what its config.json says of tokens. More than `shard_bytes` of weights become
-    shards with an index. An existing directory is replaced. Raises `CheckpointError`."""
+    shards with an index; `quantise` stores the large matrices in that format. An existing directory is replaced.
+    Raises `CheckpointError`, and `ConfigError` for widths that the format has no whole blocks of."""
     with whole_directory(path) as folder:
-        write_model(model, folder, dtype=dtype, assets=assets, shard_bytes=shard_bytes)
+        write_model(model, folder, dtype=dtype, quantise=quantise, assets=assets, shard_bytes=shard_bytes)
 
 
 def write_model(
@@ -63,14 +69,19 @@ def write_model(
     folder: Path,
     *,
     dtype: str,
+    quantise: Quantise = Quantise.NONE,
     assets: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """The same into a directory that somebody else makes whole."""
     kind, name = _DTYPES[dtype]
     config = {**model.config.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
+    tensors = hf_views(model)
+    if quantise is not Quantise.NONE:
+        config["quantization_config"] = quantization_config(quantise)
+        tensors = packed(model, FORMATS[quantise])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_weights(hf_views(model), folder, kind, shard_bytes)
+    _write_weights(tensors, folder, kind, shard_bytes)
     for asset in ASSETS:
         if assets is not None and (Path(assets) / asset).is_file():
             shutil.copyfile(Path(assets) / asset, folder / asset)
@@ -86,7 +97,7 @@ def _carried(assets: Path | str | None) -> dict[str, object]:
 
 def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.dtype, shard_bytes: int) -> None:
     """One file, or shards of at most `shard_bytes` (a larger tensor has one of its own) and their index."""
-    kinds = {name: torch.float32 if stays_float32(name) else kind for name in views}
+    kinds = {n: view.dtype if view.itemsize == 1 or stays_float32(n) else kind for n, view in views.items()}
     sizes = {name: view.numel() * kinds[name].itemsize for name, view in views.items()}
     shards: list[list[str]] = [[]]
     filled = 0
@@ -114,21 +125,22 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 def load_model(
     path: Path | str, *, dtype: torch.dtype = torch.float32, operators: Operators | None = None
 ) -> Transformer:
-    """The model in a checkpoint directory: weights in `dtype`, computed by `operators` (None: exact, in `dtype`).
+    """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), which say in what its
+    weights are held.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
     and weights that are NaN or infinite.
     """
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
-    check_weights(path, config)  # before a wild config makes us allocate
-    model = Transformer(config, seed=None, operators=Exact(dtype) if operators is None else operators)
+    found = check_weights(path, config)  # before a wild config makes us allocate
+    operators = Exact(dtype) if operators is None else operators
+    model = Transformer(config, seed=None, operators=operators)
     views = hf_views(model)
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
-            tensor = read(name)
-            view.copy_(dequantised(tensor, read(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor)
-    _require_finite(model.cast(dtype), path, dtype)
+            view.copy_(_read(name, tuple(view.shape), found, read))
+    _require_finite(model.cast(operators.held), path, operators.held)
     return model
 
 
@@ -141,6 +153,14 @@ def _require_finite(model: Transformer, path: Path, dtype: torch.dtype) -> None:
             f"{bad[first]}; {len(bad)} tensors in all",
             hint="take a checkpoint from before its training diverged, or a dtype of a wider range",
         )
+
+
+def _read(
+    name: str, shape: tuple[int, ...], found: Container[str], read: Callable[[str], torch.Tensor]
+) -> torch.Tensor:
+    """A tensor's values, whatever it is stored as."""
+    tensor = stored(name, shape, found, read)
+    return dequantised(tensor, read(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 @contextlib.contextmanager

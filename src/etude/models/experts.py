@@ -5,8 +5,8 @@ with a grouped GEMM and 1.6 times faster than computing all experts densely. The
 would build a zero-filled [E, …] gradient for every expert's slice and scatter-add rows one by one; here every
 gradient is one product into its place, and rows come back by a gather, because the dispatch is a permutation.
 
-An expert with fewer rows than `exact.MIN_ROWS` computes copies of token 0 up to that number, so that a token's
-result does not depend on how many others chose its expert. Contributions are combined in slot order.
+An expert with fewer rows than the operators want (`Operators.rows`) computes copies of token 0 up to that number, so
+that a token's result does not depend on how many others chose its expert. Contributions are combined in slot order.
 
 Shapes: N tokens, D width, E experts, K experts a token, F expert width, S rows after dispatch (N·K and padding).
 """
@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from etude.models.parts import Routing, Scores
+from etude.models.replay import Recorded
 from etude.models.watch import Watch, unwatched
-from etude.numerics.exact import MIN_ROWS
-from etude.numerics.operators import Operators
+from etude.numerics.operators import Exact, Operators
+from etude.records.completion import route_dtype
 
 SOFTMAX = Routing()
 _TINY = 1e-20  # sigmoids may all be 0
@@ -43,29 +44,29 @@ class Choice:
 def choose(
     scores_NE: torch.Tensor,
     top_k: int,
-    routes_NK: torch.Tensor | None = None,
+    recorded: Recorded | None = None,
+    operators: Operators | None = None,
     *,
     routing: Routing = SOFTMAX,
     bias_E: torch.Tensor | None = None,
     balance: bool = False,
 ) -> Choice:
-    """Gates and experts from router scores (logits). Replayed `routes_NK` (uint8 or uint16) pick the experts where a
-    row is not missing (the dtype's largest value); gates are always computed from the live scores, so that gradients
-    flow. `bias_E` (float32) is added where experts are chosen, and nowhere else.
+    """Gates and experts from router scores (logits). What is `recorded` picks the experts where it is known and
+    plausible; gates are always computed from the live scores, so that gradients flow. `bias_E` (float32) is added where
+    experts are chosen, and nowhere else.
 
     `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
     counted from the live choice.
     """
-    kind = torch.promote_types(scores_NE.dtype, torch.float32)
+    operators = operators or Exact()
     if routing.scores is Scores.SOFTMAX:
-        scores_NE = probs_NE = F.softmax(scores_NE, -1, dtype=kind)
+        scores_NE = probs_NE = operators.softmax(scores_NE)
     else:
-        scores_NE = scores_NE.to(kind).sigmoid()
+        scores_NE = operators.sigmoid(scores_NE)
         probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-    live = used = _best(scores_NE, bias_E, top_k, routing)
-    if routes_NK is not None:
-        replayed = routes_NK.long()
-        used = torch.where(replayed[:, :1] == torch.iinfo(routes_NK.dtype).max, live, replayed)
+    live = used = _best(scores_NE, bias_E, top_k, routing, operators)
+    if recorded is not None:
+        used = recorded.over(live, scores_NE)
     gates = scores_NE.gather(-1, used)
     if routing.normalise:
         gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
@@ -78,15 +79,18 @@ def choose(
 
 
 @torch.no_grad()
-def _best(scores_NE: torch.Tensor, bias_E: torch.Tensor | None, top_k: int, routing: Routing) -> torch.Tensor:
+def _best(
+    scores_NE: torch.Tensor, bias_E: torch.Tensor | None, top_k: int, routing: Routing, operators: Operators
+) -> torch.Tensor:
     """A router's own choice, best first, int64 [N, K]."""
     ranked = scores_NE if bias_E is None else scores_NE + bias_E
     if routing.num_groups > 1:
         groups = ranked.view(len(ranked), routing.num_groups, -1)
-        best = groups.topk(2, -1).values.sum(-1).topk(routing.top_groups, -1).indices
+        two = groups.gather(-1, operators.top_k(groups.flatten(0, 1), 2).view(*groups.shape[:2], 2))
+        best = operators.top_k(two[..., 0] + two[..., 1], routing.top_groups)
         closed = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, value=False)
         ranked = groups.masked_fill(closed[..., None], -torch.inf).flatten(1)
-    return ranked.topk(top_k, -1).indices
+    return operators.top_k(ranked, top_k)
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,15 @@ class Dispatch:
     rows: list[int]  # rows of each expert, padding included
 
     @classmethod
-    def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:
+    def of(cls, experts_NK: torch.Tensor, num_experts: int, operators: Operators | None = None) -> Dispatch:
         """Computed on the host: splitting by expert needs the counts there anyhow, and a radix sort in numpy is
         faster than torch's sort."""
+        padded = (operators or Exact()).rows
         n, k = experts_NK.shape
-        flat = experts_NK.numpy(force=True).astype(np.uint8 if num_experts <= 256 else np.uint16).ravel()
+        flat = experts_NK.numpy(force=True).astype(route_dtype(num_experts)).ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat, minlength=num_experts)
-        rows = np.where(counts > 0, np.maximum(counts, MIN_ROWS), 0)
+        rows = np.array([padded(count) if count else 0 for count in counts.tolist()])
         shift = (rows.cumsum() - rows) - (counts.cumsum() - counts)
         slot = np.empty(n * k, np.int64)
         slot[order] = np.arange(n * k) + shift.repeat(counts)
@@ -124,9 +129,10 @@ def mix(
     see: Watch = unwatched,
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]."""
-    to = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0])
+    to = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators)
+    x_ND, gate_up_E2FD, down_EDF = operators.taken(x_ND), operators.weights(gate_up_E2FD), operators.weights(down_EDF)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        x_ND, choice.gates_NK.to(x_ND.dtype), gate_up_E2FD, down_EDF, to, operators, see
+        x_ND, choice.gates_NK, gate_up_E2FD, down_EDF, to, operators, see
     )
     return y
 
@@ -145,24 +151,24 @@ class _Mix(torch.autograd.Function):
     ) -> torch.Tensor:
         x_S = x.index_select(0, to.source_S)
         h_S = operators.grouped(x_S, gate_up, to.rows)
-        a, b = h_S.chunk(2, -1)
-        act_S = F.silu(a) * b
+        act_S = operators.taken(operators.gated(h_S))
         out_S = operators.grouped(act_S, down, to.rows)
         if see is not unwatched:
             for name, rows in (("gate_up", h_S), ("activated", act_S), ("down", out_S)):
                 see(f"experts.{name}", rows[to.slot_NK])
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
-        ctx.to = to
+        ctx.to, ctx.wide = to, operators.held
         return operators.combine(out_S, to.slot_NK, gates)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_S, h_S, act_S, out_S, gates, gate_up, down = ctx.saved_tensors
+        saved: tuple[torch.Tensor, ...] = ctx.saved_tensors
+        x_S, h_S, act_S, out_S, gates, gate_up, down = (t.to(ctx.wide) for t in saved)
         to: Dispatch = ctx.to
         gate_S = gates.new_zeros(len(to.source_S))  # padding keeps gate 0 and so has no gradient
         gate_S[to.slot_NK] = gates
-        dy_S = dy.index_select(0, to.source_S)
+        dy_S = dy.to(ctx.wide).index_select(0, to.source_S)
         dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
         dout_S = dy_S.mul_(gate_S[:, None])
         dact_S = _per_expert(dout_S, down, to.rows)

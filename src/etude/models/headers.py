@@ -18,9 +18,12 @@ from typing import Any
 
 from etude.errors import CheckpointError
 from etude.models.config import ModelConfig
+from etude.models.low import parts, stored_as, unused
 from etude.models.parts import Latent, Scores
 from etude.models.quantised import DTYPE as QUANTISED
 from etude.models.quantised import SCALE, scale_shape
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -28,7 +31,7 @@ MAX_HEADER_BYTES = 100 << 20
 """The limit of the format itself."""
 
 READABLE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-_BYTES = READABLE_BYTES | {QUANTISED: 1}
+_BYTES = READABLE_BYTES | {QUANTISED: 1, "U8": 1}
 HINT_DAMAGED = "copy the checkpoint again; or, if it is a run's newest, delete it: --resume goes on from the one before"
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
@@ -45,13 +48,13 @@ class Stored:
     shape: Shape
 
 
-def check_weights(folder: Path, config: ModelConfig) -> None:
-    """Raises `CheckpointError` that names file, tensor, and the shape that was found and wanted."""
+def check_weights(folder: Path, config: ModelConfig) -> dict[str, Stored]:
+    """What the directory holds. Raises `CheckpointError` that names file, tensor, and the shape that was found and
+    wanted."""
     found = read_headers(folder)
     known = {"lm_head.weight"}  # some writers repeat a tied one
     for name, shape in hf_shapes(config):
-        _check_tensor(name, found, shape, folder)
-        known |= {name, name + SCALE} if name in found and found[name].dtype == QUANTISED else {name}
+        known |= _check_tensor(name, found, shape, folder)
     extra = sorted(found.keys() - known - further_predictors(found, config))
     if extra:
         raise CheckpointError(
@@ -59,6 +62,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
             f"one of {len(extra)} that {folder / 'config.json'} has no place for",
             hint="the config is of another model than the weights: take both from one checkpoint",
         )
+    return found
 
 
 def further_predictors(names: Iterable[str], config: ModelConfig) -> set[str]:
@@ -71,7 +75,11 @@ def further_predictors(names: Iterable[str], config: ModelConfig) -> set[str]:
     return {name for m, name in layers if m and m[1] in behind}
 
 
-def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: Path) -> None:
+def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: Path) -> set[str]:
+    """The names that a tensor is stored under."""
+    low = stored_as(name, found)
+    if low is not Quantise.NONE:
+        return _check_parts(name, found, shape, low)
     tensor = found.get(name)
     if tensor is None:
         raise CheckpointError(
@@ -97,6 +105,26 @@ def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: 
             f"readable are {', '.join(READABLE_BYTES)}, and {QUANTISED} matrices with their block scales",
             hint="convert the checkpoint to bf16 first",
         )
+    return {name, name + SCALE} if tensor.dtype == QUANTISED else {name}
+
+
+def _check_parts(name: str, found: Mapping[str, Stored], shape: Shape, low: Quantise) -> set[str]:
+    wanted = parts(name, shape, low) if len(shape) == 2 and shape[1] % FORMATS[low].block == 0 else {}
+    for part, (dtype, its_shape) in wanted.items():
+        tensor = found.get(part)
+        if tensor is None or (tensor.dtype, tensor.shape) != (dtype, its_shape):
+            raise CheckpointError(
+                f"{part!r} does not fit {name!r} {list(shape)} in {low}",
+                f"it must be {dtype} {list(its_shape)}, {_described(tensor)}",
+                hint="export it again, or convert the checkpoint to bf16 first",
+            )
+    if not wanted:
+        raise CheckpointError(
+            f"{name!r} {list(shape)} cannot be in {low}",
+            f"it has no rows of whole blocks of {FORMATS[low].block}",
+            hint="the config is of another model than the weights: take both from one checkpoint",
+        )
+    return {*wanted, *unused(name, low)}
 
 
 def _described(tensor: Stored | None) -> str:

@@ -17,7 +17,7 @@ _BIAS = "mlp.gate.e_score_correction_bias"
 
 def stays_float32(name: str) -> bool:
     """Whether a tensor keeps float32 whatever the weights are stored in, as transformers and every engine keep it."""
-    return name.endswith(_BIAS)
+    return name.endswith((_BIAS, ".weight_global_scale"))
 
 
 def hf_views(model: Transformer) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import CheckpointError
+from etude.models.low import is_known
 
 if TYPE_CHECKING:
     import torch
@@ -32,12 +33,14 @@ def check_scheme(raw: Mapping[str, Any]) -> None:
             "config.json is damaged", f"quantization_config = {found!r:.80}", hint="expected a section, or none"
         )
     method, blocks = found.get("quant_method"), found.get("weight_block_size")
-    if method == "fp8" and found.get("fmt", "e4m3") == "e4m3" and blocks == [BLOCK, BLOCK]:
+    deepseek = method == "fp8" and found.get("fmt", "e4m3") == "e4m3" and blocks == [BLOCK, BLOCK]
+    if deepseek or is_known(found):
         return
     how = {key: found[key] for key in ("fmt", "format", "weight_block_size", "bits") if key in found}
     raise CheckpointError(
         f"a checkpoint quantised by {method!r}{f' with {how}' if how else ''}",
-        f"readable are bf16, float16, float32, and fp8 (e4m3) in blocks of {BLOCK} × {BLOCK}",
+        f"readable are bf16, float16, float32, fp8 (e4m3) in blocks of {BLOCK} × {BLOCK}, and mxfp8, mxfp4 and nvfp4 of"
+        " compressed-tensors",
         hint="convert it to bf16 with the tool that quantised it, or take the unquantised checkpoint",
     )
 

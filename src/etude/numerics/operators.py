@@ -5,24 +5,34 @@ torch as it comes. `Exact` has one order of summation for each operator, whateve
 objects without state: nothing is switched globally.
 
 Activations are tensors of `dtype`. Weights may be held in a wider dtype than that, as the learner's float32 masters
-are: an operator takes them as they come.
+are: an operator takes them as they come. `Exact` wants them in float32 on both sides: every product and sum is of
+float32 numbers and is rounded to `dtype` once, so that narrow dtypes cost about what float32 does.
 
 Knows nothing of models, caches or batches. Shapes: N tokens, H heads, I and O width in and out, E experts, S rows
-sorted by expert, K experts a token.
+sorted by expert, K experts a token, R rows of logits, V vocabulary, T tokens of one sequence, G key/value heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from etude.numerics import exact
+from etude.numerics.config import Mode, NumericsConfig, Quantise
+from etude.numerics.exact.windows import ANY, Windows
+from etude.numerics.formats import FORMATS
+
+Causal = Callable[..., torch.Tensor]
+"""(q_HTA, k_GTA, v_GTC, scale or None) -> o_HTC: each token sees itself and those before it."""
 
 
 class Operators:
     """What a model asks for. Every result is in `dtype`, but for scores and log-probabilities: those are float32."""
+
+    exact = False
+    """Whether a row's bits depend on that row alone."""
 
     absorbs = False
     """Whether latent attention is computed in the absorbed form where nothing asks for it, so that a packed forward
@@ -31,12 +41,30 @@ class Operators:
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
 
+    @property
+    def held(self) -> torch.dtype:
+        """In what an engine holds weights, keys and values. A learner's weights are float32 either way."""
+        return self.dtype
+
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         """x · weightᵀ, [N, O]."""
         raise NotImplementedError
 
+    def taken(self, x: torch.Tensor) -> torch.Tensor:
+        """What a large product takes of activations: in low precision they are rounded. `linear` asks by itself."""
+        return x
+
+    def weights(self, weight: torch.Tensor) -> torch.Tensor:
+        """What a large product takes of a matrix, or of a stack of them. `linear` asks by itself."""
+        return weight
+
+    def rows(self, num_rows: int) -> int:
+        """How many rows an expert computes for so many; the others are copies."""
+        return num_rows
+
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. `models.experts` has its gradient."""
+        """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
+        `models.experts` has the gradient, and needs both in it."""
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True
@@ -46,7 +74,8 @@ class Operators:
         return out
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
-        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed."""
+        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed. Of what `weights`
+        gave."""
         return torch.stack([self.linear(x, w) for x, w in zip(x_NHI.unbind(1), weight_HOI.unbind(0), strict=True)], 1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -56,7 +85,7 @@ class Operators:
 
     def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
         """Rotary positions (arXiv 2104.09864, the half-rotation layout); the sine is negative in the first half."""
-        half = x_NHA.shape[-1] // 2
+        half, cos_N1A, sin_N1A = x_NHA.shape[-1] // 2, cos_N1A.to(x_NHA.dtype), sin_N1A.to(x_NHA.dtype)
         return torch.addcmul(x_NHA * cos_N1A, x_NHA.roll(half, -1), sin_N1A)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
@@ -65,15 +94,48 @@ class Operators:
 
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
         """Σ over K in slot order of gate · row, [N, D]. Its gradient is `models.experts`'s work."""
-        first, *rest = zip(slot_NK.unbind(1), gates_NK.unbind(1), strict=True)
+        first, *rest = zip(slot_NK.unbind(1), gates_NK.to(out_SD.dtype).unbind(1), strict=True)
         y = out_SD.index_select(0, first[0]) * first[1][:, None]
         for slot, gate in rest:
             y.addcmul_(out_SD.index_select(0, slot), gate[:, None])
         return y
 
-    def log_softmax(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities, float32 [R, V]."""
-        return logits_RV.float().log_softmax(-1)
+    def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
+        """silu(first half) · second half, [S, F/2]."""
+        a, b = h_SF.chunk(2, -1)
+        return F.silu(a) * b
+
+    def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        """A router's probabilities, float32 [N, E]."""
+        return _wide(scores_NE).softmax(-1)
+
+    def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        """float32 [N, E]."""
+        return _wide(scores_NE).sigmoid()
+
+    def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
+        """Indices of the k largest, largest first, int64 [N, k]."""
+        return values_NE.topk(k, -1).indices
+
+    def causal(self) -> Causal:
+        """Attention within whole sequences, for one forward."""
+        return _causal
+
+    def windows(self, heads: int, key_width: int) -> Windows:
+        """In which sizes an engine's rows of queries see the kept keys and values."""
+        return ANY
+
+    def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """The head's product, [R, V]; never of rounded numbers."""
+        return self.linear(x_RD, weight_VD)
+
+    def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
+        """Log-probabilities at a temperature, or at each row's own [R, 1]; float32 [R, V]. The one function for them:
+        of sampler, probe and learner."""
+        logits_RV = logits_RV.float()
+        if isinstance(temperature, torch.Tensor) or temperature != 1.0:
+            logits_RV = logits_RV / torch.as_tensor(temperature, dtype=torch.float32, device=logits_RV.device)
+        return logits_RV.log_softmax(-1)
 
 
 class Native(Operators):
@@ -89,10 +151,85 @@ class Native(Operators):
 class Exact(Operators):
     """One order of summation for each operator: a row's bits depend on that row alone."""
 
+    exact = True
     absorbs = True
 
+    @property
+    def held(self) -> torch.dtype:
+        """float32 or wider: a narrow dtype's numbers are float32 numbers, and widening them for every product costs
+        more than the product of a decoded token does."""
+        return torch.promote_types(self.dtype, torch.float32)
+
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        return exact.linear(x_NI, weight_OI.to(x_NI.dtype))
+        return exact.linear(_wide(x_NI), _wide(weight_OI)).to(self.dtype)
+
+    def rows(self, num_rows: int) -> int:
+        return exact.padded(num_rows)
+
+    def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        x_SI, weight_EOI = _wide(x_SI), _wide(weight_EOI)
+        whole_lines = not weight_EOI.shape[2] % (exact.LINE_BYTES // 4)  # wherever an expert's rows begin
+        if whole_lines and exact.path(*weight_EOI.shape[1:]) is exact.vendor:
+            return super().grouped(x_SI, weight_EOI, rows).to(self.dtype)
+        parts = zip(torch.split(x_SI, list(rows)), weight_EOI.unbind(), strict=True)
+        return torch.cat([exact.linear(x, w) for x, w in parts if len(x)]).to(self.dtype)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return super().rms_norm(_wide(x), weight, eps).to(self.dtype)
+
+    def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
+        return super().rotate(_wide(x_NHA), cos_N1A, sin_N1A).to(self.dtype)
 
     def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        return exact.linear(x_ND.float(), weight_ED.float())
+        return exact.linear(_wide(x_ND), _wide(weight_ED))
+
+    def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
+        return super().combine(_wide(out_SD), slot_NK, gates_NK).to(self.dtype)
+
+    def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
+        a, b = _wide(h_SF).chunk(2, -1)
+        return (exact.in_lanes(F.silu, a) * b).to(self.dtype)
+
+    def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        return exact.in_lanes(torch.sigmoid, _wide(scores_NE))
+
+    def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
+        """Of equal ones the lowest index comes first."""
+        return exact.top_k(values_NE, k)
+
+    def causal(self) -> Causal:
+        inner = exact.Causal()
+
+        def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+            return inner(_wide(q), _wide(k), _wide(v), scale).to(self.dtype)
+
+        return causal
+
+    def windows(self, heads: int, key_width: int) -> Windows:
+        return exact.windows(heads, key_width)
+
+    def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """float32: rounding them would add noise to the log-probabilities of both sides, and save nothing."""
+        return self.router_scores(x_RD, weight_VD)
+
+
+def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True) -> Operators:
+    """What engine and learner of a run build their models with. `rounds_weights` False: whoever holds the weights has
+    rounded them."""
+    inner = Exact(dtype) if numerics.mode is Mode.EXACT else Native(dtype)
+    if numerics.quantise is Quantise.NONE:
+        return inner
+    from etude.numerics.low import Quantised  # which is made of operators
+
+    return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    gqa = q_HTA.shape[0] != k_GTA.shape[0]
+    return F.scaled_dot_product_attention(
+        q_HTA[None], k_GTA[None], v_GTC[None], is_causal=True, enable_gqa=gqa, scale=scale
+    )[0]

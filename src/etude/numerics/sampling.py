@@ -13,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etude.numerics.operators import Exact, Operators
+
 U64 = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -37,22 +39,25 @@ def _splitmix(x: U64) -> U64:
 
 
 def sample(
-    logits_RV: torch.Tensor, temperatures: npt.ArrayLike, seeds: npt.ArrayLike, positions: npt.ArrayLike
+    logits_RV: torch.Tensor,
+    temperatures: npt.ArrayLike,
+    seeds: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    operators: Operators | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens (int64 [R]) and their log-probabilities (float32 [R]).
+    """Tokens (int64 [R]) and their log-probabilities (float32 [R]), by the model's `operators` (None: exact).
 
     `temperatures` [R]: 0.0 is greedy, and then the log-probability is at temperature 1. `seeds` and `positions` [R]
     key the randomness; `positions` is the sampled token's own position in its context.
     """
     temperature = np.asarray(temperatures, np.float32)
-    scores = logits_RV.float()
+    divisor: torch.Tensor | float = 1.0
     if (temperature != 1.0).any():
-        divisor = np.where(temperature == 0.0, np.float32(1.0), temperature)
-        scores = scores / torch.from_numpy(divisor).to(scores.device)[:, None]
-    logprobs = scores.log_softmax(-1)
-    cumulative = logprobs.exp().cumsum(-1)
-    threshold = torch.from_numpy(uniform(seeds, positions)).to(scores.device)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=scores.shape[-1] - 1)[:, 0]
+        divisor = torch.from_numpy(np.where(temperature == 0.0, np.float32(1.0), temperature))[:, None]
+    logprobs = (operators or Exact()).log_softmax(logits_RV, divisor)
+    cumulative = logprobs.softmax(-1).cumsum(-1)  # softmax treats each row alone, which exp of them all does not
+    threshold = torch.from_numpy(uniform(seeds, positions)).to(logprobs.device)[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[-1] - 1)[:, 0]
     if (temperature == 0.0).any():
-        tokens = torch.where(torch.from_numpy(temperature == 0.0).to(scores.device), scores.argmax(-1), tokens)
+        tokens = torch.where(torch.from_numpy(temperature == 0.0).to(logprobs.device), logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

@@ -22,7 +22,11 @@ from etude.errors import CheckpointError, DeadlineExceeded, ParityError, Weights
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.naming import hf_views, stays_float32
+from etude.models.packed import packed
 from etude.models.transformer import Forward, Transformer
+from etude.numerics.config import NumericsConfig, Quantise
+from etude.numerics.formats import FORMATS
+from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
 from etude.training.balance import Balance
@@ -33,12 +37,15 @@ from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_
 from etude.training.optimizer import AdamW
 from etude.training.reference import Reference
 from etude.training.report import Tally
-from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
+from etude.training.routes import Replay
+from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
 from etude.weights.chain.publisher import Publisher, Writer
+from etude.weights.delta.arrays import name_of
 from etude.weights.tensors import Codes, Tensor
 
 FORMAT = 1
+SAMPLED_ANEW = 64
 STATE, ABOUT = "learner.safetensors", "learner.json"
 
 
@@ -48,7 +55,8 @@ class TorchLearner:
     `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
     rollouts were sampled with, since the ratio is of the distribution sampled from. `hold_fresh_to_one` False is for
     engines that do not compute in float32: the ratio on fresh weights is then reported, and not limited. `reference` is
-    what `config.kl` is taken to.
+    what `config.kl` is taken to. `numerics` is what the engines have: with it in low precision, what is published is
+    packed (`models.packed`).
     """
 
     step: int
@@ -66,7 +74,9 @@ class TorchLearner:
         temperature: float = 1.0,
         hold_fresh_to_one: bool = True,
         reference: Reference | None = None,
+        numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
     ) -> None:
+        self.numerics = numerics
         self.config, self.step, self.version = config, 0, None
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
@@ -105,6 +115,8 @@ class TorchLearner:
             num_tokens = sum(forwarded(sample) for sample in batch.samples)
             for samples in microbatches(batch.samples, budget_tokens=self.config.budget_tokens):
                 self._one(samples, batch.num_loss_tokens, num_tokens, tally)
+            if tally.num_replayed:
+                tally.live += self._live(batch)
         except Exception:
             self.optimizer.clear()
             self._balance.clear()
@@ -112,23 +124,18 @@ class TorchLearner:
         return tally.report(cpu_s=time.process_time() - began)
 
     def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
-        sizes = self.model.config
-        if self.config.replay_routes and sizes.num_moe_layers:
-            check_routes(samples, num_layers=sizes.num_moe_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
-        rows = lay_flat(samples)
+        rows = lay_flat(samples, self._replay())
         check_sampled(samples, rows, step=self.step + 1)
+<<<<<<< HEAD
+        done = self._run(rows)
+        asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), rows.routes_NLK, rows.rows_R)
+=======
         routes_NLK = rows.routes_NLK if self.config.replay_routes else None
-        done = self.model.train().run(rows.tokens_N, Packed(rows.lengths), routes_NLK, rows.rows_R)
-        check_logits(
-            self.model,
-            done.logits,
-            rows.tokens_N,
-            rows.lengths,
-            routes_NLK,
-            rows.rows_R,
-            step=self.step + 1,
-            place=functools.partial(place_in, samples, rows),
-        )
+        asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), routes_NLK, rows.rows_R)
+        done = self.model.train().run(*asked)
+>>>>>>> wt-grad
+        place = functools.partial(place_in, samples, rows)
+        check_logits(self.model, done.logits, *asked, step=self.step + 1, place=place)
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
         log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
@@ -146,6 +153,27 @@ class TorchLearner:
         self._balance.count(done.live)
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
+
+    def _replay(self) -> Replay | None:
+        if self.config.replay_routes is False or not self.model.config.num_moe_layers:
+            return None
+        return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
+
+    def _run(self, rows: Rows) -> Forward:
+        flat, plausible = Packed(rows.lengths, self.model.operators), self.config.replay_plausible
+        return self.model.train().run(rows.tokens_N, flat, rows.routes_NLK, rows.rows_R, plausible=plausible)
+
+    @torch.no_grad()
+    def _live(self, batch: Batch) -> list[torch.Tensor]:
+        """Log-ratios of a few of the batch's tokens without replay: one sample in `SAMPLED_ANEW`, others each step, at
+        least one. About a third of their training's cost, so half a hundredth of the step's."""
+        few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
+        found = []
+        for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
+            rows = lay_flat(samples)
+            logprobs_RV = self._logprobs(self._run(rows).logits)
+            found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
+        return found
 
     def _policy_loss(
         self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
@@ -171,8 +199,7 @@ class TorchLearner:
                 return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high)
 
     def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        scores = logits_RV if self._temperature == 1.0 else logits_RV / self._temperature
-        return scores.log_softmax(-1)
+        return self.model.operators.log_softmax(logits_RV, self._temperature)
 
     def _fresh_ratio(
         self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor
@@ -221,6 +248,10 @@ class TorchLearner:
 
     # weights in and out
 
+    def exported(self) -> dict[str, Tensor]:
+        """The live weights as they are published. Views of them may be among it: copy what is kept."""
+        return export(self.model, self.config.weights, self.numerics.quantise)
+
     def publish(self, rollout_ids: Sequence[str]) -> Published:
         """Hand the live weights to the channel as the version of this step. Raises `WeightsError`, `StoreError`."""
         self.offer(rollout_ids)
@@ -235,7 +266,7 @@ class TorchLearner:
             self.published()
         if self._publisher is None:
             self._publisher = Publisher(self._channel, parent=self.version)
-        self._publisher.offer(export(self.model, self.config.weights), step=self.step, rollout_ids=rollout_ids)
+        self._publisher.offer(self.exported(), step=self.step, rollout_ids=rollout_ids)
         self._offered = self.step
 
     def published(self) -> Published:
@@ -280,7 +311,7 @@ class TorchLearner:
         """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
         and then the learner holds what it held."""
         path = Path(path)
-        model = load_model(path)
+        model = load_model(path, operators=operators_for(self.numerics, torch.float32))
         optimizer = AdamW(model, weights=self.config.weights, grad_clip=self.config.grad_clip)
         step, version = 0, None
         if (path / ABOUT).is_file():
@@ -298,22 +329,27 @@ _CODES = {
 }
 
 
-def export(model: Transformer, weights: LiveWeights) -> dict[str, Tensor]:
+def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
     """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded. What
-    `stays_float32` does.
+    `stays_float32` does. `quantise` packs the large matrices.
 
     Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
     codes are views of the live weights: copy what is kept.
     """
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
-    for name, view in hf_views(model).items():
+    views = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
+    for name, view in views.items():
+        if view.itemsize == 1:  # packed
+            codes = view.view(torch.uint8).flatten().numpy(force=True)
+            tensors[name] = Tensor(name_of(str(view.dtype)), tuple(view.shape), codes)
+            continue
         stored = LiveWeights.F32 if stays_float32(name) else weights
-        kind, codes = _CODES[stored]
+        kind, (signed, unsigned) = _CODES[stored]
         storage, start = view.untyped_storage(), view.storage_offset()
         if storage.data_ptr() not in memory:
             whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
-            memory[storage.data_ptr()] = whole.to(kind).view(codes[0]).numpy(force=True).view(codes[1])
+            memory[storage.data_ptr()] = whole.to(kind).view(signed).numpy(force=True).view(unsigned)
         own = memory[storage.data_ptr()][start : start + view.numel()]
         tensors[name] = Tensor(str(stored), tuple(view.shape), own)
     return tensors

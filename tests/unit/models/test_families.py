@@ -86,7 +86,7 @@ def test_what_is_saved_is_loaded_to_the_bit_whole_or_in_shards(sizes: ModelConfi
 @torch.no_grad()
 def test_packed_sequences_do_not_see_each_other(sizes: ModelConfig) -> None:
     model, lengths = model_of(sizes), [1, 7, 30, 2]
-    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths))
+    packed, routes = model(torch.cat([tokens(n, n) for n in lengths]), Packed(lengths, model.operators))
     alone = [model(tokens(n, n)) for n in lengths]
     assert torch.allclose(packed, torch.cat([logits for logits, _ in alone]), atol=1e-5)
     assert torch.equal(routes, torch.cat([r for _, r in alone]))
@@ -203,7 +203,7 @@ def test_biases_of_choosing_stay_float32(tmp_path: Path) -> None:
     model = model_of(DEEPSEEK)
     save_model(model, tmp_path / "model", dtype="bf16")
     assert load_tensors(tmp_path / "model" / "model.safetensors")[BIAS].dtype == torch.float32
-    low = hf_views(load_model(tmp_path / "model", dtype=torch.bfloat16))
+    low = hf_views(load_model(tmp_path / "model", operators=Native(torch.bfloat16)))
     assert torch.equal(low[BIAS], hf_views(model)[BIAS])
     assert low["model.norm.weight"].dtype == torch.bfloat16
 

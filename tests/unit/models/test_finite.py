@@ -12,6 +12,7 @@ from etude.models import ModelConfig, Transformer, hf_views, save_model
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
 from etude.models.finite import Origin, described, is_finite, not_finite, origin
+from etude.numerics import Native
 
 SIZES = ModelConfig(
     vocab_size=19, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, expert_size=8, num_experts=4,
@@ -80,7 +81,7 @@ def test_the_token_is_found_too() -> None:
     model = Transformer(SIZES, seed=0)
     with torch.no_grad():
         model.embedding[4] = INF
-    found = origin(model, TOKENS, Packed([3, 3]), rows=torch.tensor([2, 5]))
+    found = origin(model, TOKENS, Packed([3, 3], model.operators), rows=torch.tensor([2, 5]))
     assert found == Origin("embedding", 2, "8 infinite of 48")
 
 
@@ -102,6 +103,6 @@ def test_weights_that_a_dtype_cannot_hold_are_refused_by_that_dtype(tmp_path: Pa
     with torch.no_grad():
         hf_views(model)["model.layers.0.mlp.gate.weight"][0, 0] = 1e6
     save_model(model, tmp_path / "c", dtype="f32")
-    assert load_model(tmp_path / "c", dtype=torch.bfloat16)
+    assert load_model(tmp_path / "c", operators=Native(torch.bfloat16))
     with pytest.raises(CheckpointError, match=r"mlp\.gate\.weight .* is not finite in float16"):
-        load_model(tmp_path / "c", dtype=torch.float16)
+        load_model(tmp_path / "c", operators=Native(torch.float16))

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ParityError
-from etude.numerics import check_row_invariance, exact, linear, sample, uniform
+from etude.numerics import check_row_invariance, linear, sample, uniform
+from etude.numerics.exact import products
 
 
 def test_a_row_has_the_same_bits_whatever_the_number_of_rows() -> None:
@@ -17,7 +18,7 @@ def test_a_row_has_the_same_bits_whatever_the_number_of_rows() -> None:
 
 
 def test_the_check_names_shape_and_row_count_where_rows_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "linear", lambda x, w: x @ w.T + len(x))
+    monkeypatch.setattr(products, "linear", lambda x, w: x @ w.T + len(x))
     with pytest.raises(ParityError, match=r"a product of 1 rows differs"):
         check_row_invariance([(8, 16)])
 

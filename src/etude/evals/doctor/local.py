@@ -32,7 +32,7 @@ another order. Clean models of both families in three dtypes come to 1.2 (tests/
 
 _LEAST = float(torch.finfo(torch.float32).eps)
 
-PRODUCTS = ("qkv", ".out", "scores", "gate_up", "down", "logits", "_a", "_b")
+PRODUCTS = ("qkv", "inward", ".q", "expanded", ".out", "scores", "gate_up", "down", "logits")
 """How the names end of results that are rounded once."""
 
 INNER = ("experts.gate_up", "experts.activated", "experts.down")
@@ -92,7 +92,9 @@ def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Res
         return theirs[name].to(tensor.dtype)
 
     with torch.inference_mode():
-        done = model.eval().run(torch.tensor(list(token_ids)), Packed([len(token_ids)]), _replayed(theirs), watch=watch)
+        done = model.eval().run(
+            torch.tensor(list(token_ids)), Packed([len(token_ids)], model.operators), _replayed(theirs), watch=watch
+        )
     for at, name in enumerate(n for n in own if n.endswith("experts.used")):
         own[name] = done.live[:, at].long()  # the choice from the engine's scores, not the replayed one
     return own

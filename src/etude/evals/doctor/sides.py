@@ -153,7 +153,7 @@ class LearnerSide:
         lengths = [len(text.token_ids) - 1 for text in texts]
         tokens = torch.tensor([token for text in texts for token in text.token_ids[:-1]])
         routes = torch.from_numpy(np.concatenate([_routes(text) for text in texts])) if replay else None
-        done = self.model.run(tokens, Packed(lengths), routes)
+        done = self.model.run(tokens, Packed(lengths, self.model.operators), routes)
         logprobs = self.model.operators.log_softmax(done.logits)
         start = 0
         for text, length in zip(texts, lengths, strict=True):

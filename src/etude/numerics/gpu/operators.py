@@ -56,5 +56,8 @@ class ExactGpu(Operators):
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
         return rows.combine(out_SD, slot_NK, gates_NK)
 
-    def log_softmax(self, logits_RV: torch.Tensor) -> torch.Tensor:
+    def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
+        logits_RV = logits_RV.float()
+        if isinstance(temperature, torch.Tensor) or temperature != 1.0:
+            logits_RV = logits_RV / torch.as_tensor(temperature, dtype=torch.float32, device=logits_RV.device)
         return rows.log_softmax(logits_RV)

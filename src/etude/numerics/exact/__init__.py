@@ -1,0 +1,30 @@
+"""One order of summation for each operator, on CPUs: what `operators.Exact` is made of.
+
+Most of it is the vendor's fastest routine, called only with sizes for which it was measured, on this machine and with
+this number of threads, that a row's bits do not depend on what else is computed.
+
+>>> import torch
+>>> linear(torch.eye(2), torch.tensor([[1.0, 2.0]])).flatten().tolist()
+[1.0, 2.0]
+"""
+
+from etude.numerics.exact.lanes import in_lanes, top_k
+from etude.numerics.exact.products import LINE_BYTES, MIN_ROWS, check_row_invariance, linear, padded, path, vendor
+from etude.numerics.exact.windows import KERNEL_BLOCK, Causal, Windows, causal_mask, windows
+
+__all__ = [
+    "KERNEL_BLOCK",
+    "LINE_BYTES",
+    "MIN_ROWS",
+    "Causal",
+    "Windows",
+    "causal_mask",
+    "check_row_invariance",
+    "in_lanes",
+    "linear",
+    "padded",
+    "path",
+    "top_k",
+    "vendor",
+    "windows",
+]

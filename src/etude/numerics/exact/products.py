@@ -1,0 +1,135 @@
+"""Matrix products whose rows do not depend on how many other rows there are, nor on the number of threads.
+
+An engine computes a token among whichever others are in its batch; the learner computes it in a packed sequence.
+Both must get the same bits. The vendor's GEMM takes other paths for few rows (a dot product, a matrix-vector kernel:
+another order of summation), and with threads it gives each of them some of the rows. Which numbers of rows are safe
+is measured here and now, in milliseconds, rather than assumed; a product of any other number is computed with zero
+rows added up to the next safe one.
+
+A weight's shape whose rows differ all the same is computed in tiles of `TILE` rows, one call each; one whose tiles
+differ, too, is summed without the vendor's library. Both are slow and meant for machines that this was not seen on.
+
+Products are of float32, as weights are held: a result is rounded to the compute dtype once, by the caller.
+
+Knows nothing of models. Shapes: N rows, I and O width in and out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+
+from etude.errors import ParityError
+
+MIN_ROWS = 4
+LINE_BYTES = 64
+MANY_ROWS = 64  # counts up to this one are measured one by one
+TILE = 32
+SUM_NUMBERS = 1 << 22  # of the intermediate of one written-out sum
+REFERENCE_ROWS = 300
+SAMPLED_ROWS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 31, 33, 64, 100, 257)
+SAMPLED_WIDTH = 4096  # of a shape's outputs, so that a large vocabulary costs no seconds
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.T`` in float32, with rows that do not depend on N.
+
+    >>> weight, x = torch.ones(3, 2), torch.tensor([[1.0, 2.0]])
+    >>> linear(x, weight).tolist()
+    [[3.0, 3.0, 3.0]]
+    """
+    return path(*weight_OI.shape, turned=not weight_OI.is_contiguous())(aligned(x_NI), weight_OI)
+
+
+def path(out_size: int, in_size: int, *, turned: bool = False) -> Product:
+    """How products with weights of a shape, `turned` in memory or not, are computed under this number of threads."""
+    return _measured_path(out_size, in_size, turned, torch.get_num_threads())
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in memory that begins at a whole cache line and has no gaps: the vendor's GEMM sums few outputs
+    in another order where it does not."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % LINE_BYTES else x
+
+
+def padded(num_rows: int) -> int:
+    """How many rows a product of `num_rows` takes."""
+    if num_rows > MANY_ROWS:
+        return num_rows
+    return safe_counts(torch.get_num_threads())[num_rows]
+
+
+def vendor(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """One call of the vendor's GEMM, never with an unsafe number of rows."""
+    n = x_NI.shape[0]
+    rows = padded(n)
+    if rows == n:
+        return F.linear(x_NI, weight_OI)
+    return F.linear(F.pad(x_NI, (0, 0, 0, rows - n)), weight_OI)[:n]
+
+
+def tiled(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """Every call has the same shape."""
+    n = x_NI.shape[0]
+    tiles = torch.split(F.pad(x_NI, (0, 0, 0, -n % TILE)), TILE)
+    return torch.cat([F.linear(tile, weight_OI) for tile in tiles])[:n]
+
+
+def summed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """A sum written out for each number."""
+    rows = max(1, SUM_NUMBERS // weight_OI.numel())
+    return torch.cat([(x[:, None] * weight_OI).sum(-1) for x in torch.split(x_NI, rows)])
+
+
+@functools.cache
+def safe_counts(threads: int) -> tuple[int, ...]:
+    """For each n up to `MANY_ROWS`: the smallest number of rows from n on in which all rows have the bits that they
+    have among `REFERENCE_ROWS`. Measured with `threads`, which must be set."""
+    counts = range(MIN_ROWS, MANY_ROWS)
+    unsafe = set[int]().union(*(_other_counts(F.linear, *shape, counts) for shape in ((48, 64), (64, 256))))
+    safe = [n for n in counts if n not in unsafe]
+    return (0, *(next((count for count in safe if count >= n), MANY_ROWS) for n in range(1, MANY_ROWS + 1)))
+
+
+@functools.cache
+def _measured_path(out_size: int, in_size: int, turned: bool, threads: int) -> Product:
+    for product in (vendor, tiled):
+        if not _other_counts(product, min(out_size, SAMPLED_WIDTH), in_size, SAMPLED_ROWS, turned=turned):
+            return product
+    return summed
+
+
+def _other_counts(
+    product: Product, out_size: int, in_size: int, counts: Iterable[int], *, turned: bool = False
+) -> list[int]:
+    """The numbers of rows among which the last rows have other bits than among many."""
+    weight = _random(in_size, out_size).T if turned else _random(out_size, in_size)
+    x = _random(REFERENCE_ROWS, in_size)
+    whole = product(x, weight)
+    return [n for n in counts if not torch.equal(product(x[-n:], weight), whole[-n:])]
+
+
+@functools.lru_cache(maxsize=8)
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def check_row_invariance(shapes: Iterable[tuple[int, int]]) -> None:
+    """Compute random products of each (out, in) shape with many row counts; every row must have the same bits.
+
+    Takes milliseconds at laptop sizes. Raises `ParityError` naming the shape that differs.
+    """
+    for out_size, in_size in sorted(set(shapes)):
+        other = _other_counts(linear, min(out_size, SAMPLED_WIDTH), in_size, SAMPLED_ROWS)
+        if other:
+            raise ParityError(
+                f"a product of {other[0]} rows differs from the same rows among {REFERENCE_ROWS}",
+                f"weight [{out_size}, {in_size}], {torch.get_num_threads()} threads",
+                hint="run with one thread (OMP_NUM_THREADS=1); if it stays, max_lag = 0 will not repeat to the bit",
+            )

@@ -1,0 +1,107 @@
+"""Sampler, probe and learner say the same of a token, to the bit: in every dtype, family and circumstance."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tests.parity.same_bits import VERSION, asked, learned, prompts, said, sampled, sharp, verified
+
+from etude.inference.config import EngineConfig
+from etude.inference.engine import ReferenceEngine
+from etude.models import ModelConfig
+from etude.models.parts import Family, Latent, Routing, Scores
+from etude.numerics.exact import products
+from etude.numerics.operators import Exact, Native
+
+QWEN = ModelConfig(
+    vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_size=20,
+    num_experts=6, top_k=2, context_tokens=512,
+)  # fmt: skip
+DEEPSEEK = ModelConfig(
+    vocab_size=61, hidden_size=32, num_layers=2, num_heads=3, num_kv_heads=3, head_dim=14, expert_size=20,
+    num_experts=6, top_k=3, context_tokens=512, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=36,
+    num_shared=1, routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2),
+    latent=Latent(kv_rank=24, nope_dim=8, rope_dim=6, value_dim=10, q_rank=20),
+)  # fmt: skip
+FAMILIES = {"qwen3-moe": QWEN, "deepseek-v3": DEEPSEEK}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LENGTHS = (3, 17, 70, 150, 201)
+NUM = 12
+every_model = pytest.mark.parametrize(
+    ("family", "dtype"), list(itertools.product(FAMILIES, DTYPES)), ids=lambda v: str(v).removeprefix("torch.")
+)
+
+
+@every_model
+def test_sampler_probe_and_learner_agree_to_the_bit(family: str, dtype: torch.dtype) -> None:
+    model = sharp(FAMILIES[family], Exact(dtype))
+    given = prompts(model.config, LENGTHS)
+    done = sampled(model, [asked(i, prompt, tokens=NUM) for i, prompt in enumerate(given)])
+    texts = [[*prompt.tolist(), *answer.token_ids.tolist()] for prompt, answer in zip(given, done, strict=True)]
+    probed = verified(model, texts)
+    assert [scores[-NUM:] for scores in probed] == [answer.logprobs.tolist() for answer in done]
+    assert learned(sharp(FAMILIES[family], Exact(dtype)), texts) == probed
+
+
+@every_model
+def test_neither_company_nor_chunks_nor_threads_change_a_bit(family: str, dtype: torch.dtype) -> None:
+    model = sharp(FAMILIES[family], Exact(dtype))
+    requests = [asked(i, p, tokens=6, temperature=0.7) for i, p in enumerate(prompts(model.config, LENGTHS))]
+    alone = said(sampled(model, requests, together=False))
+    assert said(sampled(model, requests)) == alone
+    assert said(sampled(model, requests, chunk_tokens=17, step_tokens=40)) == alone
+    try:
+        torch.set_num_threads(2)
+        assert said(sampled(model, requests)) == alone
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_stays_in_the_cache_a_pause_and_a_swap_of_equal_weights_change_no_bit(family: str) -> None:
+    model = sharp(FAMILIES[family], Exact(torch.bfloat16))
+    first, more = prompts(model.config, (40, 31))
+
+    async def story() -> tuple[list[float], list[float]]:
+        config = EngineConfig(context_tokens=512, chunk_tokens=16)
+        async with ReferenceEngine(model, version=VERSION, config=config) as engine:
+            before = await engine.generate(asked(0, first, tokens=20))
+            going_on = asked(0, np.concatenate([first, before.token_ids, more]), tokens=20)
+            work = asyncio.create_task(engine.generate(going_on))
+            await engine.pause()
+            await engine.resume()
+            with_cache = await work
+            fresh = await engine.generate(asked(7, going_on.prompt_ids, tokens=20))
+            assert with_cache.num_cached > 40
+            assert fresh.num_cached == 0
+            texts = [[*going_on.prompt_ids.tolist(), *with_cache.token_ids.tolist()]]
+            return with_cache.logprobs.tolist(), (await engine.verify(texts[0]))[1][-20:]
+
+    assert len(set(map(tuple, asyncio.run(story())))) == 1
+
+
+def test_one_temperature_is_one_number_in_sampler_and_learner() -> None:
+    model = sharp(QWEN, Exact(torch.bfloat16))
+    (prompt,) = prompts(QWEN, (30,))
+    (done,) = sampled(model, [asked(5, prompt, tokens=NUM, temperature=0.83)])
+    (scores,) = learned(model, [[*prompt.tolist(), *done.token_ids.tolist()]], temperature=0.83)
+    assert scores[-NUM:] == done.logprobs.tolist()
+
+
+def test_native_operators_differ_which_shows_that_these_tests_can_fail() -> None:
+    model = sharp(QWEN, Native(torch.bfloat16))
+    given = prompts(QWEN, LENGTHS)
+    done = sampled(model, [asked(i, prompt, tokens=NUM) for i, prompt in enumerate(given)])
+    texts = [[*prompt.tolist(), *answer.token_ids.tolist()] for prompt, answer in zip(given, done, strict=True)]
+    assert [scores[-NUM:] for scores in verified(model, texts)] != [answer.logprobs.tolist() for answer in done]
+
+
+def test_rows_below_the_measured_count_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "padded", lambda n: n)
+    model = sharp(QWEN, Exact())
+    requests = [asked(i, prompt, tokens=6) for i, prompt in enumerate(prompts(QWEN, LENGTHS))]
+    assert said(sampled(model, requests, together=False)) != said(sampled(model, requests))
