@@ -25,6 +25,7 @@ from benchmarks.exact_gpu import Shape, Size, measure
 from tests.unit.models.families import FAMILIES
 
 from etude.models import Transformer
+from etude.models.attention import Packed
 from etude.numerics.gpu import (
     ExactGpu,
     Groups,
@@ -195,6 +196,22 @@ def test_what_works_on_rows_is_right_and_ignores_other_rows(dtype: torch.dtype) 
     assert logprobs.dtype == torch.float32
 
 
+def test_the_operators_that_a_model_asks_for_are_those_of_torch_on_any_rows() -> None:
+    ops, scores = ExactGpu(torch.float32), drawn(33, 12)
+    for ours, theirs in ((ops.softmax, lambda x: x.softmax(-1)), (ops.sigmoid, torch.sigmoid)):
+        y = checked(torch.float32, ours, theirs, scores)
+        assert torch.equal(ours(scores[20:21]), y[20:21])
+    h = drawn(9, 10)
+    y = checked(torch.float32, ops.gated, lambda x: F.silu(x[:, :5]) * x[:, 5:], h)
+    assert torch.equal(ops.gated(h[3:4]), y[3:4])
+    assert ops.top_k(torch.tensor([[1.0, 3.0, 3.0, 0.0]], device=DEVICE), 3).tolist() == [[1, 2, 0]]
+    cold = ops.log_softmax(scores, torch.full((33, 1), 0.5, device=DEVICE))
+    close(cold, (scores.double() / 0.5).log_softmax(-1), torch.float32)
+    q, k, v = (drawn(heads, 7, 16) for heads in (2, 1, 1))
+    o = ops.causal()(q, k, v).transpose(0, 1)
+    close(o, plain_attention(*(t.transpose(0, 1).double() for t in (q, k, v)), [7]), torch.float32)
+
+
 def test_equal_scores_go_to_the_lowest_expert_and_replayed_ones_keep_live_gates() -> None:
     scores = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0, 1.0], [0.0] * 6], device=DEVICE)
     live = choose(scores, Router(3))
@@ -308,6 +325,8 @@ def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
     lengths = [11, 6]
     tokens = torch.arange(17, device=DEVICE) * 7 % sizes.vocab_size
     trained = model.run(tokens, PackedTokens(lengths, DEVICE)).logits.detach()
+    one_by_one = Packed(lengths, model.operators, device=DEVICE)
+    assert torch.equal(model.run(tokens, one_by_one).logits, trained)
     kept = sizes.kept
     pages = Pages(
         num_layers=2, num_pages=8, page=4, heads=kept.heads, key_width=kept.key_width, value_width=kept.value_width,

@@ -148,13 +148,13 @@ def attend(
         tl.store(marks + tl.num_programs(2).to(tl.int64) * rows + row, total, mask=there)
     else:
         most, total, acc = over_keys(
-            q_wide, q_rest, k, v, pages, position, 0 * stop, tl.minimum(stop, SPAN) if SPAN else stop, scale,
+            q_wide, q_rest, k, v, pages, position, 0, tl.minimum(stop, SPAN) if SPAN else stop, scale,
             k_page, k_row, v_page, v_row, PAGE, SHARED, WIDTH, WIDE, REST, VALUE, VALUES, ROWS, KEYS,
         )  # fmt: skip
         if SPAN:
             for first in range(SPAN, bound(stop), SPAN):
                 more_most, more_total, more_acc = over_keys(
-                    q_wide, q_rest, k, v, pages, position, first + 0 * stop, tl.minimum(stop, first + SPAN), scale,
+                    q_wide, q_rest, k, v, pages, position, first, tl.minimum(stop, first + SPAN), scale,
                     k_page, k_row, v_page, v_row, PAGE, SHARED, WIDTH, WIDE, REST, VALUE, VALUES, ROWS, KEYS,
                 )  # fmt: skip
                 most, total, acc = met(most, total, acc, more_most, more_total, more_acc)
