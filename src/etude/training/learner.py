@@ -126,14 +126,8 @@ class TorchLearner:
     def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
         rows = lay_flat(samples, self._replay())
         check_sampled(samples, rows, step=self.step + 1)
-<<<<<<< HEAD
         done = self._run(rows)
         asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), rows.routes_NLK, rows.rows_R)
-=======
-        routes_NLK = rows.routes_NLK if self.config.replay_routes else None
-        asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), routes_NLK, rows.rows_R)
-        done = self.model.train().run(*asked)
->>>>>>> wt-grad
         place = functools.partial(place_in, samples, rows)
         check_logits(self.model, done.logits, *asked, step=self.step + 1, place=place)
         logprobs_RV = self._logprobs(done.logits)
