@@ -15,11 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from etude.inference.config import ComputeDtype
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.wire import Handler
-from etude.numerics import check_row_invariance
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder
@@ -61,13 +59,10 @@ class Learning:
             channel=self._channel,
             num_steps=self.config.rl.steps,
             temperature=self.config.rl.temperature,
-            hold_fresh_to_one=self.config.engine.dtype is ComputeDtype.FLOAT32,
             reference=self.reference if self.config.learner.kl else None,
             numerics=self.config.numerics,
         )
         self._learner.load(checkpoint)
-        if self.config.experience.max_lag == 0:
-            check_row_invariance(self._learner.model.config.products)
         return self._learner.step
 
     def forward_backward(self, batch: Batch) -> StepReport:
@@ -96,6 +91,10 @@ class Learning:
     def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities that the learner's own weights give a text's tokens."""
         return self.learner.probe(token_ids)
+
+    def parity(self) -> str:
+        """The learner's parity class."""
+        return self.learner.parity
 
     def k1(self, samples: list[Sample]) -> dict[str, float]:
         """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
@@ -130,6 +129,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         "offer": ((tuple[str, ...],), in_torch_thread(learning.offer)),
         "published": ((), in_thread(waiting, learning.published)),
         "probe": ((list[int],), in_torch_thread(learning.probe)),
+        "parity": ((), in_torch_thread(learning.parity)),
         "k1": ((list[Sample],), in_torch_thread(learning.k1)),
         "save": ((str,), in_torch_thread(learning.save)),
     }

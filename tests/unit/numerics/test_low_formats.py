@@ -14,8 +14,8 @@ from hypothesis import given, settings
 
 from etude.errors import ConfigError
 from etude.numerics.config import Quantise
-from etude.numerics.low import FORMATS, Format, pack, rounded, unpack
 from etude.numerics.formats import E2M1, E4M3, Element
+from etude.numerics.low import FORMATS, Format, pack, rounded, unpack
 from etude.numerics.low.packing import _codes, _values
 from etude.numerics.low.rounding import power_of_two, scaled, to_element_
 
