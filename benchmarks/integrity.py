@@ -1,13 +1,16 @@
 """Are rewards what was earned? References that are rejected, states that are rewarded untouched, cheats that succeed:
 all three must be none, on every backend that can be had here.
 
-    python -m benchmarks.integrity HUMANEVAL.jsonl.gz [--backend B ...] [--every B=N ...] [--without-cheats]
+    python -m benchmarks.integrity HUMANEVAL.jsonl.gz [--backend B ...] [--every B=N ...] [--within S] [--part P]
 
 References and untouched states: every task of the file, generated tasks (with canary tasks among them, whose reference
 knows their word), and tasks mined here from a repository that is made for it (`integrity_tasks`), each judged in
 machines of the backend. Cheats: the whole catalogue of `etude machines check`. A backend whose machines cannot be had
-is named with the reason. With `--backend` the others keep what they had, each with its commit. `--every microvm=8`
-takes every eighth task and cheat there: emulated machines are slow, and the result says so.
+is named with the reason. With `--backend` the others keep what they had, each with its commit. Emulated machines are
+slow: `--every microvm=8` takes every eighth task and cheat there, `--within S` leaves out the cheats that would be
+played later than that, `--part references` or `--part cheats` does one of the two and keeps the other, and the result
+says so. Deadlines are several times the usual ones, so that what else a host does is no verdict; how many programs
+their own deadline ended is told.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import sys
 import tempfile
 import time
@@ -30,7 +34,7 @@ from benchmarks.machines_server import served
 from benchmarks.report import RESULTS, commit, report
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import BACKENDS, open_runtime
-from etude.environments.cheats import CATALOGUE, Verdict
+from etude.environments.cheats import CATALOGUE, Cheat, Finding, Verdict
 from etude.environments.cheats import check as play
 from etude.environments.remote import RemoteRuntime
 from etude.errors import MachineError, TaskError
@@ -42,7 +46,9 @@ from etude.tasks.canaries import WithCanaries
 KEY = "e2b_" + "0123456789" * 4
 QUOTA = f'[bench]\nkey = "{KEY}"\nmax_live = 256\ncreations_per_minute = 1000000\n'
 GENERATED, CANARIES = 64, 0.25
-VERDICT_S = 1800.0
+VERDICT_S, CALLS_S, PROGRAM_S, PLAY_S = 1800.0, 30.0, 60.0, 600.0
+STRIDE, TOLD_EVERY = 8, 20
+PARTS = ("references", "cheats")
 KEPT = RESULTS / "integrity.json"
 
 
@@ -62,14 +68,27 @@ async def machines_of(backend: str) -> AsyncIterator[Runtime]:
 
 async def references(runtime: Runtime, sources: dict[str, TaskSource], at_once: int) -> dict[str, Any]:
     """For each source: tasks, what was wrong of which, seconds."""
-    grader, found = MachineGrader(runtime), dict[str, Any]()
+    num_proven = 0
+
+    def tell() -> None:
+        nonlocal num_proven
+        num_proven += 1
+        if num_proven % TOLD_EVERY == 0:
+            print(f"{runtime.info.name}: {num_proven} tasks proven or not", file=sys.stderr, flush=True)
+
+    grader, found = MachineGrader(runtime, deadline_s=CALLS_S), dict[str, Any]()
     for name, source in sources.items():
         began, proofs = time.perf_counter(), list[Proof]()
         for split in Split:
             size = source.size(split)
             if size != 0:
                 export = partial(exports_of, runtime)
-                settings: dict[str, Any] = {"concurrency": at_once, "deadline_s": VERDICT_S, "export": export}
+                settings: dict[str, Any] = {
+                    "concurrency": at_once,
+                    "deadline_s": VERDICT_S,
+                    "export": export,
+                    "told": tell,
+                }
                 proofs.append(await check(source, grader, split, size, **settings))
         found[name] = {
             "tasks": sum(proof.num_tasks for proof in proofs),
@@ -82,40 +101,68 @@ async def references(runtime: Runtime, sources: dict[str, TaskSource], at_once: 
     return found
 
 
-async def cheats(runtime: Runtime, at_once: int, every: int) -> dict[str, Any]:
+async def cheats(runtime: Runtime, at_once: int, every: int, within_s: float) -> dict[str, Any]:
     """What came of the catalogue: every verdict counted, those worth reading by name."""
-    began, chosen = time.perf_counter(), CATALOGUE[::every]
-    grader = MachineGrader(runtime)
-    found = [finding async for finding in play(runtime, grader, cheats=chosen, at_once=at_once)]
+    began, chosen = time.perf_counter(), _mixed(CATALOGUE[::every])
+    num_plays = sum(len(cheat.kinds) for cheat in chosen)
+    found: list[Finding] = []
+    playing = play(
+        runtime,
+        MachineGrader(runtime, deadline_s=CALLS_S),
+        cheats=chosen,
+        at_once=at_once,
+        program_s=PROGRAM_S,
+        play_s=PLAY_S,
+    )
+    with contextlib.suppress(TimeoutError):
+        async with contextlib.aclosing(playing), asyncio.timeout(within_s):
+            async for finding in playing:
+                found.append(finding)
+                if finding.verdict not in (Verdict.RESISTED, Verdict.SKIPPED) or len(found) % TOLD_EVERY == 0:
+                    told = f"{finding.cheat} ({finding.kind}): {finding.verdict}: {finding.evidence}"
+                    print(f"{runtime.info.name}: {len(found)} of {num_plays}: {told}", file=sys.stderr, flush=True)
     counts = Counter(finding.verdict for finding in found)
 
     def named(verdict: Verdict) -> list[str]:
         return [f"{f.cheat} ({f.kind}): {f.evidence}" for f in found if f.verdict is verdict]
 
     return {
+        "plays": "all" if len(found) == num_plays else f"{len(found)} of {num_plays}: no more in {within_s:.0f} s",
         "programs": len({finding.cheat for finding in found}),
         "tried": len(found) - counts[Verdict.SKIPPED],
         "succeeded": named(Verdict.SUCCEEDED),
         "known": named(Verdict.KNOWN),
         "caught": named(Verdict.CAUGHT),
         "resisted": counts[Verdict.RESISTED],
+        "ended_by_their_deadline": sum(f.evidence.startswith("it ended at its deadline") for f in found),
         "skipped": dict(Counter(f"{f.kind}: {f.evidence}" for f in found if f.verdict is Verdict.SKIPPED)),
         "wall_s": round(time.perf_counter() - began, 1),
     }
 
 
+def _mixed(chosen: Sequence[Cheat]) -> list[Cheat]:
+    """In another order, of which any beginning has cheats of every row."""
+    return [cheat for first in range(STRIDE) for cheat in chosen[first::STRIDE]]
+
+
 async def of_backend(backend: str, sources: dict[str, TaskSource], said: argparse.Namespace) -> dict[str, Any]:
     """Everything on one backend, or why it is not to be had here."""
-    every = dict(said.every).get(backend, 1)
+    began, every = time.perf_counter(), dict(said.every).get(backend, 1)
     sample = "all" if every == 1 else f"every {every}th task of each split and every {every}th cheat"
     chosen: dict[str, TaskSource] = {name: EveryNth(source, None, every) for name, source in sources.items()}
+    parts: dict[str, Any] = {}
     try:
         async with machines_of(backend) as runtime:
-            told = await references(runtime, chosen, said.jobs)
-            played = None if said.without_cheats else await cheats(runtime, said.jobs, every)
-            print(f"{backend}: cheats: {played}", file=sys.stderr, flush=True)
-            how = {"commit": commit(), "isolation": runtime.info.isolation, "sample": sample}
-            return {**how, "references": told, "cheats": played}
+            isolation = runtime.info.isolation
+            if "references" in (said.part or PARTS):
+                proven = await references(runtime, chosen, said.jobs)
+                parts["references"] = {"commit": commit(), "sample": sample, "sources": proven}
+            if "cheats" in (said.part or PARTS):
+                left_s = said.within - (time.perf_counter() - began)
+                played = await cheats(runtime, said.jobs, every, left_s)
+                print(f"{backend}: cheats: {played}", file=sys.stderr, flush=True)
+                parts["cheats"] = {"commit": commit(), "sample": sample, **played}
+            return {"isolation": isolation, **parts}
     except MachineError as error:
         return {"not_to_be_had": f"{error.what}: {error.facts}"}
 
@@ -134,16 +181,16 @@ async def measure(said: argparse.Namespace, folder: Path) -> dict[str, Any]:
     except (MachineError, TaskError) as error:
         mining = {"none": f"{error.what}: {error.facts}"}
     found = {backend: await of_backend(backend, everything, said) for backend in said.backend or BACKENDS}
-    if said.backend and KEPT.exists():
-        found = json.loads(KEPT.read_text())["backends"] | found
+    if (said.backend or said.part) and KEPT.exists():
+        kept = json.loads(KEPT.read_text())["backends"]
+        found = {backend: kept.get(backend, {}) | found.get(backend, {}) for backend in kept | found}
     return {"mining": mining, "backends": found, **_totals(found)}
 
 
 def _totals(found: dict[str, Any]) -> dict[str, int]:
     """The two numbers that must be 0, over all backends, and of how many."""
-    had = [each for each in found.values() if "references" in each]
-    told = [source for each in had for source in each["references"].values()]
-    played = [each["cheats"] for each in had if each["cheats"] is not None]
+    told = [source for each in found.values() for source in each.get("references", {}).get("sources", {}).values()]
+    played = [each["cheats"] for each in found.values() if "cheats" in each]
     return {
         "proofs": sum(source["tasks"] for source in told),
         "wrong_proofs": sum(len(source["rejected_references_and_accepted_untouched_states"]) for source in told),
@@ -164,8 +211,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("data", type=Path, help="a HumanEval-style .jsonl or .jsonl.gz")
     parser.add_argument("--backend", action="append", choices=list(BACKENDS), help="(repeatable; default: all)")
     parser.add_argument("--every", type=_share, action="append", default=[], metavar="B=N", help="only every Nth there")
+    parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="no cheats later, on each backend")
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="verdicts and cheats at once")
-    parser.add_argument("--without-cheats", action="store_true", help="references and untouched states alone")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this of the two (default: both)")
     said = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="integrity-") as folder:
         numbers = asyncio.run(measure(said, Path(folder)))

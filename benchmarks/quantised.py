@@ -5,7 +5,8 @@
 - *error*: of the logits against those of the same weights unrounded, and KL(unrounded ‖ rounded) a token.
 - *cost*: CPU seconds of decoding and of a training step ÷ those without a format, measured alternately.
 - *bytes*: of a version, and milliseconds to pack it, and to decode it in the pause of a swap.
-- *torchao*: where it can be imported, codes and scales that differ from its own.
+- *torchao*: where it can be imported, shares of codes and scales that differ from its own.
+- *compressed-tensors*: where it can be imported, weights that it reads otherwise out of an exported directory.
 
 `python -m benchmarks.quantised [--start CHECKPOINT] [--rollouts 48] [--rounds 5] [--dtypes float32 bfloat16]`
 Without a checkpoint the laptop example's model with random weights is taken. A few minutes.
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.metadata
 import importlib.util
+import json
 import statistics
 import tempfile
 import time
@@ -29,12 +32,16 @@ import numpy as np
 import torch
 
 from benchmarks.report import report
-from etude.inference.config import ComputeDtype, EngineConfig
+from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.models import ModelConfig, Transformer, load_model, save_model
+from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.attention import Packed
+from etude.models.checkpoint import load_tensors
+from etude.models.headers import WEIGHTS
+from etude.models.low import is_rounded
 from etude.models.packed import PackedWeights
 from etude.numerics import Mode, NumericsConfig, Quantise
+from etude.numerics.config import ComputeDtype
 from etude.numerics.formats import FORMATS
 from etude.numerics.low import pack
 from etude.numerics.operators import operators_for
@@ -199,6 +206,32 @@ def torchao_differs() -> dict[str, Any] | None:
     return found
 
 
+def compressed_tensors_differs(start: Path) -> dict[str, Any] | None:
+    """How many weights of an exported directory that library decodes to other numbers."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        return None
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    found: dict[str, Any] = {"version": importlib.metadata.version("compressed-tensors")}
+    for kind in LOW:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "low"
+            save_model(load_model(start), folder, dtype="bf16", quantise=kind)
+            scheme = json.loads((folder / "config.json").read_bytes())["quantization_config"]
+            group = QuantizationConfig.model_validate(scheme).config_groups["group_0"]
+            library, tensors = BaseCompressor.get_value_from_registry(scheme["format"]), load_tensors(folder / WEIGHTS)
+            num = different = 0
+            for name, view in hf_views(load_model(folder)).items():
+                if is_rounded(name):
+                    stem = name.removesuffix("weight")
+                    own = {n.removeprefix(stem): tensor for n, tensor in tensors.items() if n.startswith(stem)}
+                    different += int((library.decompress(own, group)["weight"].float() != view).sum())
+                    num += view.numel()
+            found[str(kind)] = {"weights": num, "differing": different}
+    return found
+
+
 def _share(theirs: torch.Tensor, ours: torch.Tensor) -> float:
     return round(float((theirs.view(torch.uint8).flatten() != ours.flatten()).float().mean()), 5)
 
@@ -242,6 +275,7 @@ def main() -> None:
             with torch.no_grad():
                 model.embedding.mul_(3)  # sharp predictions, so that a wrong number would show
             save_model(model, start, dtype="bf16")
+        theirs = compressed_tensors_differs(start)
         numbers = measure(start, rollouts=args.rollouts, rounds=args.rounds, dtypes=args.dtypes)
     exact = [own[name] for own in numbers["formats"].values() for name in own if name.startswith("exact")]
     report(
@@ -252,6 +286,7 @@ def main() -> None:
             "tokens_compared": sum(found["tokens"] for found in exact),
             **numbers,
             "torchao_differs_in_scales_and_codes": torchao_differs(),
+            "compressed_tensors": theirs,
         },
     )
 

@@ -19,7 +19,7 @@ def report(name: str, numbers: Mapping[str, Any]) -> None:
     """Print the result as JSON and keep it as ``results/<name>.json``."""
     result = {
         "benchmark": name,
-        "command": f"python -m benchmarks.{name} {' '.join(sys.argv[1:])}".strip(),
+        "command": " ".join([f"python -m benchmarks.{name}", *map(_placeless, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "host": host_facts(),
@@ -29,6 +29,11 @@ def report(name: str, numbers: Mapping[str, Any]) -> None:
     print(text)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+def _placeless(word: str) -> str:
+    """A word of the command, without the folders of whoever ran it."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def commit() -> str:

@@ -21,10 +21,15 @@ T = TypeVar("T")
 _NAMESPACES = ("--user", "--map-root-user", "--mount", "--pid", "--fork", "--net", "--ipc", "--uts")
 
 
-def opened(backend: str, make: Callable[[], T]) -> T:
-    """What `make` makes of machines of this backend. Skips where they are not to be had here."""
+def needs(backend: str) -> None:
+    """Skip where machines of this backend are not to be had here."""
     if why := why_not(backend):
         pytest.skip(f"no {backend}: {why}")
+
+
+def opened(backend: str, make: Callable[[], T]) -> T:
+    """What `make` makes of machines of this backend. Skips where they are not to be had here."""
+    needs(backend)
     return make()
 
 

@@ -83,11 +83,11 @@ class NoCheckpoint(CheckpointError, InputError):
 
 
 class TaskError(EtudeError):
-    """A task source without tasks, or a task that does not prove itself."""
+    """A task source that is damaged, or a task that does not prove itself."""
 
 
 class NoSource(TaskError, InputError):
-    """A task source whose name is unknown, or at whose path there is none."""
+    """A task source whose name is unknown, or at whose path there is none, or no task."""
 
 
 class MachineError(EtudeError):

@@ -11,11 +11,11 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from tests.here import opened
 from tests.unit.environments.images.test_machines import host_root
 
 from etude.environments import MachineGrader, MachineLimits, NamespaceRuntime
 from etude.environments.images import ImageStore, build_from_directory
-from etude.errors import MachineError
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task, Trust
 
@@ -56,10 +56,7 @@ def test_a_canary_of_an_images_test_is_not_known_by_its_age(tmp_path):
     async def main() -> list[float]:
         store = ImageStore(tmp_path / "images")
         record = build_from_directory(store, python_root(tmp_path / "root"), image=Image(digest="", workdir="/work"))
-        try:
-            runtime = NamespaceRuntime(MachineLimits(), images=store, spare=1)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(MachineLimits(), images=store, spare=1))
         task = Task(source="t", split=Split.TRAIN, index=0, family="f", instruction="mend", files={},
                     exports=("calc.py",), trust=Trust.CODE, image=record.image)  # fmt: skip
         tests = HiddenTests(runner=Runner.PYTEST, files={}, names=("tests/test_calc.py::test_it",), deadline_s=60.0)

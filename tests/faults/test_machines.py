@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.here import opened
 
 import etude
 from etude.environments import MachineLimits, NamespaceRuntime
@@ -40,10 +41,7 @@ def with_machine(
 
 def with_runtime(test: Callable[[NamespaceRuntime], Awaitable[Any]], **limits: Any) -> Any:
     async def main() -> Any:
-        try:
-            runtime = NamespaceRuntime(MachineLimits(**limits), spare=0)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(MachineLimits(**limits), spare=0))
         try:
             return await test(runtime)
         finally:
@@ -728,10 +726,7 @@ def test_a_machine_killed_from_outside_counts_as_a_killed_command_not_as_an_erro
 
 def test_more_machines_than_there_is_room_for_wait_until_others_are_closed_or_the_deadline():
     async def main():
-        try:
-            runtime = NamespaceRuntime(max_machines=2, spare=1)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(max_machines=2, spare=1))
         snapshot = await runtime.prepare({})
         first, second = await runtime.fork(snapshot, 2)
         with pytest.raises(MachineError, match="room"):

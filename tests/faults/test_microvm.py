@@ -198,12 +198,35 @@ def test_a_guest_that_hangs_is_ended_after_the_deadline():
 
 def test_siblings_have_their_own_random_numbers_names_and_the_time_of_day():
     async def test(runtime):
+        began = int(time.time())
         machines = await fork(runtime, 3)
         script = "head -c 16 /dev/urandom | od -An -tx1 | tr -d ' '; hostname; cat /etc/machine-id; date +%s"
         said = [(await shell(machine, script, "1")).output.decode().split() for machine in machines]
         for different in list(zip(*said, strict=True))[:3]:
             assert len(set(different)) == 3, different
-        assert all(abs(int(now) - time.time()) < 5 for *_, now in said)
+        assert all(began <= int(now) <= time.time() + 1 for *_, now in said)
+
+    with_runtime(test)
+
+
+async def past(machine: Machine, key: str) -> tuple[int, float]:
+    """(number of the next process, seconds that the machine says it has been up)."""
+    number, up_s = (await shell(machine, "echo $$; cut -d ' ' -f 1 /proc/uptime", key)).output.split()
+    return int(number), float(up_s)
+
+
+def test_siblings_have_pasts_of_their_own_and_no_clock_goes_back():
+    async def test(runtime):
+        machines = await fork(runtime, 3)
+        numbers, ages_s = zip(*[await past(machine, "1") for machine in machines], strict=True)
+        assert len(set(numbers)) > 1  # else one time in 65,536
+        assert max(ages_s) - min(ages_s) > 1  # else one in 100,000
+        [older] = await runtime.fork(await machines[0].snapshot(), 1)
+        assert (await past(older, "1"))[1] >= ages_s[0]
+        await shell(machines[0], "sleep 600 > out 2>&1 & echo started", "2")
+        _, before_s = await past(machines[0], "3")
+        [busy] = await runtime.fork(await machines[0].snapshot(), 1)
+        assert before_s <= (await past(busy, "1"))[1] < before_s + 60  # the clock that runs is not changed
 
     with_runtime(test)
 

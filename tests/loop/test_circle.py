@@ -299,14 +299,26 @@ def test_the_openai_client_talks_to_the_result(served: str) -> None:
             )
 
 
-def test_a_run_from_the_users_own_checkpoint_learns_on_the_users_own_tasks(
-    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]
-) -> None:
-    done = cli_in(tmp_path)("run", game.config, "--name", "own", "--set", "fleet.num_engines=1")
+@pytest.fixture(scope="module")
+def own(game: Any, tmp_path_factory: pytest.TempPathFactory, cli_in: Callable[[Path], Any]) -> Path:
+    """A finished run from a checkpoint that half knows its tasks."""
+    cwd = tmp_path_factory.mktemp("own")
+    done = cli_in(cwd)("run", game.config, "--name", "own", "--set", "fleet.num_engines=1")
     assert done.returncode == 0, done.stdout + done.stderr
-    run = tmp_path / "runs" / "own"
-    assert [p["phase"] for p in RunFolder.open(run).phases()] == [p for p in PHASES if p != "mid-training"]
-    summary = json.loads((run / "summary.json").read_text())
+    return cwd / "runs" / "own"
+
+
+def test_a_step_of_a_real_run_is_redone_to_the_bit(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert etude.main(["replay", str(own), "4", "--from", "mid", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [step["equal"] for step in told["steps"]] == [True] * 4
+    assert sum(step["samples"] for step in told["steps"]) > 0
+    assert told["computed_by"] == {}
+
+
+def test_a_run_from_the_users_own_checkpoint_learns_on_the_users_own_tasks(own: Path) -> None:
+    assert [p["phase"] for p in RunFolder.open(own).phases()] == [p for p in PHASES if p != "mid-training"]
+    summary = json.loads((own / "summary.json").read_text())
     assert summary["rl"]["steps"] == 4
     assert summary["rl"]["no_signal_share"] < 1.0
     assert summary["baselines"]["oracle"] == 1.0

@@ -103,7 +103,8 @@ def test_what_a_bf16_engine_sampled_is_near_and_reported_and_replay_brings_it_ne
         report = learner.forward_backward(batch)
         assert report.fresh_ratio_max is not None
         assert report.fresh_ratio_max > 1e-4
-        assert 0.0 < report.flipped_share < 0.1
+        assert report.replayed_share == float(replay)
+        assert (0.0 < report.flipped_share < 0.1) == replay
         k3[replay] = report.k3
     assert 0.0 < k3[True] < k3[False] < 0.05
 

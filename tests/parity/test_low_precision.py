@@ -46,8 +46,12 @@ async def rollout(engine: ReferenceEngine, number: int) -> Sample:
         context = np.concatenate([context, prompt])
         sampling = Sampling(max_tokens=8, stop_token_ids=(), seed=number)
         request = CompletionRequest(
-            request_id=f"{number}.{turn}", session_id=f"{number}", prompt_ids=context, sampling=sampling, routes_from=held
-        )  # fmt: skip
+            request_id=f"{number}.{turn}",
+            session_id=f"{number}",
+            prompt_ids=context,
+            sampling=sampling,
+            routes_from=held,
+        )
         done = await engine.generate(request)
         turns.append(Turn(parent=turn - 1 if turn else None, prompt_ids=prompt, completion=done))
         held, context = done.routes_start + len(done.routes), np.concatenate([context, done.token_ids])

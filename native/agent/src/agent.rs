@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::command::Command;
 use crate::frames::{Frame, Malformed};
+use crate::identity::Identity;
 use crate::link::{Link, State};
 use crate::options::Options;
 use crate::output::Pipe;
@@ -18,7 +19,7 @@ use crate::requests::{self, APART, Request, Run};
 use crate::spawn::Spawner;
 use crate::sys::{self, POLLIN, POLLOUT, Poll};
 use crate::transfers::Transfers;
-use crate::{identity, processes, users};
+use crate::{processes, users};
 
 const MAX_COMMANDS: usize = 256;
 const MAX_LEFT_PIPES: usize = 256; // that background processes hold; they are emptied so that nobody waits
@@ -36,6 +37,7 @@ pub struct Agent {
     commands: Vec<Command>,
     transfers: Transfers,
     left: VecDeque<Pipe>,
+    identity: Identity,
     frozen: bool,
     freezing: Vec<u32>, // who waits for it
     buffer: Vec<u8>,
@@ -61,6 +63,7 @@ impl Agent {
             commands: Vec::new(),
             transfers: Transfers::new(options)?,
             left: VecDeque::new(),
+            identity: Identity::default(),
             frozen: false,
             freezing: Vec::new(),
             buffer: vec![0; CHUNK],
@@ -210,7 +213,7 @@ impl Agent {
             Request::Renew { seed, clock_ns, host_name } => {
                 self.forget_host();
                 self.frozen = false; // its past was stopped for good, and this is another machine
-                match identity::renew(&seed, clock_ns, &host_name) {
+                match self.identity.renew(&seed, clock_ns, &host_name) {
                     Ok(()) => self.link.outbox.put(b'k', id, &[]),
                     Err((step, error)) => self.refuse(id, error.raw_os_error().unwrap_or(0), step),
                 }
@@ -230,6 +233,7 @@ impl Agent {
         } else if self.commands.len() >= MAX_COMMANDS {
             self.refuse(id, sys::EAGAIN, "too many commands run");
         } else if let Some(user) = self.user(&run.user) {
+            self.identity.settle();
             match Command::start(id, run, &user, &mut self.spawner) {
                 Ok(command) => {
                     if run.flags & APART != 0 {

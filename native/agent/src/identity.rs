@@ -1,32 +1,82 @@
 //! Being another machine: its own random numbers, time and name. What is empty stays as it is.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read};
 
 use crate::sys;
 
 const MACHINE_ID: &str = "/etc/machine-id";
+const POOL: &str = "/dev/urandom";
+const LAST_PROCESS: &str = "/proc/sys/kernel/ns_last_pid";
+const MOST_PROCESSES: u64 = 256;
+const MOST_BEFORE_S: u64 = 600;
+const MOST_HELD: u64 = 1 << 20;
 
-/// Change what was given. The step that failed, and why.
-pub fn renew(seed: &[u8], clock_ns: Option<u64>, host_name: &[u8]) -> Result<(), (&'static str, io::Error)> {
-    if !seed.is_empty() {
-        reseed(seed).map_err(|error| ("reseeding the random pool", error))?;
-        if std::process::id() == 1 {
-            number_machine();
+/// Who a machine is, and what can be seen of its past: all forks of one boot would else be as old to the hundredth of a
+/// second, count their processes from the same number, and have as much memory left to the page.
+#[derive(Default)]
+pub struct Identity {
+    is_new: bool,  // nothing has been started since
+    before_s: u64, // that the machine says it has been up before it was
+    held: Vec<u8>, // memory for nothing
+}
+
+impl Identity {
+    /// Change what was given. The step that failed, and why.
+    pub fn renew(
+        &mut self,
+        seed: &[u8],
+        clock_ns: Option<u64>,
+        host_name: &[u8],
+    ) -> Result<(), (&'static str, io::Error)> {
+        if !seed.is_empty() {
+            reseed(seed).map_err(|error| ("reseeding the random pool", error))?;
+            if std::process::id() == 1 {
+                number_machine();
+                self.is_new = true;
+            }
+        }
+        if let Some(ns) = clock_ns {
+            sys::set_clock(ns).map_err(|error| ("setting the clock", error))?;
+        }
+        if !host_name.is_empty() {
+            sys::set_host_name(host_name).map_err(|error| ("naming the machine", error))?;
+        }
+        Ok(())
+    }
+
+    /// Before anything is started: a new machine gets a past of its own.
+    pub fn settle(&mut self) {
+        if std::mem::take(&mut self.is_new) {
+            let _ = self.have_past(); // an older kernel has but the one
         }
     }
-    if let Some(ns) = clock_ns {
-        sys::set_clock(ns).map_err(|error| ("setting the clock", error))?;
+
+    /// Some processes more have been, some memory is used, and it has been up for longer: never for less, and not where
+    /// anything runs that has seen since when.
+    fn have_past(&mut self) -> io::Result<()> {
+        let mut pool = File::open(POOL)?;
+        let mut below = |most: u64| -> io::Result<u64> {
+            let mut drawn = [0; 8];
+            pool.read_exact(&mut drawn)?;
+            Ok(u64::from_le_bytes(drawn) % most)
+        };
+        self.held = vec![1; below(MOST_HELD)? as usize];
+        if let Ok(last) = fs::read_to_string(LAST_PROCESS)?.trim().parse::<u64>() {
+            let _ = fs::write(LAST_PROCESS, (last + below(MOST_PROCESSES)?).to_string()); // past the largest, it stays
+        }
+        if !sys::has_children() {
+            let before_s = self.before_s + below(MOST_BEFORE_S)?;
+            sys::have_clocks_ahead(before_s)?;
+            self.before_s = before_s;
+        }
+        Ok(())
     }
-    if !host_name.is_empty() {
-        sys::set_host_name(host_name).map_err(|error| ("naming the machine", error))?;
-    }
-    Ok(())
 }
 
 fn reseed(seed: &[u8]) -> io::Result<()> {
     let seed = seed.try_into().map_err(|_| sys::error(sys::EINVAL))?;
-    sys::reseed(&File::options().write(true).open("/dev/urandom")?, seed)
+    sys::reseed(&File::options().write(true).open(POOL)?, seed)
 }
 
 /// A new number for the machine, where it has one that can be written: the name of a file that only tools ask for.

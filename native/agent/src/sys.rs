@@ -91,6 +91,7 @@ unsafe extern "C" {
     fn fork() -> c_int;
     fn poll(fds: *mut Poll, count: c_ulong, timeout_ms: c_int) -> c_int;
     fn waitpid(pid: c_int, status: *mut c_int, options: c_int) -> c_int;
+    fn waitid(kind: c_int, id: c_uint, info: *mut u64, options: c_int) -> c_int;
     fn kill(pid: c_int, signal: c_int) -> c_int;
     fn fcntl(fd: c_int, command: c_int, ...) -> c_int;
     fn ioctl(fd: c_int, request: c_ulong, ...) -> c_int;
@@ -173,6 +174,14 @@ pub fn reap() -> Option<(i32, i32)> {
     // SAFETY: `status` outlives the call. 1 is WNOHANG.
     let pid = unsafe { waitpid(-1, &mut status, 1) };
     (pid > 0).then_some((pid, status))
+}
+
+/// Whether this process has any, living or to be reaped.
+pub fn has_children() -> bool {
+    const ANY: c_int = 0x0100_0005; // WNOWAIT, WEXITED, WNOHANG
+    let mut info = [0_u64; 16];
+    // SAFETY: the array is as large as `siginfo_t` and outlives the call; 0 is P_ALL.
+    check(unsafe { waitid(0, 0, info.as_mut_ptr(), ANY) }).is_ok()
 }
 
 pub fn send_signal(pid: i32, number: c_int) -> io::Result<()> {
@@ -667,6 +676,13 @@ pub fn set_clock(ns: u64) -> io::Result<()> {
     let time = [(ns / 1_000_000_000) as i64, (ns % 1_000_000_000) as i64];
     // SAFETY: the array is `struct timespec`; 0 is CLOCK_REALTIME.
     check(unsafe { clock_settime(0, &time) }).map(drop)
+}
+
+/// What is started from here on sees a machine that has been up for so much longer than it has.
+pub fn have_clocks_ahead(seconds: u64) -> io::Result<()> {
+    // SAFETY: integers only. CLONE_NEWTIME.
+    check(unsafe { unshare(0x80) })?;
+    std::fs::write("/proc/self/timens_offsets", format!("monotonic {seconds} 0\nboottime {seconds} 0\n"))
 }
 
 /// Mix 32 bytes into the kernel's random pool and have every generator start anew from it.

@@ -8,18 +8,30 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
 
 from etude import __version__
+from etude.cli.arguments import (
+    Commands,
+    Parser,
+    add,
+    branch,
+    channel,
+    duration,
+    place,
+    port,
+    positive,
+    public_key,
+    step,
+    written,
+)
+from etude.cli.machine_commands import backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
-from etude.errors import EtudeError, Exit, InputError, StoreError, nearest
+from etude.errors import EtudeError, Exit, StoreError
 
-MAX_PORT = 65_535
 _READABLE = "a directory, s3://bucket/prefix, gs://, az:// or http://"
 _WRITABLE = "a directory, s3://bucket/prefix, gs:// or az://"
 _REFUSALS = {
@@ -72,94 +84,6 @@ def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
     return found
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors have etude's three parts."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}\n  hint: {self.prog} --help", file=sys.stderr)
-        raise SystemExit(Exit.BAD_INPUT)
-
-
-def positive(text: str) -> int:
-    """An argument that counts something."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return int(text)
-
-
-def written(text: str) -> Path:
-    """An argument that is a file to be written when the work is done: a place for it must be there before."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file in a folder that is there, and yours")
-    return path
-
-
-def step(text: str) -> int:
-    """An argument that is a version's step."""
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no step: a number from 0 on, of at most 9 digits")
-    return int(text)
-
-
-def port(text: str) -> int:
-    """An argument that is a TCP port, 0 being any free one."""
-    if not text.isdigit() or int(text) > MAX_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 0 (any free one) to {MAX_PORT}")
-    return int(text)
-
-
-def duration(text: str) -> float:
-    """An argument that is a time, in seconds: "90s", "10m", "24h", "7d"."""
-    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]+)?)([smhd])", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: write 90s, 10m, 24h or 7d")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
-
-
-def channel(text: str) -> str:
-    """An argument that is a channel's name."""
-    return _plain_name(text, "channel")
-
-
-def branch(text: str) -> str:
-    """An argument that is a branch's name, or the empty one for the channel itself."""
-    return _plain_name(text, "branch") if text else text
-
-
-def _plain_name(text: str, kind: str) -> str:
-    if not re.fullmatch("[a-z0-9][a-z0-9_-]{0,63}", text):
-        raise InputError(f"{kind} name {text!r} is not allowed", hint="use a-z, 0-9, _ and -, at most 64 of them")
-    return text
-
-
-def place(text: str) -> str:
-    """An argument that is a store, and may be something else by a path. A URL that no store speaks is refused."""
-    scheme, has_scheme, _ = text.partition("://")
-    if has_scheme and scheme != "file":
-        from etude.stores import open_store
-        from etude.stores.places import PROVIDERS, parse_place
-
-        try:
-            if scheme in ("http", "https", "memory"):
-                open_store(text)
-            elif scheme.lower() not in PROVIDERS:
-                known = nearest(scheme.lower(), [*PROVIDERS, "file", "http", "https", "memory"])
-                raise InputError(f"no store speaks {scheme[:20]!r}", hint=known)
-            else:
-                parse_place(text)
-        except StoreError as error:
-            raise InputError(error.what, error.facts, hint=error.hint) from None
-    return text
-
-
-def public_key(text: str) -> bytes:
-    """An argument that is an Ed25519 public key."""
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise argparse.ArgumentTypeError("a public key is 64 hex characters: etude weights key says them")
-    return bytes.fromhex(text)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="etude", description="Turn an open MoE model into your product's specialist.")
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
@@ -167,18 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     _run_commands(commands)
     _look_commands(commands)
     _task_commands(commands)
-    _machine_commands(commands)
+    machine_commands(commands)
     _weights_commands(commands)
     _model_commands(commands)
-    return parser
-
-
-Commands = argparse._SubParsersAction  # argparse has no public name for it
-
-
-def _add(commands: Commands[Parser], name: str, command: str, text: str) -> Parser:
-    parser: Parser = commands.add_parser(name, help=text, description=text)
-    parser.set_defaults(command=command)
     return parser
 
 
@@ -187,7 +102,7 @@ def _run_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_commands(commands: Commands[Parser]) -> None:
-    run = _add(commands, "run", "run:run", "run a config from nothing to a better model")
+    run = add(commands, "run", "run:run", "run a config from nothing to a better model")
     run.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="a config.toml (not needed to resume)")
     run.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override a value (repeatable)")
     run.add_argument("--dry-run", action="store_true", help="check everything, print the effective config, do nothing")
@@ -195,13 +110,13 @@ def _run_commands(commands: Commands[Parser]) -> None:
         "--resume", nargs="?", const="", metavar="RUN", help="go on with a stopped run (default: the newest)"
     )
     run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
-    status = _add(commands, "status", "run:status", "what a run is doing now")
+    status = add(commands, "status", "run:status", "what a run is doing now")
     _run_argument(status)
     status.add_argument("--words", action="store_true", help="say what the words of the view mean, too")
-    stop = _add(commands, "stop", "run:stop", "stop a run cleanly; it can be resumed")
+    stop = add(commands, "stop", "run:stop", "stop a run cleanly; it can be resumed")
     _run_argument(stop)
     stop.add_argument("--deadline", type=float, default=60.0, metavar="SECONDS")
-    evaluate = _add(commands, "eval", "evaluate:evaluate", "solve rate of a checkpoint on held-out or validation tasks")
+    evaluate = add(commands, "eval", "evaluate:evaluate", "solve rate of a checkpoint on held-out or validation tasks")
     evaluate.add_argument("checkpoint", type=Path, metavar="CHECKPOINT|RUN")
     evaluate.add_argument(
         "--config", type=Path, required=False, help="where tasks and harness are set (default: the run's)"
@@ -213,33 +128,38 @@ def _run_commands(commands: Commands[Parser]) -> None:
 
 
 def _look_commands(commands: Commands[Parser]) -> None:
-    compare = _add(commands, "compare", "look:compare", "two runs' held-out results, with intervals")
+    compare = add(commands, "compare", "look:compare", "two runs' held-out results, with intervals")
     compare.add_argument("run_a", type=Path, metavar="RUN")
     compare.add_argument("run_b", type=Path, metavar="RUN")
-    _run_argument(_add(commands, "report", "look:report", "write report.html and summary.json again"))
+    _run_argument(add(commands, "report", "look:report", "write report.html and summary.json again"))
+    replay = add(commands, "replay", "replay:run", "redo a training step from disk; exit code 1 when a bit differs")
+    replay.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its name in runs/")
+    replay.add_argument("step", type=step, metavar="STEP", help="a step of the current weights' lineage, from 1 on")
+    replay.add_argument(
+        "--from", dest="start", type=Path, metavar="CHECKPOINT", help="where to begin (default: the nearest before it)"
+    )
+    replay.add_argument("--json", action="store_true", help="print every step's digests and numbers as JSON")
     rollouts = commands.add_parser("rollouts", help="look at rollouts").add_subparsers(required=True, metavar="COMMAND")
-    listing = _add(rollouts, "list", "rollouts:listed", "rollouts of a run, newest last")
+    listing = add(rollouts, "list", "rollouts:listed", "rollouts of a run, newest last")
     _run_argument(listing)
     listing.add_argument("--state", help="only this state")
     listing.add_argument("--eval", metavar="NAME", help="those of evals/NAME.parquet: before, after, during-000010 ...")
     listing.add_argument("--limit", type=positive, default=40)
-    show = _add(rollouts, "show", "rollouts:show", "one rollout of training or of an evaluation, turn by turn")
+    show = add(rollouts, "show", "rollouts:show", "one rollout of training or of an evaluation, turn by turn")
     show.add_argument("rollout_id", metavar="ROLLOUT")
     show.add_argument("run", nargs="?", type=Path, metavar="RUN")
     ledger = commands.add_parser("ledger", help="the record of rollouts").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    _run_argument(
-        _add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice")
-    )
+    _run_argument(add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice"))
 
 
 def _task_commands(commands: Commands[Parser]) -> None:
     tasks = commands.add_parser("tasks", help="look at tasks, prove them, mine new ones").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    check = _add(tasks, "check", "tasks:check", "prove tasks: the reference scores 1, the untouched state 0")
-    show = _add(tasks, "show", "tasks:show", "show one task")
+    check = add(tasks, "check", "tasks:check", "prove tasks: the reference scores 1, the untouched state 0")
+    show = add(tasks, "show", "tasks:show", "show one task")
     for parser in (check, show):
         parser.add_argument(
             "source",
@@ -263,125 +183,28 @@ def _task_commands(commands: Commands[Parser]) -> None:
         help="write a report on every task; mutants go on from there",
     )
     check.add_argument("--images", type=Path, metavar="STORE", help="where tasks' images are; missing ones are built")
-    _machine_arguments(check)
+    backend_and_jobs(check)
     show.add_argument("--split", choices=splits, default="train")
     show.add_argument("--index", type=int, default=0)
     show.add_argument("--answer", action="store_true", help="show the hidden side, too")
-    mine = _add(tasks, "mine", "task_mining:mine", "make tasks from a repository's history and tests")
+    mine = add(tasks, "mine", "task_mining:mine", "make tasks from a repository's history and tests")
     mine.add_argument("repository", type=Path, metavar="REPO", help="a Git repository; with --deletions any folder")
     mine.add_argument("--out", type=Path, default=Path("tasks-mined"), metavar="DIR", help="(default: tasks-mined)")
     mine.add_argument("--num", type=positive, default=200, metavar="N", help="how many commits, or functions, to try")
     mine.add_argument("--deletions", action="store_true", help="delete tested functions in place of reading history")
     mine.add_argument("--module", action="append", default=[], metavar="PATH", help="whose functions (repeatable)")
     mine.add_argument("--deadline", type=positive, default=60, metavar="S", help="of each run of tests, in seconds")
-    _machine_arguments(mine)
-
-
-def _machine_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", default="namespace", metavar="B", help="which machines (default: namespace)")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="how many machines at once (default: two a core)")
-
-
-def _machine_commands(commands: Commands[Parser]) -> None:
-    machines = commands.add_parser("machines", help="isolated machines").add_subparsers(
-        required=True, metavar="COMMAND"
-    )
-    serve = _add(machines, "serve", "machines_serve:serve", "offer machines over HTTP, as E2B does")
-    serve.add_argument("--backend", default="namespace", metavar="NAME", help="what they are (default: namespace)")
-    serve.add_argument("--host", default="127.0.0.1")
-    serve.add_argument("--port", type=port, default=3000)
-    serve.add_argument("--keys", type=Path, metavar="FILE", help="API keys and their quotas (default: one, drawn now)")
-    serve.add_argument("--templates", type=Path, metavar="FILE", help="what machines are made from, beside `base`")
-    serve.add_argument("--domain", default="", help="machines are at 49983-ID.DOMAIN, through a proxy of yours")
-    serve.add_argument("--drain", type=duration, default="30s", metavar="TIME", help="left to machines after SIGTERM")
-    check = _add(machines, "check", "machines_check:check", "try every cheat for real; exit code 1 when one succeeds")
-    _machine_arguments(check)
-    check.add_argument("--only", action="append", default=[], metavar="NAME", help="a cheat or a row (repeatable)")
-    check.add_argument("--out", type=written, metavar="FILE.json", help="write every finding there")
-    check.add_argument("--verbose", action="store_true", help="tell what stopped each")
-    parity = _add(machines, "parity", "machines_check:parity", "can machines be told apart, and by what")
-    parity.add_argument(
-        "a", metavar="A", help="a backend; plain: processes of this host; booted: microVMs never forked"
-    )
-    parity.add_argument("b", metavar="B", help="likewise: your product's kind")
-    parity.add_argument("--machines", type=positive, default=20, metavar="N", help="of each (default: %(default)s)")
-    parity.add_argument("--out", type=written, metavar="FILE.json", help="write the result there")
-    fleet = _add(machines, "simulate", "machines_simulate:run", "what a fleet of hosts would do with a burst")
-    fleet.add_argument(
-        "--machines", type=positive, default=100_000, metavar="N", help="asked for at once (default: %(default)s)"
-    )
-    fleet.add_argument(
-        "--hosts", type=positive, default=105, metavar="N", help="of 96 cores each (default: %(default)s)"
-    )
-    fleet.add_argument(
-        "--group", type=positive, default=16, metavar="N", help="machines of a request (default: %(default)s)"
-    )
-    fleet.add_argument(
-        "--snapshots", type=positive, default=1000, metavar="N", help="they are forks of so many (default: %(default)s)"
-    )
-    fleet.add_argument("--speed", type=float, default=1.0, help="of a host, in machines like this one (default: 1)")
-    fleet.add_argument("--seed", type=int, default=0)
-    fleet.add_argument("--calm", action="store_true", help="without crashes, slow hosts, partitions, lost messages")
-    fleet.add_argument("--calibrate", action="store_true", help="measure what machines cost here first")
-    fleet.add_argument("--plot", type=written, metavar="FILE.svg", help="draw how many are ready when")
-    fleet.add_argument("--json", action="store_true", help="print the whole result")
-    _image_commands(machines)
-
-
-def _image_commands(machines: Commands[Parser]) -> None:
-    image = machines.add_parser("image", help="what machines are made from").add_subparsers(
-        required=True, metavar="COMMAND"
-    )
-    build = _add(image, "build", "machines_image:build", "make an image, and say its digest")
-    build.add_argument("source", metavar="SOURCE", help="a folder, repository, Dockerfile, OCI image, or debian:SUITE")
-    build.add_argument("--name", help="what it is called from now on")
-    build.add_argument("--from", dest="kind", metavar="KIND", help="what SOURCE is, where that does not show")
-    build.add_argument("--keep-setuid", action="store_true", help="keep set-user-id bits")
-    build.add_argument("--workdir", metavar="DIR", help="where commands start (folder, repository)")
-    build.add_argument("--commit", default="HEAD", help="of a repository (default: HEAD)")
-    build.add_argument("--parent", metavar="IMAGE", help="what a repository is put into")
-    build.add_argument("--file", default="Dockerfile", help="the Dockerfile's name in the folder")
-    build.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="an ARG of it (repeatable)")
-    build.add_argument("--target", default="", metavar="STAGE", help="which stage of it (default: the last)")
-    build.add_argument("--backend", default="namespace", metavar="B", help="whose machines do its RUNs")
-    build.add_argument(
-        "--allow", action="append", default=[], metavar="HOST", help="what RUN may reach, logged (repeatable)"
-    )
-    build.add_argument("--tag", default="", help="which image of a saved archive")
-    build.add_argument("--package", action="append", default=[], metavar="P", help="of Debian (repeatable)")
-    build.add_argument("--mirror", default="", metavar="URL", help="of Debian (default: the one apt uses here)")
-    packages = _add(
-        image, "packages", "machines_image:packages", "keep packages for RUN: pip, npm and apt without a net"
-    )
-    packages.add_argument("packages", nargs="*", metavar="P", help="pip:NAME==VERSION, npm:N@V, apt:N=V, or a wheel")
-    packages.add_argument("--dependencies", action="store_true", help="what pip's need, too")
-    listing = _add(image, "list", "machines_image:listed", "every image of the store")
-    show = _add(image, "show", "machines_image:show", "what an image is and where it came from")
-    show.add_argument("--verify", action="store_true", help="read every file of it first")
-    remove = _add(image, "remove", "machines_image:remove", "take away a name, and the image with the last one")
-    for parser in (show, remove):
-        parser.add_argument("image", metavar="IMAGE", help="a name or a digest")
-    collect = _add(image, "collect", "machines_image:collect", "remove every image that no name leads to")
-    for parser in (build, packages, listing, show, remove, collect):
-        parser.add_argument("--store", type=Path, metavar="DIR", help="(default: ~/.local/share/etude/images)")
-    microvm = _add(
-        image, "microvm", "machines_image:microvm", "build the guest of virtual machines from Debian's packages"
-    )
-    microvm.add_argument("--mirror", metavar="URL", help="of Debian's archive, or a snapshot of it (default: Debian's)")
-    microvm.add_argument("--suite", default="bookworm", help="with --mirror (default: bookworm)")
-    microvm.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where images are kept (default: ~/.cache/etude/images)"
-    )
+    backend_and_jobs(mine)
 
 
 def _weights_commands(commands: Commands[Parser]) -> None:
     weights = commands.add_parser("weights", help="weights as they travel: deltas, files, chains").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    log = _add(weights, "log", "weights:log", "every version: bytes, ratio, share of the bound")
+    log = add(weights, "log", "weights:log", "every version: bytes, ratio, share of the bound")
     log.add_argument("run", nargs="?", type=place, metavar="RUN|STORE", help="(default: the newest in runs/)")
     _channel_argument(log)
-    diff = _add(weights, "diff", "weights:diff", "what changed between two checkpoints, or two versions, by tensor")
+    diff = add(weights, "diff", "weights:diff", "what changed between two checkpoints, or two versions, by tensor")
     diff.add_argument("a", metavar="A", help="a checkpoint directory, a .safetensors file, or a version or its step")
     diff.add_argument("b", metavar="B")
     diff.add_argument(
@@ -390,20 +213,20 @@ def _weights_commands(commands: Commands[Parser]) -> None:
     _channel_argument(diff)
     diff.add_argument("--plot", type=Path, metavar="OUT.html", help="draw it on a page of its own (checkpoints)")
     diff.add_argument("--all", action="store_true", help="every tensor, not the heaviest alone (checkpoints)")
-    encode = _add(weights, "encode", "weights_files:encode", "write the delta file that makes checkpoint B out of A")
+    encode = add(weights, "encode", "weights_files:encode", "write the delta file that makes checkpoint B out of A")
     encode.add_argument("a", type=Path, metavar="A")
     encode.add_argument("b", type=Path, metavar="B")
     encode.add_argument("-o", "--out", type=Path, required=True, metavar="FILE")
     for parser in (diff, encode):
         parser.add_argument("--mode", choices=["best", "fast"], default="best", help="fewest bytes, or least time")
-    apply = _add(weights, "apply", "weights_files:apply", "write the checkpoint that a delta file makes out of A")
+    apply = add(weights, "apply", "weights_files:apply", "write the checkpoint that a delta file makes out of A")
     apply.add_argument("a", type=Path, metavar="A")
     apply.add_argument("delta", type=Path, metavar="FILE")
     apply.add_argument("-o", "--out", type=Path, required=True, metavar="DIRECTORY")
-    verify = _add(weights, "verify", "weights:verify", "check every digest of a run's chain, or of a delta file")
+    verify = add(weights, "verify", "weights:verify", "check every digest of a run's chain, or of a delta file")
     verify.add_argument("run", nargs="?", type=Path, metavar="RUN|FILE", help="(default: the newest in runs/)")
     verify.add_argument("--base", type=Path, metavar="A", help="the checkpoint that a delta FILE is for")
-    repair = _add(weights, "repair", "weights:repair", "set a lost or damaged pointer to the newest published version")
+    repair = add(weights, "repair", "weights:repair", "set a lost or damaged pointer to the newest published version")
     repair.add_argument("run", nargs="?", metavar="RUN|STORE", help="(default: the newest in runs/)")
     _channel_argument(repair)
     repair.add_argument("--key", type=Path, metavar="FILE", help="the private key, if the channel's pointer was signed")
@@ -411,15 +234,15 @@ def _weights_commands(commands: Commands[Parser]) -> None:
 
 
 def _store_commands(weights: Commands[Parser]) -> None:
-    publish = _add(weights, "publish", "weights_store:publish", "publish a checkpoint as a channel's next version")
+    publish = add(weights, "publish", "weights_store:publish", "publish a checkpoint as a channel's next version")
     publish.add_argument("checkpoint", type=Path, metavar="DIR", help="a checkpoint directory, or a .safetensors file")
     publish.add_argument("--step", type=step, metavar="N", help="above the head's (default: the head's and one)")
-    follow = _add(weights, "follow", "weights_store:follow", "keep a checkpoint directory at a channel's head")
-    gc = _add(weights, "gc", "weights_store:gc", "delete what no version needs any more; the first call only looks")
+    follow = add(weights, "follow", "weights_store:follow", "keep a checkpoint directory at a channel's head")
+    gc = add(weights, "gc", "weights_store:gc", "delete what no version needs any more; the first call only looks")
     gc.add_argument("--keep", type=duration, default="7d", metavar="TIME", help="every head within it can be rebuilt")
-    fsck = _add(weights, "fsck", "weights_store:check", "read all of a channel, and rebuild every version by every way")
-    point = _add(weights, "point", "weights_store:point", "let a branch, or the channel, name a version: a rollback")
-    relay = _add(weights, "relay", "weights_store:relay", "serve a store, read-only, to machines that share no disk")
+    fsck = add(weights, "fsck", "weights_store:check", "read all of a channel, and rebuild every version by every way")
+    point = add(weights, "point", "weights_store:point", "let a branch, or the channel, name a version: a rollback")
+    relay = add(weights, "relay", "weights_store:relay", "serve a store, read-only, to machines that share no disk")
     relay.add_argument("--listen", required=True, metavar="HOST:PORT", help="$ETUDE_TOKEN guards what others can reach")
     for parser in (publish, follow, relay, gc, fsck, point):
         parser.add_argument(
@@ -443,7 +266,7 @@ def _store_commands(weights: Commands[Parser]) -> None:
     for parser in (follow, relay):
         parser.add_argument("--cache", type=Path, metavar="DIR", help="where all of a region share downloads")
 
-    key = _add(weights, "key", "weights:key", "draw a private key for signing, and say its public one")
+    key = add(weights, "key", "weights:key", "draw a private key for signing, and say its public one")
     key.add_argument("file", type=Path, metavar="FILE")
 
 
@@ -452,17 +275,17 @@ def _channel_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_commands(commands: Commands[Parser]) -> None:
-    serve = _add(commands, "serve", "serve:serve", "serve a checkpoint or a run's newest version, OpenAI-compatible")
+    serve = add(commands, "serve", "serve:serve", "serve a checkpoint or a run's newest version, OpenAI-compatible")
     serve.add_argument("model", nargs="?", type=Path, metavar="CHECKPOINT|RUN")
     serve.add_argument("--host", default="127.0.0.1")
     serve.add_argument("--port", type=port, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--max-concurrent", type=positive, default=32)
-    doctor = _add(
+    doctor = add(
         commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"
     )
     parity_arguments(doctor, positive, written)
-    export = _add(commands, "export", "serve:export", "write a run's version as a Hugging Face directory")
+    export = add(commands, "export", "serve:export", "write a run's version as a Hugging Face directory")
     export.add_argument("source", metavar="CHECKPOINT|RUN|RUN@STEP")
     export.add_argument("out", type=Path, metavar="DIRECTORY")
     export.add_argument("--dtype", choices=["bf16", "f32"], default="bf16")

@@ -11,6 +11,7 @@ from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
 from etude.experience.audit import steps_of
+from etude.loop.retention import kept_from
 from etude.stores import DirectoryStore
 from etude.weights.chain.history import readable
 from etude.weights.chain.inspect import require_pointer
@@ -61,7 +62,8 @@ def ledger_audit(args: argparse.Namespace) -> int:
     require_pointer(store)
     from_traces = steps_of(run / "traces", damaged.version.step) if damaged is not None else []
     chain = [*from_traces, *(list(manifest.rollout_ids) for manifest in manifests)]
-    found = audit(ledger, run / "traces", chain)
+    deleted = [list(manifest.rollout_ids) for manifest in manifests if manifest.version.step <= kept_from(ledger)]
+    found = audit(ledger, run / "traces", chain, deleted=deleted)
     unproven = len(found.missing) + len(found.ungraded)
     print(
         (f"not sound: {unproven} without a proof ({(*found.missing, *found.ungraded)[0]}); " if unproven else "")

@@ -6,10 +6,9 @@ import argparse
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any
 
-from etude.dashboard.plot import WIDE, Series, line_chart
+from etude.dashboard.plot import WIDE, Series, alone, line_chart
 from etude.environments.burst import Faults, Measured, Scenario, measure, simulate
 from etude.environments.burst.simulate import EVERY_KIND, Simulated
 from etude.environments.namespace import NamespaceRuntime
@@ -141,13 +140,7 @@ def plot(results: Mapping[str, Simulated], machines: int) -> str:
         y_format=lambda value: f"{value:,.0f}",
         frame=WIDE,
     )
-    css = (files("etude.dashboard") / "report.css").read_text(encoding="utf-8")
-    names = "".join(
-        f'<text x="{900}" y="{150 + 18 * i}" class="end c{one.colour}" style="fill: currentColor">{one.label}</text>'
-        for i, one in enumerate(series)
-    )
-    head, _, rest = chart.partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{css}</style>{rest.removesuffix("</svg>")}{names}</svg>\n'
+    return alone(chart, [(one.label, one.colour) for one in series], x=900, y=150)
 
 
 def _curve(result: Simulated) -> list[tuple[float, float]]:

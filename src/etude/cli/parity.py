@@ -19,16 +19,13 @@ from etude.errors import Exit, InputError, NoCheckpoint
 if TYPE_CHECKING:
     import torch
 
-    from etude.evals.doctor.diagnosis import Budget, Diagnosis
+    from etude.evals.doctor.diagnosis import Diagnosis
     from etude.evals.doctor.sides import EngineSide
-    from etude.evals.parity import Parity
+    from etude.evals.parity import Budget, Parity
     from etude.models import ModelConfig, Transformer
 
 MAX_TOKENS = 4096
-
-K3 = {"float32": 1e-9, "float16": 5e-4, "bfloat16": 5e-3}
-"""The budget of k3 by dtype, twice what was measured on random weights (docs/concepts/numerics.md)."""
-P99 = {"float32": 1e-3, "float16": 0.2, "bfloat16": 0.5}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def arguments(parser: argparse.ArgumentParser, counted: Callable[[str], int], written: Callable[[str], Path]) -> None:
@@ -37,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser, counted: Callable[[str], int], wr
     parser.add_argument(
         "--engine", metavar="URL|transformers", help="what samples (default: our engine, in this process)"
     )
-    parser.add_argument("--dtype", choices=sorted(K3), default="float32", help="of both sides (default: float32)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of both sides (default: float32)")
     parser.add_argument("--mode", choices=["exact", "native"], help="default: exact for our engine, native for others")
     parser.add_argument("--quant", choices=["none", "mxfp8", "nvfp4", "mxfp4"], default="none")
     parser.add_argument("--text", type=Path, metavar="FILE", help="what prompts are cut from (default: random tokens)")
@@ -121,13 +118,14 @@ def _engine(args: argparse.Namespace, checkpoint: Path, mode: str) -> EngineSide
 
 
 def _budget(args: argparse.Namespace, mode: str) -> Budget:
-    from etude.evals.doctor.diagnosis import Budget
+    from etude.evals.parity import Budget, budget_of
 
     if args.k3 is not None and not 0 <= args.k3 < math.inf:
         raise InputError(f"--k3 {args.k3} is no budget", hint="give a number from 0 on, such as 1e-3")
     if mode == "exact":
         return Budget(0.0, 0.0)
-    return Budget(K3[args.dtype] if args.k3 is None else args.k3, P99[args.dtype])
+    usual = budget_of(args.dtype)
+    return usual if args.k3 is None else Budget(args.k3, usual.ratio_p99)
 
 
 def _prompts(args: argparse.Namespace, checkpoint: Path, sizes: ModelConfig) -> list[list[int]]:

@@ -24,7 +24,7 @@ from etude.errors import InputError, StoreError, TaskError
 from etude.loop.task_images import num_images, with_images
 from etude.records.task import Answer, Split, Task
 from etude.seams import Grader, Runtime, TaskSource
-from etude.tasks import Proof, open_source
+from etude.tasks import DirectorySource, Proof, open_source
 from etude.tasks import check as prove
 from etude.tasks import show as show_task
 from etude.tasks.gate import Gated, gate
@@ -57,7 +57,8 @@ def check(args: argparse.Namespace) -> int:
     print(f"{num_proven} of {num_tasks} {what} tasks of {args.source} prove themselves ({wall_s:.1f} s)")
     for task in tasks:
         if task.failure:
-            print(f"  task {task.index} ({task.task_id}): {task.failure}")
+            place = f" in {task.folder}" if task.folder else ""
+            print(f"  task {task.index} ({task.task_id}){place}: {task.failure}")
     report = as_json(args.source, tasks, wall_s)
     if args.mutants or args.leaks:
         _print_weak(tasks, report)
@@ -87,7 +88,8 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
         pairs = _pairs(source, proofs)
         leaks = await _leaks(runtime, pairs) if args.leaks else {}
         ids = {place: task.task_id for place, (task, _) in pairs.items()}
-        return reports(proofs, gated, leaks, ids), proofs
+        placed = {"folder_of": source.folder} if isinstance(source, DirectorySource | HarborSource) else {}
+        return reports(proofs, gated, leaks, ids, **placed), proofs
     finally:
         await runtime.close()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
 from etude.dashboard.scale import Scale, domain, ticks
 from etude.dashboard.words import significant
@@ -244,6 +245,17 @@ def legend(entries: Sequence[tuple[str, int]]) -> str:
     """Names beside their colours."""
     keys = (tag("span", tag("i", " ", cls=f"key c{colour}") + html.escape(name)) for name, colour in entries)
     return tag("div", "".join(keys), cls="legend")
+
+
+def alone(chart: str, names: Sequence[tuple[str, int]], *, x: int, y: int) -> str:
+    """A plot as a file of its own, with the page's colours in it, and names beside their colours from (x, y) down."""
+    css = (files("etude.dashboard") / "report.css").read_text(encoding="utf-8")
+    told = "".join(
+        f'<text x="{x}" y="{y + 18 * i}" class="end c{colour}" style="fill: currentColor">{html.escape(name)}</text>'
+        for i, (name, colour) in enumerate(names)
+    )
+    head, _, rest = chart.partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{css}</style>{rest.removesuffix("</svg>")}{told}</svg>\n'
 
 
 def _svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:

@@ -84,27 +84,21 @@ class Window:
 
 
 def masked(path: Path, keep: Bools) -> Path:
-    """The path with loss only where `keep` [T] is True; what it saw stays whole.
-
-    logprobs, steps and kv_epochs follow the mask, as `Path` promises.
-    """
+    """The path with loss only where `keep` [T] is True; what it saw stays whole. Logprobs follow the mask, as `Path`
+    promises."""
     mask = path.mask & keep
-    return msgspec.structs.replace(
-        path,
-        mask=mask,
-        logprobs=np.where(mask, path.logprobs, np.float32(0)).astype(np.float32),
-        steps=np.where(mask, path.steps, -1).astype(np.int32),
-        kv_epochs=np.where(mask, path.kv_epochs, 0).astype(np.int32),
-    )
+    logprobs = np.where(mask, path.logprobs, np.float32(0)).astype(np.float32)
+    return msgspec.structs.replace(path, mask=mask, logprobs=logprobs)
 
 
 def bounded(path: Path, *, learner_step: int, max_lag: int, straggler: Straggler) -> Path:
-    """The path with no token staler than the bound. Under WAIT a staler one is a defect and a `LedgerError`."""
-    stale = path.mask & (learner_step - path.steps > max_lag)
+    """The path with no token staler than the bound, the keys it attended to included. Under WAIT a staler one is a
+    defect and a `LedgerError`."""
+    stale = path.mask & (learner_step - path.oldest_steps > max_lag)
     if not stale.any():
         return path
     if straggler is Straggler.WAIT:
-        oldest = int(path.steps[path.mask].min())
+        oldest = int(path.oldest_steps[path.mask].min())
         raise LedgerError(
             f"a token of step {oldest} would be trained at step {learner_step}",
             f"the bound is {max_lag}",

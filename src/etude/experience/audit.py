@@ -51,15 +51,18 @@ class Report:
         )
 
 
-def audit(ledger: Ledger, traces: Path, lineage: Sequence[Sequence[str]]) -> Report:
-    """Recompute. `traces` is the folder of trace files; `lineage` the rollout ids of each step, oldest first.
+def audit(
+    ledger: Ledger, traces: Path, lineage: Sequence[Sequence[str]], *, deleted: Sequence[Sequence[str]] = ()
+) -> Report:
+    """Recompute. `traces` is the folder of trace files; `lineage` the rollout ids of each step, oldest first; `deleted`
+    those steps of it whose traces were deleted on purpose: their manifests are believed.
 
     Damaged traces count as missing. Run it on a run that stands still; a batch in flight is no fault.
     """
     rows = {row.rollout_id: row for row in ledger.rows()}
     consumed = Counter(rollout_id for step in lineage for rollout_id in set(step))
     indices = _indices(traces)
-    used, missing = _match(lineage, indices)
+    used, missing = _match(lineage, indices, {frozenset(step) for step in deleted})
     samples = Counter(rollout_id for index in used for rollout_id in index.trained)
     graded = {rollout_id for index in used for rollout_id in index.graded}
     return Report(
@@ -107,7 +110,9 @@ def _indices(traces: Path) -> list[Index]:
     return found
 
 
-def _match(lineage: Sequence[Sequence[str]], indices: Sequence[Index]) -> tuple[list[Index], list[str]]:
+def _match(
+    lineage: Sequence[Sequence[str]], indices: Sequence[Index], deleted: set[frozenset[str]]
+) -> tuple[list[Index], list[str]]:
     """The trace of each step of the lineage, found by what it holds, and the steps that have none."""
     by_content = {index.rollout_ids: index for index in indices}
     used, missing = [], []
@@ -115,7 +120,7 @@ def _match(lineage: Sequence[Sequence[str]], indices: Sequence[Index]) -> tuple[
         index = by_content.get(frozenset(step))
         if index is not None:
             used.append(index)
-        elif step:
+        elif step and frozenset(step) not in deleted:
             missing.append(f"trace of step {number} of the lineage ({min(step)} …)")
     return used, missing
 

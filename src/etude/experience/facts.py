@@ -21,7 +21,9 @@ def step_facts(groups: Sequence[Group], batch: Batch) -> dict[str, Any]:
     lag: Counter[int] = Counter()
     token_lag: Counter[int] = Counter()
     for rollout in valid:
-        steps = np.concatenate([turn.completion.steps for turn in rollout.trace.turns] or [np.empty(0, np.int32)])
+        steps = np.concatenate(
+            [turn.completion.oldest_steps for turn in rollout.trace.turns] or [np.empty(0, np.int32)]
+        )
         if len(steps):
             lag[batch.step - 1 - int(steps.min())] += 1
             values, counts = np.unique(batch.step - 1 - steps, return_counts=True)

@@ -2,17 +2,20 @@
 
 A row is one root-to-leaf path of one rollout; a rollout that left no path (it is invalid) has one row without
 tokens. Rows of `in_batch` are the batch's samples as they were trained, masks included; the others are kept because
-a step's baseline came from them. See `docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`,
+a step's baseline came from them. The batch's digest is kept beside them, so what is read back is what was trained on,
+or an error. See `docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`,
 `use_threads`): one of pyarrow's that still holds a Python file when the interpreter ends aborts the process, after its
 work was done. Knows nothing of SQLite and of what made the batch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -26,7 +29,7 @@ from etude.experience.packing import paths
 from etude.records.rollout import Boundary, Graded, Invalid, Path
 from etude.records.sample import Batch, Sample
 from etude.records.task import Trust
-from etude.records.wire import I32
+from etude.records.wire import I32, pack
 
 FORMAT = 1
 _KEY = b"etude.batch"
@@ -80,6 +83,8 @@ class Recorded:
 
     batch: Batch
     rollouts: tuple[Judged, ...]  # in order of rollout id
+    computed_by: Mapping[str, str] = field(default_factory=dict)  # what its learner said of itself; empty: an old file
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of its learner, where they were not the config's
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,23 @@ def trace_path(folder: FilePath, step: int) -> FilePath:
     return folder / f"batch-{step:06d}.parquet"
 
 
-def write_trace(folder: FilePath, batch: Batch, groups: Sequence[Group]) -> FilePath:
-    """Write a batch and the groups it was made of; complete or absent, and durable when it returns."""
+def batch_digest(batch: Batch) -> str:
+    """64 hex characters over all that a learner reads of a batch, in its order."""
+    arrays = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
+    samples = [(s.rollout_id, s.advantage, *(getattr(s.path, name) for name in arrays)) for s in batch.samples]
+    return hashlib.sha256(pack((batch.step, batch.num_loss_tokens, batch.rollout_ids, samples))).hexdigest()
+
+
+def write_trace(
+    folder: FilePath,
+    batch: Batch,
+    groups: Sequence[Group],
+    *,
+    computed_by: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> FilePath:
+    """Write a batch and the groups it was made of; complete or absent, and durable when it returns. `computed_by`: what
+    the learner that will train on it says of itself; `settings`: those of its settings that are not the config's."""
     samples: dict[str, list[Sample]] = {}
     for sample in batch.samples:
         samples.setdefault(sample.rollout_id, []).append(sample)
@@ -112,6 +132,9 @@ def write_trace(folder: FilePath, batch: Batch, groups: Sequence[Group]) -> File
         "batch_id": batch.batch_id,
         "step": batch.step,
         "num_loss_tokens": batch.num_loss_tokens,
+        "digest": batch_digest(batch),
+        "computed_by": dict(computed_by or {}),
+        "settings": dict(settings or {}),
     }
     table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({_KEY: json.dumps(facts).encode()}))
     path = trace_path(folder, batch.step)
@@ -203,7 +226,14 @@ def read_trace(path: FilePath) -> Recorded:
         )
     except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
-    return Recorded(batch=batch, rollouts=tuple(judged.values()))
+    computed_by, settings = facts.get("computed_by", {}), facts.get("settings", {})
+    if not isinstance(computed_by, dict) or not isinstance(settings, dict):
+        raise _damaged(path, ValueError("computed_by or settings is no object"))
+    found, recorded = batch_digest(batch), facts.get("digest")
+    if recorded not in (None, found):
+        raise _damaged(path, ValueError(f"its digest is {found[:12]}, recorded was {str(recorded)[:12]}"))
+    computed_by = {name: str(value) for name, value in computed_by.items()}
+    return Recorded(batch, tuple(judged.values()), computed_by, settings)
 
 
 def read_rollout(path: FilePath, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
@@ -282,8 +312,9 @@ def _path(row: dict[str, Any], arrays: dict[str, Any], i: int) -> Path:
     shape, num_tokens = tuple(row["routes_shape"]), len(found["token_ids"])
     if (
         any(len(values) != num_tokens for values in found.values())
-        or shape[0] != num_tokens
+        or shape[0] not in (0, num_tokens)
         or row["advantage"] is None
     ):
         raise ValueError(f"the columns of rollout {row['rollout_id']} have different lengths")
-    return Path(**found, routes=np.frombuffer(row["routes"], np.uint8).reshape(shape), digest=row["digest"])
+    dtype = "<u2" if len(row["routes"]) > math.prod(shape) else np.uint8
+    return Path(**found, routes=np.frombuffer(row["routes"], dtype).reshape(shape), digest=row["digest"])

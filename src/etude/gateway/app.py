@@ -255,7 +255,7 @@ class Gateway:
                 temperature=asked.temperature,
                 seed=secrets.randbits(63) if asked.seed is None else asked.seed & ((1 << 63) - 1),
             ),
-            routes_from=len(prompt_ids),
+            routes_from=None,
             deadline_s=self.config.deadline_s,
             keep_session=keep,
         )

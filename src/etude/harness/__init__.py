@@ -10,9 +10,10 @@ A call is a command line, the cheapest form a small model can learn:
 """
 
 from etude.harness.agent import AgentRun, Ask, run_agent
-from etude.harness.chat import SPECIAL_TOKENS, ChatError, ChatFormat, Reply, chat_template
+from etude.harness.chat import SPECIAL_TOKENS, ChatFormat, Reply, chat_template
 from etude.harness.commands import Call, Signature, read_call
 from etude.harness.config import HarnessConfig
+from etude.harness.template import ChatError
 from etude.harness.tools import ToolSet, Workbench, standard_tools
 
 __all__ = [

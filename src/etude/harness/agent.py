@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from etude.errors import ContextFull, EngineError, MachineError
@@ -90,7 +89,7 @@ async def run_agent(
             if talk.num_tokens + len(prompt_ids) + limits.turn_tokens > limits.context_tokens:
                 return ended(Ending.CONTEXT)
             request = talk.request(prompt_ids, ask, limits)
-            completion = await _complete(policy, request, keep_routes=ask.keep_routes, grace_s=grace_s)
+            completion = await _complete(policy, request, grace_s=grace_s)
             reply = chat.parse(completion.token_ids, tools.signatures)
             began = clock()
             bench.deadline_s = min(limits.tool_deadline_s, limits.rollout_deadline_s - tool_s)
@@ -118,7 +117,7 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-async def _complete(policy: Policy, request: CompletionRequest, *, keep_routes: bool, grace_s: float) -> Completion:
+async def _complete(policy: Policy, request: CompletionRequest, *, grace_s: float) -> Completion:
     try:
         async with asyncio.timeout(request.deadline_s + grace_s):
             completion = await policy.complete(request)
@@ -128,10 +127,7 @@ async def _complete(policy: Policy, request: CompletionRequest, *, keep_routes: 
         raise EngineError(f"no completion for {request.request_id}", facts, hint=hint) from None
     if completion.stop_reason is StopReason.CANCELLED:
         raise EngineError(f"{completion.engine} cancelled {request.request_id}", hint="see the engine's log")
-    if keep_routes:
-        return completion
-    computed = len(request.prompt_ids) + len(completion.token_ids) - 1
-    return msgspec.structs.replace(completion, routes=completion.routes[:0].copy(), routes_start=computed)
+    return completion
 
 
 class _Talk:
@@ -173,7 +169,7 @@ class _Talk:
             ),
             min_step=ask.min_step,
             pin_step=ask.pin_step,
-            routes_from=known if ask.keep_routes else len(context),
+            routes_from=known if ask.keep_routes else None,
             deadline_s=limits.turn_deadline_s,
             keep_session=turn + 1 < limits.max_turns,
         )

@@ -7,14 +7,16 @@ rendering into token ids under three rules.
   rendering is checked to be a pure extension of the earlier one. What the model sampled is never re-tokenised.
 - *Structure comes from the template only.* Text that spells a special token (a file that contains ``<|end|>``) is
   encoded as ordinary text, so no tool output can end a message or speak for somebody else.
-- *A checkpoint's template is outside code*: it runs in Jinja's sandbox. One that names `tools` is given them; etude's
-  own does not list them.
+- *A checkpoint's template is outside code*: it runs in a sandbox (`template`). One that names `tools` is given them;
+  etude's own does not list them.
 
-Knows nothing of machines, engines or torch.
+A checkpoint whose tokeniser has etude's tokens talks in etude's form; any other talks in its own (`imported`). Knows
+nothing of machines, engines or torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,14 +26,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.meta
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from etude.errors import EtudeError
 from etude.harness.commands import Call, Signature, read_call, write_words
+from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
 from etude.records.wire import I32
 
 PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -40,15 +39,12 @@ SPECIAL_TOKENS = (PAD, USER, ASSISTANT, TOOL, CALL, END, DOC, SYSTEM)
 """The special tokens, in the order of their ids in a tokeniser that etude trains."""
 
 _MARK = "\ue000"  # private use: hides text that spells a special token while the template renders
+STAND_IN = "\ue001"  # begins what stands for a text while a template renders; no outside text holds it unmarked
 _SHORT_CHARS = 256  # texts up to here are remembered: tool answers repeat ("ok", an instruction)
 _marked = re.compile(f"{_MARK}({_MARK}?)")
 
 Message = dict[str, Any]
 """An OpenAI message: role, content, tool_calls, tool_call_id. Arguments may be a JSON string or a mapping."""
-
-
-class ChatError(EtudeError):
-    """Messages that the chat template cannot render, or a checkpoint without a usable chat format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,37 +68,47 @@ def chat_template() -> str:
 class ChatFormat:
     """Encodes conversations and reads completions. Made from a tokeniser directory; read by harness and gateway."""
 
+    end = END
+    """The token that ends a message."""
+
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         """Raises `ChatError` when the tokeniser lacks the format's tokens or the template does not compile."""
-        tokenizer.encode_special_tokens = True  # a special token's spelling in a text is ordinary text
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._special: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
+        self._take_tokens(tokenizer)
         missing = [t for t in (CALL, END) if t not in self._special]
         if missing:
             raise ChatError("the tokeniser has no chat format", f"no {' and '.join(missing)}", hint=_HINT_TOKENS)
-        self._special_ids = frozenset(self._special.values())
-        pattern = "|".join(re.escape(t) for t in sorted(self._special, key=len, reverse=True))
-        self._literal = re.compile(f"({pattern})")
         self.end_id, self._call_id = self._special[END], self._special[CALL]
         self.stop_token_ids: tuple[int, ...] = (self.end_id,)
+        self._template = ChatTemplate(template)
+
+    def _take_tokens(self, tokenizer: Tokenizer) -> None:
+        """Learn which texts are tokens of their own."""
+        tokenizer.encode_special_tokens = True  # a special token's spelling in a text is ordinary text
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._added: dict[str, int] = {t.content: i for i, t in added.items() if t.content}
+        self._special: dict[str, int] = {t.content: i for i, t in added.items() if t.special and t.content}
+        self._special_ids = frozenset(self._special.values())
+        self._literal, self._literal_special = _any_of(self._added), _any_of(self._special)
+        self._unsaid = _any_of(self._added.keys() - self._special.keys())  # the tokeniser finds these in any text
         self.vocab_size = int(tokenizer.get_vocab_size(with_added_tokens=True))
-        try:
-            self._template = _environment().from_string(template)
-            self._lists_tools = "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
-        except jinja2.TemplateError as error:
-            raise ChatError("the chat template does not compile", str(error), hint=_HINT_TEMPLATE) from None
         self._short = lru_cache(maxsize=4096)(self._encode_plain)
 
     @classmethod
     def load(cls, folder: Path | str) -> ChatFormat:
-        """From a directory with tokenizer.json and chat_template.jinja. Raises `ChatError`."""
+        """From a directory with tokenizer.json and a chat template. Raises `ChatError`."""
         folder = Path(folder)
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception for a missing or damaged file
             raise ChatError(f"no tokeniser in {folder}", str(error), hint=_HINT_FOLDER) from None
-        return cls(tokenizer, _read_template(folder))
+        tokens = {t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special}
+        source, with_tools = read_template(folder)
+        if {CALL, END} <= tokens or "eos_token" not in read_special(folder):
+            return cls(tokenizer, source)
+        from etude.harness.imported import ImportedFormat  # it is one of these
+
+        return ImportedFormat(tokenizer, source, with_tools, special=read_special(folder), stops=stop_ids(folder))
 
     @staticmethod
     def signatures(tools: Iterable[Mapping[str, Any]]) -> dict[str, Signature]:
@@ -198,7 +204,7 @@ class ChatFormat:
 
     def readable(self, ids: Iterable[int]) -> str:
         """A whole context for people: one message a paragraph, special tokens as names. Never parsed."""
-        text = self.decode(ids, special=True).replace(ASSISTANT + CALL, "\n[call] ").replace(END, "")
+        text = self.decode(ids, special=True).replace(ASSISTANT + CALL, "\n[call] ").replace(self.end, "")
         return self._literal.sub(lambda m: f"\n[{m[0].strip('<|>')}] ", text).strip("\n")
 
     # inside
@@ -208,11 +214,12 @@ class ChatFormat:
         return [self._hide_message(m, signatures) for m in messages]
 
     def _render(self, hidden: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
-        tools = [self._hide_all(s.to_openai()) for s in signatures.values()] if self._lists_tools else []
-        try:
-            return self._template.render(messages=hidden, tools=tools or None, add_generation_prompt=generate)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ChatError("the chat template refused the messages", str(error), hint=_HINT_TEMPLATE) from None
+        return self._template.render(hidden, tools=self._tools(signatures), add_generation_prompt=generate)
+
+    def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
+        """The tools as the template may see them."""
+        lists = "tools" in self._template.variables
+        return [self._hide_all(s.to_openai()) for s in signatures.values()] if lists else []
 
     def _hide_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
         hidden = {k: self._hide(v) if isinstance(v, str) else v for k, v in message.items()}
@@ -239,16 +246,21 @@ class ChatFormat:
         return self._hide(value) if isinstance(value, str) else value
 
     def _hide(self, text: str) -> str:
-        """Break the spelling of special tokens in outside text, so that the rendering holds the template's only."""
+        """Break the spelling of added tokens in outside text, so that the rendering holds the template's only."""
+        return self._broken(text, self._literal)
+
+    def _broken(self, text: str, literal: re.Pattern[str]) -> str:
         if _MARK in text:
             text = text.replace(_MARK, _MARK + _MARK)
-        return self._literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
+        if STAND_IN in text:
+            text = text.replace(STAND_IN, STAND_IN + _MARK)
+        return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
     def _encode_rendering(self, rendering: str) -> I32:
         ids: list[int] = []
         for i, piece in enumerate(self._literal.split(rendering)):
             if i % 2:
-                ids.append(self._special[piece])
+                ids.append(self._added[piece])
             elif piece:
                 ids.extend(self._plain(_marked.sub(r"\1", piece) if _MARK in piece else piece))
         return np.array(ids, np.int32)
@@ -257,36 +269,31 @@ class ChatFormat:
         return self._short(text) if len(text) <= _SHORT_CHARS else self._encode_plain(text)
 
     def _encode_plain(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Cut inside whatever spells a token that the tokeniser would find in text."""
+        cuts = [0, *(m.start() + 1 for m in self._unsaid.finditer(text)), len(text)]
+        pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
+        return tuple(i for piece in pieces for i in self._tokenizer.encode(piece, add_special_tokens=False).ids)
 
 
-_HINT_TOKENS = "train one with etude, or add etude's special tokens to yours"
-_HINT_TEMPLATE = "compare it with the chat_template.jinja that etude packages"
+_HINT_TOKENS = (
+    "train one with etude, or add etude's special tokens to yours, or name an eos_token in tokenizer_config.json"
+)
 _HINT_FOLDER = "a tokeniser directory holds tokenizer.json and chat_template.jinja"
 
 
-@lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as Hugging Face templates expect it."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = _raise_exception
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    return environment
+def stop_ids(folder: Path) -> list[int]:
+    """The ids that a checkpoint's files say end a completion."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        try:
+            ids = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError, RecursionError):
+            continue
+        found += [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and i >= 0]
+    return list(dict.fromkeys(found))
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _read_template(folder: Path) -> str:
-    try:
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    try:
-        template = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError):
-        template = None
-    if not isinstance(template, str):
-        raise ChatError(f"no chat template in {folder}", hint=_HINT_FOLDER)
-    return template
+def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Matches each of some texts, the longest first; nothing when there are none."""
+    pattern = "|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t)))
+    return re.compile(f"({pattern})" if pattern else r"((?!))")

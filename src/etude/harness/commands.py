@@ -19,6 +19,14 @@ from typing import Any
 ABSENT = "null"
 _JSON_STARTS = ('"', "[", "{")
 _decoder = json.JSONDecoder()
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,12 @@ class Parameter:
     description: str = ""
     kind: str = "string"
     required: bool = True
+
+    def takes(self, value: Any) -> bool:
+        """Whether a value is of this kind; one of a kind that is not known takes everything."""
+        if isinstance(value, bool) and self.kind in ("integer", "number"):
+            return False
+        return isinstance(value, _KINDS.get(self.kind, (object,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +104,7 @@ def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
         return f"no such tool: {name[:40].strip()}"
     words = _split(rest, len(signature.parameters)) if space or rest else []
     if words is None:
-        return _usage(signature)
+        return usage(signature)
     arguments: dict[str, Any] = {}
     for parameter, (word, last) in zip(signature.parameters, words, strict=False):
         if word == ABSENT and not (parameter.required or last):
@@ -102,7 +116,7 @@ def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
     if len(words) > len(signature.parameters) or any(
         p.required and p.name not in arguments for p in signature.parameters
     ):
-        return _usage(signature)
+        return usage(signature)
     return Call(signature.name, arguments)
 
 
@@ -128,7 +142,8 @@ def _kind(declared: Any) -> str:
     return next((k for k in kinds if isinstance(k, str) and k != "null"), "string")
 
 
-def _usage(signature: Signature) -> str:
+def usage(signature: Signature) -> str:
+    """What a tool wants, in a few words."""
     if not signature.parameters:
         return f"{signature.name} takes nothing"
     return f"usage: {signature.name} {' '.join(p.name.upper() for p in signature.parameters)}"
@@ -166,16 +181,7 @@ def _value(word: str, parameter: Parameter, *, last: bool) -> Any:
         value = _decoder.decode(word)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    kinds: dict[str, tuple[type, ...]] = {
-        "integer": (int,),
-        "number": (int, float),
-        "boolean": (bool,),
-        "array": (list,),
-        "object": (dict,),
-    }
-    if not isinstance(value, kinds.get(parameter.kind, (object,))):
-        raise ValueError(parameter.kind)
-    if isinstance(value, bool) and parameter.kind in ("integer", "number"):
+    if not parameter.takes(value):
         raise ValueError(parameter.kind)
     return value
 

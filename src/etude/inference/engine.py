@@ -284,7 +284,7 @@ class ReferenceEngine:
                 f"max_tokens {asked.max_tokens}, temperature {asked.temperature}, seed {asked.seed}",
                 hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
             )
-        if not 0 <= request.routes_from <= num_prompt or not 0.0 < request.deadline_s < 1e6:
+        if not 0 <= (request.routes_from or 0) <= num_prompt or not 0.0 < request.deadline_s < 1e6:
             raise MalformedRequest(
                 f"request {request.request_id} is out of range",
                 f"routes_from {request.routes_from} of {num_prompt} prompt tokens, deadline_s {request.deadline_s}",
@@ -373,13 +373,14 @@ class ReferenceEngine:
     def _finish(self, running: Running) -> None:
         running.close_span(self.version)
         request, ids = running.request, running.token_ids
+        routes = self._runner.routes(running)
         stopped = ids[-1] in request.sampling.stop_token_ids
         completion = Completion(
             request_id=request.request_id,
             token_ids=np.array(ids, np.int32),
             logprobs=np.array(running.logprobs, np.float32),
-            routes=self._runner.routes(running),
-            routes_start=request.routes_from,
+            routes=routes,
+            routes_start=running.num_computed - len(routes),
             spans=tuple(running.spans),
             stop_reason=StopReason.STOP if stopped else StopReason.LENGTH,
             engine=self.name,

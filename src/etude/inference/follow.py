@@ -108,7 +108,7 @@ class Following:
         coming = {name: tensor.codes for name, tensor in (tensors if update is None else update.replaced).items()}
         if update is not None:
             coming |= {name: codes for name, (_, codes) in update.changed.items()}
-        bad = [name for name, codes in coming.items() if not _is_finite(codes, DTYPES[tensors[name].dtype])]
+        bad = [name for name, codes in coming.items() if not is_finite(codes, DTYPES[tensors[name].dtype])]
         if bad:
             raise WeightsError(
                 f"{bad[0]} of {version} is not finite",
@@ -172,11 +172,12 @@ class Following:
             )
 
 
-def _is_finite(codes: Codes, kind: DType) -> bool:
-    """Whether no code of an IEEE format has an exponent of ones; formats of one byte have their own rules."""
-    if kind.bits < 16 or kind.exponent_shift is None:
+def is_finite(codes: Codes, kind: DType) -> bool:
+    """Whether no code has an exponent of ones; in f8_e4m3, which has no infinity, nothing but ones."""
+    if kind.exponent_shift is None or kind.parts > 1:  # whole numbers; 4 bits are always a number
         return True
-    ones = codes.dtype.type((1 << kind.bits - 1) - (1 << kind.exponent_shift))
+    lowest = 1 if kind.name == "f8_e4m3" else 1 << kind.exponent_shift
+    ones = codes.dtype.type((1 << kind.bits - 1) - lowest)
     return not bool(((codes & ones) == ones).any())
 
 

@@ -5,14 +5,18 @@ Knows nothing of requests' lives, threads or versions.
 
 from __future__ import annotations
 
+import math
+import sys
+
 import numpy as np
 import torch
 
 from etude.inference.kv import I64, KVCache, Span, StepCache
 from etude.inference.scheduler import Plan, Sequence
 from etude.models import Transformer
+from etude.models.finite import origin
 from etude.numerics.sampling import sample
-from etude.records.wire import U8
+from etude.records.wire import Routes
 
 
 class Runner:
@@ -25,14 +29,15 @@ class Runner:
         self.model = model.eval()
         self.kv = KVCache(model.config, model.operators, num_slots=num_slots, context_tokens=context_tokens)
         sizes = (num_slots, context_tokens)
+        self._said = False  # where numbers stopped being some
         self._tokens = np.zeros(sizes, np.int64)
         per_token = (model.config.num_moe_layers, model.config.top_k)
         self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
 
-    def routes(self, sequence: Sequence) -> U8:
-        """[num_computed - routes_from, L, K]: a copy of what the caller does not hold yet."""
-        start = sequence.request.routes_from
-        return self._routes[sequence.row, start : sequence.num_computed].copy()
+    def routes(self, sequence: Sequence) -> Routes:
+        """[num_computed - routes_from, L, K]: a copy of what the caller wants and does not hold yet."""
+        start, stop = sequence.request.routes_from, sequence.num_computed
+        return self._routes[sequence.row, stop if start is None else start : stop].copy()
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Sequence]:
@@ -64,9 +69,20 @@ class Runner:
         for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
+            if not (math.isfinite(logprob) or self._said):
+                self._say_where(sequence)
         room = positions < self._tokens.shape[1]  # the last token of a full context is never computed
         slots = np.array([s.row for s in sequences], np.int64)
         self._tokens[slots[room], positions[room]] = tokens.numpy()[room]
+
+    def _say_where(self, sequence: Sequence) -> None:
+        """Where a forward's first number that is none arises, once, in the log: who trains on it refuses it by name."""
+        self._said = True
+        context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
+        found = origin(self.model, torch.tensor(context))
+        where = f"{found.name}, {found.facts}" if found else "not when the context is computed anew"
+        request = f"request {sequence.request.request_id}, {len(context)} tokens"
+        print(f"error: logits are not finite ({request}); the first: {where}", file=sys.stderr, flush=True)
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:

@@ -66,9 +66,10 @@ class Sequence:
         return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
 
     def close_span(self, version: Version) -> None:
-        """Everything sampled since the last span was sampled by `version`."""
+        """Everything sampled since the last span was sampled by `version`. One that only computed has an empty span, if
+        it comes first."""
         n = len(self.token_ids) - self.num_spanned
-        if n:
+        if n or (self.num_computed and not self.spans):
             self.spans.append(VersionSpan(version, n, self.kv_epoch))
             self.num_spanned += n
 

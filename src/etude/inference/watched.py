@@ -89,8 +89,8 @@ def as_wire(results: Results) -> list[OperatorResult]:
 def as_tensor(result: OperatorResult) -> torch.Tensor:
     """The tensor that travelled. Raises `EngineError` for a dtype or a size that does not fit."""
     kinds = {name: dtype for dtype, name in _WIRE.items()}
-    kind = kinds.get(result.dtype)
-    if kind is None or math.prod(result.shape) * kind.itemsize != len(result.data) or not result.shape:
+    kind, sizes = kinds.get(result.dtype), result.shape
+    if kind is None or not sizes or min(sizes) < 1 or math.prod(sizes) * kind.itemsize != len(result.data):
         raise EngineError(
             f"an engine shows {result.name[:80]} as {len(result.data)} bytes of {result.dtype[:20]} {result.shape}",
             hint="take engine and doctor of one release",

@@ -27,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -45,6 +46,7 @@ from etude.inference.errors import EngineGone
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
+from etude.loop.retention import keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
 from etude.numerics.config import Mode
@@ -255,7 +257,8 @@ class Conductor:
                 k1=k1,
                 beta=kl,
             )
-            write_trace(self.run_folder / "traces", batch, groups)
+            by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
+            write_trace(self.run_folder / "traces", batch, groups, computed_by=by, settings=settings)
             self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
             yield batch, groups, time.perf_counter() - began
 
@@ -361,10 +364,10 @@ class Conductor:
         ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
         same_class = parity == self._parity
         self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max, same_class=same_class)
-        if self.config.numerics.mode is Mode.EXACT and theirs != mine.tolist():
+        if math.isnan(ratio_max) or (self.config.numerics.mode is Mode.EXACT and theirs != mine.tolist()):
             raise ParityError(
                 f"{name} and the learner disagree about {published.version}",
-                f"max |r - 1| = {ratio_max:.2e} on the probe; parity classes: {parity!r}, the learner's {self._parity!r}",
+                f"max |r - 1| = {ratio_max:.2e} on the probe; its class {parity!r}, the learner's {self._parity!r}",
                 hint="the engine holds other bytes or computes otherwise: etude weights verify, then etude parity"
                 if same_class
                 else "run engines where the learner runs, or set numerics.mode = 'native'",
@@ -379,6 +382,9 @@ class Conductor:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
         self.ledger.prune(self.step)
+        freed = keep_within(self.run_folder, self.ledger, disk_gb=self.config.retention.disk_gb)
+        if freed:
+            self.telemetry.event("retention", step=self.step, kept_from=kept_from(self.ledger), freed_bytes=freed)
 
     async def _saved(self, error: NotFinite) -> NotFinite:
         """An error that ends the run, once the last version's state is on disk; it says where that is."""

@@ -60,6 +60,13 @@ class RlConfig:
 
 
 @dataclass(frozen=True)
+class RetentionConfig:
+    """The `[retention]` section: what is kept so that steps can be redone."""
+
+    disk_gb: float = ranged(100.0, low=0.0)  # of checkpoints and traces; over it the oldest go, never the newest two
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Everything. `start` is a Hugging Face directory to begin from; with it, corpus and mid-training are skipped."""
 
@@ -77,13 +84,14 @@ class RunConfig:
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rl: RlConfig = field(default_factory=RlConfig)
+    retention: RetentionConfig = field(default_factory=RetentionConfig)
     evals: EvalsConfig = field(default_factory=EvalsConfig)
 
     def __post_init__(self) -> None:
         if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:
             raise ValueError(
-                f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot agree to "
-                f"the bit, which numerics.mode = 'exact' promises"
+                f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
+                f"agree to the bit, which numerics.mode = 'exact' promises"
             )
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
@@ -127,7 +135,7 @@ def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> 
     it is given again, so what is not there counts, too. Defaults that changed since do not. Raises `RunRefused` that
     names each setting, or when the run's config.toml is not what it was made with; `ConfigError`."""
     had = read_config(run)
-    _must_be_unchanged(run)
+    must_be_unchanged(run)
     now_plain, had_plain = leaves(to_plain(build(RunConfig, given))), leaves(to_plain(had))
     now, then = set(leaves(given)), set(map(str, run.identity().get("given", ())))
     other = [
@@ -144,7 +152,8 @@ def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> 
     return had
 
 
-def _must_be_unchanged(run: RunFolder) -> None:
+def must_be_unchanged(run: RunFolder) -> None:
+    """Raise `RunRefused` when a run's config.toml is not what the run was made with."""
     digest = run.identity().get("config_digest")
     if digest not in (None, hashlib.sha256((run / "config.toml").read_bytes()).hexdigest()):
         raise RunRefused(

@@ -12,20 +12,56 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
+from etude import __version__
+from etude.config import to_plain
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.wire import Handler
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
-from etude.run import RunFolder
+from etude.run import RunFolder, host_facts
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
 from etude.training.reference import Reference
 from etude.weights import Channel
+
+NUM_THREADS = 1  # of torch: products that share their rows out add up in another order
+
+
+def make_learner(
+    config: RunConfig, channel: Channel | None, reference: Reference | None, *, refuse_mismatch: bool = True
+) -> TorchLearner:
+    """The learner of a run's settings: the one that trains, and the one that redoes a step."""
+    return TorchLearner(
+        config.learner,
+        channel=channel,
+        num_steps=config.rl.steps,
+        temperature=config.rl.temperature,
+        refuse_mismatch=refuse_mismatch,
+        reference=reference,
+        numerics=config.numerics,
+    )
+
+
+def starting_point(run: RunFolder, config: RunConfig) -> Reference:
+    """The checkpoint that a run began with, as what KL is measured to."""
+    return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature)
+
+
+def computed_by() -> dict[str, str]:
+    """What decides how this process computes, beside a run's settings: where it is all the same, the bits are."""
+    return {
+        "etude": __version__,
+        "torch": str(torch.__version__),
+        "chip": str(host_facts()["cpu"]),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
 
 
 class Learning:
@@ -45,8 +81,7 @@ class Learning:
 
     @functools.cached_property
     def reference(self) -> Reference:
-        """The starting checkpoint."""
-        return Reference(self.run / "checkpoints" / "mid", temperature=self.config.rl.temperature)
+        return starting_point(self.run, self.config)
 
     def begin(self, checkpoint: str) -> int:
         """Load a checkpoint; the version step it stands at. What a lost lineage still publishes is waited for: two
@@ -54,16 +89,15 @@ class Learning:
         if self._learner is not None:
             self._learner.close()
         self._channel = Channel(DirectoryStore(self.run / "weights"))
-        self._learner = TorchLearner(
-            self.config.learner,
-            channel=self._channel,
-            num_steps=self.config.rl.steps,
-            temperature=self.config.rl.temperature,
-            reference=self.reference if self.config.learner.kl else None,
-            numerics=self.config.numerics,
-        )
+        reference = self.reference if self.config.learner.kl else None
+        self._learner = make_learner(self.config, self._channel, reference)
         self._learner.load(checkpoint)
         return self._learner.step
+
+    def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """How the next step is computed: by what, and with which settings that are no longer the config's."""
+        configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
+        return computed_by(), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def forward_backward(self, batch: Batch) -> StepReport:
         return self.learner.forward_backward(batch)
@@ -105,7 +139,7 @@ class Learning:
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
     waiting = ThreadPoolExecutor(1, thread_name_prefix="published")
     learning = Learning(run, read_config(run), telemetry)
@@ -124,6 +158,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     return {
         "ready": ((), ready),
         "begin": ((str,), in_torch_thread(learning.begin)),
+        "computed": ((), in_torch_thread(learning.computed)),
         "forward_backward": ((Batch,), in_torch_thread(learning.forward_backward)),
         "optim_step": ((), in_torch_thread(learning.optim_step)),
         "offer": ((tuple[str, ...],), in_torch_thread(learning.offer)),

@@ -22,7 +22,13 @@ from etude.records.task import Split
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 
 def take_checkpoint(checkpoint: Path, run: RunFolder) -> None:

@@ -14,6 +14,7 @@ from etude.config import ranged
 from etude.models import families
 from etude.models.families import MAX_CONTEXT_TOKENS, MAX_EXPERTS, MAX_LAYERS
 from etude.models.parts import Family, Kept, Latent, Routing, Scores, Yarn
+from etude.records.completion import route_dtype
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class ModelConfig:
     @property
     def route_dtype(self) -> str:
         """numpy's name of a route's dtype; its largest value says that a route is missing, and is no expert's."""
-        return "uint8" if self.num_experts <= 255 else "uint16"
+        return route_dtype(self.num_experts).__name__
 
     @property
     def dense_width(self) -> int:

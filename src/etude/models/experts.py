@@ -22,8 +22,10 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from etude.models.parts import Routing, Scores
+from etude.models.replay import Recorded
 from etude.models.watch import Watch, unwatched
 from etude.numerics.operators import Exact, Operators
+from etude.records.completion import route_dtype
 
 SOFTMAX = Routing()
 _TINY = 1e-20  # sigmoids may all be 0
@@ -42,16 +44,16 @@ class Choice:
 def choose(
     scores_NE: torch.Tensor,
     top_k: int,
-    routes_NK: torch.Tensor | None = None,
+    recorded: Recorded | None = None,
     operators: Operators | None = None,
     *,
     routing: Routing = SOFTMAX,
     bias_E: torch.Tensor | None = None,
     balance: bool = False,
 ) -> Choice:
-    """Gates and experts from router scores (logits). Replayed `routes_NK` (uint8 or uint16) pick the experts where a
-    row is not missing (the dtype's largest value); gates are always computed from the live scores, so that gradients
-    flow. `bias_E` (float32) is added where experts are chosen, and nowhere else.
+    """Gates and experts from router scores (logits). What is `recorded` picks the experts where it is known and
+    plausible; gates are always computed from the live scores, so that gradients flow. `bias_E` (float32) is added where
+    experts are chosen, and nowhere else.
 
     `balance` is the load-balancing loss of the Switch Transformer (arXiv 2101.03961, eq. 4), E · Σ f·P, with f
     counted from the live choice.
@@ -63,9 +65,8 @@ def choose(
         scores_NE = operators.sigmoid(scores_NE)
         probs_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
     live = used = _best(scores_NE, bias_E, top_k, routing, operators)
-    if routes_NK is not None:
-        replayed = routes_NK.long()
-        used = torch.where(replayed[:, :1] == torch.iinfo(routes_NK.dtype).max, live, replayed)
+    if recorded is not None:
+        used = recorded.over(live, scores_NE)
     gates = scores_NE.gather(-1, used)
     if routing.normalise:
         gates = gates / (gates.sum(-1, keepdim=True) + _TINY)
@@ -106,7 +107,7 @@ class Dispatch:
         faster than torch's sort."""
         padded = (operators or Exact()).rows
         n, k = experts_NK.shape
-        flat = experts_NK.numpy(force=True).astype(np.uint8 if num_experts <= 256 else np.uint16).ravel()
+        flat = experts_NK.numpy(force=True).astype(route_dtype(num_experts)).ravel()
         order = flat.argsort(kind="stable")
         counts = np.bincount(flat, minlength=num_experts)
         rows = np.array([padded(count) if count else 0 for count in counts.tolist()])

@@ -71,8 +71,9 @@ class LatentAttention(nn.Module):
         keys_HMR, values_HBR = self._up()
         q_NHR = see("attention.absorbed", self.operators.per_head(plain_NHM, keys_HMR.transpose(1, 2)))
         q, k = torch.cat([q_NHR, q_NHP], -1), torch.cat([latent_NR[:, None], k_N1P], -1)
-        o_NHR = see("attention.attended", cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale))
-        return see("attention.values", self.operators.per_head(o_NHR, values_HBR))
+        o_NHR = cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale)
+        o_NHR = see("attention.attended_latent", o_NHR)
+        return see("attention.attended", self.operators.per_head(o_NHR, values_HBR))
 
     def _expanded(
         self,

@@ -23,6 +23,7 @@ from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
 from etude.models.latent import LatentAttention
 from etude.models.parts import Scores
+from etude.models.replay import Recorded
 from etude.models.rope import Rope, tables
 from etude.models.watch import Watch, in_layer, unwatched
 from etude.numerics.operators import Exact, Operators
@@ -95,11 +96,11 @@ class Experts(nn.Module):
         self.shared = Mlp("shared", c.num_shared * c.expert_size, c.hidden_size, operators) if c.num_shared else None
 
     def forward(
-        self, x_ND: torch.Tensor, routes_NK: torch.Tensor | None, see: Watch = unwatched
+        self, x_ND: torch.Tensor, recorded: Recorded | None, see: Watch = unwatched
     ) -> tuple[torch.Tensor, Choice]:
         scores = see("experts.scores", self.operators.router_scores(x_ND, self.router))
         choice = choose(
-            scores, self.top_k, routes_NK, self.operators, routing=self.routing, bias_E=self.bias, balance=self.training
+            scores, self.top_k, recorded, self.operators, routing=self.routing, bias_E=self.bias, balance=self.training
         )
         see("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
@@ -122,7 +123,7 @@ class Block(nn.Module):
         self.eps = c.rms_eps
 
     def forward(
-        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, routes_NK: torch.Tensor | None, see: Watch
+        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, recorded: Recorded | None, see: Watch
     ) -> tuple[torch.Tensor, Choice | None]:
         """The residual stream after this layer, and what its router chose where it has one."""
         ops, choice = self.operators, None
@@ -130,7 +131,7 @@ class Block(nn.Module):
         x_ND = see("middle", x_ND + self.attention(normed, rope, cache, layer, see))
         normed = see("experts_norm", ops.rms_norm(x_ND, self.experts_norm, self.eps))
         if self.experts is not None:
-            y_ND, choice = self.experts(normed, routes_NK, see)
+            y_ND, choice = self.experts(normed, recorded, see)
         else:
             assert self.mlp is not None
             y_ND = self.mlp(normed, see)
@@ -205,23 +206,24 @@ class Transformer(nn.Module):
         routes: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
         *,
+        plausible: float = 0.0,
         watch: Watch = unwatched,
     ) -> Forward:
         """One forward of `tokens_N` (int64).
 
-        `cache` None: one causal sequence. `routes` (`config.route_dtype` [N, L, K]) are replayed; a row that is missing
-        is chosen live. `rows` (int64 [R]) picks the tokens that get logits, in that order. `watch` sees each operator's
-        result.
+        `cache` None: one causal sequence. `routes` (`config.route_dtype` [N, L, K]) are replayed where they are known
+        and `plausible` (see `replay.Recorded`). `rows` (int64 [R]) picks the tokens that get logits, in that order.
+        `watch` sees each operator's result.
         """
         cache = Packed([len(tokens_N)], self.operators) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
         x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
-        routers = iter([] if routes is None else routes.unbind(1))
+        routers = iter([] if routes is None else [Recorded(one, plausible) for one in routes.unbind(1)])
         choices: list[Choice] = []
         for layer, block in enumerate(self.blocks):
-            replayed = None if block.experts is None else next(routers, None)
-            x_ND, choice = block(x_ND, rope, cache, layer, replayed, in_layer(watch, layer))
+            recorded = None if block.experts is None else next(routers, None)
+            x_ND, choice = block(x_ND, rope, cache, layer, recorded, in_layer(watch, layer))
             if choice is not None:
                 choices.append(choice)
         x_RD = x_ND if rows is None else x_ND[rows]

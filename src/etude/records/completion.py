@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import enum
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from etude.records.wire import F32, I32, U8
+from etude.records.wire import F32, I32, Routes
 
-MISSING_ROUTE = 255
-"""The sentinel in a routes array: no route is known here. Never a zero, which is an expert."""
+
+def route_dtype(num_experts: int) -> type[np.uint8 | np.uint16]:
+    """What a route of a model with so many experts is stored as: the last value of a dtype is kept for `missing_route`.
+
+    >>> route_dtype(255).__name__, route_dtype(256).__name__
+    ('uint8', 'uint16')
+    """
+    return np.uint8 if num_experts <= np.iinfo(np.uint8).max else np.uint16
+
+
+def missing_route(dtype: Any) -> int:
+    """The value in an array of routes that says: none is known here. Never a zero, which is an expert.
+
+    >>> missing_route(np.uint8), missing_route(np.uint16)
+    (255, 65535)
+    """
+    return int(np.iinfo(dtype).max)
 
 
 class Version(msgspec.Struct, frozen=True, order=True):
@@ -32,7 +48,8 @@ class VersionSpan(msgspec.Struct, frozen=True):
     """`num_tokens` consecutive sampled tokens that one version produced.
 
     `kv_epoch` counts the swaps that the request's kept KV has lived through: 0 means that every key and value the
-    tokens attended to was computed by `version` itself.
+    tokens attended to was computed by `version` itself. A version that read some of the prompt and sampled nothing has
+    a span of no tokens, so that the first span is always of the oldest version behind a completion.
     """
 
     version: Version
@@ -61,7 +78,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `session_id` names the conversation: later requests of a session whose prompt extends the earlier context reuse
     its KV if the version is the same. `routes_from` says from which position on the caller wants routes (it holds
-    the earlier ones already).
+    the earlier ones already); None wants none.
     """
 
     request_id: str
@@ -70,7 +87,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     min_step: int = 0  # refuse (EngineBehind) under this version step
     pin_step: int | None = None  # an evaluation's demand: exactly this step, never swapped in mid-generation
-    routes_from: int = 0
+    routes_from: int | None = 0
     deadline_s: float = 60.0
     keep_session: bool = True  # False: the last call of a session, its KV may go at once
 
@@ -79,13 +96,14 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens out.
 
     `routes[i]` are the experts of context position `routes_start + i`; they cover every position that was computed
-    up to and including the one that predicted the last token, so `routes_start + len(routes) == P + T - 1`.
+    up to and including the one that predicted the last token, so `routes_start + len(routes) == P + T - 1`; when none
+    were wanted there are none.
     """
 
     request_id: str
     token_ids: I32  # [T]
     logprobs: F32  # [T] under the sampling distribution, at the temperature sampled with (1.0 when greedy)
-    routes: U8  # [R, layers, top_k]
+    routes: Routes  # [R, MoE layers, top_k]
     routes_start: int
     spans: tuple[VersionSpan, ...]  # sum of num_tokens == T
     stop_reason: StopReason
@@ -98,8 +116,10 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"completion {self.request_id}: token ids, logprobs and spans cover different lengths")
 
     @property
-    def steps(self) -> I32:
-        """[T] the version step that sampled each token."""
-        return np.repeat(
-            np.array([s.version.step for s in self.spans], np.int32), [s.num_tokens for s in self.spans]
-        ).astype(np.int32)
+    def oldest_steps(self) -> I32:
+        """[T] the oldest version step behind each token: of the keys that it attended to, or its own."""
+        oldest: list[int] = []
+        for span in self.spans:
+            behind = oldest[-1:] if span.kv_epoch else []  # keys of the spans before were kept
+            oldest.append(min([span.version.step, *behind]))
+        return np.repeat(np.array(oldest, np.int32), [span.num_tokens for span in self.spans])

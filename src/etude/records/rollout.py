@@ -7,9 +7,9 @@ import enum
 import msgspec
 import numpy as np
 
-from etude.records.completion import MISSING_ROUTE, Completion
+from etude.records.completion import Completion, missing_route
 from etude.records.task import Task, Trust
-from etude.records.wire import F32, I32, U8, Bools
+from etude.records.wire import F32, I32, Bools, Routes
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,10 +39,20 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: I32  # [T]
     mask: Bools  # [T] True where the policy sampled the token
     logprobs: F32  # [T] 0.0 where mask is False
-    steps: I32  # [T] version step that sampled the token, -1 where mask is False
-    kv_epochs: I32  # [T] 0 where mask is False
-    routes: U8  # [T, layers, top_k], MISSING_ROUTE where no engine computed the position (the last token)
+    steps: I32  # [T] version step that sampled the token; of others, the first that read it; -1 where that is unknown
+    kv_epochs: I32  # [T] of sampled tokens: swaps that the keys they attended to had lived through
+    routes: Routes  # [T, MoE layers, top_k], `missing_route` where none is known (the last token); [0, …] without any
     digest: str = ""  # content digest of the one version that sampled every token; "" when several did, or unknown
+
+    @property
+    def oldest_steps(self) -> I32:
+        """[T] the oldest version step behind each token: of the keys that it attended to in its completion, or its own.
+
+        A completion's first tokens, those it only reads included, have epoch 0 and the oldest version that computed.
+        """
+        begun = np.maximum.accumulate(np.where(self.kv_epochs == 0, np.arange(len(self.steps)), 0))
+        oldest: I32 = np.minimum(self.steps, self.steps[begun])
+        return oldest
 
 
 class Trace(msgspec.Struct, frozen=True):
@@ -70,10 +80,14 @@ class Trace(msgspec.Struct, frozen=True):
         token_ids, mask = np.empty(num_tokens, np.int32), np.zeros(num_tokens, bool)
         logprobs, epochs = np.zeros(num_tokens, np.float32), np.zeros(num_tokens, np.int32)
         steps = np.full(num_tokens, -1, np.int32)
+        routes = _no_routes(chain, num_tokens)
+        known = np.zeros(len(routes), bool)
         at_token = 0
         for turn in chain:
             start = at_token + len(turn.prompt_ids)
             token_ids[at_token:start] = turn.prompt_ids
+            if turn.completion.spans:
+                steps[at_token:start] = turn.completion.spans[0].version.step
             at_token = start + len(turn.completion.token_ids)
             token_ids[start:at_token] = turn.completion.token_ids
             mask[start:at_token] = True
@@ -82,19 +96,7 @@ class Trace(msgspec.Struct, frozen=True):
                 steps[start : start + span.num_tokens] = span.version.step
                 epochs[start : start + span.num_tokens] = span.kv_epoch
                 start += span.num_tokens
-        shape = chain[0].completion.routes.shape[1:]
-        routes = np.full((num_tokens, *shape), MISSING_ROUTE, np.uint8)
-        for turn in chain:
-            c = turn.completion
-            end = c.routes_start + len(c.routes)
-            if end > num_tokens or c.routes.shape[1:] != shape:
-                raise ValueError(f"completion {c.request_id}: routes {c.routes.shape} reach past the path")
-            fresh = (
-                routes[c.routes_start : end, 0, 0] == MISSING_ROUTE
-                if len(shape) == 2 and 0 not in shape
-                else np.ones(0, bool)
-            )
-            routes[c.routes_start : end][fresh] = c.routes[fresh]
+            _take_routes(turn.completion, routes, known, at_token - 1)
         digests = {s.version.digest for turn in chain for s in turn.completion.spans}
         return Path(
             token_ids=token_ids,
@@ -105,6 +107,31 @@ class Trace(msgspec.Struct, frozen=True):
             routes=routes,
             digest=digests.pop() if len(digests) == 1 else "",
         )
+
+
+def _no_routes(chain: list[Turn], num_tokens: int) -> Routes:
+    """Where a path's routes will be laid, all missing; for no token when no completion has any."""
+    for turn in chain:
+        routes = turn.completion.routes
+        if len(routes):
+            return np.full((num_tokens, *routes.shape[1:]), missing_route(routes.dtype), routes.dtype)
+    return np.zeros((0, 0, 0), np.uint8)
+
+
+def _take_routes(completion: Completion, routes: Routes, known: Bools, end: int) -> None:
+    """Lay a completion's routes into its path's, where none are `known` yet. They reach to `end`, the position that
+    predicted its last token: a token that was taken back has taken its route along."""
+    new, start = completion.routes, completion.routes_start
+    if not len(new):
+        return
+    if start < 0 or start + len(new) != end or new.shape[1:] != routes.shape[1:] or new.dtype != routes.dtype:
+        raise ValueError(
+            f"completion {completion.request_id}: routes {new.dtype} {new.shape} from {start} do not fit its tokens, "
+            f"which were computed up to {end}"
+        )
+    fresh = ~known[start:end]
+    routes[start:end][fresh] = new[fresh]
+    known[start:end] = True
 
 
 class Ending(enum.StrEnum):

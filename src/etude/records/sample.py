@@ -17,13 +17,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_step(self) -> int:
-        """The version step of the oldest sampled token; lag is the learner's step minus this."""
-        return int(self.path.steps[self.path.mask].min())
+        """The oldest version step behind a token that carries loss, the keys it attended to included; lag is the
+        learner's step minus this."""
+        return int(self.path.oldest_steps[self.path.mask].min())
 
     @property
     def single_version(self) -> bool:
         """Whether one version computed and sampled everything, so that the ratio must be 1 on its own weights."""
-        steps = self.path.steps[self.path.mask]
+        steps = self.path.steps[self.path.steps >= 0]
         return bool((steps == steps[0]).all()) and not self.path.kv_epochs.any()
 
 
@@ -54,9 +55,13 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     k1: float  # mean of -log r
     k3: float  # mean of r - 1 - log r
     fresh_ratio_max: float | None  # max |r - 1| over samples whose whole context is the learner's own version
-    flipped_share: float  # share of token-layers where the live top-k differs from the replayed experts
+    flipped_share: float  # share of replayed token-layers where the live top-k differs from the recorded experts
     balance_loss: float
     cpu_s: float
+    replayed_share: float = 0.0  # share of the tokens whose recorded routes were replayed: the others' are too stale
+    replaced_share: float = 0.0  # share of replayed experts that were not plausible, and so the live choice instead
+    live_k3: float | None = None  # k3 of a few tokens without replay; None where nothing was replayed
+    live_ratio_max: float | None = None  # max |r - 1| of the same
     cut_share: float = 0.0  # share of the tokens' importance weights that a correction takes off
     dropped_share: float = 0.0  # share of sampled tokens whose weight it makes 0
     effective_share: float = 1.0  # effective sample size of the weights that are left, as a share of the tokens

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Array = np.ndarray[Any, np.dtype[Any]]
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
-U8 = npt.NDArray[np.uint8]
+Routes = npt.NDArray[np.uint8 | np.uint16]
 Bools = npt.NDArray[np.bool_]
 
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("bool", "uint8", "uint16", "int32", "int64", "float32")}

@@ -15,7 +15,7 @@ import numpy as np
 from etude.harness import Call, ChatFormat, HarnessConfig, ToolSet, Workbench
 from etude.harness.agent import assistant_message
 from etude.harness.chat import Message
-from etude.records.completion import MISSING_ROUTE, Completion, CompletionRequest, StopReason, Version, VersionSpan
+from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan
 from etude.records.task import Task
 from etude.seams import Machine
 
@@ -28,8 +28,8 @@ _DEADLINE_S = 10.0
 class ScriptedPolicy:
     """A `Policy` that plays one script in one session, whatever it is asked.
 
-    It reads the tool's last output from the prompt, as a model does. Its completions carry log-probability 0, the
-    sentinel for routes, and a version named by the step that was asked for; `max_tokens` does not bind it, for nothing
+    It reads the tool's last output from the prompt, as a model does. Its completions carry log-probability 0, no
+    routes, and a version named by the step that was asked for; `max_tokens` does not bind it, for nothing
     is sampled. A script that ends without submitting submits.
     """
 
@@ -43,14 +43,12 @@ class ScriptedPolicy:
         call = _next_call(self._script, told)
         ids = self._chat.spell(call if call is not None else Call("submit", {}))
         step = request.pin_step if request.pin_step is not None else request.min_step
-        computed = len(request.prompt_ids) + len(ids) - 1
-        start = min(request.routes_from, computed)
         return Completion(
             request_id=request.request_id,
             token_ids=ids,
             logprobs=np.zeros(len(ids), np.float32),
-            routes=np.full((computed - start, 1, 1), MISSING_ROUTE, np.uint8),
-            routes_start=start,
+            routes=np.zeros((0, 1, 1), np.uint8),
+            routes_start=len(request.prompt_ids) + len(ids) - 1,
             spans=(VersionSpan(Version(step, "0" * 8, "0" * 64), len(ids)),),
             stop_reason=StopReason.STOP,
             engine="script",

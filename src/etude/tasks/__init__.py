@@ -55,7 +55,7 @@ _BY_PATH: dict[str, Callable[[str], TaskSource]] = {
 
 def open_source(name_or_path: str, seed: int, *, files: int = 3, functions_per_file: int = 1) -> TaskSource:
     """The source "repair", "humaneval:PATH" and "swe:PATH" (JSON lines), "harbor:PATH" (folders), "verifiers:NAME", or
-    a directory of task folders. Raises `NoSource`, and `TaskError` for one that is damaged or empty.
+    a directory of task folders. Raises `NoSource`, and `TaskError` for one that is damaged.
 
     `seed`, `files` and `functions_per_file` are for the generated source; the others are what they are.
     """

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude import config
-from etude.errors import ConfigError, TaskError
+from etude.errors import ConfigError, NoSource, TaskError
 from etude.records.exports import is_declarable, is_plain
 from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust
@@ -115,15 +115,17 @@ class DirectorySource:
             raise TaskError(f"task {task.task_id} is not of {self.path}", hint="open the directory that made the task")
         return read_answer(folder, _read_toml(folder).entry_point)
 
+    def folder(self, split: Split, index: int) -> Path:
+        """The folder that a task was read from."""
+        return self._folders[split, index]
+
     def _listed(self) -> list[Path]:
         try:
             folders = [p for p in self.path.iterdir() if (p / "task.toml").is_file()]
         except OSError as error:
-            raise TaskError(f"cannot list {self.path}", str(error), hint="give a directory of task folders") from None
+            raise NoSource(f"cannot list {self.path}", str(error), hint="give a directory of task folders") from None
         if not folders:
-            raise TaskError(
-                f"{self.path} holds no task", hint="a task is a folder with a task.toml, files/ and answer/"
-            )
+            raise NoSource(f"{self.path} holds no task", hint="a task is a folder with a task.toml, files/ and answer/")
         return folders
 
     def _read_task(self, folder: Path) -> Task:

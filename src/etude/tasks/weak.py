@@ -6,7 +6,7 @@ One record for each task, plain data, so that it is written as JSON and shown as
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class TaskReport:
     split: Split
     index: int
     task_id: str
+    folder: str = ""  # that it was read from, where each task has its own
     failure: str = ""  # why it does not prove itself
     num_mutants: int = 0
     num_ungraded: int = 0
@@ -56,6 +57,7 @@ def reports(
     gated: Iterable[Gated],
     leaks: dict[str, list[Leak]],
     task_ids: dict[tuple[Split, int], str],
+    folder_of: Callable[[Split, int], object] = lambda split, index: "",
 ) -> list[TaskReport]:
     """One report for each task that was checked, in the order of split and index."""
     failures = {(proof.split, f.index): f.reason for proof in proofs for f in proof.failures}
@@ -69,6 +71,7 @@ def reports(
                 TaskReport(
                     *place,
                     task_id,
+                    str(folder_of(*place)),
                     failures.get(place, ""),
                     one.num_mutants if one else 0,
                     one.num_ungraded if one else 0,

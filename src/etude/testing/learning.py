@@ -82,14 +82,15 @@ class ScriptedEngine:
                 break
         tokens = tokens[: sampling.max_tokens]
         end = len(request.prompt_ids) + len(tokens) - 1
-        positions = np.arange(min(request.routes_from, end), end, dtype=np.uint8) % 4
+        start = end if request.routes_from is None else min(request.routes_from, end)
+        positions = np.arange(start, end, dtype=np.uint8) % 4
         routes = np.broadcast_to(positions[:, None, None], (len(positions), *self._shape)).astype(np.uint8)
         return Completion(
             request_id=request.request_id,
             token_ids=np.array(tokens, np.int32),
             logprobs=np.full(len(tokens), -0.5, np.float32),
             routes=routes,
-            routes_start=min(request.routes_from, end),
+            routes_start=start,
             spans=(VersionSpan(self.version, len(tokens)),),
             stop_reason=reason,
             engine=self.name,

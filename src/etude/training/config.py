@@ -55,7 +55,9 @@ class LearnerConfig:
     clip_low: float = ranged(0.8, low=0.0, high=1.0)  # ppo
     clip_high: float = ranged(1.28, low=1.0)  # ppo
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
-    replay_routes: bool = True
+    replay_routes: bool | None = None  # none: as `[numerics]` needs it; a learner on its own replays
+    replay_max_lag: int = ranged(1, low=0)  # what versions further back computed is routed anew
+    replay_plausible: float = ranged(0.5, low=0.0, high=1.0)  # least score of a replayed expert to the live k-th's
     balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward
     balance_bias: float = ranged(0.0, low=0.0)  # a step of an expert's bias, in families that have one (as made: 1e-3)
     kl: float = ranged(

@@ -113,7 +113,8 @@ def decoupled(
     the loss, and what a correction cuts off it is the factor.
     """
     live_R = logprobs_R.detach()
-    anchor_R = torch.where(own_R, live_R, sampler_logprobs_R)
+    whole_R = own_R | (weight_R == 0)  # of a masked token not even the ratio counts: it may be infinite
+    anchor_R = torch.where(whole_R, live_R, sampler_logprobs_R)
     return anchor_R, weight_R * (anchor_R - live_R).exp()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from etude.errors import NotFinite
-from etude.models.attention import Packed
+from etude.models.attention import Cache
 from etude.models.finite import described, is_finite, not_finite, origin
 from etude.models.naming import hf_views
 from etude.models.transformer import Transformer
@@ -42,7 +42,7 @@ def check_logits(
     model: Transformer,
     logits_RV: torch.Tensor,
     tokens_N: torch.Tensor,
-    lengths: Sequence[int],
+    cache: Cache,
     routes_NLK: torch.Tensor | None = None,
     rows_R: torch.Tensor | None = None,
     *,
@@ -53,7 +53,7 @@ def check_logits(
     token of it in words."""
     if is_finite(logits_RV):
         return
-    where = origin(model, tokens_N, Packed(lengths, model.operators), routes_NLK, rows_R)
+    where = origin(model, tokens_N, cache, routes_NLK, rows_R)
     if where is None:
         facts = f"{described(logits_RV)}; computed again, all numbers are finite"
         hint = "the same forward gave two results: the memory or the machine is bad"

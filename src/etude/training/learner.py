@@ -37,13 +37,15 @@ from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_
 from etude.training.optimizer import AdamW
 from etude.training.reference import Reference
 from etude.training.report import Tally
-from etude.training.rows import Rows, check_routes, forwarded, lay_flat, microbatches
+from etude.training.routes import Replay
+from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.delta.arrays import name_of
 from etude.weights.tensors import Codes, Tensor
 
 FORMAT = 1
+SAMPLED_ANEW = 64
 STATE, ABOUT = "learner.safetensors", "learner.json"
 
 
@@ -51,9 +53,10 @@ class TorchLearner:
     """`seams.Learner` on torch. `load` comes first.
 
     `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
-    rollouts were sampled with, since the ratio is of the distribution sampled from. `numerics` is what
-    the engines have, too. In exact mode the ratio on the learner's own weights must be 1, to the bit; in native mode it is
-    reported. In low precision what is published is packed (`models.packed`). `reference` is what `config.kl` is taken to.
+    rollouts were sampled with, since the ratio is of the distribution sampled from. `reference` is what
+    `config.kl` is taken to. `numerics` is what the engines have, too: in exact mode the ratio on the learner's own
+    weights must be 1, to the bit, or the step is refused (`refuse_mismatch` False, and native mode: it is reported);
+    in low precision what is published is packed (`models.packed`).
     """
 
     step: int
@@ -69,10 +72,11 @@ class TorchLearner:
         channel: Writer | None = None,
         num_steps: int | None = None,
         temperature: float = 1.0,
-        numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
         reference: Reference | None = None,
+        numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
+        refuse_mismatch: bool = True,
     ) -> None:
-        self.numerics = numerics
+        self.numerics, self._held_to_one = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
         self.config, self.step, self.version = config, 0, None
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
@@ -115,6 +119,8 @@ class TorchLearner:
             num_tokens = sum(forwarded(sample) for sample in batch.samples)
             for samples in microbatches(batch.samples, budget_tokens=self.config.budget_tokens):
                 self._one(samples, batch.num_loss_tokens, num_tokens, tally)
+            if tally.num_replayed:
+                tally.live += self._live(batch)
         except Exception:
             self.optimizer.clear()
             self._balance.clear()
@@ -122,25 +128,12 @@ class TorchLearner:
         return tally.report(cpu_s=time.process_time() - began)
 
     def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
-        sizes = self.model.config
-        if self.config.replay_routes and sizes.num_moe_layers:
-            check_routes(samples, num_layers=sizes.num_moe_layers, top_k=sizes.top_k, num_experts=sizes.num_experts)
-        rows = lay_flat(samples)
+        rows = lay_flat(samples, self._replay())
         check_sampled(samples, rows, step=self.step + 1)
-        routes_NLK = rows.routes_NLK if self.config.replay_routes else None
-        done = self.model.train().run(
-            rows.tokens_N, Packed(rows.lengths, self.model.operators), routes_NLK, rows.rows_R
-        )
-        check_logits(
-            self.model,
-            done.logits,
-            rows.tokens_N,
-            rows.lengths,
-            routes_NLK,
-            rows.rows_R,
-            step=self.step + 1,
-            place=functools.partial(place_in, samples, rows),
-        )
+        done = self._run(rows)
+        asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), rows.routes_NLK, rows.rows_R)
+        place = functools.partial(place_in, samples, rows)
+        check_logits(self.model, done.logits, *asked, step=self.step + 1, place=place)
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
         log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
@@ -158,6 +151,27 @@ class TorchLearner:
         self._balance.count(done.live)
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
+
+    def _replay(self) -> Replay | None:
+        if self.config.replay_routes is False or not self.model.config.num_moe_layers:
+            return None
+        return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
+
+    def _run(self, rows: Rows) -> Forward:
+        flat, plausible = Packed(rows.lengths, self.model.operators), self.config.replay_plausible
+        return self.model.train().run(rows.tokens_N, flat, rows.routes_NLK, rows.rows_R, plausible=plausible)
+
+    @torch.no_grad()
+    def _live(self, batch: Batch) -> list[torch.Tensor]:
+        """Log-ratios of a few of the batch's tokens without replay: one sample in `SAMPLED_ANEW`, others each step, at
+        least one. About a third of their training's cost, so half a hundredth of the step's."""
+        few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
+        found = []
+        for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
+            rows = lay_flat(samples)
+            logprobs_RV = self._logprobs(self._run(rows).logits)
+            found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
+        return found
 
     def _policy_loss(
         self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
@@ -191,7 +205,7 @@ class TorchLearner:
         """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
         off = torch.where(own_R, torch.expm1(log_ratio_R).abs(), 0.0)
         worst = float(off.max())
-        if worst > 0.0 and self.numerics.mode is Mode.EXACT:
+        if worst > 0.0 and self._held_to_one:
             rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id
             raise ParityError(
                 f"the ratio on the learner's own weights is off by {worst:.3g} in rollout {rollout}",
@@ -233,6 +247,10 @@ class TorchLearner:
 
     # weights in and out
 
+    def exported(self) -> dict[str, Tensor]:
+        """The live weights as they are published. Views of them may be among it: copy what is kept."""
+        return export(self.model, self.config.weights, self.numerics.quantise)
+
     def publish(self, rollout_ids: Sequence[str]) -> Published:
         """Hand the live weights to the channel as the version of this step. Raises `WeightsError`, `StoreError`."""
         self.offer(rollout_ids)
@@ -247,9 +265,7 @@ class TorchLearner:
             self.published()
         if self._publisher is None:
             self._publisher = Publisher(self._channel, parent=self.version)
-        self._publisher.offer(
-            export(self.model, self.config.weights, self.numerics.quantise), step=self.step, rollout_ids=rollout_ids
-        )
+        self._publisher.offer(self.exported(), step=self.step, rollout_ids=rollout_ids)
         self._offered = self.step
 
     def published(self) -> Published:

@@ -197,18 +197,13 @@ class _Run:
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
-            done = self.model.run(inputs, Packed(lengths, self.model.operators))
-            check_logits(
-                self.model,
-                done.logits,
-                inputs,
-                lengths,
-                step=self.optimizer.num_steps + 1,
-                place=lambda token: f"token {token} of {num_inputs}",
-            )
+            asked = (inputs, Packed(lengths, self.model.operators))
+            done = self.model.run(*asked)
+            place = "token {} of a batch".format
+            check_logits(self.model, done.logits, *asked, step=self.optimizer.num_steps + 1, place=place)
             loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
-            even = torch.zeros(()) if done.balance is None else done.balance  # no router: nothing to balance
-            balance = even * ((len(inputs) + len(lengths)) / num_inputs)
+            balance = torch.zeros(()) if done.balance is None else done.balance
+            balance = balance * ((len(inputs) + len(lengths)) / num_inputs)
             (loss + self.job.config.balance * balance).backward()  # type: ignore[no-untyped-call]
             self.balance.count(done.live)
             sums += torch.stack([loss.detach(), balance.detach()])

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 
 from etude.models.transformer import Forward
-from etude.records.completion import MISSING_ROUTE
 from etude.records.sample import StepReport
 from etude.training.corrections import Corrected, effective_share
 from etude.training.losses import PolicyLoss, k1, k3
@@ -24,7 +23,11 @@ class Tally:
     num_clipped: int = 0
     entropy: float = 0.0
     num_flipped: int = 0
-    num_routed: int = 0  # token-layers that had a recorded route
+    num_routed: int = 0  # token-layers whose route was replayed
+    num_replaced: int = 0  # of their experts, those that were not plausible
+    num_slots: int = 0  # of their experts, all
+    num_replayed: int = 0  # tokens whose routes were replayed
+    live: list[torch.Tensor] = field(default_factory=list)  # log-ratios of a few tokens, without replay
     fresh: list[float] = field(default_factory=list)
     log_ratios: list[torch.Tensor] = field(default_factory=list)
     corrected: list[Corrected] = field(default_factory=list)
@@ -51,15 +54,22 @@ class Tally:
         self.log_ratios.append(log_ratio_R)
         self.corrected.append(corrected)
         if rows.routes_NLK is not None:
-            known = rows.routes_NLK[..., 0] != MISSING_ROUTE
-            differs = (rows.routes_NLK.sort(-1).values != done.live.sort(-1).values).any(-1)
-            self.num_flipped += int((differs & known).sum())
-            self.num_routed += int(known.sum())
+            self._count_routes(rows.routes_NLK, done)
+
+    def _count_routes(self, routes_NLK: torch.Tensor, done: Forward) -> None:
+        known_N = routes_NLK[:, 0, 0] != torch.iinfo(routes_NLK.dtype).max
+        routes, used, live = routes_NLK[known_N], done.routes[known_N], done.live[known_N]
+        self.num_flipped += int((routes.sort(-1).values != live.sort(-1).values).any(-1).sum())
+        self.num_routed += routes.shape[0] * routes.shape[1]
+        self.num_replaced += int((routes != used).sum())
+        self.num_slots += routes.numel()
+        self.num_replayed += len(routes)
 
     def report(self, *, cpu_s: float) -> StepReport:
         """The numbers of the batch. A batch without samples has a loss of 0 and ratios of 1."""
         log_ratio = torch.cat(self.log_ratios) if self.log_ratios else torch.zeros(1)
         off = torch.expm1(log_ratio).abs()
+        live = torch.cat(self.live) if self.live else torch.zeros(0)
         num_sampled = sum(len(x) for x in self.log_ratios)
         weight = torch.cat([c.weight_R for c in self.corrected]) if self.corrected else torch.ones(1)
         uncut = torch.cat([c.uncut_R for c in self.corrected]) if self.corrected else weight
@@ -75,6 +85,10 @@ class Tally:
             k3=float(k3(log_ratio).mean()),
             fresh_ratio_max=max(self.fresh) if self.fresh else None,
             flipped_share=self.num_flipped / max(1, self.num_routed),
+            replayed_share=self.num_replayed / max(1, self.num_tokens),
+            replaced_share=self.num_replaced / max(1, self.num_slots),
+            live_k3=float(k3(live).mean()) if self.live else None,
+            live_ratio_max=float(torch.expm1(live).abs().max()) if self.live else None,
             balance_loss=self.balance / max(1, self.num_tokens),
             cpu_s=cpu_s,
             cut_share=1.0 - float(weight.double().sum() / uncut.double().sum()),

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from etude.errors import ParityError
 from etude.records import Sample
-from etude.records.completion import MISSING_ROUTE
 from etude.training.batches import runs
+from etude.training.routes import Replay
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Rows:
 
     lengths: list[int]  # tokens of each path, summing to N
     tokens_N: torch.Tensor  # int64
-    routes_NLK: torch.Tensor | None  # uint8: the experts the sampler used; None when none were recorded
+    routes_NLK: torch.Tensor | None  # the experts to replay, `missing_route` where none; None: replay nothing
     rows_R: torch.Tensor  # int64: the positions whose next token was sampled
     targets_R: torch.Tensor  # int64: that token
     sampler_logprobs_R: torch.Tensor  # float32
@@ -39,8 +38,9 @@ def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[l
         yield list(samples[part])
 
 
-def lay_flat(samples: Sequence[Sample]) -> Rows:
-    """The rows of some samples. Raises `ValueError` for a path that begins with a sampled token."""
+def lay_flat(samples: Sequence[Sample], replay: Replay | None = None) -> Rows:
+    """The rows of some samples. Raises `ValueError` for a path that begins with a sampled token, and `ParityError`
+    for routes that cannot be replayed."""
     ends = [forwarded(sample) for sample in samples]
     starts = np.cumsum([0, *ends])
     paths = [sample.path for sample in samples]
@@ -48,11 +48,10 @@ def lay_flat(samples: Sequence[Sample]) -> Rows:
     if any(where[0] == 0 for where in sampled):
         raise ValueError("a path begins with a sampled token, which nothing predicts")
     counts = [len(where) for where in sampled]
-    routes = np.concatenate([path.routes[:end] for path, end in zip(paths, ends, strict=True)])
     return Rows(
         lengths=ends,
         tokens_N=_tensor([path.token_ids[:end] for path, end in zip(paths, ends, strict=True)], np.int64),
-        routes_NLK=torch.from_numpy(routes) if routes.size and (routes != MISSING_ROUTE).any() else None,
+        routes_NLK=None if replay is None else replay.routes(samples, ends),
         rows_R=_tensor([start + where - 1 for start, where in zip(starts, sampled, strict=False)], np.int64),
         targets_R=_tensor([path.token_ids[where] for path, where in zip(paths, sampled, strict=True)], np.int64),
         sampler_logprobs_R=_tensor(
@@ -61,28 +60,6 @@ def lay_flat(samples: Sequence[Sample]) -> Rows:
         advantages_R=_tensor([np.repeat([s.advantage for s in samples], counts)], np.float32),
         sample_R=_tensor([np.repeat(np.arange(len(samples)), counts)], np.int64),
     )
-
-
-def check_routes(samples: Sequence[Sample], *, num_layers: int, top_k: int, num_experts: int) -> None:
-    """Every position that was forwarded must have the experts the sampler used, all of them existing ones. Raises
-    `ParityError` naming the rollout and the position."""
-    for sample in samples:
-        routes = sample.path.routes[: forwarded(sample)]
-        if routes.shape[1:] != (num_layers, top_k):
-            raise ParityError(
-                f"rollout {sample.rollout_id} has routes of shape {routes.shape[1:]}",
-                f"the model has {num_layers} layers and {top_k} experts a token",
-                hint="let engines return routes, or set learner.replay_routes = false",
-            )
-        wrong = (routes >= num_experts).any((1, 2))
-        if wrong.any():
-            at = int(wrong.argmax())
-            what = "lacks a route" if (routes[at] == MISSING_ROUTE).any() else "has a route to no expert"
-            raise ParityError(
-                f"rollout {sample.rollout_id} {what} at position {at}",
-                f"{int(wrong.sum())} of {len(routes)} positions",
-                hint="every engine must return the routes of every position it computed",
-            )
 
 
 def forwarded(sample: Sample) -> int:

@@ -120,7 +120,7 @@ def test_why_a_task_does_not_prove_itself_is_said_once(
     async def proof(_: object) -> tuple[list[TaskReport], list[Proof]]:
         failures = (Failure(0, "own-train-0", why),)
         proof = Proof(source="own", split=Split.TRAIN, num_tasks=1, failures=failures, wall_s=0.1)
-        return [TaskReport(Split.TRAIN, 0, "own-train-0", why)], [proof]
+        return [TaskReport(Split.TRAIN, 0, "own-train-0", failure=why)], [proof]
 
     monkeypatch.setattr(etude.cli.tasks, "_check", proof)
     assert main(["tasks", "check", "own"]) == Exit.FAILED

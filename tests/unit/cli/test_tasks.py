@@ -6,21 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.here import needs
 from tests.unit.tasks.repositories import shop
 
 from etude.cli import main
-from etude.environments import probe
-from etude.errors import Exit, MachineError
+from etude.errors import Exit
 
 CASES = [{"module": "own", "function": "add", "args": [2, 2], "expected": 4}]
 
 
 @pytest.fixture(autouse=True)
 def _machines() -> None:
-    try:
-        probe()
-    except MachineError as error:
-        pytest.skip(str(error))
+    needs("namespace")
 
 
 def _task(folder: Path) -> None:
@@ -55,6 +52,16 @@ def test_weak_tasks_are_shown_and_every_wrong_patch_that_passes_is_in_the_report
     assert task["survivors"][0]["kind"] == "arithmetic"
 
 
+def test_a_task_that_does_not_prove_itself_is_named_with_its_folder(tmp_path, capsys) -> None:
+    _task(tmp_path / "tasks" / "fine")
+    _task(broken := tmp_path / "tasks" / "wrong")
+    (broken / "answer" / "reference" / "own.py").write_text("def add(a, b):\n    return a * b + 1\n")
+    assert main(["tasks", "check", str(tmp_path / "tasks"), "--split", "all"]) == Exit.FAILED
+    said = capsys.readouterr().out
+    assert f" in {broken}: reference solution scores 0" in said
+    assert "fine" not in said
+
+
 def test_tasks_are_mined_and_the_same_command_tries_nothing_twice(tmp_path, capsys) -> None:
     shop(tmp_path / "repo")
     argv = ["tasks", "mine", str(tmp_path / "repo"), "--out", str(tmp_path / "out"), "--num", "10"]
@@ -68,7 +75,7 @@ def test_tasks_are_mined_and_the_same_command_tries_nothing_twice(tmp_path, caps
 
 def test_what_cannot_be_mined_is_named(tmp_path, capsys) -> None:
     (tmp_path / "plain").mkdir()
-    assert main(["tasks", "mine", str(tmp_path / "plain"), "--out", str(tmp_path / "out")]) == Exit.FAILED
+    assert main(["tasks", "mine", str(tmp_path / "plain"), "--out", str(tmp_path / "out")]) == Exit.BAD_INPUT
     assert "hint: give a Git repository" in capsys.readouterr().err
     assert main(["tasks", "mine", str(tmp_path / "plain"), "--module", "a.py"]) == Exit.BAD_INPUT
     assert main(["tasks", "mine", str(tmp_path / "plain"), "--deletions"]) == Exit.FAILED

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
-import pytest
+from tests.here import opened
 
 from etude.environments import MachineGrader, NamespaceRuntime
-from etude.errors import MachineError
 from etude.records.rollout import Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust
 from etude.seams import Runtime
@@ -33,10 +32,7 @@ def on_machines(work: Callable[[Runtime], Awaitable[Any]], **options: Any) -> An
     """What it returns, given a runtime that is closed afterwards. Skips where there are no namespaces."""
 
     async def main() -> Any:
-        try:
-            runtime = NamespaceRuntime(**{"spare": 0, **options})
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(**{"spare": 0, **options}))
         try:
             return await work(runtime)
         finally:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.here import opened
 from tests.local_agent import LocalAgent, LocalAgents, entries
 
 from etude.environments.agent import AgentMachine, Channel, commands, program, protocol
@@ -32,10 +33,7 @@ FRAMES = st.lists(
 
 def with_agent(test: Callable[[LocalAgent], Awaitable[Any]], *arguments: str, users: tuple[str, ...] = ()) -> Any:
     async def main() -> Any:
-        try:
-            runtime = LocalAgents(*arguments, users=users)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("agent", lambda: LocalAgents(*arguments, users=users))
         try:
             await runtime.fork(await runtime.prepare({"hi.txt": b"hi\n"}), 1)
             return await test(runtime.agents[0])
@@ -170,10 +168,7 @@ def test_an_agent_that_never_comes_up_is_the_hosts_fault():
 
 def test_an_agent_speaks_over_a_pair_of_pipes_as_well():
     async def main() -> None:
-        try:
-            command = [str(program()), "--stdio", "--work", "/tmp"]
-        except MachineError as error:
-            pytest.skip(str(error))
+        command = [str(opened("agent", program)), "--stdio", "--work", "/tmp"]
         (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
         process = subprocess.Popen(command, stdin=theirs_in, stdout=theirs_out)  # noqa: ASYNC220 - at once
         os.close(theirs_in)
@@ -425,10 +420,7 @@ def test_users_are_those_of_the_machine_and_what_they_may_not_they_cannot():
 
 
 def test_the_program_is_static_and_needs_nothing_of_a_machine():
-    try:
-        data = program().read_bytes()
-    except MachineError as error:
-        pytest.skip(str(error))
+    data = opened("agent", lambda: program().read_bytes())
     offset, size, count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
     kinds = {struct.unpack_from("<I", data, offset + i * size)[0] for i in range(count)}
     assert 3 not in kinds  # PT_INTERP: no loader

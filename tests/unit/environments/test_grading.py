@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.here import opened
 from tests.unit.environments.judging import on_machines
 
 from etude.environments import MachineGrader, NamespaceRuntime, validate_exports
@@ -60,10 +61,7 @@ def grade(
         answer = Answer(reference={}, **hidden)
 
     async def main() -> Graded | Invalid:
-        try:
-            runtime = NamespaceRuntime(spare=0)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
         try:
             return await MachineGrader(runtime, deadline_s=facts.pop("deadline_s", 20)).grade(
                 task(trust), answer, exports

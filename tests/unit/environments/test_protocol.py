@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.here import opened
 
 from etude.environments import NamespaceRuntime
 from etude.environments.namespace.guest import files, wire
@@ -49,10 +50,7 @@ def test_a_mutated_frame_is_a_frame_or_a_frame_error(frame, data):
 
 def with_machine(test: Callable[[NamespaceMachine], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        try:
-            runtime = NamespaceRuntime(spare=0)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
         try:
             [machine] = await runtime.fork(await runtime.prepare({}), 1)
             assert isinstance(machine, NamespaceMachine)
@@ -138,10 +136,7 @@ def test_an_agent_that_cannot_be_run_here_is_done_without_and_said_to_be(tmp_pat
     monkeypatch.setattr("etude.environments.namespace.runtime.BUILT", other)
 
     async def main() -> None:
-        try:
-            runtime = NamespaceRuntime()
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", NamespaceRuntime)
         try:
             [machine] = await runtime.fork(await runtime.prepare({}), 1)
             assert (await machine.exec(["echo", "hi"], key="1", deadline_s=20)).output == b"hi\n"
@@ -186,10 +181,7 @@ def test_a_large_file_and_a_small_one_come_back_as_they_were():
 
 def test_a_machine_that_is_let_go_in_the_middle_of_a_command_gives_its_descriptors_back():
     async def main():
-        try:
-            runtime = NamespaceRuntime(spare=0)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
         before = set(os.listdir("/proc/self/fd"))
         [machine] = await runtime.fork(await runtime.prepare({}), 1)
         running = await begun(machine, ["sleep", "100"])

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.unit.models.families import FAMILIES
 
-from etude.evals.doctor.diagnosis import Budget, Verdict, examine
+from etude.evals.doctor.diagnosis import Verdict, examine
 from etude.evals.doctor.local import findings
 from etude.evals.doctor.sides import LearnerSide, OurEngine
+from etude.evals.parity import Budget
 from etude.inference.watched import engine_results
 from etude.models import ModelConfig, Transformer
 from etude.numerics import Exact, Native, Operators
@@ -130,6 +132,23 @@ def test_a_planted_fault_is_named(fault: str, dtype: torch.dtype) -> None:
 def test_a_clean_engine_raises_nothing(dtype: torch.dtype, prompt_tokens: int) -> None:
     theirs = engine_results(model(dtype), TOKENS, prompt_tokens=prompt_tokens)
     assert findings(model(dtype), TOKENS, theirs, exact=False) == []
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_clean_engine_of_any_family_raises_nothing(family: str, dtype: torch.dtype) -> None:
+    tokens = torch.randint(0, 24, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    theirs = engine_results(model(dtype, sizes=FAMILIES[family]), tokens, prompt_tokens=25)
+    assert findings(model(dtype, sizes=FAMILIES[family]), tokens, theirs, exact=False) == []
+
+
+def test_a_stale_latent_projection_is_named() -> None:
+    stale_up = model(F32, sizes=FAMILIES["deepseek-v3"])
+    stale_up.blocks[1].attention.inward.data[3] *= 1.001
+    tokens = torch.randint(0, 24, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    theirs = engine_results(stale_up, tokens, prompt_tokens=25)
+    found = findings(model(F32, sizes=FAMILIES["deepseek-v3"]), tokens, theirs, exact=False)
+    assert [one.name for one in found] == ["layers.1.attention.inward"]
 
 
 def test_an_operator_that_is_not_shown_counts_into_the_next_one() -> None:

@@ -5,6 +5,7 @@ import resource
 import signal
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from etude.errors import LedgerError, StoreError
 from etude.experience import Finished, Group, Straggler, make_batch, read_trace, write_trace
 from etude.experience.traces import SCHEMA, read_index, read_rollout
+from etude.records.rollout import Trace
 from etude.records.wire import pack
 
 
@@ -33,6 +35,20 @@ def test_a_batch_comes_back_to_the_byte(tmp_path, kit, max_lag, straggler):
     assert pack(read_trace(path).batch) == pack(batch)
     assert len(batch.samples) == 2
     assert batch.samples[0].path.routes.dtype == np.uint8
+
+
+@pytest.mark.parametrize("kind", [np.uint16, None])
+def test_routes_of_two_bytes_and_none_at_all_come_back_to_the_byte(tmp_path, kit, kind):
+    trace = kit.chain([(3, 4)])
+    [turn] = trace.turns
+    done = turn.completion
+    routes = done.routes[:0] if kind is None else done.routes.astype(kind) + kind(300)
+    done = msgspec.structs.replace(done, routes=routes)
+    groups = [kit.group("g000000", [1.0, 0.0], Trace((msgspec.structs.replace(turn, completion=done),)))]
+    batch = make_batch(groups, batch_id="b000004", step=4, max_lag=0)
+    got = read_trace(write_trace(tmp_path, batch, groups)).batch
+    assert pack(got) == pack(batch)
+    assert len(got.samples[0].path.routes) == (0 if kind is None else 7)
 
 
 def test_every_consumed_rollout_and_its_outcome_is_kept(tmp_path, kit):

@@ -156,3 +156,21 @@ def test_counters_tell_computed_from_reused_tokens() -> None:
         assert seen.busy_s > 0
 
     asyncio.run(story())
+
+
+def test_logits_that_are_no_numbers_are_named_by_layer_in_the_log_and_marked_in_the_completion(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def story() -> None:
+        model = Transformer(TINY, seed=1)
+        with torch.no_grad():
+            model.blocks[1].attention.out.fill_(float("inf"))
+        async with engine(model) as broken:
+            for name in ("a", "b"):
+                assert not np.isfinite((await broken.generate(ask(name))).logprobs).any()
+
+    asyncio.run(story())
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "request a, 10 tokens" in said[0]
+    assert "layers.1.attention.out" in said[0]

@@ -11,11 +11,12 @@ import torch
 
 from etude.errors import WeightsError
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following
+from etude.inference.follow import Following, is_finite
 from etude.models import Transformer, hf_views
 from etude.stores import MemoryStore
 from etude.telemetry import Telemetry, read_events
 from etude.weights import Channel, Follower, Tensor
+from etude.weights.tensors import DTYPES
 
 from .helpers import TINY, ask, engine, target
 
@@ -119,6 +120,24 @@ def test_weights_that_are_no_numbers_are_refused_by_name_and_the_engine_goes_on_
             assert world.exact()
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("bf16", torch.bfloat16),
+        ("f16", torch.float16),
+        ("f8_e4m3", torch.float8_e4m3fn),
+        ("f8_e5m2", torch.float8_e5m2),
+    ],
+)
+def test_every_code_that_is_no_number_is_known_as_such(name: str, kind: torch.dtype) -> None:
+    codes = np.arange(1 << DTYPES[name].bits).astype(DTYPES[name].codes)
+    signed = torch.from_numpy(codes.view(f"i{codes.itemsize}"))
+    true = torch.isfinite(signed.view(kind).float()).numpy()
+    assert is_finite(codes[true], DTYPES[name])
+    assert not any(is_finite(codes[i : i + 1], DTYPES[name]) for i in np.flatnonzero(~true))
+    assert is_finite(np.arange(256, dtype=np.uint8), DTYPES["f4_e2m1x2"])
 
 
 def test_adoptions_and_trouble_are_events(tmp_path: Path) -> None:

@@ -133,3 +133,30 @@ def test_a_swap_closes_spans_and_counts_only_for_kept_keys() -> None:
     late.close_span(version(1))
     assert [(s.version.step, s.num_tokens, s.kv_epoch) for s in early.spans] == [(0, 2, 0), (1, 1, 1)]
     assert [(s.version.step, s.num_tokens, s.kv_epoch) for s in late.spans] == [(1, 1, 0)]
+
+
+def test_a_version_that_only_read_of_the_prompt_leaves_an_empty_span_and_its_age_counts() -> None:
+    queue = scheduler()
+    reading = join(queue, "reading", 40)
+    compute(queue.plan())
+    assert reading.num_computed == 16
+    queue.swapped(version(3))
+    queue.swapped(version(4))
+    compute(queue.plan())
+    compute(queue.plan())
+    reading.close_span(version(7))
+    assert [(s.version.step, s.num_tokens, s.kv_epoch) for s in reading.spans] == [(3, 0, 0), (7, 1, 2)]
+
+
+def test_a_cached_prefix_that_lives_through_a_swap_before_anything_is_computed_counts_as_old() -> None:
+    queue = scheduler()
+    first = join(queue, "first", 10, session="s")
+    compute(queue.plan())
+    queue.finish(first)
+    again = join(queue, "again", first.context(), session="s")
+    queue.plan()  # it has its slot, and nothing of it is computed yet
+    assert again.num_computed == again.num_cached > 0
+    queue.swapped(version(3))
+    compute(queue.plan())
+    again.close_span(version(4))
+    assert [(s.version.step, s.num_tokens, s.kv_epoch) for s in again.spans] == [(3, 0, 0), (4, 1, 1)]

@@ -8,11 +8,12 @@ import torch.nn.functional as F
 
 from etude.models.experts import Choice, choose, mix
 from etude.models.parts import Routing, Scores
-from etude.numerics.operators import Native
-from etude.records.completion import MISSING_ROUTE
+from etude.models.replay import Recorded
+from etude.numerics.operators import Exact, Native, Operators
 
 N, D, E, K, W = 7, 5, 6, 2, 3  # tokens, width, experts, experts a token, expert width
-OPERATORS = Native(torch.float64)
+NATIVE = Native(torch.float64)
+OPERATORS = pytest.mark.parametrize("operators", [NATIVE, Exact(torch.float64)], ids=["native", "exact"])
 
 
 def keyed(seed: int, *shape: int) -> torch.Tensor:
@@ -24,7 +25,7 @@ X, ROUTER, GATE_UP, DOWN = keyed(0, N, D), keyed(1, E, D), keyed(2, E, 2 * W, D)
 WEIGHTS = (X, ROUTER, GATE_UP, DOWN)
 BIAS = keyed(9, E).detach()
 RECORDED = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(n))[:K] for n in range(N)]).byte()
-SOME = torch.where(torch.arange(N)[:, None] % 3 == 0, MISSING_ROUTE, RECORDED).to(torch.uint8)
+SOME = torch.where(torch.arange(N)[:, None] % 3 == 0, 255, RECORDED).to(torch.uint8)
 ROUTES = pytest.mark.parametrize("routes", [None, RECORDED, SOME], ids=["live", "replayed", "some-missing"])
 SIGMOID = Routing(scores=Scores.SIGMOID, scaling=2.5, num_groups=3, top_groups=2)
 ROUTINGS = pytest.mark.parametrize("routing", [Routing(), Routing(normalise=False), SIGMOID], ids=["q", "raw", "ds"])
@@ -33,12 +34,15 @@ Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def chosen(scores: torch.Tensor, routes: torch.Tensor | None, routing: Routing, *, balance: bool = False) -> Choice:
     bias = BIAS if routing.scores is Scores.SIGMOID else None
-    return choose(scores, K, routes, routing=routing, bias_E=bias, balance=balance)
+    recorded = None if routes is None else Recorded(routes)
+    return choose(scores, K, recorded, NATIVE, routing=routing, bias_E=bias, balance=balance)
 
 
-def mixed(weights: Weights, routes: torch.Tensor | None, routing: Routing) -> torch.Tensor:
+def mixed(
+    weights: Weights, routes: torch.Tensor | None, routing: Routing, operators: Operators = NATIVE
+) -> torch.Tensor:
     x, router, gate_up, down = weights
-    return mix(x, chosen(x @ router.T, routes, routing), gate_up, down, OPERATORS)
+    return mix(x, chosen(x @ router.T, routes, routing), gate_up, down, operators)
 
 
 def dense(weights: Weights, routes: torch.Tensor | None, routing: Routing) -> torch.Tensor:
@@ -56,8 +60,11 @@ def dense(weights: Weights, routes: torch.Tensor | None, routing: Routing) -> to
 
 @ROUTES
 @ROUTINGS
-def test_the_written_out_backward_is_that_of_the_dense_mixture(routes: torch.Tensor | None, routing: Routing) -> None:
-    ours, theirs = mixed(WEIGHTS, routes, routing), dense(WEIGHTS, routes, routing)
+@OPERATORS
+def test_the_written_out_backward_is_that_of_the_dense_mixture(
+    routes: torch.Tensor | None, routing: Routing, operators: Operators
+) -> None:
+    ours, theirs = mixed(WEIGHTS, routes, routing, operators), dense(WEIGHTS, routes, routing)
     assert torch.allclose(ours, theirs, atol=1e-12)
     up = keyed(4, N, D).detach()
     for mine, other in zip(
@@ -77,7 +84,7 @@ def test_gradients_match_finite_differences_through_router_gates_and_experts(
 
 def test_a_replayed_experts_gate_is_the_live_routers_softmax_over_the_replayed_ones() -> None:
     scores = keyed(5, N, E)
-    choice = choose(scores, K, RECORDED)
+    choice = choose(scores, K, Recorded(RECORDED), NATIVE)
     assert torch.equal(choice.experts_NK, RECORDED.long())
     assert not torch.equal(choice.experts_NK.sort(-1).values, choice.live_NK.sort(-1).values)
     expected = scores.gather(1, RECORDED.long()).softmax(-1)
@@ -90,7 +97,7 @@ def test_a_replayed_experts_gate_is_the_live_routers_softmax_over_the_replayed_o
 
 def test_with_one_expert_a_token_the_router_learns_nothing_since_its_gate_is_one() -> None:
     scores = keyed(5, N, E)
-    choice = choose(scores, 1, RECORDED[:, :1])
+    choice = choose(scores, 1, Recorded(RECORDED[:, :1]), NATIVE)
     assert torch.equal(choice.gates_NK, torch.ones(N, 1, dtype=torch.float64))
     assert not torch.autograd.grad(choice.gates_NK.sum(), scores)[0].any()
 
@@ -119,7 +126,7 @@ def test_the_balancing_loss_matches_finite_differences(routing: Routing) -> None
 
 def test_no_gradient_reaches_the_bias_of_choosing() -> None:
     bias = BIAS.clone().requires_grad_()
-    choice = choose(keyed(7, N, E), K, routing=SIGMOID, bias_E=bias, balance=True)
+    choice = choose(keyed(7, N, E), K, None, NATIVE, routing=SIGMOID, bias_E=bias, balance=True)
     assert choice.balance is not None
     assert torch.autograd.grad(choice.gates_NK.sum() + choice.balance, bias, allow_unused=True) == (None,)
 
@@ -129,7 +136,7 @@ def test_the_balancing_loss_falls_along_its_gradient_to_one() -> None:
     shift = torch.zeros(E, dtype=torch.float64, requires_grad=True)
     losses = []
     for _ in range(60):
-        balance = choose(scores + shift, K, balance=True).balance
+        balance = choose(scores + shift, K, None, NATIVE, balance=True).balance
         assert balance is not None
         losses.append(float(balance.detach()))
         (step,) = torch.autograd.grad(balance, shift)

@@ -9,8 +9,8 @@ import torch
 
 from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.models.experts import Choice, choose, mix
+from etude.models.replay import Recorded
 from etude.numerics.operators import Exact
-from etude.records.completion import MISSING_ROUTE
 
 SIZES = ModelConfig(
     vocab_size=61,
@@ -101,7 +101,7 @@ def test_replayed_routes_pick_the_experts_and_the_live_choice_is_still_told(mode
 def test_a_missing_route_is_chosen_live(model: Transformer) -> None:
     live = model.run(tokens(20))
     routes = live.routes.clone()
-    routes[5:9] = MISSING_ROUTE
+    routes[5:9] = 255
     again = model.run(tokens(20), routes=routes)
     assert torch.equal(again.routes, live.routes)
     assert torch.equal(again.logits, live.logits)
@@ -135,7 +135,7 @@ def test_the_written_out_backward_of_the_experts_is_the_gradient() -> None:
 def test_gates_of_replayed_experts_carry_gradient_to_the_router() -> None:
     scores = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     routes = torch.tensor([[4, 1]] * 8, dtype=torch.uint8)
-    choice = choose(scores, 2, routes)
+    choice = choose(scores, 2, Recorded(routes))
     assert torch.allclose(choice.gates_NK.sum(1), torch.ones(8))
     choice.gates_NK[:, 0].sum().backward()
     assert scores.grad is not None

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.records import Completion, CompletionRequest, Sampling, Trace, Version, VersionSpan
-from etude.records.completion import MISSING_ROUTE, StopReason
+from etude.records import Completion, CompletionRequest, Sample, Sampling, Trace, Version, VersionSpan
+from etude.records.completion import StopReason
 from etude.records.rollout import Turn
 from etude.records.wire import from_json, pack, to_json, unpack
 
@@ -97,10 +97,10 @@ def test_a_path_lays_the_turns_flat_with_masks_versions_and_routes():
     second = turn(0, 2, 9, 2, routes_start=6, spans=(VersionSpan(V1, 1), VersionSpan(V2, 1, kv_epoch=1)))
     path = Trace((first, second)).path(1)
     assert path.mask.tolist() == [False] * 4 + [True] * 3 + [False] * 2 + [True] * 2
-    assert path.steps.tolist() == [-1] * 4 + [1] * 3 + [-1] * 2 + [1, 2]
+    assert path.steps.tolist() == [1] * 9 + [1, 2]
     assert path.kv_epochs.tolist() == [0] * 10 + [1]
     assert (path.routes[:-1] == 3).all()
-    assert (path.routes[-1] == MISSING_ROUTE).all()
+    assert (path.routes[-1] == 255).all()
     assert path.digest == ""
 
 
@@ -122,5 +122,43 @@ def test_leaves_are_the_turns_nobody_continues():
 
 def test_routes_that_reach_past_the_path_are_refused():
     bad = turn(None, 2, 5, 3, routes_start=0)
-    with pytest.raises(ValueError, match="reach past the path"):
+    with pytest.raises(ValueError, match="do not fit its tokens"):
         Trace((bad,)).path(0)
+
+
+def test_the_oldest_version_behind_a_token_is_that_of_the_keys_it_attended_to():
+    spans = (VersionSpan(V1, 0), VersionSpan(V2, 3, kv_epoch=1))  # swapped in the middle of the prompt
+    second = (VersionSpan(V2, 1), VersionSpan(Version(5, "0" * 8, "c" * 64), 2, kv_epoch=1))
+    trace = Trace((turn(None, 4, 4, 3, routes_start=0, spans=spans), turn(0, 2, 9, 3, routes_start=6, spans=second)))
+    assert trace.turns[0].completion.oldest_steps.tolist() == [1, 1, 1]
+    assert trace.turns[1].completion.oldest_steps.tolist() == [2, 2, 2]
+    path = trace.path(1)
+    assert path.steps.tolist() == [1] * 4 + [2] * 3 + [2] * 2 + [2, 5, 5]
+    assert path.oldest_steps.tolist() == [1] * 7 + [2] * 5
+    assert Sample(rollout_id="r", path=path, advantage=1.0).oldest_step == 1
+    assert not Sample(rollout_id="r", path=path, advantage=1.0).single_version
+
+
+def test_keys_that_were_computed_anew_have_no_age():
+    spans = (VersionSpan(V1, 2), VersionSpan(V2, 1))
+    done = completion(4, 3, routes_start=0, spans=spans)
+    assert done.oldest_steps.tolist() == [1, 1, 2]
+    path = Trace((turn(None, 4, 4, 3, routes_start=0, spans=spans),)).path(0)
+    assert path.oldest_steps[path.mask].tolist() == [1, 1, 2]
+
+
+def test_routes_of_two_shapes_or_dtypes_are_of_no_one_model():
+    first, second = turn(None, 4, 4, 3, routes_start=0), turn(0, 2, 9, 2, routes_start=6)
+    routes = second.completion.routes
+    for other in (routes[:, :1], routes.astype(np.uint16)):
+        done = msgspec.structs.replace(second.completion, routes=other)
+        with pytest.raises(ValueError, match="do not fit"):
+            Trace((first, msgspec.structs.replace(second, completion=done))).path(1)
+
+
+def test_a_completion_without_routes_leaves_its_positions_missing():
+    first, second = turn(None, 4, 4, 3, routes_start=0), turn(0, 2, 9, 2, routes_start=6)
+    bare = msgspec.structs.replace(second.completion, routes=np.zeros((0, 2, 1), np.uint8), routes_start=10)
+    path = Trace((first, msgspec.structs.replace(second, completion=bare))).path(1)
+    assert (path.routes[:6] == 3).all()
+    assert (path.routes[6:] == 255).all()

@@ -6,9 +6,10 @@ import asyncio
 
 import msgspec
 import pytest
+from tests.here import opened
 
 from etude.environments import MachineGrader, NamespaceRuntime, reference_exports
-from etude.errors import MachineError, TaskError
+from etude.errors import TaskError
 from etude.records.rollout import Graded
 from etude.records.task import CANARY, Answer, Split, Task
 from etude.tasks import RepairSource
@@ -51,10 +52,7 @@ def test_the_reference_scores_1_and_the_honest_solution_0():
     answer, honest = MIXED.answer(task), SOURCE.answer(SOURCE.task(Split.TRAIN, index))
 
     async def main(solution: Answer) -> float:
-        try:
-            runtime = NamespaceRuntime()
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", NamespaceRuntime)
         try:
             exports = await reference_exports(runtime, task, solution)
             outcome = await MachineGrader(runtime).grade(task, answer, exports)

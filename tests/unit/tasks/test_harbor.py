@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from tests.here import opened
 from tests.unit.environments.images.test_machines import host_root
 
 import etude
 from etude.environments import MachineGrader, NamespaceRuntime, exports_of
 from etude.environments.images import ImageStore, build_from_directory
-from etude.errors import MachineError, TaskError
+from etude.errors import TaskError
 from etude.loop.task_images import with_images
 from etude.records.image import Image
 from etude.records.task import Split, Task
@@ -117,10 +118,7 @@ def test_it_proves_itself_judged_by_its_state_and_by_its_artifacts(tmp_path: Pat
     assert task.exports == (("out/",) if mode == "separate" else ())
 
     async def proven() -> None:
-        try:
-            runtime = NamespaceRuntime(spare=0)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
 
         async def export(task: Task, files: Mapping[str, bytes], argv: Sequence[str]) -> Mapping[str, bytes]:
             return await exports_of(runtime, task, files, argv)
@@ -167,10 +165,7 @@ def test_it_proves_itself_on_the_image_that_its_dockerfile_describes(tmp_path: P
     store.name("base", build_from_directory(store, root, image=Image(digest="", workdir="/")))
 
     async def proven() -> None:
-        try:
-            runtime = NamespaceRuntime(spare=0, images=store)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0, images=store))
 
         async def export(task: Task, files: Mapping[str, bytes], argv: Sequence[str]) -> Mapping[str, bytes]:
             return await exports_of(runtime, task, files, argv)

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.here import opened
 from tests.unit.tasks.repositories import CALC, TEST_BOTH, git, shop
 
 from etude.environments import MachineGrader, NamespaceRuntime
-from etude.errors import MachineError, NoSource, TaskError
+from etude.errors import NoSource, TaskError
 from etude.records.task import Runner, Split
 from etude.tasks import check, open_source
 from etude.tasks.swe import SweSource, exact_names
@@ -80,10 +81,7 @@ def test_a_row_becomes_a_task_without_history_and_proves_itself(tmp_path: Path) 
     assert answer.tests.files == {"tests/test_calc.py": TEST_BOTH}
 
     async def proven() -> None:
-        try:
-            runtime = NamespaceRuntime(spare=0)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
         try:
             grader = MachineGrader(runtime, repeats=1, canaries=1)
             (await check(source, grader, split)).require()

@@ -69,7 +69,9 @@ def test_skewed_routers_come_to_balance_and_gates_are_those_of_the_scores_alone(
 
 def learner_of(tmp_path: Path, **settings: float) -> TorchLearner:
     save_model(Transformer(SIZES, seed=4), tmp_path / "start", dtype="bf16")
-    learner = TorchLearner(replace(LearnerConfig(lr=1e-2), **settings), channel=Channel(MemoryStore()))  # type: ignore[arg-type]
+    learner = TorchLearner(
+        replace(LearnerConfig(lr=1e-2, replay_plausible=0.0), **settings), channel=Channel(MemoryStore())
+    )  # type: ignore[arg-type]
     learner.load(tmp_path / "start")
     return learner
 

@@ -218,6 +218,16 @@ def test_of_a_stale_token_the_loss_clips_the_whole_ratio_and_the_correction_cuts
     assert (RATIO > 2.0).any()
 
 
+def test_a_masked_tokens_ratio_may_be_infinite() -> None:
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    sampler = torch.tensor([-1.0, -500.0])
+    weight = masked(logprobs.detach() - sampler, low=0.5, high=5.0).weight_R
+    anchor, factor = decoupled(weight, logprobs, sampler, torch.tensor([False, False]))
+    ppo_loss(logprobs, anchor, -factor, normaliser=1.0).loss.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [1.0, 0.0]
+
+
 def test_the_effective_share_of_ratios_is_one_over_one_plus_chi_square() -> None:
     drawn = torch.multinomial(SAMPLER, 40_000, replacement=True, generator=torch.Generator().manual_seed(7))
     expected = 1 / (SAMPLER * RATIO.square()).sum()

@@ -15,7 +15,6 @@ from etude.errors import CheckpointError, ParityError, StoreError, WeightsError
 from etude.models import ModelConfig, Transformer, hf_views, save_model
 from etude.numerics import Mode, NumericsConfig
 from etude.records import Batch, Sample
-from etude.records.completion import MISSING_ROUTE
 from etude.records.rollout import Path as TokenPath
 from etude.records.sample import StepReport
 from etude.seams import Learner
@@ -70,7 +69,7 @@ def sampled(learner: TorchLearner, seed: int, advantage: float = 1.0, *, tempera
         logprobs=np.where(mask, np.concatenate([[0], logprobs.numpy()]), 0).astype(np.float32),
         steps=np.where(mask, learner.step, -1).astype(np.int32),
         kv_epochs=np.zeros(length, np.int32),
-        routes=np.concatenate([routes.numpy(), np.full((1, 2, 2), MISSING_ROUTE, np.uint8)]),
+        routes=np.concatenate([routes.numpy(), np.full((1, 2, 2), 255, np.uint8)]),
     )
     return Sample(rollout_id=f"g.{seed}", path=path, advantage=advantage)
 
@@ -165,7 +164,7 @@ def test_the_hard_check_spares_stale_mixed_and_foreign_samples(learner: TorchLea
 
 def test_a_position_without_a_route_is_named(learner: TorchLearner) -> None:
     sample = sampled(learner, 2)
-    for value, what in ((MISSING_ROUTE, "lacks a route"), (SIZES.num_experts, "no expert")):
+    for value, what in ((255, "lacks a route"), (SIZES.num_experts, "no expert")):
         routes = sample.path.routes.copy()
         routes[3, 1] = value
         with pytest.raises(ParityError, match=f"{what} at position 3"):
@@ -177,7 +176,7 @@ def test_routes_of_another_model_are_refused_and_ignored_when_replay_is_off(chec
     learner.load(checkpoint)
     sample = sampled(learner, 2)
     bare = changed(sample, routes=np.zeros((len(sample.path.token_ids), 0, 0), np.uint8))
-    with pytest.raises(ParityError, match="routes of shape"):
+    with pytest.raises(ParityError, match="routes of another model"):
         learner.forward_backward(batch(bare))
     live = TorchLearner(replace(CONFIG, replay_routes=False))
     live.load(checkpoint)
@@ -190,10 +189,13 @@ def test_replayed_routes_are_used_and_flips_are_counted(learner: TorchLearner) -
     sample = sampled(learner, 3)
     routes = sample.path.routes.copy()
     routes[:-1] = (routes[:-1] + 1) % SIZES.num_experts
-    stale = changed(sample, routes=routes, steps=np.where(sample.path.mask, 5, -1).astype(np.int32))
-    report = learner.forward_backward(batch(stale))
+    newer = changed(sample, routes=routes, steps=np.where(sample.path.mask, 5, -1).astype(np.int32))
+    report = learner.forward_backward(batch(newer))
     assert report.flipped_share > 0.5
     assert report.ratio_max > 1e-3
+    assert report.replayed_share == 1.0
+    assert report.live_ratio_max is not None
+    assert report.live_ratio_max < 1e-5  # without them it is what the sampler said
 
 
 def test_the_token_budget_changes_nothing_but_memory(checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from etude.records import Sample
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
 from etude.training.reference import Reference
+from etude.training.routes import Replay
 from etude.training.rows import lay_flat
 
 from .test_learner import SIZES, batch, changed, sampled
@@ -70,10 +71,12 @@ def test_the_k2_loss_is_taken_to_the_reference_weighed_by_each_tokens_ratio(tmp_
     learner = learner_of(tmp_path, replace(CONFIG, kl=0.3), reference)
     samples = [stale(learner, seed, 0.0) for seed in range(3)]
     report = learner.forward_backward(batch(*samples))
-    rows = lay_flat(samples)
+    replay = Replay(learner.model.config, step=learner.step, max_lag=CONFIG.replay_max_lag)
+    rows = lay_flat(samples, replay)
     for parameter in learner.model.parameters():
         parameter.grad = None
-    done = learner.model.run(rows.tokens_N, Packed(rows.lengths, learner.model.operators), rows.routes_NLK, rows.rows_R)
+    flat, plausible = Packed(rows.lengths, learner.model.operators), CONFIG.replay_plausible
+    done = learner.model.run(rows.tokens_N, flat, rows.routes_NLK, rows.rows_R, plausible=plausible)
     now = done.logits.log_softmax(-1).gather(1, rows.targets_R[:, None])[:, 0]
     weight = (now.detach() - rows.sampler_logprobs_R).exp()
     loss = 0.3 * (weight * (now - reference.logprobs(rows)).square() / 2).sum() / len(now)

@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.errors import DeadlineExceeded, RunError, TaskError
+from etude.errors import DeadlineExceeded, NotFinite, RunError, TaskError
 from etude.models import ModelConfig, hf_views, load_model
 from etude.telemetry import Telemetry, read_events
 from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
+from etude.training.balance import biases
 from etude.training.ranks import run_ranks
+
+from ..models.families import DEEPSEEK
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import by name, and inherit the path
 spawned = importlib.import_module("spawned")
@@ -84,6 +87,23 @@ def test_a_killed_run_goes_on_from_its_checkpoint_and_ends_with_the_same_bytes(t
     assert not (tmp_path / "killed").exists()
     resumed = mid_train(CONFIG, corpus, tmp_path / "killed", model=SIZES, ranks=1)
     assert resumed == whole
+
+
+def test_a_run_that_diverges_ends_by_name_and_keeps_its_last_checkpoint(tmp_path: Path, corpus: Path) -> None:
+    wild = MidTrainingConfig(**{**CONFIG.__dict__, "lr": 1e36, "warmup_steps": 0, "checkpoint_every": 1})
+    with pytest.raises(NotFinite, match=r"layers\.\S+ is not finite at step 2"):
+        mid_train(wild, corpus, tmp_path / "mid", model=SIZES, ranks=1)
+    assert [p.name for p in (tmp_path / "mid.partial").iterdir()] == ["step-000001"]
+
+
+def test_a_family_with_biases_is_balanced_by_them(tmp_path: Path, corpus: Path) -> None:
+    short = MidTrainingConfig(**{**CONFIG.__dict__, "num_tokens": 1000, "balance": 0.0, "balance_bias": 2**-8})
+    steps = mid_train(short, corpus, tmp_path / "mid", model=DEEPSEEK, ranks=1).num_steps
+    (bias,) = biases(load_model(tmp_path / "mid"))
+    moves = bias * 2**8
+    assert moves.any()
+    assert (moves == moves.round()).all()
+    assert moves.abs().max() <= steps
 
 
 def test_a_finished_run_is_not_trained_again_and_other_settings_are_refused(tmp_path: Path, corpus: Path) -> None:

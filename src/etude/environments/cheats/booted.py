@@ -1,7 +1,7 @@
 """Virtual machines as a product starts them: each boots, is used and ends; none is stored, restored or forked.
 
 The other side of the parity probe for microVMs: the same guest image, kernel and agent, the same commands before the
-first, and a name of its own, so what tells one of these from a `MicroVMRuntime`'s is what being forked leaves behind.
+first, and an identity from the agent, so what tells one of these from a `MicroVMRuntime`'s is what being forked leaves.
 Seconds each; for measuring, not for work.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,8 +27,6 @@ from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo
 
 _ENVIRONMENT = {"LANG": "C.UTF-8"}
-_NAMED = """echo $0 >/proc/sys/kernel/hostname; echo $1 >/etc/machine-id
-echo $(($$ - 1)) >/proc/sys/kernel/ns_last_pid"""  # as if this shell had not been
 
 
 class BootedRuntime:
@@ -76,8 +75,7 @@ class BootedRuntime:
         except Lost as lost:
             raise MachineError("a guest did not boot", str(lost), hint="build the image again") from None
         await machine.exec(["sh", "-c", booting.warm], key="warm", deadline_s=deadline_s)
-        named = ["sh", "-c", _NAMED, secrets.token_hex(6), secrets.token_hex(16)]
-        await machine.exec(named, key="named", deadline_s=deadline_s, user="root")
+        await machine.renew(seed=secrets.token_bytes(32), clock_ns=time.time_ns(), host_name=secrets.token_hex(6))
         await machine.load(packed)
         return machine
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from etude.environments.cheats.catalogue import CATALOGUE, EXPORTS
 from etude.environments.cheats.cheat import Cheat, Finding, Kind
-from etude.environments.cheats.playing import Stage, play
+from etude.environments.cheats.playing import PLAY_S, PROGRAM_S, Stage, play
 from etude.environments.cheats.stage import playable, problems, secrets_of_the_host
 from etude.errors import MachineError
 from etude.seams import Grader, Runtime
@@ -19,8 +19,11 @@ async def check(
     *,
     cheats: Sequence[Cheat] = CATALOGUE,
     at_once: int = 1,
-) -> AsyncIterator[Finding]:
+    program_s: float = PROGRAM_S,
+    play_s: float = PLAY_S,
+) -> AsyncGenerator[Finding, None]:
     """What came of each cheat on each kind of task that it is for, in order. `grader` judges in machines of `runtime`.
+    A program has `program_s`; a play that takes longer than `play_s` has hung the host.
 
     Raises `MachineError` where no kind of task can be judged at all: then nothing was tried.
     """
@@ -33,7 +36,7 @@ async def check(
             raise MachineError(
                 "no cheat can be played", facts, hint="mend what keeps honest work from being graded first"
             )
-        stage = Stage(runtime, grader, secrets, staged, unplayable)
+        stage = Stage(runtime, grader, secrets, staged, unplayable, program_s, play_s)
         room = asyncio.Semaphore(at_once)
 
         async def one(cheat: Cheat, kind: Kind) -> Finding:

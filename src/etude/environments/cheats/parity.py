@@ -27,7 +27,7 @@ from etude.errors import MachineError
 from etude.seams import Runtime
 
 Seen = Mapping[str, float | str]
-_LOOK_S = 60.0
+_LOOK_S = 300.0
 _ROUNDS, _FOLDS = 8, 5
 
 
@@ -112,7 +112,8 @@ async def _look(runtime: Runtime) -> Seen:
         if line.startswith(b"SEEN "):
             seen: Seen = json.loads(line[5:])
             return seen
-    facts = f"exit code {result.exit_code}: {result.output[-300:].decode(errors='replace')}"
+    end = f"at its deadline of {_LOOK_S:g} s" if result.timed_out else f"with exit code {result.exit_code}"
+    facts = f"{runtime.info.name}: its program ended {end}: {result.output[-300:].decode(errors='replace')}"
     raise MachineError("a machine did not say what it sees", facts, hint="it needs a python3 of 3.10 or later")
 
 

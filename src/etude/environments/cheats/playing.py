@@ -40,6 +40,8 @@ class Stage:
     secrets: Secrets
     problems: Mapping[Kind, Problem]
     unplayable: Mapping[Kind, str]  # why a kind of task cannot be played on; "" where it can
+    program_s: float = PROGRAM_S  # what a program has
+    play_s: float = PLAY_S  # a play that takes longer has hung the host
 
 
 class _Succeeded(Exception):
@@ -52,14 +54,14 @@ async def play(cheat: Cheat, kind: Kind, stage: Stage) -> Finding:
     verdict, evidence = _skipped(cheat, kind, stage)
     if not evidence:
         try:
-            async with asyncio.timeout(PLAY_S):
+            async with asyncio.timeout(stage.play_s):
                 verdict, evidence = await _played(cheat, stage.problems[kind], stage)
         except _Succeeded as success:
             shared = stage.runtime.info.isolation == "shared kernel"
             verdict = Verdict.KNOWN if cheat.known and shared else Verdict.SUCCEEDED
             evidence = f"{success}: {cheat.known}" if verdict is Verdict.KNOWN else str(success)
         except TimeoutError:
-            verdict, evidence = Verdict.SUCCEEDED, f"it hung the host: no end after {PLAY_S:g} s"
+            verdict, evidence = Verdict.SUCCEEDED, f"it hung the host: no end after {stage.play_s:g} s"
         except BadSource as error:
             verdict, evidence = Verdict.SKIPPED, f"no repository could be made: {error.what}: {error.facts}"
         except MachineError as error:
@@ -102,7 +104,7 @@ async def _played(cheat: Cheat, problem: Problem, stage: Stage) -> tuple[Verdict
         why = ""
         if cheat.program:
             why = await _tried(cheat, machine, siblings, facts, stage)
-            await machine.exec(["python", "-c", "print(6 * 7)"], key="after", deadline_s=PROGRAM_S)
+            await machine.exec(["python", "-c", "print(6 * 7)"], key="after", deadline_s=stage.program_s)
         exports = await _taken(machine, task, stage)
         if cheat.bomb:
             with contextlib.suppress(OSError, ValueError):
@@ -170,21 +172,21 @@ async def _tried(cheat: Cheat, machine: Machine, siblings: list[Machine], facts:
     """Run a cheat's program, and its partner before, during or after it. Returns why it got nothing."""
     _, _, part = cheat.partner.partition(".")
     if part == "hold":
-        async with _running(cheat.partner, siblings[0], {**facts, "secret": stage.secrets.word}) as holding:
+        async with _running(cheat.partner, siblings[0], {**facts, "secret": stage.secrets.word}, stage) as holding:
             await holding
-            result = await _run(cheat.program, machine, facts)
+            result = await _run(cheat.program, machine, facts, stage)
     elif part == "touch":
-        async with _running(cheat.program, machine, facts) as holding:
+        async with _running(cheat.program, machine, facts, stage) as holding:
             await holding
-            await _run(cheat.partner, siblings[0], facts)
-            result = await _run(cheat.program, machine, facts)  # the same key: the one that runs
+            await _run(cheat.partner, siblings[0], facts, stage)
+            result = await _run(cheat.program, machine, facts, stage)  # the same key: the one that runs
     else:
-        result = await _run(cheat.program, machine, facts)
+        result = await _run(cheat.program, machine, facts, stage)
     got, why = _said(result)
     if part == "marks":
-        got, why = _said(await _run(cheat.partner, siblings[0], facts))
+        got, why = _said(await _run(cheat.partner, siblings[0], facts, stage))
     elif part == "draw":
-        got = _alike(got, _said(await _run(cheat.partner, siblings[0], facts))[0])
+        got = _alike(got, _said(await _run(cheat.partner, siblings[0], facts, stage))[0])
     if stage.secrets.word.encode() in result.output:
         got = got or "a secret came out"
     if stage.secrets.touched:
@@ -194,18 +196,20 @@ async def _tried(cheat: Cheat, machine: Machine, siblings: list[Machine], facts:
     return why or "it got nothing"
 
 
-async def _run(program: str, machine: Machine, facts: Mapping[str, Any], tell: Any = None) -> ExecResult:
+async def _run(program: str, machine: Machine, facts: Mapping[str, Any], stage: Stage, tell: Any = None) -> ExecResult:
     module, _, function = program.partition(".")
     command = ["python", "-m", "programs", module, function, json.dumps(dict(facts))]
-    return await machine.exec(command, key=program, deadline_s=PROGRAM_S, tell=tell)
+    return await machine.exec(command, key=program, deadline_s=stage.program_s, tell=tell)
 
 
 @contextlib.asynccontextmanager
-async def _running(program: str, machine: Machine, facts: Mapping[str, Any]) -> AsyncIterator[Awaitable[None]]:
+async def _running(
+    program: str, machine: Machine, facts: Mapping[str, Any], stage: Stage
+) -> AsyncIterator[Awaitable[None]]:
     """A program that runs meanwhile; what is yielded waits until it says that it is there, or ends."""
     there = asyncio.Event()
     running = asyncio.create_task(
-        _run(program, machine, facts, lambda told: there.set() if hasattr(told, "data") else None)
+        _run(program, machine, facts, stage, lambda told: there.set() if hasattr(told, "data") else None)
     )
     running.add_done_callback(lambda _: there.set())
 

@@ -11,25 +11,13 @@ import numpy as np
 
 from etude.evals.doctor.local import Finding, findings
 from etude.evals.doctor.sides import EngineSide, LearnerSide, Sampled, Scored
-from etude.evals.parity import Parity, compare
+from etude.evals.parity import Budget, Parity, compare
 
 
 class Verdict(enum.StrEnum):
     EQUAL = "equal"  # every number the same
     NEAR = "near"  # within the budget, and every operator within its rounding
     OFF = "off"
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How far apart is near: the most that k3 (nats a token) and the 99th percentile of |r - 1| may be."""
-
-    k3: float
-    ratio_p99: float
-
-    def holds(self, found: Parity) -> bool:
-        """Whether the numbers keep to it."""
-        return found.k3 <= self.k3 and found.ratio_p99 <= self.ratio_p99
 
 
 @dataclass(frozen=True)

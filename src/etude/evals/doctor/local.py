@@ -32,7 +32,7 @@ another order. Clean models of both families in three dtypes come to 1.2 (tests/
 
 _LEAST = float(torch.finfo(torch.float32).eps)
 
-PRODUCTS = ("qkv", ".out", "scores", "gate_up", "down", "logits", "_a", "_b")
+PRODUCTS = ("qkv", "inward", ".q", "expanded", ".out", "scores", "gate_up", "down", "logits")
 """How the names end of results that are rounded once."""
 
 INNER = ("experts.gate_up", "experts.activated", "experts.down")

@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from etude.errors import TaskError
+from etude.errors import NoSource, TaskError
 from etude.records.exports import is_declarable
 from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust, Verifier
@@ -61,17 +61,21 @@ class HarborSource:
             self._tasks[split_of(instruction)].append((folder, read_config(folder)))
 
     def folders(self) -> list[Path]:
-        """The task folders. Raises `TaskError` where there is none."""
+        """The task folders. Raises `NoSource` where there is none."""
         if (self.path / "task.toml").is_file():
             return [self.path]
         try:
             found = sorted(one for one in self.path.iterdir() if (one / "task.toml").is_file())
         except OSError as error:
-            raise TaskError(f"cannot list {self.path}", str(error), hint="give a folder of Harbor tasks") from None
+            raise NoSource(f"cannot list {self.path}", str(error), hint="give a folder of Harbor tasks") from None
         if not found:
             hint = "a task is a folder with task.toml, instruction.md, environment/ and tests/"
-            raise TaskError(f"{self.path} holds no Harbor task", hint=hint)
+            raise NoSource(f"{self.path} holds no Harbor task", hint=hint)
         return found
+
+    def folder(self, split: Split, index: int) -> Path:
+        """The folder that a task is read from."""
+        return self._at(split, index)[0]
 
     def size(self, split: Split) -> int | None:
         return len(self._tasks[split])

@@ -47,7 +47,10 @@ class Repository:
         if not self.path.is_dir():
             raise NoSource(f"no repository at {self.path}", hint="give a folder that Git knows as a repository")
         self._texts: dict[str, str | None] = {}
-        inside = self._git("rev-parse", "--show-prefix").decode(errors="replace").strip("\n/")
+        try:
+            inside = self._git("rev-parse", "--show-prefix").decode(errors="replace").strip("\n/")
+        except TaskError as error:
+            raise NoSource(f"no repository at {self.path}", error.facts, hint=error.hint) from None
         if inside:
             root = str(self.path.absolute()).removesuffix(inside)
             raise NoSource(f"{self.path} is a folder of another repository", f"{inside} in {root}", hint=f"give {root}")

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.here import needs
 
 from etude.environments import NamespaceRuntime
 from etude.environments.burst import Capacity, FleetHost, FleetRuntime, Need
@@ -54,12 +55,8 @@ def namespaces() -> Runtime:
 
 
 def on_real_hosts(test: Callable[[Fleet], Awaitable[None]]) -> None:
-    try:
-        on(test, namespaces)
-    except MachineError as error:
-        if "need user namespaces" not in str(error):
-            raise
-        pytest.skip(str(error))
+    needs("namespace")
+    on(test, namespaces)
 
 
 def test_a_request_larger_than_a_host_is_forked_on_both():

@@ -6,6 +6,7 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+from tests.here import opened
 
 from etude.cli import main
 from etude.environments import NamespaceRuntime
@@ -13,7 +14,6 @@ from etude.environments.burst import Faults, Scenario, burst, measure, simulate
 from etude.environments.burst.calibrate import burst_s, fitted, held_out, predict
 from etude.environments.burst.fake import Measured
 from etude.environments.burst.simulate import Simulated
-from etude.errors import MachineError
 
 SMALL = Scenario(machines=3200, hosts=8, snapshots=20, cores=48, horizon_s=45.0)
 BAD_DAY = Faults(crashes=((3, 0.3),), slow=((1, 20.0),), partitions=((2, 0.2, 2.0), (4, 5.0, 25.0)), loss=0.02)
@@ -87,10 +87,7 @@ def test_hosts_that_are_slow_delay_nobody_for_long(snapshots):
 
 def test_a_real_burst_is_measured_and_its_prediction_is_of_its_size():
     async def main():
-        try:
-            runtime = NamespaceRuntime(max_machines=64)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(max_machines=64))
         try:
             snapshot = await runtime.prepare({"a.py": b"print(1)\n"})
             measured = await measure(runtime, snapshot, plan=((8, 1), (16, 4)), rounds=1)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.here import opened
 
 from etude.environments import NamespaceRuntime
 from etude.environments.burst import Forecast, WarmRuntime
@@ -230,10 +231,7 @@ def test_who_waits_is_told_when_the_runtime_is_closed():
 
 def test_real_machines_are_forked_ahead_given_out_and_used():
     async def main():
-        try:
-            inner = NamespaceRuntime(max_machines=16, spare=0)
-        except MachineError as error:
-            pytest.skip(str(error))
+        inner = opened("namespace", lambda: NamespaceRuntime(max_machines=16, spare=0))
         now_s = 0.0
         warm = WarmRuntime(
             inner,

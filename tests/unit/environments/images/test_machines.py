@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.here import opened
 from tests.unit.environments.images.archives import files_of, tar_of
 from tests.unit.environments.network.test_mirror import wheel
 
@@ -70,10 +71,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ImageStore:
 
 def using(store: ImageStore, test: Callable[[NamespaceRuntime], Awaitable[None]], **limits: int) -> None:
     async def main() -> None:
-        try:
-            runtime = NamespaceRuntime(MachineLimits(**limits), images=store, spare=1)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(MachineLimits(**limits), images=store, spare=1))
         try:
             await test(runtime)
         finally:

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.here import opened
 from tests.unit.environments.images.archives import tar_of
 
 from etude.environments import NamespaceRuntime
@@ -228,10 +229,7 @@ def test_a_socket_inside_of_a_network_of_its_own_is_served_from_here(tmp_path, p
 
 def test_a_machine_without_a_network_reaches_a_mirror_and_nothing_else(packages):
     async def main() -> None:
-        try:
-            runtime = NamespaceRuntime(spare=0)
-        except MachineError as error:
-            pytest.skip(str(error))
+        runtime = opened("namespace", lambda: NamespaceRuntime(spare=0))
         mirror = Mirror(packages)
         try:
             one, two = await runtime.fork(await runtime.prepare({"ask.py": ASK}), 2)

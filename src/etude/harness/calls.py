@@ -1,0 +1,107 @@
+"""How checkpoints that others trained write a tool call in a completion, and what their tokens for it are.
+
+etude's own form is a command line (`commands`). Those here are JSON between tokens of the checkpoint's tokeniser; which
+one it is, the tokeniser says. Knows nothing of templates: how calls of earlier turns are rendered is theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etude.harness.commands import Call, Signature, usage
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """One way of writing calls. `opens` are the tokens that begin one; `found` matches a whole call."""
+
+    name: str
+    opens: tuple[str, ...]
+    found: re.Pattern[str]
+    form: str  # what is written: of the call's name, its arguments as JSON, and both as JSON
+
+    def read(self, said: str, signatures: Mapping[str, Signature]) -> tuple[str, Call | str | None]:
+        """What was said before a call, and the call, or what is wrong with it, or None where there is none."""
+        start = min((at for token in self.opens if (at := said.find(token)) >= 0), default=-1)
+        if start < 0:
+            return said, None
+        calls = list(self.found.finditer(said, start))
+        if len(calls) != 1:
+            return said, "one call a turn" if calls else "the call cannot be read"
+        try:
+            parts = calls[0].groupdict()
+            both = json.loads(parts["both"]) if "both" in parts else {}
+            arguments = both.get("arguments") if "both" in parts else json.loads(parts["arguments"] or "{}")
+            name = both.get("name") if "both" in parts else parts["name"].strip()
+        except (ValueError, RecursionError, AttributeError):
+            return said, "the call's arguments are no JSON"
+        return said[:start], checked(name, arguments, signatures)
+
+    def write(self, name: str, arguments: str) -> str:
+        """A call of `arguments`, JSON."""
+        both = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}'
+        return self.form.replace("NAME", name).replace("BOTH", both).replace("ARGUMENTS", arguments)
+
+
+HERMES = CallForm(
+    "hermes",  # Qwen's too
+    ("<tool_call>",),
+    re.compile(r"<tool_call>\s*(?P<both>\{.*?\})\s*</tool_call>", re.DOTALL),
+    "<tool_call>\nBOTH\n</tool_call>",
+)
+DEEPSEEK = CallForm(
+    "deepseek",
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    re.compile(
+        r"<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?(?P<name>[^\n<]{1,256}?)"
+        r"(?:\n```json\n|<｜tool▁sep｜>)(?P<arguments>.*?)(?:\n```)?<｜tool▁call▁end｜>",
+        re.DOTALL,
+    ),
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+)
+KIMI = CallForm(
+    "kimi",
+    ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
+    re.compile(
+        r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\n<]{1,256}?)(?::\d{1,6})?\s*"
+        r"<\|tool_call_argument_begin\|>\s*(?P<arguments>.*?)\s*<\|tool_call_end\|>",
+        re.DOTALL,
+    ),
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+)
+NONE = CallForm("none", (), re.compile(r"(?!)"), "BOTH")
+"""Of a checkpoint that was not taught to call."""
+
+
+def form_of(tokens: Container[str]) -> CallForm:
+    """The form that a tokeniser's added tokens are for."""
+    return next((form for form in (HERMES, DEEPSEEK, KIMI) if any(t in tokens for t in form.opens)), NONE)
+
+
+def checked(name: Any, arguments: Any, signatures: Mapping[str, Signature]) -> Call | str:
+    """A call that a tool can take, or a short text that says what is wrong with it."""
+    if not isinstance(name, str) or name not in signatures:
+        return f"no such tool: {str(name)[:40].strip()}"
+    signature = signatures[name]
+    known = {p.name: p for p in signature.parameters}
+    if not isinstance(arguments, dict) or not arguments.keys() <= known.keys():
+        return usage(signature)
+    taken: dict[str, Any] = {}
+    for key, parameter in known.items():
+        if arguments.get(key) is None:
+            if parameter.required:
+                return usage(signature)
+            continue
+        value = arguments[key]
+        if parameter.kind == "string" and not isinstance(value, str):
+            value = json.dumps(value, ensure_ascii=False)
+        if not parameter.takes(value):
+            return f"{key} is not of type {parameter.kind}"
+        taken[key] = value
+    return Call(name, taken)

@@ -1,0 +1,175 @@
+"""The chat format of a checkpoint that others trained: its own template, its own tokens, its own form of calls.
+
+Three things differ from etude's own format. Calls are JSON (`calls`). A template may render a past turn otherwise than
+it was said (Qwen3 drops what was thought): that is accepted, since what was sampled is never rendered again; only what
+follows a sampled message is taken from the rendering. And a tokeniser's added tokens that are not special, such as
+``<think>``, are structure in the template and in an assistant's words, and ordinary text in everybody else's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from etude.harness.calls import NONE, form_of
+from etude.harness.chat import STAND_IN, ChatFormat, Message, Reply
+from etude.harness.commands import Call, Signature
+from etude.harness.template import ChatError, ChatTemplate
+from etude.records.wire import I32
+
+_SAID, _TOLD = STAND_IN + "said", STAND_IN + "told"
+_HINT = "use the chat template that the checkpoint's makers publish, or etude's with its tokens"
+
+
+class ImportedFormat(ChatFormat):
+    """Encodes conversations and reads completions as a checkpoint was taught."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        with_tools: str | None = None,
+        *,
+        special: Mapping[str, str],
+        stops: Iterable[int] = (),
+    ) -> None:
+        """`special` names the tokens that the template may write, `eos_token` among them; `with_tools` is another
+        template for when there are tools; `stops` are further ids that end a completion. Raises `ChatError`."""
+        self._take_tokens(tokenizer)
+        self.end = special.get("eos_token", "")
+        if self.end not in self._added:
+            facts = f"eos_token is {self.end!r}, which is none of its {len(self._added)} added tokens"
+            raise ChatError("the tokeniser has no chat format", facts, hint=_HINT)
+        self.end_id = self._added[self.end]
+        self.stop_token_ids = tuple(dict.fromkeys([self.end_id, *(i for i in stops if i < self.vocab_size)]))
+        self.calls = form_of(self._added)
+        self._openers = frozenset(self._added[t] for t in self.calls.opens if t in self._added)
+        self._template = ChatTemplate(template, special=special)
+        self._with_tools = self._template if with_tools is None else ChatTemplate(with_tools, special=special)
+        self._arguments_as_text = False
+
+    def document(self, text: str) -> I32:
+        """A mid-training document, the text and what ends it, [T] int32."""
+        return np.array([*self._plain(text), self.end_id], np.int32)
+
+    def continuation(
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        signatures: Mapping[str, Signature] | None = None,
+        *,
+        ended: bool = True,
+    ) -> I32:
+        """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32: what the template
+        writes behind the token that ends that message, or from it on where `ended` is False."""
+        hidden = self._hidden([*previous, *new], signatures or {})
+        last = len(previous) - 1
+        hidden[last] = {**hidden[last], "content": _SAID}
+        rendering = self._render(hidden, signatures or {}, generate=True)
+        at = rendering.rfind(_SAID)
+        end = rendering.find(self.end, at)
+        if at < 0 or end < 0:
+            what = "its words are left out" if at < 0 else f"no {self.end} ends it"
+            raise ChatError("the chat template cannot be continued behind what was said", what, hint=_HINT)
+        return self._encode_rendering(rendering[end + len(self.end) if ended else end :])
+
+    def spell(self, call: Call) -> I32:
+        """The completion that makes a call, stop token included, [T] int32. Raises `ChatError` for a checkpoint that
+        was not taught to call."""
+        if self.calls is NONE:
+            raise ChatError("the checkpoint has no form for tool calls", "no added token opens one", hint=_HINT)
+        arguments = self._hide(json.dumps(call.arguments, ensure_ascii=False))
+        return self._encode_rendering(self.calls.write(self._hide(call.name), arguments) + self.end)
+
+    def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
+        """What a completion says, its stop token included. Any ids give a `Reply`; nothing raises."""
+        body = [int(i) for i in ids]
+        if not body or body[-1] not in self.stop_token_ids:
+            return Reply(self.decode(body, special=True), error="too long")
+        said = self.decode(body[:-1], special=True)
+        before, call = self.calls.read(said, signatures)
+        if isinstance(call, str):
+            return Reply(said, error=call)
+        return Reply(self.decode(body[:-1])) if call is None else Reply(before, call)
+
+    def leading_text(self, ids: Sequence[int] | I32) -> int:
+        """How many of a completion's first tokens are said to the reader, whatever follows: those before a call."""
+        ends = self._openers | self._special_ids
+        return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
+
+    def last_message(self, prompt_ids: Sequence[int] | I32) -> str:
+        """The text of the last tool's answer before a prompt's generation prompt; empty where there is none."""
+        before, behind = self._around_answers
+        text = self.decode(prompt_ids, special=True)
+        start = text.rfind(before)
+        return text[start + len(before) :].removesuffix(behind) if start >= 0 else ""
+
+    @cached_property
+    def _around_answers(self) -> tuple[str, str]:
+        """What the template writes before and behind a tool's answer to a call."""
+        asked = {"role": "user", "content": "?"}
+        function = {"name": "f", "arguments": {}}
+        called = {"role": "assistant", "content": _SAID, "tool_calls": [{"type": "function", "function": function}]}
+        told = {"role": "tool", "content": _TOLD}
+        rendering = self._render([asked, called, told], {}, generate=True)
+        behind_call = rendering[rendering.find(self.end, rendering.find(_SAID)) + len(self.end) :]
+        before, _, behind = behind_call.partition(_TOLD)
+        return before, behind
+
+    def _render(self, hidden: Sequence[Message], signatures: Mapping[str, Signature], *, generate: bool) -> str:
+        """Arguments are mappings, as transformers recommends, or JSON where the template only takes that."""
+        tools = self._tools(signatures)
+        template = self._with_tools if tools else self._template
+        try:
+            messages = _with_text(hidden) if self._arguments_as_text else hidden
+            return template.render(messages, tools=tools, add_generation_prompt=generate)
+        except ChatError:
+            if self._arguments_as_text or not any(m.get("tool_calls") for m in hidden):
+                raise
+        rendering = template.render(_with_text(hidden), tools=tools, add_generation_prompt=generate)
+        self._arguments_as_text = True
+        return rendering
+
+    def _tools(self, signatures: Mapping[str, Signature]) -> list[dict[str, Any]]:
+        lists = "tools" in self._template.variables | self._with_tools.variables
+        return [self._hide_all(s.to_openai()) for s in signatures.values()] if lists else []
+
+    def _hide_message(self, message: Message, signatures: Mapping[str, Signature]) -> Message:
+        hide = self._hide_special if message.get("role") == "assistant" else self._hide_all
+        hidden = {key: hide(value) for key, value in message.items() if key != "tool_calls"}
+        if message.get("tool_calls"):
+            hidden["tool_calls"] = [self._hide_call(call, signatures) for call in message["tool_calls"]]
+        return hidden
+
+    def _hide_special(self, value: Any) -> Any:
+        """What a model said: its added tokens that are not special stay."""
+        return self._broken(value, self._literal_special) if isinstance(value, str) else self._hide_all(value)
+
+    def _hide_call(self, call: Mapping[str, Any], signatures: Mapping[str, Signature]) -> Message:
+        try:
+            name, arguments = str(call["function"]["name"]), call["function"]["arguments"]
+            plain = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            hint = "a tool call is {id, type, function: {name, arguments}}, arguments a JSON object"
+            raise ChatError("a tool call cannot be rendered", repr(error), hint=hint) from None
+        function = {"name": self._hide(name), "arguments": self._hide_all(plain)}
+        kept = {key: self._hide(str(call[key])) for key in ("id",) if call.get(key) is not None}
+        return {**kept, "type": "function", "function": function}
+
+
+def _with_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with every call's arguments as JSON."""
+    return [
+        {**m, "tool_calls": [_call_with_text(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m
+        for m in messages
+    ]
+
+
+def _call_with_text(call: Mapping[str, Any]) -> Message:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

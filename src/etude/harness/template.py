@@ -1,0 +1,347 @@
+"""A checkpoint's own chat template, rendered as transformers renders it, within bounds.
+
+A template is outside code. It runs in Jinja's immutable sandbox, with what transformers gives it: loop controls,
+`raise_exception`, `strftime_now`, a `tojson` that does not escape HTML, `{% generation %}`, and the special tokens by
+name. Beyond that its work is counted: every loop, every call and every text that grows, so that a hostile one ends in a
+`ChatError` and not in a full memory. What a template does within one operation of the interpreter is bounded by the
+sizes of what goes in.
+
+Knows nothing of tokens and of what messages mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from etude.errors import EtudeError
+
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_CHARS = 1 << 24
+"""Of a rendering, and of every text on the way to it."""
+MAX_ELEMENTS = 200_000
+"""Of a nested value that is worked with; one that is held twice counts twice."""
+MAX_STEPS = 300_000
+"""Turns of loops and calls in one rendering."""
+DEADLINE_S = 5.0
+MAX_WIDTH = 10_000
+"""The largest number that a filter or a method may be given: it may be a width."""
+
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_HINT = "compare it with the chat_template.jinja that etude packages, or with the one its makers publish"
+_BUDGET = "a budget"  # no template can write a name with a blank in it
+
+
+class ChatError(EtudeError):
+    """Messages that the chat template cannot render, or a checkpoint without a usable chat format."""
+
+
+class ChatTemplate:
+    """A compiled template. `special` names the tokens it may write, such as ``bos_token``.
+
+    >>> greet = ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}",
+    ...                      special={"bos_token": "<s>"})
+    >>> greet.render([{"role": "user", "content": "hi"}])
+    '<s>user: hi'
+    """
+
+    def __init__(
+        self, source: str, *, special: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """Raises `ChatError` for one that does not compile."""
+        self.source, self.special, self._deadline_s = source, dict(special or {}), deadline_s
+        if len(source) > MAX_TEMPLATE_CHARS:
+            facts = f"{len(source)} characters, at most {MAX_TEMPLATE_CHARS} are read"
+            raise ChatError("the chat template is too long", facts, hint=_HINT)
+        try:
+            parsed = _environment().parse(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
+            self._template = _environment().from_string(_counted(parsed))
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
+            raise ChatError("the chat template does not compile", str(error), hint=_HINT) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """The conversation as text. Raises `ChatError` for what the template refuses and for one without end."""
+        budget = _Budget(time.monotonic() + self._deadline_s)
+        try:
+            pieces = self._template.generate(
+                {
+                    **self.special,
+                    "messages": [_message(m) for m in messages],
+                    "tools": list(tools) if tools else None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    _BUDGET: budget,
+                }
+            )
+            rendering, length = [], 0
+            for piece in pieces:
+                budget.step()
+                length += len(piece)
+                if length > MAX_CHARS:
+                    raise _TooMuch(f"more than {MAX_CHARS} characters")
+                rendering.append(piece)
+            return "".join(rendering)
+        except _TooMuch as error:
+            raise ChatError("the chat template does too much", str(error), hint=_HINT) from None
+        except Exception as error:  # noqa: BLE001  outside code raises whatever it likes
+            raise ChatError("the chat template refused the messages", str(error) or repr(error), hint=_HINT) from None
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as transformers hands it over: nothing that is None, reasoning under each of its names."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((kept[name] for name in names if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def read_template(folder: Path) -> tuple[str, str | None]:
+    """A checkpoint's template, and another one for when there are tools. Raises `ChatError`."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8"), None
+    except OSError:
+        pass
+    except UnicodeDecodeError as error:
+        raise ChatError(f"the chat template in {folder} is no text", str(error), hint=_HINT) from None
+    found = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found, with_tools = named.get("default"), named.get("tool_use")
+        if isinstance(found, str):
+            return found, with_tools if isinstance(with_tools, str) else None
+    if not isinstance(found, str):
+        hint = "a tokeniser directory holds tokenizer.json and chat_template.jinja"
+        raise ChatError(f"no chat template in {folder}", hint=hint)
+    return found, None
+
+
+def read_special(folder: Path) -> dict[str, str]:
+    """The special tokens that a checkpoint names, by name; what cannot be read is not named."""
+    known = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    contents = {name: known.get(name) for name in NAMED_TOKENS}
+    plain = {name: c.get("content") if isinstance(c, dict) else c for name, c in contents.items()}
+    return {name: content for name, content in plain.items() if isinstance(content, str)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# bounds
+
+
+class _TooMuch(jinja2.TemplateError):
+    """A template that goes on and on, or grows without end."""
+
+
+@dataclass
+class _Budget:
+    """What one rendering may still do."""
+
+    deadline: float
+    steps: int = MAX_STEPS
+
+    def step(self) -> None:
+        self.steps -= 1
+        if self.steps < 0:
+            raise _TooMuch(f"more than {MAX_STEPS} turns of loops and calls")
+        if time.monotonic() > self.deadline:
+            raise _TooMuch("it has not ended in time")
+
+
+def _weight(*values: Any) -> int:
+    """Characters and elements in nested plain data, as far as they may be."""
+    total, elements, waiting = 0, 0, list(values)
+    while waiting:
+        value = waiting.pop()
+        elements += 1
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
+        if total > MAX_CHARS or elements + len(waiting) > MAX_ELEMENTS:
+            raise _TooMuch(f"a value of more than {MAX_CHARS} characters or {MAX_ELEMENTS} elements")
+    return total + elements
+
+
+def _check_call(name: str, values: Sequence[Any]) -> None:
+    """Whether what a filter or a method gives is bounded by what it is given."""
+    _weight(*values)
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_WIDTH and name != "range":
+            raise _TooMuch(f"{name} with {value}")
+    if name in ("replace", "join", "indent", "wordwrap", "translate"):
+        texts = [_weight(value) for value in values]
+        if texts and max(texts[1:], default=1) * texts[0] > MAX_CHARS:
+            raise _TooMuch(f"{name} of {texts[0]} characters with {max(texts[1:])}")
+    if name in ("format", "format_map") and any(_has_width(v) for v in values if isinstance(v, str)):
+        raise _TooMuch(f"{name} with a wide field")
+
+
+def _has_width(text: str) -> bool:
+    """Whether a format string has a number of five digits or more in it, or a width that is given from outside."""
+    digits = "".join(c if c.isdigit() else " " for c in text).split()
+    return "*" in text or any(len(number) > 4 for number in digits)
+
+
+def _guarded(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter whose work is bounded by what it is given."""
+
+    @functools.wraps(filter_)  # keeps whether Jinja hands it the context
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        plain = [a for a in args if not isinstance(a, jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext)]
+        _check_call(name, [*plain, *kwargs.values()])
+        return filter_(*args, **kwargs)
+
+    return checked
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, counting."""
+
+    intercepted_binops = frozenset({"+", "*", "%", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        weight = _weight(left, right)
+        if operator == "*" and (not isinstance(left, int | float) or not isinstance(right, int | float)):
+            times = next((v for v in (left, right) if isinstance(v, int)), 1)
+            if weight * max(times, 1) > MAX_CHARS:
+                raise _TooMuch(f"a text repeated {times} times")
+        if operator == "**" and (abs(left) > MAX_WIDTH or abs(right) > 64):
+            raise _TooMuch(f"{left} ** {right}")
+        if operator == "*" and isinstance(left, int) and isinstance(right, int) and max(left, right) > 1 << 63:
+            raise _TooMuch("a number without end")
+        if operator == "%" and isinstance(left, str) and _has_width(left):
+            raise _TooMuch("a format with a wide field")
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _budget_of(__context).step()
+        receiver = getattr(__obj, "__self__", None)
+        plain = [a for a in args if not isinstance(a, jinja2.runtime.Context)]
+        if isinstance(receiver, str):
+            _check_call(__obj.__name__, [receiver, *plain, *kwargs.values()])
+        else:
+            _weight(*plain, *kwargs.values())
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Jinja's own guard of `str.format`, and ours of its widths."""
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
+            return None
+
+        def checked(*args: Any, **kwargs: Any) -> str:
+            _check_call("format", [value.__self__, *args, *kwargs.values()])
+            return wrapped(*args, **kwargs)
+
+        return checked
+
+    @staticmethod
+    def turn(context: jinja2.runtime.Context) -> str:
+        """One more turn of a loop."""
+        _budget_of(context).step()
+        return ""
+
+    @staticmethod
+    def joined(*parts: Any) -> str:
+        """What `~` gives."""
+        _weight(*parts)
+        return "".join(map(str, parts))
+
+
+def _budget_of(context: Any) -> _Budget:
+    found = context.resolve(_BUDGET) if isinstance(context, jinja2.runtime.Context) else None
+    return found if isinstance(found, _Budget) else _Budget(time.monotonic() + DEADLINE_S)
+
+
+def _counted(parsed: nodes.Template) -> nodes.Template:
+    """The template with each loop's turns counted and each `~` checked."""
+    for loop in parsed.find_all((nodes.For, nodes.Macro)):
+        turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [nodes.ContextReference()], [], None, None)
+        loop.body.insert(0, nodes.ExprStmt(turn))  # type: ignore[attr-defined]
+    for parent in [parsed, *parsed.find_all(nodes.Node)]:
+        for field, value in parent.iter_fields():
+            if isinstance(value, list):
+                setattr(parent, field, [_checked_join(v) for v in value])
+            else:
+                setattr(parent, field, _checked_join(value))
+    return parsed.set_environment(_environment())  # type: ignore[return-value]
+
+
+def _checked_join(node: Any) -> Any:
+    if not isinstance(node, nodes.Concat):
+        return node
+    return nodes.Call(nodes.EnvironmentAttribute("joined"), node.nodes, [], None, None, lineno=node.lineno)
+
+
+# what transformers gives a template
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what a model is trained on; here it renders what is in it."""
+
+    tags = {"generation"}  # noqa: RUF012  as Jinja has it
+
+    def parse(self, parser: Any) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _finalised(value: Any) -> Any:
+    """What `{{ }}` writes: a nested value may be longer as text than in memory."""
+    if not isinstance(value, str):
+        _weight(value)
+    return value
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> _Sandbox:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_finalised
+    )
+    environment.filters["tojson"] = _tojson
+    environment.filters = {name: _guarded(name, one) for name, one in environment.filters.items()}
+    del environment.globals["lipsum"]  # pages of text
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment

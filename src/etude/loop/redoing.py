@@ -1,0 +1,233 @@
+"""Redo a recorded training step from disk alone, and compare the weights with those that the run published.
+
+Load the nearest learner checkpoint before the step, train on every recorded batch up to it, in order, with the run's
+own settings, and compare each version on the way, tensor by tensor, with the digests in its manifest. A step number may
+have been trained more than once, after a restart: what is meant is the one in the lineage of the current weights, whose
+traces replaced the others'. Only reads the run folder, of a run that is under way, too. Equality is promised where what
+computes is the same (`learning.computed_by`); elsewhere the step is redone all the same and what differs is told.
+Knows nothing of rollouts, engines and the conductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.config import build, to_plain
+from etude.errors import CheckpointError, InputError, LedgerError, RunError, WeightsError
+from etude.experience import Ledger, read_trace
+from etude.experience.traces import Recorded, trace_path
+from etude.loop.config import must_be_unchanged, read_config
+from etude.loop.learning import NUM_THREADS, computed_by, make_learner, starting_point
+from etude.loop.retention import kept_from, steps_in
+from etude.records import Version
+from etude.run import RunFolder
+from etude.stores import DirectoryStore
+from etude.telemetry import read_events
+from etude.training import LearnerConfig, TorchLearner
+from etude.weights.chain.history import readable
+from etude.weights.chain.manifest import Manifest, table, table_digest
+
+TIMED = {"cpu_s", "fresh_ratio_max"}  # numbers of a step that depend on when it ran: the second on a publish's end
+
+
+@dataclass(frozen=True)
+class Redone:
+    """One step, done again."""
+
+    step: int
+    num_samples: int
+    found: str  # digest of the weights that came out
+    published: str | None  # of the run's; None: its manifest is gone
+    different: tuple[str, ...]  # tensors whose bytes differ
+    numbers: Mapping[str, tuple[float | None, float]]  # by name: recorded (None: not there), redone
+    computed_by: Mapping[str, tuple[str, str]]  # by name, where it differs: the run's, and what redid it
+
+    @property
+    def equal(self) -> bool:
+        return self.found == self.published
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A step redone, with those before it back to the checkpoint."""
+
+    step: int
+    start: Path
+    steps: tuple[Redone, ...]
+
+    @property
+    def last(self) -> Redone:
+        return self.steps[-1]
+
+    @property
+    def equal(self) -> bool:
+        return self.last.equal
+
+    @property
+    def first_different(self) -> Redone | None:
+        """The first step whose weights are not those that were published."""
+        return next((one for one in self.steps if one.published is not None and not one.equal), None)
+
+    @property
+    def computed_by(self) -> dict[str, tuple[str, str]]:
+        """By name, where anything differs from what computed the run: the run's, and what redid it."""
+        return {name: pair for one in self.steps for name, pair in one.computed_by.items()}
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run folder tells of its current lineage."""
+
+    run: RunFolder
+    versions: Mapping[int, Manifest]  # by step
+    rollout_ids: Mapping[int, frozenset[str]]  # by step: a step that was published again lists them once
+    damaged: Version | None = None  # where the lineage can be read no further back
+    numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by step: of its last `rl.step` event
+
+    @classmethod
+    def read(cls, run: RunFolder) -> History:
+        manifests, damaged = readable(DirectoryStore(run / "weights"), "policy")
+        ids: dict[int, frozenset[str]] = {}
+        for manifest in manifests:
+            step = manifest.version.step
+            ids[step] = ids.get(step, frozenset()) | frozenset(manifest.rollout_ids)
+        events = [event for event in read_events(run / "events") if event["kind"] == "rl.step"]
+        numbers = {event["step"]: event for event in events}
+        versions = {manifest.version.step: manifest for manifest in manifests}
+        return cls(run, versions, ids, damaged.version if damaged else None, numbers)
+
+    def version(self, step: int) -> Version | None:
+        """What the run published at a step, where that is still known."""
+        return self.versions[step].version if step in self.versions else None
+
+    def require(self, step: int) -> None:
+        """Raise an error that says why a step cannot be redone, where its version is not in the lineage."""
+        if step in self.versions and step > 0:
+            return
+        steps = [at for at in self.versions if at > 0]
+        if self.damaged is not None and step <= self.damaged.step:
+            raise WeightsError(
+                f"what step {step} published is not known any more",
+                f"the lineage can be read back to {self.damaged}, whose manifest is gone or damaged",
+                hint="copy that manifest back, or redo a later step",
+            )
+        facts = f"its current lineage has steps {min(steps)} to {max(steps)}" if steps else "it has published no step"
+        lost = (
+            "; that one was trained in a lineage that is lost" if trace_path(self.run / "traces", step).exists() else ""
+        )
+        raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="name one of its lineage's steps")
+
+    def batch(self, step: int) -> Recorded:
+        """The record of a step of the lineage. Raises `LedgerError`."""
+        recorded = read_trace(trace_path(self.run / "traces", step))
+        known = self.rollout_ids.get(step)
+        if known is not None and known != frozenset(recorded.batch.rollout_ids):
+            raise LedgerError(
+                f"the record of step {step} is not of the step that the current weights were trained by",
+                f"{len(known ^ set(recorded.batch.rollout_ids))} rollouts are in one and not in the other",
+                hint="restore its trace from a copy; no other step needs it",
+            )
+        return recorded
+
+
+def redo(
+    run: RunFolder, step: int, *, start: Path | None = None, told: Callable[[Redone, int], None] | None = None
+) -> Replay:
+    """Redo a step. `start`: the checkpoint to begin from (default: the nearest before it). `told` hears of each step
+    and of how many there are. Raises `InputError` for a step that is not there, `LedgerError` for a record that is
+    damaged or gone, `CheckpointError`, `WeightsError`, `RunError`."""
+    must_be_unchanged(run)
+    config, history = read_config(run), History.read(run)
+    history.require(step)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    try:
+        reference = starting_point(run, config) if config.learner.kl else None
+        learner = make_learner(config, None, reference, refuse_mismatch=False)
+        start = _begin(learner, history, step, start)
+        first, steps = learner.step, list[Redone]()
+        while learner.step < step:
+            steps.append(_one(learner, history, to_plain(config.learner), computed_by()))
+            if told is not None:
+                told(steps[-1], step - first)
+    finally:
+        torch.set_num_threads(threads)
+    return Replay(step, start, tuple(steps))
+
+
+def _one(learner: TorchLearner, history: History, configured: Mapping[str, Any], here: Mapping[str, str]) -> Redone:
+    step = learner.step + 1
+    recorded = history.batch(step)
+    learner.config = build(LearnerConfig, {**configured, **recorded.settings}, "learner")
+    report = learner.forward_backward(recorded.batch)
+    numbers = {name: getattr(report, name) for name in report.__struct_fields__} | dict(learner.optim_step())
+    entries, manifest = table(learner.exported()), history.versions.get(step)
+    digest = table_digest(entries)
+    learner.version = history.version(step) or Version(step, "0" * 8, digest)
+    known = {entry.name: entry for entry in manifest.tensors} if manifest else {}
+    was, there = history.numbers.get(step, {}), recorded.computed_by
+    return Redone(
+        step=step,
+        num_samples=len(recorded.batch.samples),
+        found=digest,
+        published=manifest.version.digest if manifest else None,
+        different=tuple(e.name for e in entries if e != known.get(e.name)) if manifest else (),
+        numbers={n: (was.get(n), v) for n, v in numbers.items() if n not in TIMED and isinstance(v, int | float)},
+        computed_by={name: (there[name], here.get(name, "")) for name in there if there[name] != here.get(name, "")},
+    )
+
+
+def _begin(learner: TorchLearner, history: History, step: int, given: Path | None) -> Path:
+    """Have a learner hold the checkpoint to begin from, with all that is needed from there on. Where that was."""
+    folder = history.run / "checkpoints"
+    saved = [path for at, path in sorted(steps_in(folder, "step-*")) if at < step]
+    start = given or (saved[-1] if saved else folder / "mid")
+    if not start.exists():
+        start = folder / start
+    others = (
+        f"begin from another: --from one of {', '.join(sorted(path.name for path in folder.glob('[!.]*'))) or 'none'}"
+    )
+    if not start.is_dir():
+        raise CheckpointError(f"no checkpoint at {start}", hint=others)
+    try:
+        learner.load(start)
+    except CheckpointError as error:
+        raise CheckpointError(error.what, error.facts, hint=others) from None
+    if learner.step >= step:
+        raise InputError(f"{start} does not lead to step {step}", f"it holds step {learner.step}", hint=others)
+    published, found = history.version(learner.step), table_digest(table(learner.exported()))
+    if published is not None and published.digest != found:
+        raise CheckpointError(
+            f"{start} does not hold what step {learner.step} published",
+            f"its weights have the digest {found[:12]}, published was {published.digest[:12]}",
+            hint=others,
+        )
+    learner.version = published or Version(learner.step, "0" * 8, found)  # by it the learner knows its own samples
+    _require_batches(history.run, range(learner.step + 1, step + 1))
+    return start
+
+
+def _require_batches(run: RunFolder, steps: range) -> None:
+    """Raise when a batch that is needed is gone, before hours of work lead there."""
+    absent = next((at for at in steps if not trace_path(run / "traces", at).exists()), None)
+    if absent is None:
+        return
+    ledger = Ledger.reading(run / "ledger.sqlite")
+    kept = kept_from(ledger)
+    ledger.close()
+    if absent <= kept:
+        raise RunError(
+            f"the batch of step {absent} was deleted to keep within retention.disk_gb",
+            f"steps up to {kept} cannot be redone any more",
+            hint=f"redo one after {kept}; a new run keeps more with --set retention.disk_gb=...",
+        )
+    raise LedgerError(
+        f"the batch of step {absent} is gone",
+        f"there is no {trace_path(run / 'traces', absent)}",
+        hint="copy it back, or begin after it with --from CHECKPOINT",
+    )

@@ -1,0 +1,163 @@
+"""Causal attention over kept keys and values, in pages or packed: what calls the programs of `programs.attention`.
+
+Shapes: N tokens, H query heads, G key heads, A width of a key, B width of a value (A and B differ where attention is
+latent), S sequences, P pages a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from etude.numerics.gpu.products import Groups, power_of_two
+from etude.numerics.gpu.programs import attention as programs
+from etude.numerics.gpu.rows import SEPARATE
+
+_WHOLE = 1 << 30  # a page longer than any sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Which rows of a forward are which positions of which sequence."""
+
+    tokens: Groups  # each sequence's rows, in order
+    positions_S: torch.Tensor  # int32: of each sequence's first row; those after it follow
+
+    @classmethod
+    def of(cls, lengths: torch.Tensor, positions_S: torch.Tensor, num_tokens: int) -> Queries:
+        """`lengths`, int [S]: rows of each sequence in this forward, `num_tokens` in all."""
+        starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        return cls(Groups(starts, num_tokens), positions_S.to(torch.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """Keys and values of many sequences; position j of sequence s is number j % page of page pages[s, j // page].
+
+    A slot of memory for each sequence is one long page; `values` may be a view of the first numbers of `keys`.
+    """
+
+    keys: torch.Tensor  # [pages, G, page, A], any strides but the last
+    values: torch.Tensor  # [pages, G, page, B]
+    pages_SP: torch.Tensor  # int32
+    page: int  # positions a page
+
+
+def attend(q_NHA: torch.Tensor, kept: Paged, queries: Queries, scale: float | None = None) -> torch.Tensor:
+    """o_NHB: every row attends to its sequence up to its own position, which is already in `kept`."""
+    o, _ = _attend(q_NHA, kept, queries, scale)
+    return o
+
+
+def attend_packed(
+    q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, tokens: Groups, scale: float | None = None
+) -> torch.Tensor:
+    """o_NHB of whole sequences laid one after another, differentiable; the bits are those of `attend`."""
+    o: torch.Tensor = _Packed.apply(q_NHA, k_NGA, v_NGB, tokens, scale)  # type: ignore[no-untyped-call]
+    return o
+
+
+def _sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
+    """Widths as powers of two, and the tile, from them and the dtype alone."""
+    wide = max(16, power_of_two(key_width + 1) // 2)
+    rest = max(16, power_of_two(key_width - wide)) if key_width > wide else 0
+    widths = {
+        "WIDTH": key_width, "WIDE": wide, "REST": rest,
+        "VALUE": value_width, "VALUES": max(16, power_of_two(value_width)),
+    }  # fmt: skip
+    if item_bytes == 4:
+        side = 32 if wide <= 128 else 16
+        return {**widths, "ROWS": side, "KEYS": side, "num_warps": 8, "num_stages": 1}
+    if wide > 256:
+        return {**widths, "ROWS": 64, "KEYS": 32, "num_warps": 8, "num_stages": 2}
+    return {**widths, "ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
+
+
+def _gradient_sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
+    sizes = _sizes(key_width, value_width, item_bytes)
+    if item_bytes == 2:
+        sizes |= {"ROWS": 32, "KEYS": 32, "num_stages": 1} if sizes["WIDE"] > 256 else {"num_stages": 2, "num_warps": 8}
+    return sizes
+
+
+def _attend(q: torch.Tensor, kept: Paged, queries: Queries, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    k, v, tokens = kept.keys, kept.values, queries.tokens
+    (n, heads, width), (_, key_heads, _, value_width) = q.shape, v.shape
+    share = heads // key_heads
+    o = q.new_empty(n, heads, value_width)
+    lse = q.new_empty(n, heads, dtype=torch.float32)
+    sizes = _sizes(width, value_width, q.element_size())
+    shared = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and value_width == sizes["WIDE"]
+    if n:
+        programs.attend[(_most_tiles(tokens, share, sizes["ROWS"]), key_heads)](
+            q, k, v, o, lse, tokens.starts, queries.positions_S, _tiles(tokens, share, sizes["ROWS"]),
+            kept.pages_SP, kept.pages_SP.shape[1], _base_2(scale, width), q.stride(0), q.stride(1),
+            k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1), heads,
+            tokens.num_groups, LANES=power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share, SHARED=shared,
+            **sizes, **SEPARATE,
+        )  # fmt: skip
+    return o, lse
+
+
+def _pages(t_NGW: torch.Tensor) -> torch.Tensor:
+    """Packed rows as memory in which a page begins at every row and goes on through those after it."""
+    (n, heads, width), (by_row, by_head, _) = t_NGW.shape, t_NGW.stride()
+    return t_NGW.as_strided((n, heads, 1, width), (by_row, by_head, by_row, 1))
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tokens: Groups, scale: float | None
+    ) -> torch.Tensor:
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        first = tokens.starts[:-1]
+        kept = Paged(_pages(k), _pages(v), first[:, None], _WHOLE)
+        o, lse = _attend(q, kept, Queries(tokens, torch.zeros_like(first)), scale)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.tokens, ctx.scale = tokens, scale
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        tokens: Groups = ctx.tokens
+        do = do.contiguous()
+        (n, heads, width), key_heads, value_width = q.shape, k.shape[1], v.shape[2]
+        share = heads // key_heads
+        sizes = _gradient_sizes(width, value_width, q.element_size())
+        dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
+        delta = torch.empty_like(lse)
+        common: dict[str, Any] = {"LANES": power_of_two(tokens.num_groups), "SHARE": share, **sizes, **SEPARATE}
+        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads)
+        scale = _base_2(ctx.scale, width)
+        if n:
+            programs.query_gradient[(_most_tiles(tokens, share, sizes["ROWS"]), key_heads)](
+                q, k, v, o, do, lse, delta, dq, tokens.starts, _tiles(tokens, share, sizes["ROWS"]), scale,
+                *strides, tokens.num_groups, **common,
+            )  # fmt: skip
+            programs.key_gradient[(tokens.most_tiles(sizes["KEYS"]), key_heads)](
+                q, k, v, do, lse, delta, dk, dv, tokens.starts, tokens.tile_starts(sizes["KEYS"]), scale,
+                *strides, tokens.num_groups, key_heads, **common,
+            )  # fmt: skip
+        return dq, dk, dv, None, None
+
+
+def _base_2(scale: float | None, width: int) -> float:
+    return (width**-0.5 if scale is None else scale) * math.log2(math.e)
+
+
+def _tiles(tokens: Groups, share: int, tile_rows: int) -> torch.Tensor:
+    """First tile of each sequence, whose rows are its tokens times the heads that share keys."""
+    return Groups(tokens.starts * share, tokens.num_rows * share).tile_starts(tile_rows)
+
+
+def _most_tiles(tokens: Groups, share: int, tile_rows: int) -> int:
+    return Groups(tokens.starts, tokens.num_rows * share).most_tiles(tile_rows)

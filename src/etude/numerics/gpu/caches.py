@@ -1,0 +1,99 @@
+"""Who attends to whom, on a GPU: the two caches that a model's forward asks (`models.Cache`), one order of sums.
+
+`PackedTokens` is training's: whole sequences, nothing kept. `Pages` is an engine's memory, and `PagedTokens` one step
+of it. Shapes: N tokens, H query heads, G key heads, A key width, B value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from etude.numerics.gpu.attention import Paged, Queries, attend, attend_packed
+from etude.numerics.gpu.products import Groups
+
+
+class PackedTokens:
+    """Several whole sequences laid flat one after another; each attends within itself only."""
+
+    compressed = True  # latents, as an engine keeps them: the same sums
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str) -> None:
+        self.positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+        starts = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+        self.tokens = Groups(starts.to(device), sum(lengths))
+
+    def attend(
+        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        return attend_packed(q_NHA, k_NGA, v_NGB, self.tokens, scale)
+
+
+class Pages:
+    """Keys and values of every layer, in pages that any sequence may hold."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page: int,
+        heads: int,
+        key_width: int,
+        value_width: int,
+        shared: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """`shared`: values are the first numbers of keys, and only keys are kept."""
+        self.page = page
+
+        def made(width: int) -> torch.Tensor:
+            return torch.zeros(num_layers, num_pages, heads, page, width, dtype=dtype, device=device)
+
+        self.keys = made(key_width)
+        self.values = self.keys[..., :value_width] if shared else made(value_width)
+        self.shared = shared
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one sequence has in a step: `count` tokens from `start` on, and its pages from position 0."""
+
+    start: int
+    count: int
+    pages: Sequence[int]
+
+
+class PagedTokens:
+    """One step over `Pages`: decoding rows and chunks of prompts, in any mix."""
+
+    compressed = True
+
+    def __init__(self, memory: Pages, rows: Sequence[Rows]) -> None:
+        device = memory.keys.device
+        width = max(len(row.pages) for row in rows)
+        table = torch.tensor([[*row.pages, *[0] * (width - len(row.pages))] for row in rows], dtype=torch.int32)
+        positions = torch.cat([torch.arange(row.start, row.start + row.count) for row in rows])
+        sequence = torch.arange(len(rows)).repeat_interleave(torch.tensor([row.count for row in rows]))
+        self.memory = memory
+        self.positions = positions.to(device)
+        self.pages = table.to(device)
+        self.page_of = table[sequence, positions // memory.page].long().to(device)
+        self.place = (positions % memory.page).to(device)
+        self.queries = Queries.of(
+            torch.tensor([row.count for row in rows], device=device),
+            torch.tensor([row.start for row in rows], device=device),
+            len(positions),
+        )
+
+    def attend(
+        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        keys, values = self.memory.keys[layer], self.memory.values[layer]
+        keys[self.page_of, :, self.place] = k_NGA
+        if not self.memory.shared:
+            values[self.page_of, :, self.place] = v_NGB
+        return attend(q_NHA, Paged(keys, values, self.pages, self.memory.page), self.queries, scale)

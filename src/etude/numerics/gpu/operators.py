@@ -1,0 +1,63 @@
+"""`ExactGpu`: the operators of a model in exact mode on a GPU, for `Transformer(config, operators=ExactGpu(dtype))`.
+
+Equal bits are promised between models of one *parity class*: the same chip architecture, the same versions of Triton
+and these programs, the same dtype. The class is not the CPU's: engine and learner are both here, or both there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from etude.numerics.gpu import products, rows
+from etude.numerics.gpu.products import Groups
+from etude.numerics.gpu.tiles import tiles_of
+from etude.numerics.operators import Operators
+
+
+class ExactGpu(Operators):
+    """One order of summation for each operator, in Triton. Weights are rounded to the rows' dtype as they are read."""
+
+    absorbs = True  # a packed forward sums as one over a cache of latents does
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, *, degree: int = 1) -> None:
+        """`degree`: the most tensor-parallel ranks, a power of two, for which products keep their bits."""
+        super().__init__(dtype)
+        self.degree = degree
+
+    def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        return products.linear(x_NI, weight_OI, degree=self.degree)
+
+    def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        starts = torch.tensor([0, *accumulate(rows)], dtype=torch.int32, device=x_SI.device)
+        _, outs, ins = weight_EOI.shape
+        tiles = tiles_of(outs, ins, x_SI.element_size(), grouped=True, degree=self.degree)
+        return products.multiply(x_SI, weight_EOI, tiles, groups=Groups(starts, len(x_SI)))
+
+    def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
+        """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed."""
+        n, heads, ins = x_NHI.shape
+        starts = torch.arange(heads + 1, dtype=torch.int32, device=x_NHI.device) * n
+        y = products.grouped(x_NHI.transpose(0, 1).reshape(heads * n, ins), weight_HOI, Groups(starts, heads * n))
+        return y.view(heads, n, -1).transpose(0, 1)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return rows.rms_norm(x, weight, eps)
+
+    def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
+        return rows.rotate(x_NHA, cos_N1A, sin_N1A)
+
+    def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
+        """A router's logits, not rounded: rounded ones would tie."""
+        return products.linear(x_ND, weight_ED, dtype=torch.float32)
+
+    def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
+        return rows.combine(out_SD, slot_NK, gates_NK)
+
+    def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
+        logits_RV = logits_RV.float()
+        if isinstance(temperature, torch.Tensor) or temperature != 1.0:
+            logits_RV = logits_RV / torch.as_tensor(temperature, dtype=torch.float32, device=logits_RV.device)
+        return rows.log_softmax(logits_RV)

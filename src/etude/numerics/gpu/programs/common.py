@@ -1,0 +1,71 @@
+"""What all programs share: the product of two tiles, the one rounding, the tree of partial sums.
+
+No reduced precision hides in a product: float32 operands are multiplied as IEEE float32, never as TF32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter multiplies bfloat16 as integers and rounds it towards zero: there both are done by hand."""
+
+
+@triton.jit
+def dot(a, b, acc):
+    """acc + a · b in float32, in the order of the tensor core for this shape."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr):
+    """To the nearest number of a dtype, ties to even."""
+    if INTERPRETED and tl.bfloat16 == KIND and x.dtype == tl.float32:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(KIND)
+
+
+@triton.jit
+def bound(number):
+    """A number that a loop runs to: the interpreter's numpy wants Python's."""
+    if INTERPRETED:
+        return number.handle.data.item()
+    return number
+
+
+@triton.jit
+def joined(sums, first, step, inside, LEAVES: tl.constexpr):
+    """The sum of up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7))."""
+    one = tl.load(sums + first, mask=inside, other=0.0)
+    pair = one
+    four = one
+    for leaf in tl.static_range(1, LEAVES):
+        total = tl.load(sums + first + leaf * step, mask=inside, other=0.0)
+        if leaf % 2 == 0:
+            one = total
+        else:
+            total = one + total
+            if leaf % 4 == 1:
+                pair = total
+            else:
+                total = pair + total
+                if leaf % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+        one = total
+    return one
+
+
+@triton.jit
+def join(sums, y, size, LEAVES: tl.constexpr, BLOCK: tl.constexpr):
+    """Partial sums [LEAVES, size] to y [size]: their tree, rounded once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = joined(sums, at, size, at < size, LEAVES)
+    tl.store(y + at, rounded(total, y.dtype.element_ty), mask=at < size)

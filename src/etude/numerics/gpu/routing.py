@@ -1,0 +1,113 @@
+"""Which experts, with which gates; and rows sorted by expert, without asking the device how many.
+
+Shapes: N tokens, E experts, K experts a token, S = N · K rows after dispatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from etude.numerics.gpu.products import Groups, power_of_two
+from etude.numerics.gpu.programs import routing as programs
+from etude.numerics.gpu.rows import SEPARATE
+
+_TILE = 1024  # scores of a program
+
+
+@dataclass(frozen=True)
+class Router:
+    """How scores become gates. The defaults are Qwen3-MoE's; DeepSeek-V3 has sigmoid, groups and a scale."""
+
+    top_k: int
+    sigmoid: bool = False
+    groups: int = 1  # the experts are in so many
+    groups_kept: int = 1  # those with the highest sum of two best scores are chosen from
+    normalised: bool = True  # gates of a token sum to `scale`
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """One layer's choice."""
+
+    gates_NK: torch.Tensor  # float32, differentiable
+    experts_NK: torch.Tensor  # int32: the experts used, replayed ones included
+    live_NK: torch.Tensor  # int32: the router's own
+
+
+def choose(
+    logits_NE: torch.Tensor,
+    router: Router,
+    *,
+    bias_E: torch.Tensor | None = None,
+    routes_NK: torch.Tensor | None = None,
+) -> Chosen:
+    """Top-k by probability (plus `bias_E`), ties to the lowest. `routes_NK` (uint8 or uint16) replaces the choice,
+    with live gates, but for rows whose first is the largest value of its dtype: those are missing."""
+    return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
+
+
+class _Choose(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, bias: torch.Tensor | None, routes: torch.Tensor | None, router: Router
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, experts = logits.shape
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        gates = logits.new_empty(rows, router.top_k, dtype=torch.float32)
+        used, live = (torch.empty_like(gates, dtype=torch.int32) for _ in range(2))
+        lanes = power_of_two(experts)
+        if rows:
+            tile = max(1, _TILE // lanes)
+            programs.choose[(-(-rows // tile),)](
+                logits, bias, None if routes is None else routes.contiguous(), gates, used, live,
+                rows, logits.stride(0), router.scale,
+                EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, BIASED=bias is not None,
+                GROUPS=router.groups, KEPT=router.groups_kept, REPLAYED=routes is not None,
+                MISSING=0 if routes is None else torch.iinfo(routes.dtype).max,
+                NORMALISED=router.normalised, ROWS=tile, LANES=lanes, SLOTS=power_of_two(router.top_k), **SEPARATE,
+            )  # fmt: skip
+        ctx.save_for_backward(logits, used)
+        ctx.router = router
+        ctx.mark_non_differentiable(used, live)
+        return gates, used, live
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dgates: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, used = ctx.saved_tensors
+        router: Router = ctx.router
+        rows, experts = logits.shape
+        dlogits = torch.empty(rows, experts, dtype=logits.dtype, device=logits.device)
+        lanes = power_of_two(experts)
+        if rows:
+            tile = max(1, _TILE // lanes)
+            programs.choose_gradient[(-(-rows // tile),)](
+                dgates.contiguous(), logits, used, dlogits, rows, logits.stride(0), router.scale,
+                EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, NORMALISED=router.normalised,
+                ROWS=tile, LANES=lanes, **SEPARATE,
+            )  # fmt: skip
+        return dlogits, None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """Where each (token, choice) goes when rows are sorted by expert, ties by token."""
+
+    groups: Groups
+    token_S: torch.Tensor  # int32: the token of each row
+    slot_NK: torch.Tensor  # int32: the row of each (token, choice)
+
+    @classmethod
+    def of(cls, experts_NK: torch.Tensor, num_experts: int) -> Dispatch:
+        n, k = experts_NK.shape
+        device = experts_NK.device
+        by_expert, order = experts_NK.reshape(-1).sort(stable=True)
+        starts = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=device, dtype=by_expert.dtype))
+        slot = torch.empty(n * k, dtype=torch.int32, device=device)
+        slot[order] = torch.arange(n * k, dtype=torch.int32, device=device)
+        return cls(Groups(starts.to(torch.int32), n * k), (order // k).to(torch.int32), slot.view(n, k))

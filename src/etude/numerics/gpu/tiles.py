@@ -1,0 +1,61 @@
+"""Which tile a product is computed with: from its widths and dtype alone, never from the number of rows.
+
+The tile, the steps within a leaf and the number of leaves fix the order of every sum; nothing here may depend on the
+batch. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+MAX_LEAVES = 8
+_ENOUGH_PROGRAMS = 64  # about half the multiprocessors of a Hopper chip: what reads memory near its full rate
+_SHORTEST_LEAF = 256
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A program's tile of a product, and how its inner sum is cut."""
+
+    rows: int
+    outs: int
+    ins: int  # a step of the inner sum
+    leaves: int = 1  # contiguous parts of the inner width, joined as a tree; a power of two up to 8
+    warps: int = 8
+    stages: int = 3
+
+    def shard(self, degree: int) -> Tiles:
+        """For one of `degree` ranks that each hold a contiguous share of the inner width: its subtree.
+
+        >>> Tiles(128, 128, 64, leaves=8).shard(2).leaves
+        4
+        """
+        if degree < 1 or self.leaves % degree:
+            raise ValueError(f"a tree of {self.leaves} leaves has no {degree} equal subtrees")
+        return replace(self, leaves=self.leaves // degree)
+
+
+def tiles_of(outs: int, ins: int, item_bytes: int, *, grouped: bool = False, degree: int = 1) -> Tiles:
+    """The tile of a product with a [outs, ins] matrix, or with many of them (`grouped`), of items of so many bytes.
+
+    `degree`: tensor-parallel ranks that may share the inner width; up to that many leaves are made. One matrix with
+    few outputs is cut into more leaves, so that a small batch occupies the chip; many matrices do that by themselves.
+
+    >>> tiles_of(2048, 4096, 2).leaves, tiles_of(151936, 2048, 2).leaves, tiles_of(1536, 2048, 2, grouped=True).rows
+    (4, 1, 64)
+    """
+    if item_bytes == 4:  # float32 runs on the ordinary cores, from registers
+        tile = Tiles(64, 64, 16, warps=4, stages=2)
+    elif grouped:  # an expert has few rows when decoding
+        tile = Tiles(64, 128, 64, warps=4, stages=4)
+    else:
+        tile = Tiles(128, 128, 64, warps=8, stages=3)
+    programs, leaves = -(-outs // tile.outs), 1
+    while leaves < MAX_LEAVES and ins % (2 * leaves) == 0:
+        wanted = not grouped and programs * leaves < _ENOUGH_PROGRAMS and ins // (2 * leaves) >= _SHORTEST_LEAF
+        if not (wanted or leaves < degree):
+            break
+        leaves *= 2
+    if leaves % degree:
+        raise ValueError(f"an inner width of {ins} cannot be shared by {degree} ranks")
+    return replace(tile, leaves=leaves)

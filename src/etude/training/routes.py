@@ -1,0 +1,96 @@
+"""Which of the sampler's routes a forward replays: those that are not too stale, each of them checked.
+
+Replay takes routing out of the ratio. On the sampler's own weights that is what is wanted: other experts there are
+rounding's doing. On later weights the router itself has moved, replay hides that from the ratio and pulls the policy to
+routes of the past; so what more than a few versions computed is routed anew, token by token.
+
+Pure, without a model. Shapes: T tokens of a path, N tokens forwarded, L layers that have a router, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from etude.errors import ParityError
+from etude.models.config import ModelConfig
+from etude.records import Sample
+from etude.records.completion import missing_route
+from etude.records.wire import Bools, Routes
+
+HINT_OFF = "let engines of this model return routes, or set learner.replay_routes = false"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is replayed: routes of a model like `model` that were computed at most `max_lag` steps before `step`."""
+
+    model: ModelConfig
+    step: int
+    max_lag: int
+
+    def routes(self, samples: Sequence[Sample], ends: Sequence[int]) -> torch.Tensor:
+        """[N, L, K], of the model's `route_dtype`: the first `ends` positions of each path, `missing_route` where
+        they are too stale. Raises `ParityError`, naming rollout and position, where one that is to be replayed is
+        missing or cannot be this model's."""
+        parts = [self._one(sample, end) for sample, end in zip(samples, ends, strict=True)]
+        return torch.from_numpy(np.concatenate(parts))
+
+    def _one(self, sample: Sample, end: int) -> Routes:
+        wanted, dtype = ~self._stale(sample, end), np.dtype(self.model.route_dtype)
+        routes = np.full((end, self.model.num_moe_layers, self.model.top_k), missing_route(dtype), dtype)
+        if wanted.any():
+            _check_kind(sample, self.model)
+            _check(sample, wanted, self.model.num_experts)
+            routes[wanted] = sample.path.routes[:end][wanted]
+        return routes
+
+    def _stale(self, sample: Sample, end: int) -> Bools:
+        """[end] A position was computed by the version that sampled or read the token after it; where that is unknown
+        it counts as new."""
+        computed_by = sample.path.steps[1 : end + 1]
+        stale: Bools = (computed_by >= 0) & (self.step - computed_by > self.max_lag)
+        return stale
+
+
+def _check_kind(sample: Sample, of: ModelConfig) -> None:
+    routes, num_tokens = sample.path.routes, len(sample.path.token_ids)
+    if len(routes) < num_tokens:
+        raise ParityError(
+            f"rollout {sample.rollout_id} lacks a route at position {len(routes)}",
+            f"it has {len(routes)} for {num_tokens} tokens",
+            hint=HINT_OFF,
+        )
+    if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:
+        raise ParityError(
+            f"rollout {sample.rollout_id} has routes of another model",
+            f"{routes.dtype} of shape {routes.shape[1:]} at position 0; this one's {of.num_moe_layers} routers have "
+            f"{of.num_experts} experts and choose {of.top_k}",
+            hint=HINT_OFF,
+        )
+
+
+def _check(sample: Sample, wanted: Bools, num_experts: int) -> None:
+    """Raises unless every wanted position has existing, distinct experts in each layer."""
+    routes = sample.path.routes[: len(wanted)]
+    beyond = (routes >= num_experts).any((1, 2)) & wanted
+    ordered = np.sort(routes, -1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2)) & wanted
+    wrong = beyond | twice
+    if not wrong.any():
+        return
+    at = int(wrong.argmax())
+    if not beyond[at]:
+        what = "names an expert twice"
+    elif (routes[at] == missing_route(routes.dtype)).any():
+        what = "lacks a route"
+    else:
+        what = "has a route to no expert"
+    raise ParityError(
+        f"rollout {sample.rollout_id} {what} at position {at}",
+        f"{int(wrong.sum())} of {int(wanted.sum())} positions; there it has {routes[at].tolist()}",
+        hint="every engine must return the routes of every position it computed",
+    )

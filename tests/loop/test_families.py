@@ -1,0 +1,122 @@
+"""A checkpoint of another family, with its own tokens and template: adopted, served, trained and exported like any."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+from tests.conftest import Cli, Game
+from tests.parity import chats
+
+from etude.config import to_toml
+from etude.errors import ConfigError
+from etude.gateway import GatewayConfig, create_app, serving
+from etude.harness import ChatFormat
+from etude.inference.config import EngineConfig
+from etude.inference.engine import ReferenceEngine
+from etude.loop.config import RunConfig
+from etude.loop.exporting import export_checkpoint
+from etude.loop.preflight import check_start
+from etude.loop.standalone import take_checkpoint
+from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
+from etude.models.parts import Family, Latent, Routing, Scores
+from etude.records import Version
+from etude.run import RunFolder
+from etude.testing import EnginePolicy
+
+pytestmark = pytest.mark.timeout(180)
+
+SIZES = ModelConfig(
+    vocab_size=300, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=12, expert_size=12,
+    num_experts=4, top_k=2, context_tokens=512, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=20,
+    num_shared=1, routing=Routing(Scores.SIGMOID), latent=Latent(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6),
+)  # fmt: skip
+SMALL = {
+    "harness.context_tokens": 480, "engine.context_tokens": 512, "experience.groups_per_step": 1,
+    "experience.group_size": 2, "rl.steps": 1, "rl.checkpoint_every": 1, "evals.heldout_tasks": 1,
+    "evals.during_tasks": 1, "evals.baseline_tasks": 1, "harness.max_turns": 2, "harness.turn_tokens": 8,
+}  # fmt: skip
+TALK = [
+    {"role": "user", "content": "the weather in Paris?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "x"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "mild"},
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deepseek")
+    tokens = chats.make(folder / "tokens", "deepseek")
+    save_model(Transformer(SIZES, seed=0), folder / "model", dtype="bf16", assets=tokens)
+    return folder / "model"
+
+
+def test_a_run_takes_it_and_exports_it(checkpoint: Path, tmp_path: Path) -> None:
+    check_start(checkpoint, context_tokens=512)
+    with pytest.raises(ConfigError, match="positions for 512"):
+        check_start(checkpoint, context_tokens=513)
+    run = RunFolder.create(tmp_path / "run", config_toml=to_toml(RunConfig()), seed=0)
+    take_checkpoint(checkpoint, run)
+    ours, again = ChatFormat.load(checkpoint), ChatFormat.load(run / "tokenizer")
+    assert again.stop_token_ids == ours.stop_token_ids
+    assert again.first(TALK).tolist() == ours.first(TALK).tolist()
+    out = export_checkpoint(run.path, tmp_path / "out", dtype="bf16")
+    assert (out / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
+    assert ChatFormat.load(out).first(TALK).tolist() == ours.first(TALK).tolist()
+
+
+def test_it_is_talked_to_by_its_own_template(checkpoint: Path) -> None:
+    chat = ChatFormat.load(checkpoint)
+
+    async def story() -> None:
+        config = GatewayConfig(port=0)
+        version = Version(step=0, incarnation="00000000", digest="ab" * 32)
+        async with ReferenceEngine(
+            load_model(checkpoint), version=version, config=EngineConfig(context_tokens=512)
+        ) as engine:
+            app = create_app(EnginePolicy(engine), chat, model="deepseek", context_tokens=512, config=config)
+            async with (
+                serving(app, config=config) as url,
+                openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=30) as client,
+            ):
+                answer = await client.chat.completions.create(model="deepseek", messages=TALK, max_tokens=5, seed=1)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == len(chat.first(TALK))
+        assert 0 < answer.usage.completion_tokens <= 5
+
+    asyncio.run(story())
+
+
+@pytest.mark.slow
+def test_a_run_from_it_goes_to_its_end_and_is_served(
+    checkpoint: Path, game: Game, cli_in: Callable[[Path], Cli], tmp_path: Path
+) -> None:
+    etude = cli_in(tmp_path)
+    settings = [f"{key}={value}" for key, value in {**SMALL, "start": checkpoint}.items()]
+    ran = etude("run", game.config, "--name", "deepseek", *(part for one in settings for part in ("--set", one)))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    exported = etude("export", "runs/deepseek", "out")
+    assert exported.returncode == 0, exported.stderr
+    model = load_model(tmp_path / "out")
+    assert model.config == SIZES
+    assert hf_views(model).keys() == hf_views(load_model(checkpoint)).keys()
+    server = etude.start("serve", "out", "--port", "0")
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().split(" at ")[1].split()[0]
+        with openai.OpenAI(base_url=url if url.endswith("/v1") else url + "/v1", api_key="none", timeout=30) as client:
+            model_name = client.models.list().data[0].id
+            answer = client.chat.completions.create(model=model_name, messages=TALK, max_tokens=5)  # type: ignore[arg-type]
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens > 0
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(20)

@@ -1,0 +1,150 @@
+"""A checkpoint's own chat template gives the tokens that transformers gives, and its completions are read back."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.parity import chats
+
+from etude.harness import Call, ChatFormat, standard_tools
+from etude.harness.agent import assistant_message
+from etude.harness.imported import ImportedFormat
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import AutoTokenizer
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": 'Größe & "weather" of a <city>.',
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "where"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+SYSTEM = {"role": "system", "content": "be brief"}
+ASKED = {"role": "user", "content": "the weather in Paris?\n\n"}
+THOUGHT = {"role": "assistant", "content": "<think>\nsunny?\n</think>\n\nit is mild"}
+CALLED = {
+    "role": "assistant",
+    "content": "let me see",
+    "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris", "days": 2}}}
+    ],
+}
+TOLD = {"role": "tool", "tool_call_id": "c1", "content": "sunny & <mild>"}
+CONVERSATIONS = {
+    "a question": [ASKED],
+    "with a system prompt": [SYSTEM, ASKED],
+    "thought of, asked again": [SYSTEM, ASKED, THOUGHT, ASKED],
+    "called and told": [SYSTEM, ASKED, CALLED, TOLD],
+    "told twice, answered, asked again": [ASKED, CALLED, TOLD, TOLD, {**THOUGHT, "content": "it is mild"}, ASKED],
+    "nothing said with the call": [ASKED, {**CALLED, "content": None}, TOLD],
+    "reasoning beside the words": [ASKED, {**CALLED, "reasoning": "look it up", "content": ""}, TOLD],
+}
+
+
+@pytest.fixture(scope="module", params=["qwen", "deepseek"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chats.make(tmp_path_factory.mktemp("chat") / request.param, request.param)
+
+
+def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments as JSON, which DeepSeek's templates take."""
+    copied: list[dict[str, Any]] = json.loads(json.dumps(messages))
+    for message in copied:
+        for call in message.get("tool_calls") or []:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return copied
+
+
+@pytest.mark.parametrize("tools", [[], [WEATHER]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_prompts_are_those_of_transformers(folder: Path, name: str, tools: list[dict[str, Any]]) -> None:
+    messages = CONVERSATIONS[name]
+    theirs, ours = AutoTokenizer.from_pretrained(folder), ChatFormat.load(folder)
+    given_messages = as_text(messages) if folder.name == "deepseek" else messages
+    expected = theirs.apply_chat_template(
+        given_messages, tools=tools or None, add_generation_prompt=True, tokenize=False
+    )
+    ids = ours.first(messages, ours.signatures(tools))
+    assert ours.decode(ids, special=True) == expected
+    assert ids.tolist() == theirs(expected, add_special_tokens=False)["input_ids"]
+
+
+def test_what_follows_a_sampled_message_is_what_the_template_writes_behind_it(folder: Path) -> None:
+    chat = ChatFormat.load(folder)
+    signatures = chat.signatures([WEATHER])
+    call = Call("weather", {"city": "Paris"})
+    said = assistant_message("", call, call_id="c1")
+    new = chat.continuation([ASKED, said], [TOLD], signatures)
+    text = chat.decode(new, special=True)
+    expected = {
+        "qwen": "\n<|im_start|>user\n<tool_response>\nsunny & <mild>\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "deepseek": "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>sunny & <mild><｜tool▁output▁end｜>"
+        "<｜tool▁outputs▁end｜>",
+    }
+    assert text == expected[folder.name]
+    cut_off = chat.continuation([ASKED, said], [TOLD], signatures, ended=False)
+    assert cut_off.tolist() == [chat.end_id, *new.tolist()]
+    assert chat.last_message([*chat.first([ASKED], signatures), *chat.spell(call), *new]) == TOLD["content"]
+    thought = chat.continuation([ASKED, THOUGHT], [ASKED], signatures)
+    assert chat.decode(thought, special=True).count(ASKED["content"]) == 1
+
+
+def test_a_call_is_spelled_and_read_back(folder: Path) -> None:
+    chat = ChatFormat.load(folder)
+    assert isinstance(chat, ImportedFormat)
+    signatures = chat.signatures([WEATHER])
+    call = Call("weather", {"city": 'Pa"ris\n<think>', "days": 3})
+    ids = chat.spell(call).tolist()
+    reply = chat.parse([*chat.encode("so"), *ids], signatures)
+    assert (reply.text, reply.call) == ("so", call)
+    assert chat.leading_text([*chat.encode("so"), *ids]) == len(chat.encode("so"))
+    assert chat.parse(ids[:-1], signatures).error == "too long"
+    assert chat.parse([*ids[:-1], *ids], signatures).error == "one call a turn"
+    assert chat.parse([*ids[:2], chat.end_id], signatures).error == "the call cannot be read"
+    for arguments, error in (
+        ({"town": "x"}, "usage: weather CITY DAYS"),
+        ({}, "usage: weather CITY DAYS"),
+        ({"city": "x", "days": "two"}, "days is not of type integer"),
+    ):
+        assert chat.parse(chat.spell(Call("weather", arguments)), signatures).error == error
+    assert chat.parse(chat.spell(Call("rain", {})), signatures).error == "no such tool: rain"
+    assert chat.parse([*chat.encode("it is mild"), chat.end_id], signatures).text == "it is mild"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(alphabet=st.sampled_from("<|>imtookl_call/\ue000\ue001 a\n")) | st.sampled_from([*chats.QWEN_TOKENS]))
+def test_text_that_spells_a_token_stays_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    base = tmp_path_factory.getbasetemp() / "spelled"
+    chat = ChatFormat.load(base if base.is_dir() else chats.make(base, "qwen"))
+    ids = chat.first([{"role": "tool", "content": text}]).tolist()
+    plain = chat.encode(text).tolist()
+    assert chat.decode(ids, special=True) == (
+        f"<|im_start|>user\n<tool_response>\n{text}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert not set(plain) & {chat._added[token] for token in chats.QWEN_TOKENS}
+    structure = [i for i in ids if i in chat._added.values()]
+    assert len(structure) == 5
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 400), max_size=30))
+def test_any_completion_parses_to_a_reply(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> None:
+    for name in ("qwen", "deepseek"):
+        base = tmp_path_factory.getbasetemp() / f"any-{name}"
+        chat = ChatFormat.load(base if base.is_dir() else chats.make(base, name))
+        reply = chat.parse([*ids, chat.end_id], standard_tools().signatures)
+        assert reply.call is None or not reply.error

@@ -1,0 +1,138 @@
+"""Runs of the real conductor, ledger and learner over their socket, with rollouts that are made up: no engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from etude.config import load, to_toml
+from etude.experience import Ledger, audit
+from etude.harness import ChatFormat
+from etude.loop import learning
+from etude.loop.conductor import Conductor
+from etude.loop.config import RunConfig, open_tasks
+from etude.loop.crew import Pool
+from etude.loop.standalone import take_checkpoint
+from etude.loop.wire import Caller, serve
+from etude.records import Completion, Graded, Rollout, RolloutSpec, Trace, Version, VersionSpan
+from etude.records.completion import StopReason
+from etude.records.rollout import Ending, Turn
+from etude.records.task import Trust
+from etude.run import RunFolder
+from etude.stores import DirectoryStore
+from etude.telemetry import Telemetry
+from etude.weights import lineage
+
+PROMPT, SAMPLED = 4, 6
+
+
+class Players:
+    """A crew that makes its rollouts up; every other one is right."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.learners, self.engines = config, Pool("learner"), dict[str, Any]()
+
+    async def rollout(self, spec: RolloutSpec) -> Rollout:
+        draw = np.random.default_rng(spec.seed)
+        sampled = Completion(
+            request_id=spec.rollout_id,
+            token_ids=draw.integers(0, 300, SAMPLED, np.int32),
+            logprobs=np.full(SAMPLED, -5.0, np.float32),
+            routes=np.tile(np.array([0, 1], np.uint8), (PROMPT + SAMPLED - 1, 2, 1)),
+            routes_start=0,
+            spans=(VersionSpan(Version(spec.min_step, "0" * 8, "0" * 64), SAMPLED),),
+            stop_reason=StopReason.STOP,
+            engine="engine-0",
+        )
+        return Rollout(
+            rollout_id=spec.rollout_id,
+            group_id=spec.group_id,
+            attempt=spec.attempt,
+            task=spec.task,
+            trace=Trace((Turn(parent=None, prompt_ids=np.arange(PROMPT, dtype=np.int32), completion=sampled),)),
+            ending=Ending.SUBMITTED,
+            exports={},
+            wall_s=0.1,
+            tool_s=0.0,
+        )
+
+    async def grade(self, rollout: Rollout) -> Graded:
+        reward = float(int(rollout.rollout_id[-1]) % 2)
+        return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="as its number says")
+
+
+class PlayedRun:
+    """A run whose learner is in this process. `calls`: what the learner was asked, as ("begin" or "end", method)."""
+
+    @classmethod
+    def create(cls, path: Path, game: Any, *sets: str) -> PlayedRun:
+        """A new run folder, from the game's checkpoint."""
+        config = load(game.config, RunConfig, sets)
+        folder = RunFolder.create(path, config_toml=to_toml(config), seed=1)
+        take_checkpoint(game.start, folder)
+        return cls(folder, config)
+
+    def __init__(self, folder: RunFolder, config: RunConfig) -> None:
+        self.folder, self.config = folder, config
+        self.calls: list[tuple[str, str]] = []
+        self._more = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def conductor(self) -> AsyncIterator[Conductor]:
+        ours, theirs = socket.socketpair()
+        told = Telemetry(self.folder / "events" / "learner.jsonl", process="learner")
+        known = await learning.handlers(self.folder, "learner", told)
+        server = asyncio.create_task(
+            serve(theirs, {n: (kinds, self._heard(n, work)) for n, (kinds, work) in known.items()})
+        )
+        caller = Caller(ours, "learner")
+        await caller.open()
+        players = Players(self.config)
+        players.learners.join(caller)
+        telemetry = Telemetry(self.folder / "events" / "conductor.jsonl", process="conductor")
+        chat = ChatFormat.load(self.folder / "tokenizer")
+        conductor = Conductor(self.folder, self.config, telemetry, players, source=open_tasks(self.config), chat=chat)  # type: ignore[arg-type]
+        try:
+            yield conductor
+        finally:
+            caller.close()
+            await server
+            await caller.lost.wait()
+            conductor.ledger.close()
+            telemetry.close()
+            told.close()
+
+    def _heard(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        async def call(*arguments: object) -> object:
+            self.calls.append(("begin", name))
+            try:
+                return await work(*arguments)
+            finally:
+                self.calls.append(("end", name))
+                self._more.set()
+
+        return call
+
+    async def until(self, count: int, call: tuple[str, str]) -> None:
+        """Wait until the learner was asked, or has answered, something so many times."""
+        async with asyncio.timeout(60.0):
+            while self.calls.count(call) < count:
+                self._more.clear()
+                await self._more.wait()
+
+    def assert_sound(self, steps: int) -> None:
+        """Every step is in the lineage once, and nothing was lost, trained twice or left holding a slot."""
+        ledger = Ledger.reading(self.folder / "ledger.sqlite")
+        chain: Sequence[Sequence[str]] = [
+            m.rollout_ids for m in lineage(DirectoryStore(self.folder / "weights"), "policy")
+        ]
+        found = audit(ledger, self.folder / "traces", chain)
+        ledger.close()
+        found.require_sound()
+        assert found.num_steps == steps
