@@ -66,7 +66,7 @@ def test_it_learns_agrees_with_its_engine_and_is_published_to_the_bit(
     assert mid.heldout_loss is not None
     assert mid.heldout_loss < 1.0 < np.log(24)
 
-    learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4), channel=Channel(store := MemoryStore()))
+    learner = TorchLearner(LearnerConfig(), channel=Channel(store := MemoryStore()))
     learner.load(tmp_path / "mid")
     learner.save(tmp_path / "start")
 
