@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import report
-from etude.inference.config import ComputeDtype, EngineConfig
+from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.attention import Packed
@@ -41,6 +41,7 @@ from etude.models.headers import WEIGHTS
 from etude.models.low import is_rounded
 from etude.models.packed import PackedWeights
 from etude.numerics import Mode, NumericsConfig, Quantise
+from etude.numerics.config import ComputeDtype
 from etude.numerics.formats import FORMATS
 from etude.numerics.low import pack
 from etude.numerics.operators import operators_for
