@@ -295,6 +295,7 @@ class Conductor:
                 seed=self.config.seed,
                 temperature=self.config.rl.temperature,
                 min_step=self.window.min_step(index),
+                keep_routes=self.config.learner.replays(self.config.numerics.mode),
             )
             self.ledger.transaction(functools.partial(self._admit_group, specs, cursor))
             self._admitted.set()

@@ -159,7 +159,7 @@ class TorchLearner:
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
 
     def _replay(self) -> Replay | None:
-        if self.config.replay_routes is False or not self.model.config.num_moe_layers:
+        if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):
             return None
         return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
