@@ -190,6 +190,8 @@ def test_what_works_on_rows_is_right_and_ignores_other_rows(dtype: torch.dtype) 
 
 def test_the_operators_that_a_model_asks_for_are_those_of_torch_on_any_rows() -> None:
     ops, scores = ExactGpu(torch.float32), drawn(33, 12)
+    assert ops.exact
+    assert ops == ExactGpu(torch.float32) != ExactGpu(torch.float32, degree=2)
     for ours, theirs in ((ops.softmax, lambda x: x.softmax(-1)), (ops.sigmoid, torch.sigmoid)):
         y = checked(torch.float32, ours, theirs, scores)
         assert torch.equal(ours(scores[20:21]), y[20:21])
