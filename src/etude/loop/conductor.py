@@ -295,7 +295,7 @@ class Conductor:
                 seed=self.config.seed,
                 temperature=self.config.rl.temperature,
                 min_step=self.window.min_step(index),
-                keep_routes=self.config.learner.replays(self.config.numerics.mode),
+                keep_routes=self.config.wants_routes,
             )
             self.ledger.transaction(functools.partial(self._admit_group, specs, cursor))
             self._admitted.set()

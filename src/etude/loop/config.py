@@ -16,7 +16,7 @@ from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig
-from etude.loop.parity import ParityConfig
+from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
 from etude.numerics.config import Mode, NumericsConfig
@@ -105,6 +105,11 @@ class RunConfig:
                 f"engine.context_tokens = {self.engine.context_tokens} is past "
                 f"model.context_tokens = {self.model.context_tokens}"
             )
+
+    @property
+    def wants_routes(self) -> bool:
+        """Whether engines send routes: they are replayed, or may have to be."""
+        return self.learner.replays(self.numerics.mode) or self.parity.over_budget is OverBudget.FALL_BACK
 
     @property
     def max_running(self) -> int:
