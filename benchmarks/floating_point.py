@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.bf16_engine import USER, VERSION, as_published, rollout
+from benchmarks.replay_routes import USER, VERSION, model_at, rollout
 from benchmarks.report import report
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -29,7 +29,6 @@ from etude.models.attention import Packed
 from etude.models.checkpoint import save_model
 from etude.numerics.operators import Exact, Native, Operators
 from etude.records import Sample
-from etude.training.config import LiveWeights
 from etude.training.routes import Replay
 from etude.training.rows import lay_flat, microbatches
 
@@ -109,7 +108,7 @@ def _quantile(values: torch.Tensor, share: float) -> float:
 
 def computing(start: Path, mode: str, dtype: str) -> Transformer:
     """A checkpoint's model that computes in a mode and a dtype."""
-    return as_published(load_model(start, operators=MODES[mode](getattr(torch, dtype))), LiveWeights.BF16)
+    return model_at(start, MODES[mode](getattr(torch, dtype)))
 
 
 def compared(start: Path, mode: str, engine: str, trainer: str, rollouts: int) -> dict[str, Any]:

@@ -9,12 +9,15 @@ are two kinds of virtual machine: ``microvm``, forks of one boot, and ``microvm,
 its own, by which it would know that a machine was forked at all.
 
     python -m benchmarks.parity [--machines 20] [--kinds KIND ...]
+
+With `--kinds` the pairs of others keep what they had, each with its commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.report import report
+from benchmarks.report import RESULTS, commit, report
 from etude.environments.backends import open_runtime
 from etude.environments.cheats.booted import BootedRuntime
 from etude.environments.cheats.parity import Parity, Seen, compare, look_at
@@ -73,6 +76,7 @@ class OtherBoots:
         self._home.cleanup()
 
 
+KEPT = RESULTS / "parity.json"
 KINDS: dict[str, Callable[[], Runtime]] = {
     "namespace": lambda: open_runtime("namespace"),
     "gvisor": lambda: open_runtime("gvisor"),
@@ -100,9 +104,11 @@ async def seen_in(kinds: Sequence[str], num_machines: int) -> tuple[dict[str, li
 
 
 def told(found: Parity) -> dict[str, object]:
-    """A comparison as plain data, its ten strongest giveaways."""
+    """A comparison as plain data, its ten strongest giveaways. What this host has by itself is its owner's."""
     whole = msgspec.to_builtins(found)
-    return {**whole, "told_apart": found.told_apart, "giveaways": whole["giveaways"][:10]}
+    if found.b == "plain":
+        whole["giveaways"] = [{**each, "of_b": "this host's"} for each in whole["giveaways"]]
+    return {"commit": commit(), **whole, "told_apart": found.told_apart, "giveaways": whole["giveaways"][:10]}
 
 
 def main() -> None:
@@ -112,12 +118,12 @@ def main() -> None:
     args = parser.parse_args()
     kinds = [kind for kind in KINDS if kind in (args.kinds or KINDS)]
     seen, missing = asyncio.run(seen_in(kinds, args.machines))
-    results: dict[str, object] = {}
+    results: dict[str, object] = json.loads(KEPT.read_text())["pairs"] if args.kinds and KEPT.exists() else {}
     for kind in (kind for kind in kinds if kind in seen):
         results[f"{kind} | {kind}"] = told(compare(seen[kind][::2], seen[kind][1::2], names=(kind, kind)))
         for product in (product for product in PRODUCTS if product in seen):
             results[f"{kind} | {product}"] = told(compare(seen[kind], seen[product], names=(kind, product)))
-    report("parity", {"num_machines": args.machines, "missing": missing, "pairs": results})
+    report("parity", {"missing": missing, "pairs": results})
 
 
 if __name__ == "__main__":

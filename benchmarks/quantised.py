@@ -50,7 +50,7 @@ from etude.records import CompletionRequest, Sampling, Version
 VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
 LAPTOP = ModelConfig(context_tokens=512, tie_embeddings=True)
 TURNS, SAMPLED = (40, 17, 5), 16  # prompt tokens that each turn appends; sampled ones of each
-SEQUENCES = (512, 301, 700, 90, 445)  # tokens, of a training step
+SEQUENCES = (500, 301, 457, 90, 445, 255)  # tokens, of a training step
 LOW = [kind for kind in Quantise if kind is not Quantise.NONE]
 
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +17,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="triton is not installed (pip install 'etude[gpu]')")
 
-from benchmarks.exact_gpu import Shape, Size, measure
-from tests.unit.models.families import FAMILIES
 
-from etude.models import Transformer
-from etude.models.attention import Packed
 from etude.numerics.gpu import (
     ExactGpu,
     Groups,
@@ -48,7 +40,7 @@ from etude.numerics.gpu.tiles import Tiles, tiles_of
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TIMES = 8 if GPU else 1  # how much larger shapes are on a GPU
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of norms, against float64
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}  # of norms, against float64
 DTYPES = list(TOLERANCE)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
@@ -198,6 +190,8 @@ def test_what_works_on_rows_is_right_and_ignores_other_rows(dtype: torch.dtype) 
 
 def test_the_operators_that_a_model_asks_for_are_those_of_torch_on_any_rows() -> None:
     ops, scores = ExactGpu(torch.float32), drawn(33, 12)
+    assert ops.exact
+    assert ops == ExactGpu(torch.float32) != ExactGpu(torch.float32, degree=2)
     for ours, theirs in ((ops.softmax, lambda x: x.softmax(-1)), (ops.sigmoid, torch.sigmoid)):
         y = checked(torch.float32, ours, theirs, scores)
         assert torch.equal(ours(scores[20:21]), y[20:21])
@@ -318,29 +312,6 @@ def test_long_contexts_have_the_same_bits_however_their_spans_are_scheduled() ->
             assert torch.equal(attend(q[first : first + count], slot, at, spread=spread), packed[first : first + count])
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
-def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
-    sizes, dtype = FAMILIES[family], torch.bfloat16
-    model = Transformer(sizes, seed=0, operators=ExactGpu(dtype)).to(DEVICE)
-    lengths = [11, 6]
-    tokens = torch.arange(17, device=DEVICE) * 7 % sizes.vocab_size
-    trained = model.run(tokens, PackedTokens(lengths, DEVICE)).logits.detach()
-    one_by_one = Packed(lengths, model.operators, device=DEVICE)
-    assert torch.equal(model.run(tokens, one_by_one).logits, trained)
-    kept = sizes.kept
-    pages = Pages(
-        num_layers=2, num_pages=8, page=4, heads=kept.heads, key_width=kept.key_width, value_width=kept.value_width,
-        shared=kept.shared, dtype=dtype, device=DEVICE,
-    )  # fmt: skip
-    steps = [[(0, 0, 5)], [(0, 5, 10), (1, 0, 4)], [(0, 10, 11), (1, 4, 6)]]  # sequence, from, to
-    own = ((1, 3, 0), (2, 5))
-    with torch.no_grad():
-        for step in steps:
-            rows = [Rows(first, stop - first, own[i]) for i, first, stop in step]
-            at = torch.cat([torch.arange(first, stop) + 11 * i for i, first, stop in step]).to(DEVICE)
-            assert torch.equal(model.run(tokens[at], PagedTokens(pages, rows)).logits, trained[at])
-
-
 @pytest.mark.skipif(not GPU, reason="streams are a GPU's")
 def test_streams_and_threads_change_no_bit() -> None:
     x, weight = drawn(700, 2048, dtype=torch.bfloat16), drawn(2048, 2048, dtype=torch.bfloat16)
@@ -358,58 +329,3 @@ def test_streams_and_threads_change_no_bit() -> None:
         thread.join(60)
     assert len(found) == 4 * 12
     assert all(found)
-
-
-@pytest.mark.slow
-def test_the_benchmark_finds_no_differing_bit_on_a_small_layer() -> None:
-    shape = Shape(width=32, heads=4, key_heads=2, head=16, experts=4, top=2, inner=16, vocabulary=50)
-    size = Size(rows=(4,), most_logits=4, sequences=(2,), context=32, page=16, lengths=(9, 5), repeats=1)
-    found = measure(shape, size, DEVICE)
-    assert found["exact_differing"] == 0
-    assert {row["operator"] for row in found["rows"]} > {"qkv", "experts", "decode", "train", "layer forward"}
-
-
-COMPILED = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from etude.numerics.gpu.programs import attention, products, rows
-
-DENSE = dict(x_in=1, w_in=1, OUT=2048, IN=2048, LEAVES=2, SPLIT=False, GROUPS=0, LANES=1, GATHER=False, BAND=8)
-HEADS = dict(LANES=8, PAGE=64, SHARE=8, SHARED=False, SPAN=1024, SPREAD=False)
-HEADS |= dict(WIDTH=128, WIDE=128, REST=0, VALUE=128, VALUES=128)
-WHOLE = dict(ROWS=128, OUTS=128, INS=64)
-GRAD = dict(OUT=1536, IN=2048, GROUPED=True, GATHER=True, ROWS=64, OUTS=128, INS=128)
-NORM = dict(WIDTH=128, WEIGHTED=False, ROWS=16, BLOCK=128)
-for program, kind, constants, options in (
-    (products.product, "bf16", DENSE | WHOLE, dict(num_warps=8, num_stages=3)),
-    (products.product, "fp32", DENSE | dict(ROWS=64, OUTS=64, INS=16), dict(num_warps=4, num_stages=2)),
-    (products.weight_gradient, "bf16", GRAD, dict(num_warps=8, num_stages=3)),
-    (attention.attend, "bf16", HEADS | dict(ROWS=64, KEYS=64), dict(num_warps=4, enable_fp_fusion=False)),
-    (rows.rms_norm, "bf16", NORM, dict(enable_fp_fusion=False)),
-):
-    names = program.arg_names
-    pointers = {n: "*" + kind for n in ("x", "w", "y", "q", "k", "v", "o", "dy")} | {"dw": "*fp32", "weight": "*fp32"}
-    pointers |= {n: "*i32" for n in ("source", "starts", "tile_starts", "positions", "pages")}
-    pointers |= {"lse": "*fp32", "marks": "*fp32", "scales": "*fp32", "eps": "fp32", "scale": "fp32"}
-    kinds = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
-    wide = [i for i, n in enumerate(names) if "*" in kinds[n] or n.endswith(("_row", "_head", "_page"))]
-    aligned = {(i,): [["tt.divisibility", 16]] for i in wide}
-    source = ASTSource(program, kinds, {(names.index(n),): value for n, value in constants.items()}, aligned)
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    seen = [word for word in ("wgmma", "cp.async", "tf32", "fma.rn.f32") if word in ptx]
-    print(program.fn.__name__, kind, *seen)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
-def test_the_programs_compile_for_hopper_to_its_matrix_unit_and_never_to_tf32(tmp_path: Path) -> None:
-    there = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=there, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == [
-        "product bf16 wgmma cp.async",
-        "product fp32 cp.async fma.rn.f32",
-        "weight_gradient bf16 wgmma cp.async",
-        "attend bf16 wgmma cp.async",
-        "rms_norm bf16",
-    ]

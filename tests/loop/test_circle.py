@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from etude import cli as etude
+from etude.experience import read_trace
 from etude.run import RunFolder
 from etude.weights.chain.manifest import read_pointer
 
@@ -104,6 +105,9 @@ def test_every_phase_ends_and_leaves_what_the_format_names(circle: Path) -> None
     for name in ("checkpoints/mid", "checkpoints/step-000002", "checkpoints/final", "weights/pointers", "tokenizer"):
         assert (circle / name).is_dir(), name
     assert len(list((circle / "traces").glob("batch-*.parquet"))) == 2
+    batch = read_trace(circle / "traces" / "batch-000002.parquet").batch
+    assert batch.samples
+    assert {len(sample.path.routes) for sample in batch.samples} == {0}  # in exact mode nobody needs them
 
 
 def test_the_summary_holds_every_documented_key(circle: Path) -> None:

@@ -79,7 +79,7 @@ class ChatFormat:
             raise ChatError("the tokeniser has no chat format", f"no {' and '.join(missing)}", hint=_HINT_TOKENS)
         self.end_id, self._call_id = self._special[END], self._special[CALL]
         self.stop_token_ids: tuple[int, ...] = (self.end_id,)
-        self._template = ChatTemplate(template)
+        self._template = ChatTemplate(template, counted=template != chat_template())
 
     def _take_tokens(self, tokenizer: Tokenizer) -> None:
         """Learn which texts are tokens of their own."""

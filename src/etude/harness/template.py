@@ -58,17 +58,25 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, *, special: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S
+        self,
+        source: str,
+        *,
+        special: Mapping[str, str] | None = None,
+        deadline_s: float = DEADLINE_S,
+        counted: bool = True,
     ) -> None:
-        """Raises `ChatError` for one that does not compile."""
-        self.source, self.special, self._deadline_s = source, dict(special or {}), deadline_s
+        """`deadline_s` is CPU time of a rendering; `counted` False is for a template that is not from outside, and some
+        times faster. Raises `ChatError` for one that does not compile."""
+        self.source, self.special, self._deadline_s, self._counted = source, dict(special or {}), deadline_s, counted
         if len(source) > MAX_TEMPLATE_CHARS:
             facts = f"{len(source)} characters, at most {MAX_TEMPLATE_CHARS} are read"
             raise ChatError("the chat template is too long", facts, hint=_HINT)
         try:
             parsed = _environment().parse(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
-            self._template = _environment().from_string(_counted(parsed))
+            self._template = (_environment() if counted else _trusting()).from_string(
+                _counted(parsed) if counted else source
+            )
         except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise ChatError("the chat template does not compile", str(error), hint=_HINT) from None
 
@@ -80,30 +88,31 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """The conversation as text. Raises `ChatError` for what the template refuses and for one without end."""
-        budget = _Budget(time.monotonic() + self._deadline_s)
+        given = {
+            **self.special,
+            "messages": [_message(m) for m in messages],
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            pieces = self._template.generate(
-                {
-                    **self.special,
-                    "messages": [_message(m) for m in messages],
-                    "tools": list(tools) if tools else None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    _BUDGET: budget,
-                }
-            )
-            rendering, length = [], 0
-            for piece in pieces:
-                budget.step()
-                length += len(piece)
-                if length > MAX_CHARS:
-                    raise _TooMuch(f"more than {MAX_CHARS} characters")
-                rendering.append(piece)
-            return "".join(rendering)
+            if not self._counted:
+                return self._template.render(given)
+            return self._rendered(given, _Budget(time.thread_time() + self._deadline_s))
         except _TooMuch as error:
             raise ChatError("the chat template does too much", str(error), hint=_HINT) from None
         except Exception as error:  # noqa: BLE001  outside code raises whatever it likes
             raise ChatError("the chat template refused the messages", str(error) or repr(error), hint=_HINT) from None
+
+    def _rendered(self, given: dict[str, Any], budget: _Budget) -> str:
+        rendering, length = [], 0
+        for piece in self._template.generate({**given, _BUDGET: budget}):
+            budget.step()
+            length += len(piece)
+            if length > MAX_CHARS:
+                raise _TooMuch(f"more than {MAX_CHARS} characters")
+            rendering.append(piece)
+        return "".join(rendering)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +177,7 @@ class _Budget:
         self.steps -= 1
         if self.steps < 0:
             raise _TooMuch(f"more than {MAX_STEPS} turns of loops and calls")
-        if time.monotonic() > self.deadline:
+        if time.thread_time() > self.deadline:
             raise _TooMuch("it has not ended in time")
 
 
@@ -242,6 +251,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _budget_of(__context).step()
+        if __obj is _Sandbox.turn:
+            return ""
         receiver = getattr(__obj, "__self__", None)
         plain = [a for a in args if not isinstance(a, jinja2.runtime.Context)]
         if isinstance(receiver, str):
@@ -263,27 +274,26 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return checked
 
     @staticmethod
-    def turn(context: jinja2.runtime.Context) -> str:
-        """One more turn of a loop."""
-        _budget_of(context).step()
+    def turn() -> str:
+        """One more turn of a loop: being called is what counts."""
         return ""
 
     @staticmethod
     def joined(*parts: Any) -> str:
-        """What `~` gives."""
-        _weight(*parts)
+        """What `~` gives; its parts were weighed by `call`."""
         return "".join(map(str, parts))
 
 
-def _budget_of(context: Any) -> _Budget:
-    found = context.resolve(_BUDGET) if isinstance(context, jinja2.runtime.Context) else None
-    return found if isinstance(found, _Budget) else _Budget(time.monotonic() + DEADLINE_S)
+def _budget_of(context: jinja2.runtime.Context) -> _Budget:
+    found = context.parent[_BUDGET]
+    assert isinstance(found, _Budget)
+    return found
 
 
 def _counted(parsed: nodes.Template) -> nodes.Template:
     """The template with each loop's turns counted and each `~` checked."""
     for loop in parsed.find_all((nodes.For, nodes.Macro)):
-        turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [nodes.ContextReference()], [], None, None)
+        turn = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
         loop.body.insert(0, nodes.ExprStmt(turn))  # type: ignore[attr-defined]
     for parent in [parsed, *parsed.find_all(nodes.Node)]:
         for field, value in parent.iter_fields():
@@ -335,13 +345,27 @@ def _finalised(value: Any) -> Any:
     return value
 
 
+def _given(environment: jinja2.Environment) -> None:
+    """What transformers gives a template beside Jinja's own."""
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+
+
 @functools.lru_cache(maxsize=1)
 def _environment() -> _Sandbox:
     environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], finalize=_finalised
     )
-    environment.filters["tojson"] = _tojson
+    _given(environment)
     environment.filters = {name: _guarded(name, one) for name, one in environment.filters.items()}
     del environment.globals["lipsum"]  # pages of text
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+@functools.lru_cache(maxsize=1)
+def _trusting() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    _given(environment)
     return environment

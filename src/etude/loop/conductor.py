@@ -27,25 +27,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
-from etude.errors import EngineError, EtudeError, NotFinite, ParityError
+from etude.errors import EngineError, EtudeError, NotFinite
 from etude.evals import EvalResult
 from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
 from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.packing import whole_samples
 from etude.harness import ChatFormat
-from etude.inference import HttpEngine
-from etude.inference.errors import EngineGone
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
+from etude.loop.parity import Defence, Watch
+from etude.loop.probing import Probe, Unreachable
 from etude.loop.retention import keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
@@ -59,14 +56,10 @@ from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.weights.chain.history import readable
 
-STEP_S, ADOPT_S, POLL_S, PROBE_TOKENS = 600.0, 30.0, 0.05, 128
+STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # what a lost lineage still publishes is waited for first
 MAX_FRUITLESS = 6  # lineages in a row that end without one step
 T = TypeVar("T")
-
-
-class Unreachable(EtudeError):
-    """Every engine answers and none can come to the published version: something of the chain is damaged."""
 
 
 MENDABLE = (Lost, Unreachable)
@@ -93,8 +86,10 @@ class Conductor:
         self.trained = 0  # of the live weights: one ahead while their version is on its way
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
-        self.probe = probe_text(chat)
-        self._parity = ""  # the learner's parity class
+        exact, taken = config.numerics.mode is Mode.EXACT, self.ledger.recall("defence")
+        defence = None if taken is None else Defence(taken)
+        watch = Watch(config.parity, exact=exact, dtype=config.engine.dtype, defence=defence)
+        self.probe = Probe(chat, config.parity, watch, telemetry, self._defend)
         self._published = asyncio.Event()
         self._admitted = asyncio.Event()
 
@@ -137,13 +132,15 @@ class Conductor:
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
-        self._parity = await self._call("parity", str)
+        self.probe.learner_class = await self._call("parity", str)
+        if (taken := self.ledger.recall("defence")) is not None:
+            await self._call("defend", type(None), taken)
         mine, _ = await self._offer(())
         published = await self._call("published", Published)
         mended = self.ledger.reconcile(self._trained())
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         await self._adopted(published)
-        await self._probe(published, mine)
+        await self.probe.ask(dict(self.crew.engines), published, mine)
 
     def _trained(self) -> list[str]:
         """Every rollout of the lineage. Where a manifest of it is damaged, the ledger is believed about the steps up to
@@ -218,7 +215,7 @@ class Conductor:
         began = time.perf_counter()
         await self._call("offer", type(None), rollout_ids)
         read_s = time.perf_counter() - began
-        return await self._call("probe", list[float], self.probe), read_s
+        return await self._call("probe", list[float], self.probe.text), read_s
 
     async def _commit(self, tasks: asyncio.TaskGroup, batch: Batch, mine: list[float], facts: dict[str, Any]) -> None:
         """Wait until the pointer names the batch's version, and let everybody know."""
@@ -227,7 +224,8 @@ class Conductor:
         self.step = published.version.step
         self._published.set()
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
-        tasks.create_task(self._probe(published, mine), name=f"probe of {published.version}")
+        asked = self.probe.ask(dict(self.crew.engines), published, mine)
+        tasks.create_task(asked, name=f"probe of {published.version}")
 
     async def _committed(self) -> float:
         """Wait until no version is on its way; the seconds that took. Raises what publishing it failed with."""
@@ -297,6 +295,7 @@ class Conductor:
                 seed=self.config.seed,
                 temperature=self.config.rl.temperature,
                 min_step=self.window.min_step(index),
+                keep_routes=self.config.learner.replays(self.config.numerics.mode),
             )
             self.ledger.transaction(functools.partial(self._admit_group, specs, cursor))
             self._admitted.set()
@@ -335,44 +334,10 @@ class Conductor:
             telemetry=self.telemetry,
         )
 
-    async def _probe(self, published: Published, mine: list[float]) -> None:
-        """The version-matched check: each engine's log-probabilities of a fixed text against the learner's own."""
-        engines = dict(self.crew.engines)
-        late = await asyncio.gather(*(self._probe_one(*item, published, np.array(mine)) for item in engines.items()))
-        if late and all(late):
-            raise Unreachable(
-                f"no engine can come to {published.version}",
-                "; ".join(str(error).partition("\n")[0] for error in late),
-                hint="what was published is damaged: see etude weights verify, and the disk",
-            )
-
-    async def _probe_one(
-        self, name: str, engine: HttpEngine, published: Published, mine: np.ndarray[Any, Any]
-    ) -> EngineError | None:
-        """Raises `ParityError`; returns the error of an engine that is there and does not come to the version."""
-        step = published.version.step
-        try:
-            await engine.adopt(step, deadline_s=ADOPT_S)
-            version, theirs = await engine.verify(self.probe)
-            parity = (await engine.info()).parity
-        except EngineGone:
-            return None  # its successor catches up by itself and is given no work until then
-        except EngineError as error:
-            return error
-        if version != published.version:
-            return None  # it has moved on: the probe of that version will speak
-        ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
-        same_class = parity == self._parity
-        self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max, same_class=same_class)
-        if math.isnan(ratio_max) or (self.config.numerics.mode is Mode.EXACT and theirs != mine.tolist()):
-            raise ParityError(
-                f"{name} and the learner disagree about {published.version}",
-                f"max |r - 1| = {ratio_max:.2e} on the probe; its class {parity!r}, the learner's {self._parity!r}",
-                hint="the engine holds other bytes or computes otherwise: etude weights verify, then etude parity"
-                if same_class
-                else "run engines where the learner runs, or set numerics.mode = 'native'",
-            )
-        return None
+    async def _defend(self, defence: Defence) -> None:
+        """Have the learner take a defence from the next step on, and whoever goes on with this run."""
+        self.ledger.transaction(functools.partial(self.ledger.remember, "defence", str(defence)))
+        await self._call("defend", type(None), str(defence))
 
     def _newest_checkpoint(self) -> Path:
         steps = sorted((self.run_folder / "checkpoints").glob("step-*"))
@@ -395,12 +360,6 @@ class Conductor:
         facts = f"{error.facts}; what was trained until then is saved in {at}"
         hint = f"{error.hint}; other settings are a new run: --set start={at}; --resume tries the step again"
         return NotFinite(error.what, facts, hint=hint)
-
-
-def probe_text(chat: ChatFormat) -> list[int]:
-    """The fixed text whose log-probabilities prove an update: tokens drawn from the whole vocabulary, none twice."""
-    order = np.random.default_rng(0).permutation(chat.vocab_size)
-    return [int(token) for token in order[:PROBE_TOKENS]]
 
 
 async def _nothing() -> None:

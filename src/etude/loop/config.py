@@ -16,6 +16,7 @@ from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig
+from etude.loop.parity import ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
 from etude.numerics.config import Mode, NumericsConfig
@@ -84,6 +85,7 @@ class RunConfig:
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rl: RlConfig = field(default_factory=RlConfig)
+    parity: ParityConfig = field(default_factory=ParityConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     evals: EvalsConfig = field(default_factory=EvalsConfig)
 

@@ -20,6 +20,7 @@ from etude import __version__
 from etude.config import to_plain
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
+from etude.loop.parity import Defence
 from etude.loop.wire import Handler
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample
@@ -132,6 +133,10 @@ class Learning:
         """The learner's parity class."""
         return self.learner.parity
 
+    def defend(self, defence: str) -> None:
+        """Take a defence (`parity.Defence`) from the next step on."""
+        self.learner.defend(truncate=Defence(defence) is Defence.TRUNCATED)
+
     def k1(self, samples: list[Sample]) -> dict[str, float]:
         """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
         return self.reference.k1(samples)
@@ -167,6 +172,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         "published": ((), in_thread(waiting, learning.published)),
         "probe": ((list[int],), in_torch_thread(learning.probe)),
         "parity": ((), in_torch_thread(learning.parity)),
+        "defend": ((str,), in_torch_thread(learning.defend)),
         "k1": ((list[Sample],), in_torch_thread(learning.k1)),
         "save": ((str,), in_torch_thread(learning.save)),
     }

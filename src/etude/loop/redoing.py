@@ -85,7 +85,9 @@ class History:
 
     run: RunFolder
     versions: Mapping[int, Manifest]  # by step
-    rollout_ids: Mapping[int, frozenset[str]]  # by step: a step that was published again lists them once
+    rollout_ids: Mapping[
+        int, frozenset[str]
+    ]  # by step: a step that was published again lists them once; empty: not known
     damaged: Version | None = None  # where the lineage can be read no further back
     numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by step: of its last `rl.step` event
 
@@ -96,8 +98,8 @@ class History:
         for manifest in manifests:
             step = manifest.version.step
             ids[step] = ids.get(step, frozenset()) | frozenset(manifest.rollout_ids)
-        events = [event for event in read_events(run / "events") if event["kind"] == "rl.step"]
-        numbers = {event["step"]: event for event in events}
+        events = (event for event in read_events(run / "events") if event.get("kind") == "rl.step")
+        numbers = {int(event.get("step", 0)): event for event in events}
         versions = {manifest.version.step: manifest for manifest in manifests}
         return cls(run, versions, ids, damaged.version if damaged else None, numbers)
 
@@ -126,7 +128,7 @@ class History:
         """The record of a step of the lineage. Raises `LedgerError`."""
         recorded = read_trace(trace_path(self.run / "traces", step))
         known = self.rollout_ids.get(step)
-        if known is not None and known != frozenset(recorded.batch.rollout_ids):
+        if known and known != frozenset(recorded.batch.rollout_ids):
             raise LedgerError(
                 f"the record of step {step} is not of the step that the current weights were trained by",
                 f"{len(known ^ set(recorded.batch.rollout_ids))} rollouts are in one and not in the other",

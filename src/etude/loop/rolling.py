@@ -40,9 +40,17 @@ def keyed_seed(*parts: object) -> int:
 
 
 def siblings(
-    group_id: str, task: Task, n: int, *, seed: int, temperature: float, min_step: int = 0, pin_step: int | None = None
+    group_id: str,
+    task: Task,
+    n: int,
+    *,
+    seed: int,
+    temperature: float,
+    min_step: int = 0,
+    pin_step: int | None = None,
+    keep_routes: bool = False,
 ) -> list[RolloutSpec]:
-    """The specs of a group."""
+    """The specs of a group; `keep_routes` when it is to be trained on with the engines' routes."""
     return [
         RolloutSpec(
             rollout_id=f"{group_id}.{i}",
@@ -53,6 +61,7 @@ def siblings(
             temperature=temperature,
             min_step=min_step,
             pin_step=pin_step,
+            keep_routes=keep_routes,
         )
         for i in range(n)
     ]

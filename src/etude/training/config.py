@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from etude.config import ranged
-from etude.numerics.config import ComputeDtype
+from etude.numerics.config import ComputeDtype, Mode
 
 
 class LiveWeights(enum.StrEnum):
@@ -55,7 +55,7 @@ class LearnerConfig:
     clip_low: float = ranged(0.8, low=0.0, high=1.0)  # ppo
     clip_high: float = ranged(1.28, low=1.0)  # ppo
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
-    replay_routes: bool | None = None  # none: as `[numerics]` needs it; a learner on its own replays
+    replay_routes: bool | None = None  # none: in native mode; in exact mode both sides choose the same by themselves
     replay_max_lag: int = ranged(1, low=0)  # what versions further back computed is routed anew
     replay_plausible: float = ranged(0.5, low=0.0, high=1.0)  # least score of a replayed expert to the live k-th's
     balance: float = ranged(0.0, low=0.0)  # coefficient of the routers' load-balancing loss, taken over each forward
@@ -68,6 +68,14 @@ class LearnerConfig:
     correction_high: float | None = ranged(None, low=1.0)  # none: the correction's own; the cap of one that truncates
     weights: LiveWeights = LiveWeights.BF16
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # of activations; gradients add up in float32
+
+    def replays(self, mode: Mode) -> bool:
+        """Whether routes are replayed, and so whether engines need send them.
+
+        >>> LearnerConfig().replays(Mode.EXACT), LearnerConfig().replays(Mode.NATIVE)
+        (False, True)
+        """
+        return mode is Mode.NATIVE if self.replay_routes is None else self.replay_routes
 
     @property
     def correction_bounds(self) -> tuple[float, float]:

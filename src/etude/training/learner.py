@@ -13,6 +13,7 @@ import functools
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -158,7 +159,7 @@ class TorchLearner:
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
 
     def _replay(self) -> Replay | None:
-        if self.config.replay_routes is False or not self.model.config.num_moe_layers:
+        if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):
             return None
         return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
@@ -234,6 +235,15 @@ class TorchLearner:
         if self.version is None or self.version.step != self.step:
             return True
         return sample.path.digest == self.version.digest
+
+    def defend(self, *, truncate: bool) -> None:
+        """Go on with engines that compute other numbers: their routes are replayed, the ratio on the live weights is
+        reported and no longer held to 1, and with `truncate` importance weights are truncated."""
+        self._held_to_one = False
+        correction = self.config.correction
+        if truncate and correction is CorrectionKind.NONE:
+            correction = CorrectionKind.TRUNCATED
+        self.config = replace(self.config, replay_routes=True, correction=correction)
 
     def optim_step(self) -> dict[str, float]:
         """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`.

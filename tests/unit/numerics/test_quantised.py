@@ -92,6 +92,13 @@ def test_numerics_say_what_a_model_is_computed_with(mode: Mode) -> None:
     assert low.dtype is torch.bfloat16
 
 
+def test_it_is_as_exact_as_what_computes() -> None:
+    low = FORMATS[Quantise.MXFP8]
+    assert Quantised(Exact(torch.bfloat16), low).exact is True
+    assert Quantised(Native(), low).exact is False
+    assert Quantised(Exact(torch.bfloat16), low).held is torch.float32
+
+
 def test_weights_that_are_rounded_already_are_taken_as_they_are() -> None:
     w = random(8, 64)
     operators = operators_for(NumericsConfig(quantise=Quantise.NVFP4), torch.float32, rounds_weights=False)

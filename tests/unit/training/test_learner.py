@@ -37,7 +37,7 @@ SIZES = ModelConfig(
     top_k=2,
     context_tokens=64,
 )
-CONFIG = LearnerConfig(lr=1e-2)
+CONFIG = LearnerConfig(lr=1e-2, replay_routes=True)
 
 
 @pytest.fixture
@@ -410,3 +410,34 @@ def test_a_path_that_two_weights_of_one_step_sampled_is_not_held_to_ratio_one(le
     assert report.fresh_ratio_max is None
     with pytest.raises(ParityError):
         learner.forward_backward(batch(changed(off, logprobs=logprobs, digest=first.version.digest)))
+
+
+def test_replay_is_for_native_numbers_and_stops_at_a_lag_token_by_token(checkpoint: Path) -> None:
+    config = replace(CONFIG, replay_routes=None)
+    reports = []
+    for mode in Mode:
+        learner = TorchLearner(config, numerics=NumericsConfig(mode=mode), hold_fresh_to_one=False)
+        learner.load(checkpoint)
+        sample = sampled(learner, 3)
+        learner.step = 5
+        steps = np.where(np.arange(len(sample.path.mask)) < 9, 3, 4).astype(np.int32)
+        reports.append(learner.forward_backward(batch(changed(sample, steps=steps))))
+    exact, native = reports
+    assert exact.replayed_share == 0.0
+    assert exact.live_k3 is None
+    assert native.replayed_share == pytest.approx((native.num_tokens - 8) / native.num_tokens)
+    assert native.live_k3 is not None
+
+
+def test_implausible_experts_are_counted_and_not_used(checkpoint: Path) -> None:
+    shares = []
+    for plausible in (0.0, 1.0):
+        learner = TorchLearner(replace(CONFIG, replay_plausible=plausible), hold_fresh_to_one=False)
+        learner.load(checkpoint)
+        sample = sampled(learner, 3)
+        routes = sample.path.routes.copy()
+        routes[:-1] = (routes[:-1] + 1) % SIZES.num_experts
+        report = learner.forward_backward(batch(changed(sample, routes=routes)))
+        shares.append(report.replaced_share)
+        assert (report.ratio_max < 1e-5) == (plausible == 1.0)
+    assert shares[0] == 0.0 < shares[1] < 1.0

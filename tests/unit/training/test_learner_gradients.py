@@ -21,7 +21,7 @@ from etude.training.rows import lay_flat
 
 from .test_learner import SIZES, batch, changed, sampled
 
-CONFIG = LearnerConfig(weights=LiveWeights.F32, budget_tokens=30)
+CONFIG = LearnerConfig(weights=LiveWeights.F32, budget_tokens=30, replay_routes=True)
 
 
 def learner_of(tmp_path: Path, config: LearnerConfig, reference: Reference | None = None) -> TorchLearner:

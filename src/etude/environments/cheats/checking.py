@@ -30,7 +30,7 @@ async def check(
     async with secrets_of_the_host() as secrets:
         wanted = {kind for cheat in cheats for kind in cheat.kinds}
         staged = {kind: problem for kind, problem in problems(EXPORTS).items() if kind in wanted}
-        unplayable = await playable(runtime, grader, staged)
+        unplayable = await playable(runtime, grader, staged, at_once=at_once)
         if unplayable and all(unplayable.values()):
             facts = "; ".join(f"{kind}: {why}" for kind, why in unplayable.items())
             raise MachineError(

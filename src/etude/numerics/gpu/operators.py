@@ -21,13 +21,20 @@ from etude.numerics.operators import Causal, Operators
 class ExactGpu(Operators):
     """One order of summation for each operator, in Triton. Weights are rounded to the rows' dtype as they are read."""
 
-    exact = True
     absorbs = True  # a packed forward sums as one over a cache of latents does
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, degree: int = 1) -> None:
         """`degree`: the most tensor-parallel ranks, a power of two, for which products keep their bits."""
         super().__init__(dtype)
         self.degree = degree
+
+    @property
+    def name(self) -> str:
+        return f"{super().name} degree {self.degree}"
+
+    @property
+    def exact(self) -> bool:
+        return True
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return products.linear(x_NI, weight_OI, degree=self.degree)

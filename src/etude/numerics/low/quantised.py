@@ -54,10 +54,10 @@ class Quantised(Operators):
 
 
 def _asked_of_inner(name: str) -> Any:
-    """An operator that is not rounded is `inner`'s, whatever operators there are."""
-    if isinstance(vars(Operators)[name], property):
-        return property(lambda self: getattr(self.inner, name))
-    return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
+    """What is not rounded is `inner`'s, whatever operators there are: a method, or a fact such as `exact`."""
+    if callable(vars(Operators)[name]):
+        return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
+    return property(lambda self: getattr(self.inner, name))
 
 
 for _name in vars(Operators).keys() - vars(Quantised).keys():

@@ -1,0 +1,120 @@
+"""The version-matched probe: at each publish every engine's log-probabilities of a fixed text against the learner's.
+
+So mismatch is seen apart from staleness. What is over the budget of `[parity]` ends the run, or has the learner take
+its next defence, or is only told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping
+
+import numpy as np
+
+from etude.errors import EngineError, EtudeError, ParityError
+from etude.evals.parity import compare
+from etude.harness.chat import ChatFormat
+from etude.inference.client import HttpEngine
+from etude.inference.errors import EngineGone
+from etude.loop.parity import Alarm, Defence, OverBudget, ParityConfig, Watch
+from etude.records.sample import Published
+from etude.telemetry import Telemetry
+
+PROBE_TOKENS = 128
+ADOPT_S = 30.0
+
+
+class Unreachable(EtudeError):
+    """Every engine answers and none can come to the published version: something of the chain is damaged."""
+
+
+class Probe:
+    """Asks engines, and holds them to the budget. `defend` has the learner take a defence, durably."""
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        config: ParityConfig,
+        watch: Watch,
+        telemetry: Telemetry,
+        defend: Callable[[Defence], Awaitable[None]],
+    ) -> None:
+        self.text = probe_text(chat)
+        self.learner_class = ""  # the learner's parity class
+        self._config, self._watch, self._telemetry, self._defend = config, watch, telemetry, defend
+
+    async def ask(self, engines: Mapping[str, HttpEngine], published: Published, mine: list[float]) -> None:
+        """Every engine, of a version that `mine` are the learner's log-probabilities of. Raises `ParityError`, and
+        `Unreachable` where every engine that is there cannot come to it."""
+        late = await asyncio.gather(*(self._ask_one(*item, published, mine) for item in engines.items()))
+        if late and all(late):
+            raise Unreachable(
+                f"no engine can come to {published.version}",
+                "; ".join(str(error).partition("\n")[0] for error in late),
+                hint="what was published is damaged: see etude weights verify, and the disk",
+            )
+
+    async def _ask_one(
+        self, name: str, engine: HttpEngine, published: Published, mine: list[float]
+    ) -> EngineError | None:
+        """The error of an engine that is there and does not come to the version."""
+        try:
+            await engine.adopt(published.version.step, deadline_s=ADOPT_S)
+            version, theirs = await engine.verify(self.text)
+            engine_class = (await engine.info()).parity
+        except EngineGone:
+            return None  # its successor catches up by itself and is given no work until then
+        except EngineError as error:
+            return error
+        if version != published.version:
+            return None  # it has moved on: the probe of that version will speak
+        found = compare(theirs, mine)
+        self._telemetry.event(
+            "engine.probe",
+            engine=name,
+            step=published.version.step,
+            ratio_max=_told(found.ratio_max),
+            k3=_told(found.k3),
+            ratio_p99=_told(found.ratio_p99),
+            same_class=engine_class == self.learner_class,
+        )
+        alarm = self._watch.saw(name, found)
+        if alarm is not None:
+            await self._raise(alarm, published, engine_class)
+        return None
+
+    async def _raise(self, alarm: Alarm, published: Published, engine_class: str) -> None:
+        """Act on an alarm. Numbers that are none are never gone on with."""
+        found, step = alarm.found, published.version.step
+        no_number = not math.isfinite(found.k3)
+        if no_number or self._config.over_budget is OverBudget.STOP:
+            raise ParityError(
+                f"{alarm.engine} and the learner disagree about {published.version}",
+                f"max |r - 1| = {found.ratio_max:.2e}, k3 = {found.k3:.2e} on the probe, the budget is "
+                f"k3 {alarm.budget.k3:g}; parity classes: {engine_class!r}, the learner's {self.learner_class!r}",
+                hint=_hint(engine_class == self.learner_class),
+            )
+        taken = str(alarm.defence) if alarm.defence else ""
+        self._telemetry.event(
+            "parity.alarm", engine=alarm.engine, step=step, k3=found.k3, ratio_max=found.ratio_max, defence=taken
+        )
+        if alarm.defence is not None:
+            await self._defend(alarm.defence)
+
+
+def _hint(same_class: bool) -> str:
+    if same_class:
+        return "the engine holds other bytes or computes otherwise: etude weights verify, then etude parity"
+    return "run engines where the learner runs, or set numerics.mode = 'native'"
+
+
+def _told(number: float) -> float | None:
+    """As an event has it: JSON knows no infinity."""
+    return number if np.isfinite(number) else None
+
+
+def probe_text(chat: ChatFormat) -> list[int]:
+    """The fixed text whose log-probabilities prove an update: tokens drawn from the whole vocabulary, none twice."""
+    order = np.random.default_rng(0).permutation(chat.vocab_size)
+    return [int(token) for token in order[:PROBE_TOKENS]]
