@@ -52,7 +52,7 @@ def make_learner(
 
 def starting_point(run: RunFolder, config: RunConfig) -> Reference:
     """The checkpoint that a run began with, as what KL is measured to, computed as the policy is."""
-    operators = operators_for(config.numerics, torch.float32)
+    operators = operators_for(config.numerics, getattr(torch, config.learner.dtype))
     return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature, operators=operators)
 
 
