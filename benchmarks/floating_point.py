@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.bf16_engine import USER, VERSION, as_published, rollout
+from benchmarks.replay_routes import USER, VERSION, model_at, rollout
 from benchmarks.report import report
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -29,7 +29,7 @@ from etude.models.attention import Packed
 from etude.models.checkpoint import save_model
 from etude.numerics.operators import Exact, Native, Operators
 from etude.records import Sample
-from etude.training.config import LiveWeights
+from etude.training.routes import Replay
 from etude.training.rows import lay_flat, microbatches
 
 MODES: dict[str, Callable[[torch.dtype], Operators]] = {"native": Native, "exact": Exact}
@@ -42,7 +42,7 @@ BUDGET_TOKENS = 2048
 SIZES = ModelConfig(
     vocab_size=2048,
     hidden_size=128,
-    num_layers=8,
+    num_layers=6,
     num_heads=4,
     num_kv_heads=2,
     head_dim=32,
@@ -74,8 +74,9 @@ def log_ratios(model: Transformer, samples: list[Sample], *, replay: bool) -> tu
     """Trainer minus engine [R], and of each such token the number of layers with another expert [R]."""
     found, flips = [], []
     for some in microbatches(samples, budget_tokens=BUDGET_TOKENS):
-        rows = lay_flat(some)
-        done = model.eval().run(rows.tokens_N, Packed(rows.lengths), rows.routes_NLK if replay else None, rows.rows_R)
+        rows = lay_flat(some, Replay(model.config, step=VERSION.step, max_lag=0))
+        packed = Packed(rows.lengths, model.operators)
+        done = model.eval().run(rows.tokens_N, packed, rows.routes_NLK if replay else None, rows.rows_R)
         logprobs = model.operators.log_softmax(done.logits).gather(1, rows.targets_R[:, None])[:, 0]
         found.append((logprobs - rows.sampler_logprobs_R).double())
         assert rows.routes_NLK is not None, "engines return routes"
@@ -107,8 +108,7 @@ def _quantile(values: torch.Tensor, share: float) -> float:
 
 def computing(start: Path, mode: str, dtype: str) -> Transformer:
     """A checkpoint's model that computes in a mode and a dtype."""
-    kind: torch.dtype = getattr(torch, dtype)
-    return as_published(load_model(start, dtype=kind, operators=MODES[mode](kind)), LiveWeights.BF16)
+    return model_at(start, MODES[mode](getattr(torch, dtype)))
 
 
 def compared(start: Path, mode: str, engine: str, trainer: str, rollouts: int) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def compared(start: Path, mode: str, engine: str, trainer: str, rollouts: int) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--start", type=Path, help="a checkpoint (default: random weights, 8 layers of 64 experts)")
-    parser.add_argument("--rollouts", type=int, default=192, help="of three turns, 72 sampled tokens each")
+    parser.add_argument("--start", type=Path, help="a checkpoint (default: random weights, 6 layers of 64 experts)")
+    parser.add_argument("--rollouts", type=int, default=64, help="of three turns, 72 sampled tokens each")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

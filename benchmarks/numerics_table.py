@@ -1,4 +1,4 @@
-"""The table and the pictures of docs/concepts/numerics.md, made from results: what is told is what was measured.
+"""The tables and the pictures of docs/concepts/numerics.md, made from results: what is told is what was measured.
 
 `python -m benchmarks.numerics_table` writes them; a test holds the page to them. A result that is not there yet has no
 row.
@@ -31,26 +31,58 @@ def result(name: str) -> Any:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def rows() -> Iterator[tuple[str, ...]]:
-    """Markdown cells: what computes, what was compared, what came out."""
+def parts() -> Iterator[tuple[str, ...]]:
+    """How far engine and trainer are apart: who computes, tokens compared, k3, |r - 1| at the 99th percentile and at
+    most, how many tokens are not equal to the bit."""
     floats = result("floating_point")
     for row in floats["rows"]:
-        if row["mode"] == "native":
-            yield from _native(row)
-    exact = [row for row in floats["rows"] if row["mode"] == "exact"]
-    differing = sum(row["live"]["num_tokens"] - row["live"]["num_equal"] for row in exact)
-    names = ", ".join(SHORT[row["engine"]] for row in exact)
-    tokens = sum(row["live"]["num_tokens"] for row in exact)
-    yield f"exact ({names})", f"{tokens:,}", "–", "–", f"{differing} tokens differ"
+        name = f"{row['mode']}, {_pair(row)}"
+        for how in ("live", "replayed") if row["flipped_share"] else ("live",):
+            told = row[how]
+            words = f"{name}; {100 * row['flipped_share']:.2g} % of routers flip" if row["flipped_share"] else name
+            differing = told["num_tokens"] - told["num_equal"]
+            yield (
+                words if how == "live" else "the same, routes replayed",
+                *(f"{told['num_tokens']:,}", _short(told["k3"]), _short(told["ratio_p99"]), _short(told["ratio_max"])),
+                _share(differing, told["num_tokens"]),
+            )
+    yield from _trained()
+    yield from _rounded()
 
 
-def _native(row: Result) -> Iterator[tuple[str, ...]]:
-    name = f"native, {_pair(row)}"
-    for how in ("live", "replayed") if row["flipped_share"] else ("live",):
-        told = row[how]
-        flips = f"{100 * row['flipped_share']:.2g} %" if how == "live" else "replayed"
-        far = f"p99 {told['ratio_p99']:.1e}, max {told['ratio_max']:.1e}"
-        yield name if how == "live" else "", f"{told['num_tokens']:,}", flips, f"{told['k3']:.1e}", far
+def _trained() -> Iterator[tuple[str, ...]]:
+    """A trained model whose engine computes in bf16, beside the floor that no replay gets under."""
+    routes = result("replay_routes")
+    said = {"live": "each routes by itself", "replayed": "routes replayed", "floor": "both given the same routes"}
+    for row in routes["agreement"] if routes else ():
+        name = f"trained model, bf16 engine, {SHORT[row['learner']]} trainer; {said[row['routing']]}"
+        yield name, f"{routes['num_sampled']:,}", *map(_short, (row["k3"], row["off_p99"], row["off_max"])), ""
+
+
+def _rounded() -> Iterator[tuple[str, ...]]:
+    """Formats of low precision that both sides round to."""
+    low = result("quantised")
+    for kind, row in low["formats"].items() if low else ():
+        if kind != "none":
+            told = [found for name, found in row.items() if name.startswith("exact")]
+            tokens, differing = sum(one["tokens"] for one in told), sum(one["differing"] for one in told)
+            yield f"exact, rounded to {kind}", f"{tokens:,}", "", "", "", _share(differing, tokens)
+
+
+def costs() -> Iterator[tuple[str, str]]:
+    """What a defence takes."""
+    routes, low = result("replay_routes"), result("quantised")
+    if routes:
+        size, step = routes["bytes_a_token"]["routes"], routes["step"]
+        yield "router replay", f"{100 * step['overhead']:.1f} % of a training step"
+        yield (
+            "",
+            f"{size['layers_x_top_k_x_item']} bytes a token ({size['layers']} layers, {size['top_k']} experts each)",
+        )
+    for kind, row in low["formats"].items() if low else ():
+        if kind != "none":
+            told = f"decoding × {row['decode_ratio']:.2f}, training × {row['training_ratio']:.2f} (emulated)"
+            yield f"rounding to {kind}", told
 
 
 def _pair(row: Result) -> str:
@@ -58,21 +90,32 @@ def _pair(row: Result) -> str:
     return engine if engine == trainer else f"{engine} engine, {trainer} trainer"
 
 
-def table() -> list[str]:
-    """The lines of the page's table."""
+def _short(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+def _share(differing: int, tokens: int) -> str:
+    return f"{100 * differing / tokens:.3g} %" if differing else "none"
+
+
+def tables() -> list[str]:
+    """The lines of the page's tables."""
     floats = result("floating_point")
     about = (
         f"{floats['layers']} layers of {floats['experts']} experts, {floats['top_k']} a token, {floats['weights']} "
-        f"weights; one thread of an {floats['host']['cpu']}, torch {floats['host']['torch']}."
+        f"weights where nothing else is said; one thread of an {floats['host']['cpu']}, torch "
+        f"{floats['host']['torch']}."
     )
-    head = ["engine and trainer", "tokens", "routers that flip", "k3", "abs(r − 1)"]
-    return [about, "", *markdown(head, rows())]
+    head = ["engine and trainer", "tokens", "k3", "abs(r − 1), p99", "most", "tokens that differ"]
+    lines = [about, "", *markdown(head, parts())]
+    found = list(costs())
+    return [*lines, "", *markdown(["defence", "costs"], found)] if found else lines
 
 
 def page(text: str) -> str:
-    """The page with this table in it."""
+    """The page with these tables in it."""
     before, _, rest = text.partition(FROM)
-    return before + FROM + "\n".join([*table(), ""]) + TO + rest.partition(TO)[2]
+    return before + FROM + "\n".join([*tables(), ""]) + TO + rest.partition(TO)[2]
 
 
 def pictures() -> dict[str, str]:
@@ -99,13 +142,14 @@ def _power(exponent: float) -> str:
 
 def _histogram(shown: list[Result], bins: Result) -> str:
     """How far ratios are from 1: a line a pair of dtypes. Equal ones have no logarithm: their share is in the name."""
-    edges = _edges(bins)
+    filled = [i for i, counts in enumerate(zip(*(row["live"]["bins"] for row in shown), strict=True)) if any(counts)]
+    some = slice(max(0, min(filled) - 1), max(filled) + 2)
     series = []
     for colour, row in enumerate(shown, 1):
         told = row["live"]
         shares = [count / told["num_tokens"] for count in told["bins"]]
         name = f"{_pair(row)}: {told['num_equal'] / told['num_tokens']:.0%} equal"
-        series.append(Series(name, list(zip(edges, shares, strict=True)), colour))
+        series.append(Series(name, list(zip(_edges(bins)[some], shares[some], strict=True)), colour))
     chart = line_chart(
         series,
         title="share of tokens by how far their ratio is from 1",
@@ -155,10 +199,10 @@ def _flips(row: Result) -> str:
         bars,
         ["mean |log r|"],
         title=f"mean |log r| by flipped experts ({_pair(row)})",
-        x_label="layers in which the token went to another expert",
+        x_label="mean |log r| of tokens by the number of layers in which they went to another expert",
         frame=WIDE,
     )
-    return alone(chart, [("mean |log r|", 1)], x=880, y=40)
+    return alone(chart, [], x=0, y=0)
 
 
 def main() -> None:

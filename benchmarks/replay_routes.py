@@ -34,11 +34,12 @@ from tokenizers import Tokenizer
 
 from benchmarks.report import report
 from benchmarks.runs import LAPTOP, start_run
-from etude.inference.config import ComputeDtype, EngineConfig
+from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.inference.kv import KVCache, Span, StepCache
 from etude.models import Transformer, hf_views, load_model
 from etude.models.attention import Packed
+from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.numerics.operators import Exact, Native, Operators
 from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
@@ -64,7 +65,7 @@ def model_at(checkpoint: Path, operators: Operators) -> Transformer:
     with torch.no_grad():
         for view in hf_views(model).values():
             view.copy_(view.bfloat16())
-    return model.to(operators.dtype)
+    return model
 
 
 async def rollout(engine: ReferenceEngine, prompts: list[np.ndarray[Any, Any]], number: int) -> Sample:
@@ -220,7 +221,7 @@ def steps(start: Path, samples: Sequence[Sample], turns: int) -> dict[str, Any]:
     """CPU milliseconds of a training step's forward and backward, replay on and off in turns."""
     learners = {}
     for replay in (False, True):
-        learners[replay] = TorchLearner(LearnerConfig(replay_routes=replay), hold_fresh_to_one=False)
+        learners[replay] = TorchLearner(LearnerConfig(replay_routes=replay), numerics=NumericsConfig(Mode.NATIVE))
         learners[replay].load(start)
     num = sum(int(sample.path.mask.sum()) for sample in samples)
     batch = Batch(batch_id="b", step=1, samples=tuple(samples), rollout_ids=(), num_loss_tokens=num)

@@ -26,6 +26,7 @@ from etude.loop.retention import keep_within, kept_from
 from etude.records.wire import pack, unpack
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
+from etude.telemetry import read_events
 from etude.training import TorchLearner
 from etude.training.config import CorrectionKind
 from etude.weights import lineage
@@ -207,6 +208,21 @@ def test_the_oldest_stretches_are_deleted_to_keep_within_the_budget_and_are_miss
     with pytest.raises(LedgerError, match="batch of step 5 is gone"):
         redo(copied, 5)
     assert cli.main(["ledger", "audit", str(copied.path)]) == 1, "nobody deleted that one on purpose"
+
+
+def test_a_run_keeps_within_its_budget_by_itself_and_says_so(game: Any, tmp_path: Path) -> None:
+    run = PlayedRun.create(tmp_path / "r", game, *SETS, "rl.checkpoint_every=1", "rl.steps=3", "retention.disk_gb=0")
+
+    async def main() -> None:
+        async with run.conductor() as conductor:
+            await conductor.reinforce()
+
+    asyncio.run(main())
+    told = [event for event in read_events(run.folder / "events") if event["kind"] == "retention"]
+    assert [(event["step"], event["kept_from"]) for event in told] == [(2, 1), (3, 2)]
+    assert all(event["freed_bytes"] > 0 for event in told)
+    assert [path.name for path in (run.folder / "traces").iterdir()] == ["batch-000003.parquet"]
+    assert redo(run.folder, 3).equal
 
 
 def without_checkpoints(run: RunFolder) -> None:

@@ -148,7 +148,7 @@ def redo(
     torch.set_num_threads(NUM_THREADS)
     try:
         reference = starting_point(run, config) if config.learner.kl else None
-        learner = make_learner(config, None, reference, hold_fresh_to_one=False)
+        learner = make_learner(config, None, reference, refuse_mismatch=False)
         start = _begin(learner, history, step, start)
         first, steps = learner.step, list[Redone]()
         while learner.step < step:

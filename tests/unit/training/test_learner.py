@@ -13,7 +13,7 @@ import torch
 
 from etude.errors import CheckpointError, ParityError, StoreError, WeightsError
 from etude.models import ModelConfig, Transformer, hf_views, save_model
-from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics import Mode, NumericsConfig
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.records.sample import StepReport
@@ -121,7 +121,7 @@ def test_without_a_correction_nothing_is_cut_and_with_one_a_token_its_sampler_go
     checkpoint: Path,
 ) -> None:
     def trained(correction: CorrectionKind, **fields: object) -> tuple[StepReport, torch.Tensor]:
-        learner = TorchLearner(replace(CONFIG, correction=correction), hold_fresh_to_one=False)
+        learner = TorchLearner(replace(CONFIG, correction=correction), numerics=NumericsConfig(Mode.NATIVE))
         learner.load(checkpoint)
         whole, odd = sampled(learner, 0), sampled(learner, 1)
         logprobs, mask = odd.path.logprobs.copy(), odd.path.mask.copy()
@@ -416,7 +416,7 @@ def test_replay_is_for_native_numbers_and_stops_at_a_lag_token_by_token(checkpoi
     config = replace(CONFIG, replay_routes=None)
     reports = []
     for mode in Mode:
-        learner = TorchLearner(config, numerics=NumericsConfig(mode=mode), hold_fresh_to_one=False)
+        learner = TorchLearner(config, numerics=NumericsConfig(mode=mode), refuse_mismatch=False)
         learner.load(checkpoint)
         sample = sampled(learner, 3)
         learner.step = 5
@@ -432,7 +432,7 @@ def test_replay_is_for_native_numbers_and_stops_at_a_lag_token_by_token(checkpoi
 def test_implausible_experts_are_counted_and_not_used(checkpoint: Path) -> None:
     shares = []
     for plausible in (0.0, 1.0):
-        learner = TorchLearner(replace(CONFIG, replay_plausible=plausible), hold_fresh_to_one=False)
+        learner = TorchLearner(replace(CONFIG, replay_plausible=plausible), refuse_mismatch=False)
         learner.load(checkpoint)
         sample = sampled(learner, 3)
         routes = sample.path.routes.copy()
