@@ -65,7 +65,7 @@ def model_at(checkpoint: Path, operators: Operators) -> Transformer:
     with torch.no_grad():
         for view in hf_views(model).values():
             view.copy_(view.bfloat16())
-    return model.cast(operators.held)
+    return model
 
 
 async def rollout(engine: ReferenceEngine, prompts: list[np.ndarray[Any, Any]], number: int) -> Sample:

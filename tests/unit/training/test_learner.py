@@ -416,7 +416,7 @@ def test_replay_is_for_native_numbers_and_stops_at_a_lag_token_by_token(checkpoi
     config = replace(CONFIG, replay_routes=None)
     reports = []
     for mode in Mode:
-        learner = TorchLearner(config, numerics=NumericsConfig(mode=mode), hold_fresh_to_one=False)
+        learner = TorchLearner(config, numerics=NumericsConfig(mode=mode), refuse_mismatch=False)
         learner.load(checkpoint)
         sample = sampled(learner, 3)
         learner.step = 5
@@ -432,7 +432,7 @@ def test_replay_is_for_native_numbers_and_stops_at_a_lag_token_by_token(checkpoi
 def test_implausible_experts_are_counted_and_not_used(checkpoint: Path) -> None:
     shares = []
     for plausible in (0.0, 1.0):
-        learner = TorchLearner(replace(CONFIG, replay_plausible=plausible), hold_fresh_to_one=False)
+        learner = TorchLearner(replace(CONFIG, replay_plausible=plausible), refuse_mismatch=False)
         learner.load(checkpoint)
         sample = sampled(learner, 3)
         routes = sample.path.routes.copy()
