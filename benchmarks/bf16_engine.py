@@ -19,9 +19,10 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmarks.report import report
-from etude.inference.config import ComputeDtype, EngineConfig
+from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import Transformer, hf_views, load_model
+from etude.numerics import ComputeDtype, Mode, Native, NumericsConfig
 from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.training import LearnerConfig, TorchLearner
@@ -69,7 +70,8 @@ def as_published(model: Transformer, weights: LiveWeights) -> Transformer:
 
 def sampled(start: Path, dtype: ComputeDtype, weights: LiveWeights, rollouts: int, seed: int) -> list[Sample]:
     """What an engine says, given these prompts."""
-    model = as_published(load_model(start), weights).to(getattr(torch, dtype))
+    kind = getattr(torch, dtype)
+    model = as_published(load_model(start, operators=Native(kind), held=torch.float32), weights).cast(kind)
     tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
     prompts = [np.array(tokenizer.encode(text).ids, np.int32) for text in USER]
 
@@ -84,7 +86,7 @@ def sampled(start: Path, dtype: ComputeDtype, weights: LiveWeights, rollouts: in
 
 def scored(start: Path, weights: LiveWeights, samples: list[Sample], *, replay: bool) -> dict[str, Any]:
     """The learner's report on them."""
-    learner = TorchLearner(LearnerConfig(weights=weights, replay_routes=replay), hold_fresh_to_one=False)
+    learner = TorchLearner(LearnerConfig(weights=weights, replay_routes=replay), numerics=NumericsConfig(Mode.NATIVE))
     learner.load(start)
     num_sampled = sum(int(sample.path.mask.sum()) for sample in samples)
     done = learner.forward_backward(

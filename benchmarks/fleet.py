@@ -28,7 +28,7 @@ from etude.environments import NamespaceRuntime
 from etude.environments.burst import Capacity, Measured, Placement, Scenario, burst, measure, simulate
 from etude.environments.burst.calibrate import held_out
 from etude.environments.burst.fake import Network
-from etude.environments.burst.simulate import EVERY_KIND, Simulated
+from etude.environments.burst.scenario import EVERY_KIND, Simulated
 from etude.seams import Machine
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "burst.md"

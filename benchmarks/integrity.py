@@ -1,7 +1,7 @@
 """Are rewards what was earned? References that are rejected, states that are rewarded untouched, cheats that succeed:
 all three must be none, on every backend that can be had here.
 
-    python -m benchmarks.integrity HUMANEVAL.jsonl.gz [--backend B ...] [--every B=N ...] [--within S] [--part P]
+    python -m benchmarks.integrity HUMANEVAL.jsonl.gz [--backend B ...] [--part P] [--every B=N ...] [--within S]
 
 References and untouched states: every task of the file, generated tasks (with canary tasks among them, whose reference
 knows their word), and tasks mined here from a repository that is made for it (`integrity_tasks`), each judged in
@@ -9,8 +9,9 @@ machines of the backend. Cheats: the whole catalogue of `etude machines check`. 
 is named with the reason. With `--backend` the others keep what they had, each with its commit. Emulated machines are
 slow: `--every microvm=8` takes every eighth task and cheat there, `--within S` leaves out the cheats that would be
 played later than that, `--part references` or `--part cheats` does one of the two and keeps the other, and the result
-says so. Deadlines are several times the usual ones, so that what else a host does is no verdict; how many programs
-their own deadline ended is told.
+says so. With `--journal` every play is kept as soon as it is over, with its commit, and the same command goes on with
+those that are missing; another process may play `--backwards` meanwhile. Deadlines are several times the usual ones, so
+that what else a host does is no verdict; how many programs their own deadline ended is told.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,7 @@ from etude.records.task import Split
 from etude.seams import Runtime, TaskSource
 from etude.tasks import HumanEvalSource, Proof, RepairSource, check
 from etude.tasks.canaries import WithCanaries
+from etude.tasks.journal import Journal
 
 KEY = "e2b_" + "0123456789" * 4
 QUOTA = f'[bench]\nkey = "{KEY}"\nmax_live = 256\ncreations_per_minute = 1000000\n'
@@ -101,33 +104,47 @@ async def references(runtime: Runtime, sources: dict[str, TaskSource], at_once: 
     return found
 
 
-async def cheats(runtime: Runtime, at_once: int, every: int, within_s: float) -> dict[str, Any]:
-    """What came of the catalogue: every verdict counted, those worth reading by name."""
-    began, chosen = time.perf_counter(), _mixed(CATALOGUE[::every])
-    num_plays = sum(len(cheat.kinds) for cheat in chosen)
-    found: list[Finding] = []
-    playing = play(
-        runtime,
-        MachineGrader(runtime, deadline_s=CALLS_S),
-        cheats=chosen,
-        at_once=at_once,
-        program_s=PROGRAM_S,
-        play_s=PLAY_S,
-    )
+@dataclass(frozen=True)
+class Played:
+    """A play, and what it was played with."""
+
+    backend: str
+    commit: str
+    finding: Finding
+
+    @property
+    def key(self) -> str:
+        return f"{self.backend} {self.finding.cheat} {self.finding.kind}"
+
+
+async def cheats(
+    runtime: Runtime, backend: str, chosen: Sequence[Cheat], at_once: int, within_s: float, journal: Journal[Played]
+) -> dict[str, Any]:
+    """What came of these cheats: every verdict counted, those worth reading by name."""
+    began = time.perf_counter()
+    keys = {f"{backend} {cheat.name} {kind}": (cheat, kind) for cheat in chosen for kind in cheat.kinds}
+    left = [replace(cheat, kinds=(kind,)) for key, (cheat, kind) in keys.items() if key not in journal.entries]
+    grader = MachineGrader(runtime, deadline_s=CALLS_S)
+    playing = play(runtime, grader, cheats=left, at_once=at_once, program_s=PROGRAM_S, play_s=PLAY_S)
+    now = commit()
     with contextlib.suppress(TimeoutError):
         async with contextlib.aclosing(playing), asyncio.timeout(within_s):
             async for finding in playing:
-                found.append(finding)
-                if finding.verdict not in (Verdict.RESISTED, Verdict.SKIPPED) or len(found) % TOLD_EVERY == 0:
-                    told = f"{finding.cheat} ({finding.kind}): {finding.verdict}: {finding.evidence}"
-                    print(f"{runtime.info.name}: {len(found)} of {num_plays}: {told}", file=sys.stderr, flush=True)
+                journal.add(Played(backend, now, finding))
+                verdict, num = finding.verdict, len(journal.entries)
+                if verdict not in (Verdict.RESISTED, Verdict.SKIPPED) or num % TOLD_EVERY == 0:
+                    told = f"{finding.cheat} ({finding.kind}): {verdict}: {finding.evidence}"
+                    print(f"{backend}: {num} plays: {told}", file=sys.stderr, flush=True)
+    entries = [entry for key, entry in journal.entries.items() if key in keys]
+    found, num_plays = [entry.finding for entry in entries], len(keys)
     counts = Counter(finding.verdict for finding in found)
 
     def named(verdict: Verdict) -> list[str]:
         return [f"{f.cheat} ({f.kind}): {f.evidence}" for f in found if f.verdict is verdict]
 
     return {
-        "plays": "all" if len(found) == num_plays else f"{len(found)} of {num_plays}: no more in {within_s:.0f} s",
+        "commits": dict(Counter(entry.commit for entry in entries)),
+        "plays": "all" if len(found) == num_plays else f"{len(found)} of {num_plays}",
         "programs": len({finding.cheat for finding in found}),
         "tried": len(found) - counts[Verdict.SKIPPED],
         "succeeded": named(Verdict.SUCCEEDED),
@@ -145,7 +162,9 @@ def _mixed(chosen: Sequence[Cheat]) -> list[Cheat]:
     return [cheat for first in range(STRIDE) for cheat in chosen[first::STRIDE]]
 
 
-async def of_backend(backend: str, sources: dict[str, TaskSource], said: argparse.Namespace) -> dict[str, Any]:
+async def of_backend(
+    backend: str, sources: dict[str, TaskSource], said: argparse.Namespace, scratch: Path
+) -> dict[str, Any]:
     """Everything on one backend, or why it is not to be had here."""
     began, every = time.perf_counter(), dict(said.every).get(backend, 1)
     sample = "all" if every == 1 else f"every {every}th task of each split and every {every}th cheat"
@@ -159,9 +178,10 @@ async def of_backend(backend: str, sources: dict[str, TaskSource], said: argpars
                 parts["references"] = {"commit": commit(), "sample": sample, "sources": proven}
             if "cheats" in (said.part or PARTS):
                 left_s = said.within - (time.perf_counter() - began)
-                played = await cheats(runtime, said.jobs, every, left_s)
+                some = _mixed(CATALOGUE[::every])[:: -1 if said.backwards else 1]
+                played = await cheats(runtime, backend, some, said.jobs, left_s, _journal(said.journal, scratch))
                 print(f"{backend}: cheats: {played}", file=sys.stderr, flush=True)
-                parts["cheats"] = {"commit": commit(), "sample": sample, **played}
+                parts["cheats"] = {"sample": sample, **played}
             return {"isolation": isolation, **parts}
     except MachineError as error:
         return {"not_to_be_had": f"{error.what}: {error.facts}"}
@@ -173,18 +193,23 @@ async def measure(said: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "humaneval": HumanEvalSource(said.data),
         "generated": EveryNth(generated, {Split.TRAIN: GENERATED, Split.HELDOUT: GENERATED}, 1),
     }
-    began = time.perf_counter()
-    try:
-        async with machines_of("namespace") as runtime:
-            everything["mined"] = await mined(runtime, folder, at_once=said.jobs)
-        mining: dict[str, Any] = {"wall_s": round(time.perf_counter() - began, 1)}
-    except (MachineError, TaskError) as error:
-        mining = {"none": f"{error.what}: {error.facts}"}
-    found = {backend: await of_backend(backend, everything, said) for backend in said.backend or BACKENDS}
-    if (said.backend or said.part) and KEPT.exists():
-        kept = json.loads(KEPT.read_text())["backends"]
-        found = {backend: kept.get(backend, {}) | found.get(backend, {}) for backend in kept | found}
-    return {"mining": mining, "backends": found, **_totals(found)}
+    kept = json.loads(KEPT.read_text()) if (said.backend or said.part) and KEPT.exists() else {"backends": {}}
+    mining = kept.get("mining", {})
+    if "references" in (said.part or PARTS):
+        began = time.perf_counter()
+        try:
+            async with machines_of("namespace") as runtime:
+                everything["mined"] = await mined(runtime, folder, at_once=said.jobs)
+            mining = {"wall_s": round(time.perf_counter() - began, 1)}
+        except (MachineError, TaskError) as error:
+            mining = {"none": f"{error.what}: {error.facts}"}
+    found = {backend: await of_backend(backend, everything, said, folder) for backend in said.backend or BACKENDS}
+    rows = kept["backends"] | {backend: kept["backends"].get(backend, {}) | row for backend, row in found.items()}
+    return {"mining": mining, "backends": rows, **_totals(rows)}
+
+
+def _journal(named: Path | None, scratch: Path) -> Journal[Played]:
+    return Journal(named or scratch / "plays.jsonl", Played)
 
 
 def _totals(found: dict[str, Any]) -> dict[str, int]:
@@ -213,6 +238,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--every", type=_share, action="append", default=[], metavar="B=N", help="only every Nth there")
     parser.add_argument("--within", type=float, default=math.inf, metavar="S", help="no cheats later, on each backend")
     parser.add_argument("--jobs", type=int, default=4, metavar="N", help="verdicts and cheats at once")
+    parser.add_argument("--journal", type=Path, metavar="FILE", help="keep plays there, and play none of those in it")
+    parser.add_argument("--backwards", action="store_true", help="play the last cheat first")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this of the two (default: both)")
     said = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="integrity-") as folder:

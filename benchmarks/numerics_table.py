@@ -73,7 +73,7 @@ def costs() -> Iterator[tuple[str, str]]:
     """What a defence takes."""
     routes, low = result("replay_routes"), result("quantised")
     if routes:
-        size, step = routes["bytes_a_token"], routes["step"]
+        size, step = routes["bytes_a_token"]["routes"], routes["step"]
         yield "router replay", f"{100 * step['overhead']:.1f} % of a training step"
         yield (
             "",

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import report
-from etude.inference.config import ComputeDtype, EngineConfig
+from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.attention import Packed
@@ -41,6 +41,7 @@ from etude.models.headers import WEIGHTS
 from etude.models.low import is_rounded
 from etude.models.packed import PackedWeights
 from etude.numerics import Mode, NumericsConfig, Quantise
+from etude.numerics.config import ComputeDtype
 from etude.numerics.formats import FORMATS
 from etude.numerics.low import pack
 from etude.numerics.operators import operators_for
@@ -49,7 +50,7 @@ from etude.records import CompletionRequest, Sampling, Version
 VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
 LAPTOP = ModelConfig(context_tokens=512, tie_embeddings=True)
 TURNS, SAMPLED = (40, 17, 5), 16  # prompt tokens that each turn appends; sampled ones of each
-SEQUENCES = (200, 33, 257, 90)  # tokens, of a training step
+SEQUENCES = (512, 301, 700, 90, 445)  # tokens, of a training step
 LOW = [kind for kind in Quantise if kind is not Quantise.NONE]
 
 

@@ -343,7 +343,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
     kv_tokens_free: int
-    capabilities: tuple[str, ...]  # "routes", "spans", "stream", "pause-keep", "adopt", "verify"
+    capabilities: tuple[str, ...]  # "routes", "spans", "stream", "pause-keep", "adopt", "verify", "exact"
+    parity: str = ""  # parity class: who has the same one computes the same bits of the same weights; "": unknown
 
 
 @runtime_checkable

@@ -252,7 +252,7 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
 
     llama = damaged("llama", model_type="llama", architectures=["LlamaForCausalLM"])
     assert "architecture LlamaForCausalLM" in start(llama, 2)
-    assert "norm_topk_prob" in start(damaged("variant", norm_topk_prob=False), 2)
+    assert "attention_bias" in start(damaged("variant", attention_bias=True), 2)
     mute = damaged("mute")
     (mute / "tokenizer.json").unlink()
     assert "no tokeniser" in start(mute)

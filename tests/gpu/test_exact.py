@@ -25,6 +25,7 @@ from benchmarks.exact_gpu import Shape, Size, measure
 from tests.unit.models.families import FAMILIES
 
 from etude.models import Transformer
+from etude.models.attention import Packed
 from etude.numerics.gpu import (
     ExactGpu,
     Groups,
@@ -39,6 +40,7 @@ from etude.numerics.gpu import (
     linear,
     mix,
 )
+from etude.numerics.gpu.attention import Paged, Queries, attend
 from etude.numerics.gpu.products import multiply, weight_gradient
 from etude.numerics.gpu.rows import log_softmax, rms_norm, rotate
 from etude.numerics.gpu.tiles import Tiles, tiles_of
@@ -194,6 +196,22 @@ def test_what_works_on_rows_is_right_and_ignores_other_rows(dtype: torch.dtype) 
     assert logprobs.dtype == torch.float32
 
 
+def test_the_operators_that_a_model_asks_for_are_those_of_torch_on_any_rows() -> None:
+    ops, scores = ExactGpu(torch.float32), drawn(33, 12)
+    for ours, theirs in ((ops.softmax, lambda x: x.softmax(-1)), (ops.sigmoid, torch.sigmoid)):
+        y = checked(torch.float32, ours, theirs, scores)
+        assert torch.equal(ours(scores[20:21]), y[20:21])
+    h = drawn(9, 10)
+    y = checked(torch.float32, ops.gated, lambda x: F.silu(x[:, :5]) * x[:, 5:], h)
+    assert torch.equal(ops.gated(h[3:4]), y[3:4])
+    assert ops.top_k(torch.tensor([[1.0, 3.0, 3.0, 0.0]], device=DEVICE), 3).tolist() == [[1, 2, 0]]
+    cold = ops.log_softmax(scores, torch.full((33, 1), 0.5, device=DEVICE))
+    close(cold, (scores.double() / 0.5).log_softmax(-1), torch.float32)
+    q, k, v = (drawn(heads, 7, 16) for heads in (2, 1, 1))
+    o = ops.causal()(q, k, v).transpose(0, 1)
+    close(o, plain_attention(*(t.transpose(0, 1).double() for t in (q, k, v)), [7]), torch.float32)
+
+
 def test_equal_scores_go_to_the_lowest_expert_and_replayed_ones_keep_live_gates() -> None:
     scores = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0, 1.0], [0.0] * 6], device=DEVICE)
     live = choose(scores, Router(3))
@@ -286,6 +304,20 @@ def test_attention_is_right_and_a_row_has_the_same_bits_decoded_in_chunks_and_pa
         assert torch.equal(PagedTokens(pages, rows).attend(0, q[flat], k[flat], v[flat]), o[flat])
 
 
+def test_long_contexts_have_the_same_bits_however_their_spans_are_scheduled() -> None:
+    length, dtype = 1100, torch.bfloat16  # more than one span
+    q, k, v = (drawn(length, heads, 16, dtype=dtype, seed=i) for i, heads in enumerate((2, 1, 1)))
+    packed = PackedTokens([length], DEVICE).attend(0, q, k, v)
+    close(packed, plain_attention(q.double(), k.double(), v.double(), [length]), dtype)
+    slot = Paged(
+        k.transpose(0, 1)[None], v.transpose(0, 1)[None], torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), length
+    )
+    for first, count in ((1099, 1), (3, 1), (1020, 8)):
+        at = Queries.of(torch.tensor([count], device=DEVICE), torch.tensor([first], device=DEVICE), count)
+        for spread in (False, True):
+            assert torch.equal(attend(q[first : first + count], slot, at, spread=spread), packed[first : first + count])
+
+
 @pytest.mark.parametrize("family", ["qwen3-moe", "deepseek-v3"])
 def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
     sizes, dtype = FAMILIES[family], torch.bfloat16
@@ -293,6 +325,8 @@ def test_a_model_decodes_to_the_bits_it_is_trained_with(family: str) -> None:
     lengths = [11, 6]
     tokens = torch.arange(17, device=DEVICE) * 7 % sizes.vocab_size
     trained = model.run(tokens, PackedTokens(lengths, DEVICE)).logits.detach()
+    one_by_one = Packed(lengths, model.operators, device=DEVICE)
+    assert torch.equal(model.run(tokens, one_by_one).logits, trained)
     kept = sizes.kept
     pages = Pages(
         num_layers=2, num_pages=8, page=4, heads=kept.heads, key_width=kept.key_width, value_width=kept.value_width,
@@ -341,7 +375,8 @@ from triton.compiler import ASTSource, compile
 from etude.numerics.gpu.programs import attention, products, rows
 
 DENSE = dict(x_in=1, w_in=1, OUT=2048, IN=2048, LEAVES=2, SPLIT=False, GROUPS=0, LANES=1, GATHER=False, BAND=8)
-HEADS = dict(LANES=8, PAGE=64, SHARE=8, SHARED=False, WIDTH=128, WIDE=128, REST=0, VALUE=128, VALUES=128)
+HEADS = dict(LANES=8, PAGE=64, SHARE=8, SHARED=False, SPAN=1024, SPREAD=False)
+HEADS |= dict(WIDTH=128, WIDE=128, REST=0, VALUE=128, VALUES=128)
 WHOLE = dict(ROWS=128, OUTS=128, INS=64)
 GRAD = dict(OUT=1536, IN=2048, GROUPED=True, GATHER=True, ROWS=64, OUTS=128, INS=128)
 NORM = dict(WIDTH=128, WEIGHTED=False, ROWS=16, BLOCK=128)
@@ -355,7 +390,7 @@ for program, kind, constants, options in (
     names = program.arg_names
     pointers = {n: "*" + kind for n in ("x", "w", "y", "q", "k", "v", "o", "dy")} | {"dw": "*fp32", "weight": "*fp32"}
     pointers |= {n: "*i32" for n in ("source", "starts", "tile_starts", "positions", "pages")}
-    pointers |= {"lse": "*fp32", "scales": "*fp32", "eps": "fp32", "scale": "fp32"}
+    pointers |= {"lse": "*fp32", "marks": "*fp32", "scales": "*fp32", "eps": "fp32", "scale": "fp32"}
     kinds = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
     wide = [i for i, n in enumerate(names) if "*" in kinds[n] or n.endswith(("_row", "_head", "_page"))]
     aligned = {(i,): [["tt.divisibility", 16]] for i in wide}

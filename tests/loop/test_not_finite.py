@@ -12,20 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tests.played_run import PlayedRun, Players
 
-from etude.config import load, to_toml
 from etude.errors import Exit, NotFinite
 from etude.harness import ChatFormat
 from etude.loop.conductor import Conductor
-from etude.loop.config import RunConfig, open_tasks
+from etude.loop.config import open_tasks
 from etude.loop.processes import Child
-from etude.loop.standalone import take_checkpoint
 from etude.records import Rollout, RolloutSpec, Trace
-from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.training import LearnerConfig, TorchLearner
-
-from .test_publishing import Players
 
 
 class Poisoned(Players):
@@ -44,10 +40,8 @@ class Poisoned(Players):
 def test_the_learners_process_names_what_is_no_number_and_the_run_ends_with_its_state_saved(
     game: Any, tmp_path: Path
 ) -> None:
-    sets = ["learner.replay_routes=false", "rl.checkpoint_every=50", "evals.every=50", "rl.steps=4"]
-    config = load(game.config, RunConfig, sets)
-    folder = RunFolder.create(tmp_path / "r", config_toml=to_toml(config), seed=1)
-    take_checkpoint(game.start, folder)
+    run = PlayedRun.create(tmp_path / "r", game, "rl.checkpoint_every=50", "evals.every=50", "rl.steps=4")
+    folder, config = run.folder, run.config
 
     async def main() -> NotFinite:
         telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")

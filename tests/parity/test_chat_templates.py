@@ -125,11 +125,16 @@ def test_a_call_is_spelled_and_read_back(folder: Path) -> None:
     assert chat.parse([*chat.encode("it is mild"), chat.end_id], signatures).text == "it is mild"
 
 
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
+    base = tmp_path_factory.mktemp("formats")
+    return {name: ChatFormat.load(chats.make(base / name, name)) for name in ("qwen", "deepseek")}
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.text(alphabet=st.sampled_from("<|>imtookl_call/\ue000\ue001 a\n")) | st.sampled_from([*chats.QWEN_TOKENS]))
-def test_text_that_spells_a_token_stays_text(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
-    base = tmp_path_factory.getbasetemp() / "spelled"
-    chat = ChatFormat.load(base if base.is_dir() else chats.make(base, "qwen"))
+def test_text_that_spells_a_token_stays_text(formats: dict[str, ChatFormat], text: str) -> None:
+    chat = formats["qwen"]
     ids = chat.first([{"role": "tool", "content": text}]).tolist()
     plain = chat.encode(text).tolist()
     assert chat.decode(ids, special=True) == (
@@ -142,9 +147,7 @@ def test_text_that_spells_a_token_stays_text(tmp_path_factory: pytest.TempPathFa
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=30))
-def test_any_completion_parses_to_a_reply(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> None:
-    for name in ("qwen", "deepseek"):
-        base = tmp_path_factory.getbasetemp() / f"any-{name}"
-        chat = ChatFormat.load(base if base.is_dir() else chats.make(base, name))
+def test_any_completion_parses_to_a_reply(formats: dict[str, ChatFormat], ids: list[int]) -> None:
+    for chat in formats.values():
         reply = chat.parse([*ids, chat.end_id], standard_tools().signatures)
         assert reply.call is None or not reply.error

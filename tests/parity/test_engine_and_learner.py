@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from etude.errors import ParityError
-from etude.inference.config import ComputeDtype, EngineConfig
+from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, load_model, save_model
-from etude.numerics import check_row_invariance
-from etude.numerics.operators import Native
+from etude.numerics import ComputeDtype, Mode, Native, NumericsConfig, Operators
+from etude.numerics.operators import Exact
 from etude.records import Batch, Completion, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.training import LearnerConfig, TorchLearner
@@ -65,15 +65,14 @@ def _routes_held(completion: Completion) -> int:
     return completion.routes_start + len(completion.routes)
 
 
-def sampled(checkpoint: Path, dtype: ComputeDtype) -> Batch:
-    """Sixteen rollouts of an engine that computes in `dtype`: exactly in float32, natively in bf16."""
+def sampled(checkpoint: Path, operators: Operators) -> Batch:
+    """Sixteen rollouts of an engine."""
     torch.set_num_threads(1)
-    native = Native(torch.bfloat16) if dtype is ComputeDtype.BFLOAT16 else None
-    model = load_model(checkpoint, dtype=getattr(torch, dtype), operators=native)
+    model = load_model(checkpoint, operators=operators)
 
     async def story() -> list[Sample]:
-        engine = ReferenceEngine(model, version=VERSION, config=EngineConfig(context_tokens=256, dtype=dtype))
-        assert ("exact" in engine.capabilities) == (dtype is ComputeDtype.FLOAT32)
+        engine = ReferenceEngine(model, version=VERSION, config=EngineConfig(context_tokens=256))
+        assert ("exact" in engine.capabilities) == operators.exact
         async with engine:
             return list(await asyncio.gather(*(rollout(engine, n) for n in range(16))))
 
@@ -83,25 +82,23 @@ def sampled(checkpoint: Path, dtype: ComputeDtype) -> Batch:
     return Batch(batch_id="b", step=1, samples=tuple(samples), rollout_ids=(), num_loss_tokens=num_sampled)
 
 
-@pytest.mark.parametrize("replay", [True, False])  # where both compute exactly, routes need not be sent
-def test_what_the_engine_sampled_has_ratio_one_in_the_learner(checkpoint: Path, replay: bool) -> None:
-    batch = sampled(checkpoint, ComputeDtype.FLOAT32)
-    learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4, replay_routes=replay))
+@pytest.mark.parametrize("dtype", ComputeDtype)
+def test_what_the_engine_sampled_has_ratio_one_in_the_learner(checkpoint: Path, dtype: ComputeDtype) -> None:
+    batch = sampled(checkpoint, Exact(getattr(torch, dtype)))
+    learner = TorchLearner(LearnerConfig(dtype=dtype, replay_routes=False))
     learner.load(checkpoint)
     report = learner.forward_backward(batch)
     assert report.num_sampled == batch.num_loss_tokens
-    assert report.fresh_ratio_max is not None
-    assert report.fresh_ratio_max <= 1e-4
-    assert report.replayed_share == float(replay)
+    assert report.fresh_ratio_max == 0.0
     assert report.flipped_share == 0.0
-    assert report.ratio_max == 0.0
+    assert report.k3 == 0.0
 
 
 def test_what_a_bf16_engine_sampled_is_near_and_reported_and_replay_brings_it_nearer(checkpoint: Path) -> None:
-    batch = sampled(checkpoint, ComputeDtype.BFLOAT16)
+    batch = sampled(checkpoint, Native(torch.bfloat16))
     k3 = {}
     for replay in (False, True):
-        learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4, replay_routes=replay), hold_fresh_to_one=False)
+        learner = TorchLearner(LearnerConfig(replay_routes=replay), numerics=NumericsConfig(Mode.NATIVE))
         learner.load(checkpoint)
         report = learner.forward_backward(batch)
         assert report.fresh_ratio_max is not None
@@ -112,9 +109,10 @@ def test_what_a_bf16_engine_sampled_is_near_and_reported_and_replay_brings_it_ne
     assert 0.0 < k3[True] < k3[False] < 0.05
 
 
-def test_a_learner_that_expects_float32_refuses_what_a_bf16_engine_sampled(checkpoint: Path) -> None:
-    batch = sampled(checkpoint, ComputeDtype.BFLOAT16)
-    learner = TorchLearner(LearnerConfig(fresh_ratio_limit=1e-4))
+@pytest.mark.parametrize("operators", [Native(torch.bfloat16), Exact(torch.bfloat16), Native()])
+def test_a_learner_in_exact_mode_refuses_what_was_computed_otherwise(checkpoint: Path, operators: Operators) -> None:
+    batch = sampled(checkpoint, operators)
+    learner = TorchLearner(LearnerConfig())
     learner.load(checkpoint)
     with pytest.raises(ParityError, match="own weights"):
         learner.forward_backward(batch)
@@ -133,8 +131,3 @@ def test_the_learners_probe_is_the_engines(checkpoint: Path) -> None:
     learner = TorchLearner(LearnerConfig())
     learner.load(checkpoint)
     assert asyncio.run(story()) == learner.probe(text)
-
-
-def test_row_counts_change_no_bit_of_any_product_of_the_laptop_model() -> None:
-    torch.set_num_threads(1)
-    check_row_invariance(SIZES.products)

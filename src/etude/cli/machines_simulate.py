@@ -10,7 +10,7 @@ from typing import Any
 
 from etude.dashboard.plot import WIDE, Series, alone, line_chart
 from etude.environments.burst import Faults, Measured, Scenario, measure, simulate
-from etude.environments.burst.simulate import EVERY_KIND, Simulated
+from etude.environments.burst.scenario import EVERY_KIND, Simulated
 from etude.environments.namespace import NamespaceRuntime
 from etude.errors import InputError
 from etude.seams import Runtime

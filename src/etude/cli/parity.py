@@ -87,16 +87,25 @@ def _checkpoint(path: Path) -> Path:
     return place
 
 
-def _model(checkpoint: Path, dtype: str, mode: str, quant: str) -> Transformer:
+def _model(checkpoint: Path, dtype: str, mode: str, quant: str, *, packed: bool = False) -> Transformer:
+    """`packed`: with weights decoded from bytes, as an engine holds them."""
     import torch
 
     from etude.models import load_model
-    from etude.numerics import Exact, Native
+    from etude.models.packed import PackedWeights
+    from etude.numerics import Mode, NumericsConfig, Quantise
+    from etude.numerics.formats import FORMATS
+    from etude.numerics.operators import operators_for
 
-    if quant != "none":
-        raise InputError(f"--quant {quant} is not computed", hint="leave it out")
+    numerics, low = NumericsConfig(Mode(mode), Quantise(quant)), quant != "none"
+    if low and numerics.mode is Mode.NATIVE:
+        facts = "a last bit that differs may round to another number, so no error tells an operator"
+        raise InputError(f"--quant {quant} in native mode", facts, hint="use --mode exact, or leave --quant out")
     kind: torch.dtype = getattr(torch, dtype)
-    return load_model(checkpoint, dtype=kind, operators=(Exact if mode == "exact" else Native)(kind))
+    model = load_model(checkpoint, dtype=kind, operators=operators_for(numerics, kind, rounds_weights=not packed))
+    if low and packed:
+        PackedWeights(model, FORMATS[numerics.quantise]).decode()
+    return model
 
 
 def _engine(args: argparse.Namespace, checkpoint: Path, mode: str) -> EngineSide:
@@ -105,7 +114,7 @@ def _engine(args: argparse.Namespace, checkpoint: Path, mode: str) -> EngineSide
     if args.engine is None:
         from etude.evals.doctor.sides import OurEngine
 
-        return OurEngine(_model(checkpoint, args.dtype, mode, args.quant))
+        return OurEngine(_model(checkpoint, args.dtype, mode, args.quant, packed=True))
     if args.engine == "transformers":
         from etude.evals.doctor.transformers_engine import TransformersEngine
 

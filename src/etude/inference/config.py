@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from etude.config import ranged
-
-
-class ComputeDtype(enum.StrEnum):
-    """In what an engine computes and keeps keys and values."""
-
-    FLOAT32 = "float32"  # as the learner does: their ratio on one version is 1, and a run is held to that
-    BFLOAT16 = "bfloat16"  # half the memory; the ratio is reported and corrected for, not held to 1
+from etude.numerics.config import ComputeDtype
 
 
 @dataclass(frozen=True)
@@ -30,4 +23,4 @@ class EngineConfig:
     max_waiting: int = ranged(1024, low=0)  # requests without a slot; one more is refused
     pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
     stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer is a hang
-    dtype: ComputeDtype = ComputeDtype.FLOAT32
+    dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the learner's, too

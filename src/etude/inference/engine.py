@@ -90,6 +90,7 @@ class ReferenceEngine:
         )
         self._runner = Runner(model, num_slots=self.config.max_sequences, context_tokens=self.config.context_tokens)
         self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
+        self.parity = model.parity
         self._pins = Pins(lease_s=self.config.pin_lease_s)
         self._paused = False
         self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()
@@ -202,6 +203,7 @@ class ReferenceEngine:
             num_waiting=len(self._scheduler.waiting),
             kv_tokens_free=self._scheduler.slots.num_available * self.config.context_tokens,
             capabilities=self.capabilities,
+            parity=self.parity,
         )
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:

@@ -79,7 +79,7 @@ class Runner:
         """Where a forward's first number that is none arises, once, in the log: who trains on it refuses it by name."""
         self._said = True
         context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
-        found = origin(self.model, torch.tensor(context))
+        found = origin(lambda watch: self.model.run(torch.tensor(context), watch=watch))
         where = f"{found.name}, {found.facts}" if found else "not when the context is computed anew"
         request = f"request {sequence.request.request_id}, {len(context)} tokens"
         print(f"error: logits are not finite ({request}); the first: {where}", file=sys.stderr, flush=True)

@@ -42,7 +42,6 @@ from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.packing import whole_samples
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
-from etude.inference.config import ComputeDtype
 from etude.inference.errors import EngineGone
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
@@ -50,6 +49,7 @@ from etude.loop.evaluating import evaluate
 from etude.loop.retention import keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
+from etude.numerics.config import Mode
 from etude.records import Batch, RolloutSpec, Task
 from etude.records.sample import Published, StepReport
 from etude.records.task import Split
@@ -94,6 +94,7 @@ class Conductor:
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
         self.probe = probe_text(chat)
+        self._parity = ""  # the learner's parity class
         self._published = asyncio.Event()
         self._admitted = asyncio.Event()
 
@@ -136,6 +137,7 @@ class Conductor:
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
+        self._parity = await self._call("parity", str)
         mine, _ = await self._offer(())
         published = await self._call("published", Published)
         mended = self.ledger.reconcile(self._trained())
@@ -352,6 +354,7 @@ class Conductor:
         try:
             await engine.adopt(step, deadline_s=ADOPT_S)
             version, theirs = await engine.verify(self.probe)
+            parity = (await engine.info()).parity
         except EngineGone:
             return None  # its successor catches up by itself and is given no work until then
         except EngineError as error:
@@ -359,13 +362,15 @@ class Conductor:
         if version != published.version:
             return None  # it has moved on: the probe of that version will speak
         ratio_max = float(np.abs(np.expm1(np.array(theirs) - mine)).max())
-        self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max)
-        exact = self.config.engine.dtype is ComputeDtype.FLOAT32
-        if math.isnan(ratio_max) or (exact and ratio_max > self.config.rl.probe_limit):
+        same_class = parity == self._parity
+        self.telemetry.event("engine.probe", engine=name, step=step, ratio_max=ratio_max, same_class=same_class)
+        if math.isnan(ratio_max) or (self.config.numerics.mode is Mode.EXACT and theirs != mine.tolist()):
             raise ParityError(
                 f"{name} and the learner disagree about {published.version}",
-                f"max |r - 1| = {ratio_max:.2e} on the probe, the limit is {self.config.rl.probe_limit:g}",
-                hint="the engine holds other bytes or computes otherwise: etude weights verify, then see its log",
+                f"max |r - 1| = {ratio_max:.2e} on the probe; its class {parity!r}, the learner's {self._parity!r}",
+                hint="the engine holds other bytes or computes otherwise: etude weights verify, then etude parity"
+                if same_class
+                else "run engines where the learner runs, or set numerics.mode = 'native'",
             )
         return None
 

@@ -18,7 +18,7 @@ from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
-from etude.numerics.config import NumericsConfig
+from etude.numerics.config import Mode, NumericsConfig
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.tasks import open_source
@@ -57,7 +57,6 @@ class RlConfig:
     steps: int = ranged(45, low=0)
     temperature: float = ranged(1.0, low=0.01, high=4.0)
     checkpoint_every: int = ranged(5, low=1)  # steps; a learner that dies loses at most so many
-    probe_limit: float = ranged(1e-4, low=0.0)  # max |r - 1| of the version-matched probe; over it the run ends
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,11 @@ class RunConfig:
     evals: EvalsConfig = field(default_factory=EvalsConfig)
 
     def __post_init__(self) -> None:
+        if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:
+            raise ValueError(
+                f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
+                f"agree to the bit, which numerics.mode = 'exact' promises"
+            )
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "

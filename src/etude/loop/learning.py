@@ -18,11 +18,10 @@ import torch
 
 from etude import __version__
 from etude.config import to_plain
-from etude.inference.config import ComputeDtype
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.wire import Handler
-from etude.numerics import check_row_invariance
+from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder, host_facts
@@ -36,7 +35,7 @@ NUM_THREADS = 1  # of torch: products that share their rows out add up in anothe
 
 
 def make_learner(
-    config: RunConfig, channel: Channel | None, reference: Reference | None, *, hold_fresh_to_one: bool
+    config: RunConfig, channel: Channel | None, reference: Reference | None, *, refuse_mismatch: bool = True
 ) -> TorchLearner:
     """The learner of a run's settings: the one that trains, and the one that redoes a step."""
     return TorchLearner(
@@ -44,20 +43,22 @@ def make_learner(
         channel=channel,
         num_steps=config.rl.steps,
         temperature=config.rl.temperature,
-        hold_fresh_to_one=hold_fresh_to_one,
+        refuse_mismatch=refuse_mismatch,
         reference=reference,
         numerics=config.numerics,
     )
 
 
 def starting_point(run: RunFolder, config: RunConfig) -> Reference:
-    """The checkpoint that a run began with, as what KL is measured to."""
-    return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature)
+    """The checkpoint that a run began with, as what KL is measured to, computed as the policy is."""
+    operators = operators_for(config.numerics, torch.float32)
+    return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature, operators=operators)
 
 
-def computed_by() -> dict[str, str]:
-    """What decides how this process computes, beside a run's settings: where it is all the same, the bits are."""
+def computed_by(learner: TorchLearner) -> dict[str, str]:
+    """What decides how a learner computes, beside a run's settings: where it is all the same, the bits are."""
     return {
+        "parity class": learner.parity,
         "etude": __version__,
         "torch": str(torch.__version__),
         "chip": str(host_facts()["cpu"]),
@@ -91,18 +92,15 @@ class Learning:
         if self._learner is not None:
             self._learner.close()
         self._channel = Channel(DirectoryStore(self.run / "weights"))
-        limited = self.config.engine.dtype is ComputeDtype.FLOAT32
         reference = self.reference if self.config.learner.kl else None
-        self._learner = make_learner(self.config, self._channel, reference, hold_fresh_to_one=limited)
+        self._learner = make_learner(self.config, self._channel, reference)
         self._learner.load(checkpoint)
-        if self.config.experience.max_lag == 0:
-            check_row_invariance(self._learner.model.config.products)
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
         """How the next step is computed: by what, and with which settings that are no longer the config's."""
         configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
-        return computed_by(), {name: now[name] for name in now if now[name] != configured.get(name)}
+        return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def forward_backward(self, batch: Batch) -> StepReport:
         return self.learner.forward_backward(batch)
@@ -130,6 +128,10 @@ class Learning:
     def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities that the learner's own weights give a text's tokens."""
         return self.learner.probe(token_ids)
+
+    def parity(self) -> str:
+        """The learner's parity class."""
+        return self.learner.parity
 
     def k1(self, samples: list[Sample]) -> dict[str, float]:
         """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
@@ -165,6 +167,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         "offer": ((tuple[str, ...],), in_torch_thread(learning.offer)),
         "published": ((), in_thread(waiting, learning.published)),
         "probe": ((list[int],), in_torch_thread(learning.probe)),
+        "parity": ((), in_torch_thread(learning.parity)),
         "k1": ((list[Sample],), in_torch_thread(learning.k1)),
         "save": ((str,), in_torch_thread(learning.save)),
     }

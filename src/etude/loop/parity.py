@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from etude.config import ranged
 from etude.evals.parity import Budget, Parity, budget_of
-from etude.inference.config import ComputeDtype
+from etude.numerics.config import ComputeDtype
 
 
 class Defence(enum.StrEnum):

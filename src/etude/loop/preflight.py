@@ -22,7 +22,8 @@ from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights
+from etude.models.headers import check_blocks, check_weights
+from etude.numerics.config import Quantise
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -39,7 +40,9 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more. `said`
     is told of what takes longer: an image that was built."""
     if config.start is not None and not adopted:
-        check_start(config.start, context_tokens=config.engine.context_tokens)
+        check_start(config.start, context_tokens=config.engine.context_tokens, quantise=config.numerics.quantise)
+    if config.start is None:
+        check_blocks(config.model, config.numerics.quantise)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(
@@ -95,9 +98,9 @@ def check_ledger(run: RunFolder) -> None:
         ledger.close()
 
 
-def check_start(checkpoint: Path, *, context_tokens: int) -> None:
+def check_start(checkpoint: Path, *, context_tokens: int, quantise: Quantise = Quantise.NONE) -> None:
     """Whether a Hugging Face directory is of the architecture that is computed here, holds every weight of it (by the
-    headers of its files), and can be talked to."""
+    headers of its files), in widths that can be rounded to `quantise`, and can be talked to."""
     path = checkpoint / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -111,6 +114,7 @@ def check_start(checkpoint: Path, *, context_tokens: int) -> None:
         raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
     model = _computable(checkpoint, raw)
     check_weights(checkpoint, model)
+    check_blocks(model, quantise)
     if context_tokens > model.context_tokens:
         raise ConfigError(
             f"engine.context_tokens = {context_tokens}",

@@ -85,7 +85,9 @@ class History:
 
     run: RunFolder
     versions: Mapping[int, Manifest]  # by step
-    rollout_ids: Mapping[int, frozenset[str]]  # by step: a step that was published again lists them once; empty: not known
+    rollout_ids: Mapping[
+        int, frozenset[str]
+    ]  # by step: a step that was published again lists them once; empty: not known
     damaged: Version | None = None  # where the lineage can be read no further back
     numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by step: of its last `rl.step` event
 
@@ -148,11 +150,11 @@ def redo(
     torch.set_num_threads(NUM_THREADS)
     try:
         reference = starting_point(run, config) if config.learner.kl else None
-        learner = make_learner(config, None, reference, hold_fresh_to_one=False)
+        learner = make_learner(config, None, reference, refuse_mismatch=False)
         start = _begin(learner, history, step, start)
         first, steps = learner.step, list[Redone]()
         while learner.step < step:
-            steps.append(_one(learner, history, to_plain(config.learner), computed_by()))
+            steps.append(_one(learner, history, to_plain(config.learner), computed_by(learner)))
             if told is not None:
                 told(steps[-1], step - first)
     finally:

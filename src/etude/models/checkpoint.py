@@ -123,10 +123,14 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def load_model(
-    path: Path | str, *, dtype: torch.dtype = torch.float32, operators: Operators | None = None
+    path: Path | str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    operators: Operators | None = None,
+    held: torch.dtype | None = None,
 ) -> Transformer:
-    """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), which say in what its
-    weights are held.
+    """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
+    (None: as the operators like them).
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
     and weights that are NaN or infinite.
@@ -140,7 +144,8 @@ def load_model(
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
             view.copy_(_read(name, tuple(view.shape), found, read))
-    _require_finite(model.cast(operators.held), path, operators.held)
+    held = held or operators.held
+    _require_finite(model.cast(held), path, held)
     return model
 
 

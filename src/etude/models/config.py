@@ -142,7 +142,7 @@ class ModelConfig:
 
     @property
     def products(self) -> set[tuple[int, int]]:
-        """(out, in) of every matrix product; what `numerics.check_row_invariance` takes."""
+        """(out, in) of every matrix product; what a parity class is told by."""
         d = self.hidden_size
         found = {(self.vocab_size, d)} | self._attention_products
         if self.num_moe_layers:

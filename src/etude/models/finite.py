@@ -7,13 +7,12 @@ Knows nothing of training and of checkpoints: who asks knows what step or file i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from etude.models.attention import Cache
-from etude.models.transformer import Transformer
+from etude.models.watch import Watch
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -51,15 +50,9 @@ class Origin:
 
 
 @torch.no_grad()
-def origin(
-    model: Transformer,
-    tokens_N: torch.Tensor,
-    cache: Cache | None = None,
-    routes: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-) -> Origin | None:
-    """Compute a forward again and say where the first number that is none arose; None where all are finite. Arguments
-    as in `Transformer.run`."""
+def origin(forward: Callable[[Watch], object]) -> Origin | None:
+    """Compute a forward again, `Transformer.run` with all it was given, and say where the first number that is none
+    arose; None where all are finite."""
     found: list[Origin] = []
 
     def look(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,5 +61,5 @@ def origin(
             found.append(Origin(name, int(bad_N.int().argmax()), described(tensor)))
         return tensor
 
-    model.run(tokens_N, cache, routes, rows, watch=look)
+    forward(look)
     return found[0] if found else None

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, ConfigError
 from etude.models.config import ModelConfig
-from etude.models.low import parts, stored_as, unused
+from etude.models.low import is_rounded, parts, stored_as, unused
 from etude.models.parts import Latent, Scores
 from etude.models.quantised import DTYPE as QUANTISED
 from etude.models.quantised import SCALE, scale_shape
@@ -63,6 +63,18 @@ def check_weights(folder: Path, config: ModelConfig) -> dict[str, Stored]:
             hint="the config is of another model than the weights: take both from one checkpoint",
         )
     return found
+
+
+def check_blocks(config: ModelConfig, kind: Quantise) -> None:
+    """Raises `ConfigError` for a model whose large matrices have no whole blocks of a format."""
+    for name, shape in hf_shapes(config):
+        if is_rounded(name) and kind is not Quantise.NONE and shape[-1] % FORMATS[kind].block:
+            block = FORMATS[kind].block
+            raise ConfigError(
+                f"numerics.quantise = {str(kind)!r}",
+                f"{name} {list(shape)} has no whole blocks of {block}",
+                hint=f'give the model widths that are multiples of {block}, or set numerics.quantise = "none"',
+            )
 
 
 def further_predictors(names: Iterable[str], config: ModelConfig) -> set[str]:

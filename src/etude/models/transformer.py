@@ -27,6 +27,7 @@ from etude.models.replay import Recorded
 from etude.models.rope import Rope, tables
 from etude.models.watch import Watch, in_layer, unwatched
 from etude.numerics.operators import Exact, Operators
+from etude.numerics.parity import parity_class
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,12 @@ class Transformer(nn.Module):
         cos, sin = tables(config)
         self.register_buffer("cos", cos.to(operators.held), persistent=False)
         self.register_buffer("sin", sin.to(operators.held), persistent=False)
+
+    @property
+    def parity(self) -> str:
+        """The parity class of its numbers, on this machine with this many threads: see `numerics.parity`."""
+        kept = self.config.kept
+        return parity_class(self.operators, self.config.products, heads=kept.heads, key_width=kept.key_width)
 
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Hold the parameters in `dtype`; what must stay float32 (biases of choosing) does."""

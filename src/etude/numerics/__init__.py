@@ -15,34 +15,33 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from etude.numerics.config import Mode, NumericsConfig, Quantise
+from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 
 if TYPE_CHECKING:
-    from etude.numerics.exact import MIN_ROWS, check_row_invariance, linear
-    from etude.numerics.operators import Exact, Native, Operators
+    from etude.numerics.operators import Exact, Native, Operators, operators_for
+    from etude.numerics.parity import parity_class
     from etude.numerics.sampling import sample, uniform
 
 __all__ = [
-    "MIN_ROWS",
+    "ComputeDtype",
     "Exact",
     "Mode",
     "Native",
     "NumericsConfig",
     "Operators",
     "Quantise",
-    "check_row_invariance",
-    "linear",
+    "operators_for",
+    "parity_class",
     "sample",
     "uniform",
 ]
 
 _HOME = {
-    "MIN_ROWS": "exact",
-    "check_row_invariance": "exact",
-    "linear": "exact",
     "Exact": "operators",
     "Native": "operators",
     "Operators": "operators",
+    "operators_for": "operators",
+    "parity_class": "parity",
     "sample": "sampling",
     "uniform": "sampling",
 }

@@ -10,7 +10,15 @@ class Mode(enum.StrEnum):
     """The order in which sums are taken."""
 
     EXACT = "exact"  # one order for each operator: engine and learner agree to the bit
-    NATIVE = "native"  # the fastest for each shape: the ratio on one version is near 1, reported and corrected for
+    NATIVE = "native"  # the fastest for each shape: the ratio on one version is near 1, reported and not held to it
+
+
+class ComputeDtype(enum.StrEnum):
+    """In what activations are rounded. In exact mode the same on both sides."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
 
 
 class Quantise(enum.StrEnum):

@@ -31,15 +31,28 @@ Causal = Callable[..., torch.Tensor]
 class Operators:
     """What a model asks for. Every result is in `dtype`, but for scores and log-probabilities: those are float32."""
 
-    exact = False
-    """Whether a row's bits depend on that row alone."""
-
     absorbs = False
     """Whether latent attention is computed in the absorbed form where nothing asks for it, so that a packed forward
     sums in the order of one over a cache."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
+
+    @property
+    def name(self) -> str:
+        """Such as "exact bfloat16". Those of one name compute alike, and are equal."""
+        return f"{type(self).__name__.lower()} {str(self.dtype).removeprefix('torch.')}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Operators) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @property
+    def exact(self) -> bool:
+        """Whether a row's bits depend on that row alone."""
+        return False
 
     @property
     def held(self) -> torch.dtype:
@@ -151,8 +164,11 @@ class Native(Operators):
 class Exact(Operators):
     """One order of summation for each operator: a row's bits depend on that row alone."""
 
-    exact = True
     absorbs = True
+
+    @property
+    def exact(self) -> bool:
+        return True
 
     @property
     def held(self) -> torch.dtype:

@@ -7,10 +7,11 @@ import math
 from dataclasses import dataclass
 
 from etude.config import ranged
+from etude.numerics.config import ComputeDtype
 
 
 class LiveWeights(enum.StrEnum):
-    """What the learner's live weights hold. Forward and backward are computed in float32 either way."""
+    """What the learner's live weights hold, in float32 memory."""
 
     BF16 = "bf16"  # the optimiser's float32 masters rounded to bf16: exactly the bytes that are published
     F32 = "f32"
@@ -65,8 +66,8 @@ class LearnerConfig:
     correction: CorrectionKind = CorrectionKind.NONE  # for engines that are not exact
     correction_low: float | None = ranged(None, low=0.0, high=1.0)  # none: the correction's own
     correction_high: float | None = ranged(None, low=1.0)  # none: the correction's own; the cap of one that truncates
-    fresh_ratio_limit: float = ranged(1e-3, low=0.0)  # max |r - 1| where the sampler's weights are the learner's own
     weights: LiveWeights = LiveWeights.BF16
+    dtype: ComputeDtype = ComputeDtype.FLOAT32  # of activations; gradients add up in float32
 
     @property
     def correction_bounds(self) -> tuple[float, float]:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from etude.errors import NotFinite
-from etude.models.attention import Cache
 from etude.models.finite import described, is_finite, not_finite, origin
 from etude.models.naming import hf_views
 from etude.models.transformer import Transformer
+from etude.models.watch import Watch
 from etude.records import Sample
 from etude.training.optimizer import AdamW
 from etude.training.rows import Rows
@@ -39,21 +39,18 @@ def check_sampled(samples: Sequence[Sample], rows: Rows, *, step: int) -> None:
 
 
 def check_logits(
-    model: Transformer,
     logits_RV: torch.Tensor,
-    tokens_N: torch.Tensor,
-    cache: Cache,
-    routes_NLK: torch.Tensor | None = None,
+    again: Callable[[Watch], object],
     rows_R: torch.Tensor | None = None,
     *,
     step: int,
     place: Callable[[int], str],
 ) -> None:
-    """The forward that gave these logits; it is computed again, watched, where they are not finite. `place` tells a
-    token of it in words."""
+    """What a forward gave; where that is not finite, `again` computes it once more, watched. `rows_R`: the tokens that
+    got logits (None: all). `place` tells a token in words."""
     if is_finite(logits_RV):
         return
-    where = origin(model, tokens_N, cache, routes_NLK, rows_R)
+    where = origin(again)
     if where is None:
         facts = f"{described(logits_RV)}; computed again, all numbers are finite"
         hint = "the same forward gave two results: the memory or the machine is bad"

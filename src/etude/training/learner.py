@@ -24,7 +24,8 @@ from etude.models.checkpoint import load_model, load_tensors, read_json, save_te
 from etude.models.naming import hf_views, stays_float32
 from etude.models.packed import packed
 from etude.models.transformer import Forward, Transformer
-from etude.numerics.config import NumericsConfig, Quantise
+from etude.models.watch import Watch, unwatched
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
@@ -53,10 +54,10 @@ class TorchLearner:
     """`seams.Learner` on torch. `load` comes first.
 
     `num_steps` is the run's length, for the learning rate's tail (None: no tail); `temperature` is the one the
-    rollouts were sampled with, since the ratio is of the distribution sampled from. `hold_fresh_to_one` False is for
-    engines that do not compute in float32: the ratio on fresh weights is then reported, and not limited. `reference` is
-    what `config.kl` is taken to. `numerics` is what the engines have: with it in low precision, what is published is
-    packed (`models.packed`).
+    rollouts were sampled with, since the ratio is of the distribution sampled from. `reference` is what
+    `config.kl` is taken to. `numerics` is what the engines have, too: in exact mode the ratio on the learner's own
+    weights must be 1, to the bit, or the step is refused (`refuse_mismatch` False, and native mode: it is reported);
+    in low precision what is published is packed (`models.packed`).
     """
 
     step: int
@@ -72,15 +73,14 @@ class TorchLearner:
         channel: Writer | None = None,
         num_steps: int | None = None,
         temperature: float = 1.0,
-        hold_fresh_to_one: bool = True,
         reference: Reference | None = None,
         numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
+        refuse_mismatch: bool = True,
     ) -> None:
-        self.numerics = numerics
+        self.numerics, self._held_to_one = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
         self.config, self.step, self.version = config, 0, None
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
-        self._fresh_limit = config.fresh_ratio_limit if hold_fresh_to_one else float("inf")
         self._assets: Path | None = None
         self._publisher: Publisher | None = None
         self._offered: int | None = None  # the step of the version that is on its way
@@ -100,6 +100,11 @@ class TorchLearner:
         if self._optimizer is None:
             raise CheckpointError("the learner holds no weights", hint="load a checkpoint first")
         return self._optimizer
+
+    @property
+    def parity(self) -> str:
+        """The parity class: an engine of the same one says the same, to the bit, of the same weights."""
+        return self.model.parity
 
     # training
 
@@ -127,9 +132,13 @@ class TorchLearner:
         rows = lay_flat(samples, self._replay())
         check_sampled(samples, rows, step=self.step + 1)
         done = self._run(rows)
-        asked = (rows.tokens_N, Packed(rows.lengths, self.model.operators), rows.routes_NLK, rows.rows_R)
-        place = functools.partial(place_in, samples, rows)
-        check_logits(self.model, done.logits, *asked, step=self.step + 1, place=place)
+        check_logits(
+            done.logits,
+            functools.partial(self._run, rows),
+            rows.rows_R,
+            step=self.step + 1,
+            place=functools.partial(place_in, samples, rows),
+        )
         logprobs_RV = self._logprobs(done.logits)
         logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
         log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
@@ -153,9 +162,15 @@ class TorchLearner:
             return None
         return Replay(self.model.config, step=self.step, max_lag=self.config.replay_max_lag)
 
-    def _run(self, rows: Rows) -> Forward:
-        flat, plausible = Packed(rows.lengths, self.model.operators), self.config.replay_plausible
-        return self.model.train().run(rows.tokens_N, flat, rows.routes_NLK, rows.rows_R, plausible=plausible)
+    def _run(self, rows: Rows, watch: Watch = unwatched) -> Forward:
+        return self.model.train().run(
+            rows.tokens_N,
+            Packed(rows.lengths, self.model.operators),
+            rows.routes_NLK,
+            rows.rows_R,
+            plausible=self.config.replay_plausible,
+            watch=watch,
+        )
 
     @torch.no_grad()
     def _live(self, batch: Batch) -> list[torch.Tensor]:
@@ -201,12 +216,12 @@ class TorchLearner:
         """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
         off = torch.where(own_R, torch.expm1(log_ratio_R).abs(), 0.0)
         worst = float(off.max())
-        if worst > self._fresh_limit:
+        if worst > 0.0 and self._held_to_one:
             rollout = samples[int(rows.sample_R[int(off.argmax())])].rollout_id
             raise ParityError(
                 f"the ratio on the learner's own weights is off by {worst:.3g} in rollout {rollout}",
-                f"the limit is {self._fresh_limit:g} at step {self.step}",
-                hint="an engine computes other numbers than the learner: compare its probe with the learner's",
+                f"in exact mode it is 1 to the bit; step {self.step}, parity class {self.parity}",
+                hint="an engine holds other bytes or computes otherwise: etude parity finds the operator",
             )
         return worst if bool(own_R.any()) else None
 
@@ -235,10 +250,11 @@ class TorchLearner:
 
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities that the live weights give a text's tokens, all but the first."""
+        """Log-probabilities at temperature 1 that the live weights give a text's tokens, all but the first."""
         tokens = torch.tensor(token_ids)
         done: Forward = self.model.eval().run(tokens[:-1])
-        return self._logprobs(done.logits).gather(1, tokens[1:, None])[:, 0].tolist()
+        logprobs_RV = self.model.operators.log_softmax(done.logits)
+        return logprobs_RV.gather(1, tokens[1:, None])[:, 0].tolist()
 
     # weights in and out
 
@@ -305,7 +321,11 @@ class TorchLearner:
         """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
         and then the learner holds what it held."""
         path = Path(path)
-        model = load_model(path, operators=operators_for(self.numerics, torch.float32))
+        model = load_model(
+            path,
+            operators=operators_for(self.numerics, getattr(torch, self.config.dtype)),
+            held=torch.float32,
+        )
         optimizer = AdamW(model, weights=self.config.weights, grad_clip=self.config.grad_clip)
         step, version = 0, None
         if (path / ABOUT).is_file():

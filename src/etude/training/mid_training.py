@@ -11,6 +11,7 @@ Knows nothing of tasks: what is in the corpus, and what a copy probe measures, i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import shutil
@@ -27,7 +28,8 @@ from etude.errors import CheckpointError, ParityError, RunError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.config import ModelConfig
-from etude.models.transformer import Transformer
+from etude.models.transformer import Forward, Transformer
+from etude.models.watch import Watch, unwatched
 from etude.telemetry import Telemetry
 from etude.training.balance import Balance
 from etude.training.batches import Spans, pieces, plan, runs, share
@@ -197,10 +199,10 @@ class _Run:
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
-            asked = (inputs, Packed(lengths, self.model.operators))
-            done = self.model.run(*asked)
+            done = self._forward(inputs, lengths)
+            again = functools.partial(self._forward, inputs, lengths)
             place = "token {} of a batch".format
-            check_logits(self.model, done.logits, *asked, step=self.optimizer.num_steps + 1, place=place)
+            check_logits(done.logits, again, step=self.optimizer.num_steps + 1, place=place)
             loss = F.cross_entropy(done.logits, targets, reduction="sum") / num_targets
             balance = torch.zeros(()) if done.balance is None else done.balance
             balance = balance * ((len(inputs) + len(lengths)) / num_inputs)
@@ -208,6 +210,9 @@ class _Run:
             self.balance.count(done.live)
             sums += torch.stack([loss.detach(), balance.detach()])
         return sums
+
+    def _forward(self, inputs: torch.Tensor, lengths: list[int], watch: Watch = unwatched) -> Forward:
+        return self.model.run(inputs, Packed(lengths, self.model.operators), watch=watch)
 
     @torch.no_grad()
     def evaluate(self) -> None:

@@ -12,15 +12,24 @@ import torch
 
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
+from etude.numerics.operators import Operators
 from etude.records import Sample
 from etude.training.rows import Rows, lay_flat, microbatches
 
 
 class Reference:
-    """The model of a checkpoint, at the temperature that rollouts are sampled with. Raises `CheckpointError`."""
+    """The model of a checkpoint, at the temperature that rollouts are sampled with, computed by the policy's
+    `operators` (None: exact, in float32). Raises `CheckpointError`."""
 
-    def __init__(self, checkpoint: Path | str, *, temperature: float = 1.0, budget_tokens: int = 8192) -> None:
-        self._model = load_model(checkpoint).eval()
+    def __init__(
+        self,
+        checkpoint: Path | str,
+        *,
+        temperature: float = 1.0,
+        operators: Operators | None = None,
+        budget_tokens: int = 8192,
+    ) -> None:
+        self._model = load_model(checkpoint, operators=operators).eval()
         self._temperature, self._budget_tokens = temperature, budget_tokens
 
     @torch.no_grad()

@@ -36,17 +36,22 @@ class Replay:
         """[N, L, K], of the model's `route_dtype`: the first `ends` positions of each path, `missing_route` where
         they are too stale. Raises `ParityError`, naming rollout and position, where one that is to be replayed is
         missing or cannot be this model's."""
-        parts = [self._one(sample, end) for sample, end in zip(samples, ends, strict=True)]
-        return torch.from_numpy(np.concatenate(parts))
-
-    def _one(self, sample: Sample, end: int) -> Routes:
-        wanted, dtype = ~self._stale(sample, end), np.dtype(self.model.route_dtype)
-        routes = np.full((end, self.model.num_moe_layers, self.model.top_k), missing_route(dtype), dtype)
-        if wanted.any():
-            _check_kind(sample, self.model)
-            _check(sample, wanted, self.model.num_experts)
-            routes[wanted] = sample.path.routes[:end][wanted]
-        return routes
+        starts, dtype = np.cumsum([0, *ends]), np.dtype(self.model.route_dtype)
+        shape = (starts[-1], self.model.num_moe_layers, self.model.top_k)
+        routes, wanted = np.full(shape, missing_route(dtype), dtype), np.zeros(starts[-1], bool)
+        for sample, start, end in zip(samples, starts, ends, strict=False):
+            there = slice(start, start + end)
+            wanted[there] = ~self._stale(sample, end)
+            if wanted[there].any():
+                _check_kind(sample, self.model)
+                routes[there] = sample.path.routes[:end]
+        wrong = wanted & _wrong(routes, self.model.num_experts)
+        if wrong.any():
+            at = int(wrong.argmax())
+            one = int(np.searchsorted(starts, at, side="right")) - 1
+            raise _refusal(samples[one].rollout_id, at - int(starts[one]), routes[at], self.model.num_experts)
+        routes[~wanted] = missing_route(dtype)
+        return torch.from_numpy(routes)
 
     def _stale(self, sample: Sample, end: int) -> Bools:
         """[end] A position was computed by the version that sampled or read the token after it; where that is unknown
@@ -73,24 +78,22 @@ def _check_kind(sample: Sample, of: ModelConfig) -> None:
         )
 
 
-def _check(sample: Sample, wanted: Bools, num_experts: int) -> None:
-    """Raises unless every wanted position has existing, distinct experts in each layer."""
-    routes = sample.path.routes[: len(wanted)]
-    beyond = (routes >= num_experts).any((1, 2)) & wanted
+def _wrong(routes: Routes, num_experts: int) -> Bools:
+    """[N] Where some layer has an expert that does not exist, or the same one twice."""
     ordered = np.sort(routes, -1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2)) & wanted
-    wrong = beyond | twice
-    if not wrong.any():
-        return
-    at = int(wrong.argmax())
-    if not beyond[at]:
-        what = "names an expert twice"
-    elif (routes[at] == missing_route(routes.dtype)).any():
+    wrong: Bools = ((ordered[..., 1:] == ordered[..., :-1]).any(-1) | (ordered[..., -1] >= num_experts)).any(-1)
+    return wrong
+
+
+def _refusal(rollout_id: str, position: int, route: Routes, num_experts: int) -> ParityError:
+    if (route == missing_route(route.dtype)).any():
         what = "lacks a route"
-    else:
+    elif (route >= num_experts).any():
         what = "has a route to no expert"
-    raise ParityError(
-        f"rollout {sample.rollout_id} {what} at position {at}",
-        f"{int(wrong.sum())} of {int(wanted.sum())} positions; there it has {routes[at].tolist()}",
+    else:
+        what = "names an expert twice"
+    return ParityError(
+        f"rollout {rollout_id} {what} at position {position}",
+        f"there it has {route.tolist()}, of {num_experts} experts",
         hint="every engine must return the routes of every position it computed",
     )

@@ -15,7 +15,10 @@ from etude.evals.doctor.sides import LearnerSide, OurEngine
 from etude.evals.parity import Budget
 from etude.inference.watched import engine_results
 from etude.models import ModelConfig, Transformer
-from etude.numerics import Exact, Native, Operators
+from etude.models.packed import PackedWeights
+from etude.numerics import Exact, Native, NumericsConfig, Operators, Quantise
+from etude.numerics.formats import FORMATS
+from etude.numerics.operators import operators_for
 
 SIZES = ModelConfig(
     vocab_size=97,
@@ -149,6 +152,21 @@ def test_a_stale_latent_projection_is_named() -> None:
     theirs = engine_results(stale_up, tokens, prompt_tokens=25)
     found = findings(model(F32, sizes=FAMILIES["deepseek-v3"]), tokens, theirs, exact=False)
     assert [one.name for one in found] == ["layers.1.attention.inward"]
+
+
+@pytest.mark.parametrize("kind", [Quantise.MXFP8, Quantise.NVFP4])
+def test_in_low_precision_a_clean_engine_raises_nothing_and_one_wrong_byte_is_named(kind: Quantise) -> None:
+    sizes = replace(SIZES, head_dim=16, expert_size=32)
+    numerics = NumericsConfig(quantise=kind)
+    learner = Transformer(sizes, seed=1, operators=operators_for(numerics, F32))
+    engine = Transformer(sizes, seed=1, operators=operators_for(numerics, F32, rounds_weights=False))
+    held = PackedWeights(engine, FORMATS[kind])
+    held.decode()
+    assert findings(learner, TOKENS, engine_results(engine, TOKENS, prompt_tokens=20), exact=True) == []
+    held.tensors["model.layers.1.self_attn.o_proj.weight_scale"].view(torch.uint8)[3, 0] += 1
+    held.decode()
+    found = findings(learner, TOKENS, engine_results(engine, TOKENS, prompt_tokens=20), exact=True)
+    assert [one.name for one in found] == ["layers.1.attention.out"]
 
 
 def test_an_operator_that_is_not_shown_counts_into_the_next_one() -> None:

@@ -7,8 +7,8 @@ import pytest
 from etude.config import build
 from etude.errors import ConfigError
 from etude.evals.parity import Parity, compare
-from etude.inference.config import ComputeDtype
 from etude.loop.parity import Defence, OverBudget, ParityConfig, Watch
+from etude.numerics.config import ComputeDtype
 
 F32, BF16 = ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16
 

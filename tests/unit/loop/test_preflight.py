@@ -15,8 +15,8 @@ from etude.loop.preflight import check_start
     ("about", "says"),
     [
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM"),
-        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob = False"),
-        ({"model_type": "qwen3_moe", "norm_topk_prob": True}, "does not describe a Qwen3-MoE"),
+        ({"model_type": "qwen3_moe", "attention_bias": True}, "attention_bias = True"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": True}, "does not describe a qwen3_moe"),
     ],
 )
 def test_a_start_of_another_architecture_is_a_setting_that_cannot_be(

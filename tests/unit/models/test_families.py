@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -145,6 +146,59 @@ def test_from_256_experts_on_a_route_takes_two_bytes() -> None:
     missing = torch.full_like(routes, 65535)
     assert torch.equal(Transformer(sizes, seed=0).run(tokens(40), routes=missing).routes, routes)
     assert replace(sizes, num_experts=255).route_dtype == "uint8"
+
+
+# published checkpoints, by what their config.json says
+
+DEEPSEEK_SIZES = {
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_group": 8, "topk_group": 4,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "moe_layer_freq": 1, "num_nextn_predict_layers": 1, "vocab_size": 129280, "max_position_embeddings": 163840,
+    "rope_theta": 10000, "hidden_act": "silu", "attention_bias": False, "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+    "quantization_config": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]
+    },
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+}  # fmt: skip
+KIMI_SIZES = {
+    **DEEPSEEK_SIZES, "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64,
+    "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "vocab_size": 163840,
+    "routed_scaling_factor": 2.827, "rope_theta": 50000.0, "max_position_embeddings": 131072,
+}  # fmt: skip
+QWEN_SIZES = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "billions", "kept_numbers", "route_bytes"),
+    [
+        (QWEN_SIZES, 30.5, 48 * 2 * 4 * 128, 48 * 8),
+        (DEEPSEEK_SIZES, 671.0, 61 * (512 + 64), 58 * 8 * 2),
+        (KIMI_SIZES, 1026.4, 61 * (512 + 64), 60 * 8 * 2),
+    ],
+    ids=["Qwen3-30B-A3B", "DeepSeek-V3", "Kimi-K2"],
+)
+def test_published_checkpoints_have_the_size_that_is_published(
+    raw: dict[str, Any], billions: float, kept_numbers: int, route_bytes: int
+) -> None:
+    sizes = ModelConfig.from_hf(raw)
+    assert sizes.num_parameters / 1e9 == pytest.approx(billions, abs=0.1)
+    width = sizes.kept.key_width + (0 if sizes.kept.shared else sizes.kept.value_width)
+    assert sizes.num_layers * sizes.kept.heads * width == kept_numbers
+    assert sizes.num_moe_layers * sizes.top_k * np.dtype(sizes.route_dtype).itemsize == route_bytes
+    assert ModelConfig.from_hf(sizes.to_hf()) == sizes
 
 
 # 8-bit weights and layers that predict further

@@ -65,13 +65,13 @@ def weight_of(name: str, model: Transformer) -> torch.Tensor:
 )
 def test_the_first_operator_that_overflows_is_found(name: str) -> None:
     model = Transformer(SIZES, seed=0)
-    assert origin(model, TOKENS) is None
+    assert origin(lambda watch: model.run(TOKENS, watch=watch)) is None
     if name == "layers.1.experts.down":
         model.blocks[1].experts.gate_up.data.mul_(10)  # type: ignore[union-attr]
     with torch.no_grad():
         weight_of(name, model).fill_(3e38)
     assert not not_finite(hf_views(model))
-    found = origin(model, TOKENS)
+    found = origin(lambda watch: model.run(TOKENS, watch=watch))
     assert found is not None
     assert found.name == name
     assert "infinite" in found.facts or "NaN" in found.facts
@@ -81,7 +81,8 @@ def test_the_token_is_found_too() -> None:
     model = Transformer(SIZES, seed=0)
     with torch.no_grad():
         model.embedding[4] = INF
-    found = origin(model, TOKENS, Packed([3, 3], model.operators), rows=torch.tensor([2, 5]))
+    flat = Packed([3, 3], model.operators)
+    found = origin(lambda watch: model.run(TOKENS, flat, rows=torch.tensor([2, 5]), watch=watch))
     assert found == Origin("embedding", 2, "8 infinite of 48")
 
 

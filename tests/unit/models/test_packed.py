@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from etude.errors import CheckpointError, ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.checkpoint import load_tensors, save_tensors
+from etude.models.headers import check_blocks
 from etude.models.low import is_rounded, parts
 from etude.models.packed import PackedWeights, packed
 from etude.models.parts import Family, Latent, Routing, Scores
@@ -78,6 +80,14 @@ def test_what_is_decoded_is_what_the_learner_rounds_to_for_latent_attention_too(
     learner, engine = model_of(sizes, kind), model_of(sizes, kind, rounds_weights=False)
     PackedWeights(engine, FORMATS[kind]).decode()
     assert torch.equal(engine(TOKENS)[0], learner(TOKENS)[0])
+
+
+def test_a_model_without_whole_blocks_is_told_before_a_run_begins() -> None:
+    check_blocks(QWEN, Quantise.MXFP8)
+    for kind in (Quantise.NONE, Quantise.NVFP4):
+        check_blocks(replace(QWEN, expert_size=48), kind)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.experts\.0\.down_proj.*whole blocks of 32"):
+        check_blocks(replace(QWEN, expert_size=48), Quantise.MXFP4)
 
 
 def test_widths_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from etude.errors import CheckpointError, NotFinite
 from etude.models import Transformer, hf_views, save_model
+from etude.numerics import Mode, NumericsConfig
 from etude.stores import MemoryStore
 from etude.training import TorchLearner
 from etude.weights import Channel
@@ -25,7 +26,7 @@ def learners(tmp_path: Path) -> Learners:
     save_model(Transformer(SIZES, seed=4), tmp_path / "start", dtype="f32")
 
     def make() -> TorchLearner:
-        learner = TorchLearner(CONFIG, channel=Channel(MemoryStore()), hold_fresh_to_one=False)
+        learner = TorchLearner(CONFIG, channel=Channel(MemoryStore()), numerics=NumericsConfig(Mode.NATIVE))
         learner.load(tmp_path / "start")
         return learner
 

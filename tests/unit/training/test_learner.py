@@ -13,6 +13,7 @@ import torch
 
 from etude.errors import CheckpointError, ParityError, StoreError, WeightsError
 from etude.models import ModelConfig, Transformer, hf_views, save_model
+from etude.numerics import Mode, NumericsConfig
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.records.sample import StepReport
@@ -120,7 +121,7 @@ def test_without_a_correction_nothing_is_cut_and_with_one_a_token_its_sampler_go
     checkpoint: Path,
 ) -> None:
     def trained(correction: CorrectionKind, **fields: object) -> tuple[StepReport, torch.Tensor]:
-        learner = TorchLearner(replace(CONFIG, correction=correction), hold_fresh_to_one=False)
+        learner = TorchLearner(replace(CONFIG, correction=correction), numerics=NumericsConfig(Mode.NATIVE))
         learner.load(checkpoint)
         whole, odd = sampled(learner, 0), sampled(learner, 1)
         logprobs, mask = odd.path.logprobs.copy(), odd.path.mask.copy()

@@ -11,6 +11,7 @@ import torch
 
 from etude.models import Transformer, hf_views, save_model
 from etude.models.attention import Packed
+from etude.numerics import Mode, NumericsConfig
 from etude.records import Sample
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
@@ -25,7 +26,7 @@ CONFIG = LearnerConfig(weights=LiveWeights.F32, budget_tokens=30)
 
 def learner_of(tmp_path: Path, config: LearnerConfig, reference: Reference | None = None) -> TorchLearner:
     save_model(Transformer(SIZES, seed=4), tmp_path / "start", dtype="f32")
-    learner = TorchLearner(config, hold_fresh_to_one=False, reference=reference)
+    learner = TorchLearner(config, numerics=NumericsConfig(Mode.NATIVE), reference=reference)
     learner.load(tmp_path / "start")
     return learner
 

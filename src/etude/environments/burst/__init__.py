@@ -21,7 +21,8 @@ from etude.environments.burst.hosts import Capacity, Need
 from etude.environments.burst.lease import Lease
 from etude.environments.burst.placement import Placement
 from etude.environments.burst.pressure import Ceilings
-from etude.environments.burst.simulate import Faults, Scenario, simulate
+from etude.environments.burst.scenario import Faults, Scenario
+from etude.environments.burst.simulate import simulate
 from etude.environments.burst.warm import WarmRuntime
 
 __all__ = [

@@ -20,7 +20,8 @@ from itertools import pairwise
 import numpy as np
 
 from etude.environments.burst.fake import Measured, Network
-from etude.environments.burst.simulate import Scenario, Simulated, simulate
+from etude.environments.burst.scenario import Scenario, Simulated
+from etude.environments.burst.simulate import simulate
 from etude.seams import Machine, Runtime
 
 _DEADLINE_S = 300.0

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from etude.environments.burst.batch import Batch
 from etude.environments.burst.lease import Lease
-from etude.environments.burst.placement import Batch
 
 _COPY_LATE_S = 0.25  # after it should be there, the next source is asked
 

@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 
+from etude.environments.burst.batch import Batch
 from etude.environments.burst.choice import Costs
 from etude.environments.burst.hosts import Capacity, Need
 from etude.environments.burst.lent import Lent, closed, portable
-from etude.environments.burst.placement import Batch, Placement
+from etude.environments.burst.placement import Placement
 from etude.environments.burst.recipes import Recipe, Recipes
 from etude.errors import MachineError
 from etude.records.image import Image

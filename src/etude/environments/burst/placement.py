@@ -20,31 +20,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from etude.environments.burst.batch import Batch, Review
 from etude.environments.burst.choice import Choice, Chooser, Costs
 from etude.environments.burst.hosts import Capacity, Copies, Host, Hosts, Need
 from etude.errors import MachineError
 
 _MOST_ATTEMPTS = 3  # at one group, beside each other
 _SPARE_ATTEMPTS = 64  # that there may be beside others, and one for ten batches that have not started
-
-
-@dataclass(frozen=True)
-class Batch:
-    """n machines that a host is to fork: an attempt at a group."""
-
-    id: int
-    group: int
-    attempt: int  # from 1 on
-    snapshot: str
-    host: str
-    n: int
-    need: Need  # of each
-    sources: tuple[
-        str, ...
-    ]  # hosts that the snapshot is copied from, the next where one does not send; (): it is there
-    placed_s: float
-    there_s: float  # when the host should have the snapshot
-    expected_s: float  # when it should have started
 
 
 @dataclass(frozen=True)
@@ -62,15 +44,6 @@ class _Group:
     attempts: int = 0
     won: int | None = None  # the batch that started first
     open: set[int] = field(default_factory=set)  # batches that have not ended
-
-
-@dataclass(frozen=True)
-class Review:
-    """What has to be done after a look at the clock."""
-
-    batches: tuple[Batch, ...] = ()  # new attempts at groups that have not started
-    lost: tuple[Batch, ...] = ()  # started, and gone with their host; n is what had not ended
-    hosts: tuple[str, ...] = ()  # that are lost
 
 
 class Placement:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import select
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from etude.environments.config import MachineLimits
+from etude.environments.namespace import starting
 from etude.environments.namespace.guest.packets import (
     BEGUN,
     BEGUN_FACTS,
@@ -39,22 +39,12 @@ from etude.errors import MachineError
 from etude.seams import Started, Tell
 
 T = TypeVar("T")
-PRELOAD = ("collections", "functools", "itertools", "json", "math", "operator", "re", "string", "typing")
-_FOLDER = str(Path(__file__).parent)
-_BOOT = "import sys; sys.path.insert(0, {folder!r}); from guest.main import main; main({config!r})"
 _START_DEADLINE_S = 20.0
 _HINT = (
     "machines need user namespaces: allow them (sysctl kernel.unprivileged_userns_clone=1, "
     "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces>0), run as root with CAP_SYS_ADMIN "
     "(a container: --privileged, or --cap-add SYS_ADMIN with seccomp and apparmor unconfined), or use a remote backend"
 )
-
-
-def default_python() -> str:
-    """The interpreter behind this one, outside any virtual environment."""
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    installed = os.path.join(sys.base_prefix, "bin", version)
-    return os.path.realpath(installed if os.path.exists(installed) else sys.executable)
 
 
 class Made(NamedTuple):
@@ -138,7 +128,7 @@ class LauncherProcess:
                 "agent": agent,
                 "image": image,
             }
-            self._process = _start(python, _config(limits, settings | fds), tuple(fds.values()))
+            self._process = starting.start(python, starting.config(limits, settings | fds), tuple(fds.values()))
         except BaseException:
             self.hang_up()
             raise
@@ -148,7 +138,7 @@ class LauncherProcess:
             os.close(life)
         try:
             self.pid, self.facts = self._wait_until_started()
-            self.runner_pid = _child_of(self.pid)
+            self.runner_pid = starting.child_of(self.pid)
         except BaseException:
             self.wait()
             raise
@@ -166,7 +156,7 @@ class LauncherProcess:
         text = packet[HEAD.size :].decode(errors="replace")
         if kind != STARTED:
             raise MachineError("machines cannot be made here", text, hint=_HINT)
-        return _child_of(self._process.pid), json.loads(text)
+        return starting.child_of(self._process.pid), json.loads(text)
 
     def spawn(self, count: int) -> list[Blank]:
         """Ask for machines. Each future raises `MachineError` when its machine cannot be made."""
@@ -267,7 +257,7 @@ class LauncherProcess:
                     self._fail(str(error))
                     return
                 if not packet:
-                    self._fail(f"it ended{_exit_status(self._process)}")
+                    self._fail(f"it ended{starting.exit_status(self._process)}")
                     return
                 kind, number = HEAD.unpack_from(packet)
                 self._heard(kind, number, packet[HEAD.size :], fds)
@@ -361,52 +351,3 @@ def _settle(future: asyncio.Future[T], result: T) -> bool:
         return False
     future.set_result(result)
     return True
-
-
-def _config(limits: MachineLimits, settings: Mapping[str, Any]) -> str:
-    order = ("memory_bytes", "processes", "cpus", "work_bytes", "tmp_bytes", "inodes", "open_files", "address_bytes")
-    return json.dumps(
-        {
-            **settings,
-            "name": f"{os.getpid()}-{secrets.token_hex(4)}",
-            "folder": _FOLDER,
-            "preload": PRELOAD,
-            "limits": [getattr(limits, name) for name in order],
-        }
-    )
-
-
-def _start(python: str, config: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    boot = _BOOT.format(folder=_FOLDER, config=config)
-    try:
-        process = subprocess.Popen(
-            [python, "-s", "-S", "-P", "-B", "-"],  # the program comes over stdin: machines can see this command line
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,  # never read: it is there so that tools' own standard streams are set up for pipes
-            env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "LD_BIND_NOW": "1"},  # bound once, not in each fork
-            cwd="/",
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise MachineError(f"no interpreter at {python}", str(error), hint="name one that machines can use") from None
-    with contextlib.suppress(BrokenPipeError):  # it died at once: the control socket tells
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdout.close()
-        process.stdin.write(boot.encode())
-        process.stdin.close()
-    return process
-
-
-def _child_of(pid: int) -> int:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
-    listed = children.read_text().split() if children.exists() else []
-    return int(listed[0]) if listed else pid
-
-
-def _exit_status(process: subprocess.Popen[bytes]) -> str:
-    try:
-        return f" with status {process.wait(1.0)}"
-    except subprocess.TimeoutExpired:
-        return ""

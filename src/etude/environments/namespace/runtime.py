@@ -27,10 +27,11 @@ from etude.environments.namespace.guest.confine import user_of
 from etude.environments.namespace.guest.overlay import COPIED, NUM_IDS
 from etude.environments.namespace.guest.root import SHARED
 from etude.environments.namespace.images import ImageMachine, State, launcher_facts, state_in
-from etude.environments.namespace.launcher import Blank, LauncherProcess, default_python
+from etude.environments.namespace.launcher import Blank, LauncherProcess
 from etude.environments.namespace.machine import USERS, WITH_ROOT, NamespaceMachine
 from etude.environments.namespace.pool import Pool
 from etude.environments.namespace.snapshots import Snapshots
+from etude.environments.namespace.starting import default_python
 from etude.errors import MachineError
 from etude.records.image import Image
 from etude.seams import Machine, RuntimeInfo, check_count

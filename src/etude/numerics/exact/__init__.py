@@ -9,17 +9,15 @@ this number of threads, that a row's bits do not depend on what else is computed
 """
 
 from etude.numerics.exact.lanes import in_lanes, top_k
-from etude.numerics.exact.products import LINE_BYTES, MIN_ROWS, check_row_invariance, linear, padded, path, vendor
+from etude.numerics.exact.products import LINE_BYTES, linear, padded, path, vendor
 from etude.numerics.exact.windows import KERNEL_BLOCK, Causal, Windows, causal_mask, windows
 
 __all__ = [
     "KERNEL_BLOCK",
     "LINE_BYTES",
-    "MIN_ROWS",
     "Causal",
     "Windows",
     "causal_mask",
-    "check_row_invariance",
     "in_lanes",
     "linear",
     "padded",

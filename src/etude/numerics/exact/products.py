@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.nn.functional as F
 
-from etude.errors import ParityError
-
 MIN_ROWS = 4
 LINE_BYTES = 64
 MANY_ROWS = 64  # counts up to this one are measured one by one
@@ -118,18 +116,3 @@ def _other_counts(
 @functools.lru_cache(maxsize=8)
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-
-
-def check_row_invariance(shapes: Iterable[tuple[int, int]]) -> None:
-    """Compute random products of each (out, in) shape with many row counts; every row must have the same bits.
-
-    Takes milliseconds at laptop sizes. Raises `ParityError` naming the shape that differs.
-    """
-    for out_size, in_size in sorted(set(shapes)):
-        other = _other_counts(linear, min(out_size, SAMPLED_WIDTH), in_size, SAMPLED_ROWS)
-        if other:
-            raise ParityError(
-                f"a product of {other[0]} rows differs from the same rows among {REFERENCE_ROWS}",
-                f"weight [{out_size}, {in_size}], {torch.get_num_threads()} threads",
-                hint="run with one thread (OMP_NUM_THREADS=1); if it stays, max_lag = 0 will not repeat to the bit",
-            )

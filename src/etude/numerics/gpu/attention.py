@@ -18,6 +18,8 @@ from etude.numerics.gpu.programs import attention as programs
 from etude.numerics.gpu.rows import SEPARATE
 
 _WHOLE = 1 << 30  # a page longer than any sequence
+_SPAN = 1024  # keys whose sums may be a program's of its own
+_FEW_PROGRAMS = 128
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +49,14 @@ class Paged:
     page: int  # positions a page
 
 
-def attend(q_NHA: torch.Tensor, kept: Paged, queries: Queries, scale: float | None = None) -> torch.Tensor:
-    """o_NHB: every row attends to its sequence up to its own position, which is already in `kept`."""
-    o, _ = _attend(q_NHA, kept, queries, scale)
+def attend(
+    q_NHA: torch.Tensor, kept: Paged, queries: Queries, scale: float | None = None, *, spread: bool | None = None
+) -> torch.Tensor:
+    """o_NHB: every row attends to its sequence up to its own position, which is already in `kept`.
+
+    `spread` picks the schedule, which changes no bit (None: by the number of tiles).
+    """
+    o, _ = _attend(q_NHA, kept, queries, scale, spread)
     return o
 
 
@@ -68,6 +75,7 @@ def _sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
     widths = {
         "WIDTH": key_width, "WIDE": wide, "REST": rest,
         "VALUE": value_width, "VALUES": max(16, power_of_two(value_width)),
+        "SPAN": 0 if wide > 256 else _SPAN,  # 0: one span; two sums of a latent's width would not fit in registers
     }  # fmt: skip
     if item_bytes == 4:
         side = 32 if wide <= 128 else 16
@@ -79,29 +87,43 @@ def _sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
 
 def _gradient_sizes(key_width: int, value_width: int, item_bytes: int) -> dict[str, int]:
     sizes = _sizes(key_width, value_width, item_bytes)
+    del sizes["SPAN"]
     if item_bytes == 2:
         sizes |= {"ROWS": 32, "KEYS": 32, "num_stages": 1} if sizes["WIDE"] > 256 else {"num_stages": 2, "num_warps": 8}
     return sizes
 
 
-def _attend(q: torch.Tensor, kept: Paged, queries: Queries, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(
+    q: torch.Tensor, kept: Paged, queries: Queries, scale: float | None, spread: bool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """o and, for the gradient, log2 of the sum of powers of 2 of each row's scores."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     k, v, tokens = kept.keys, kept.values, queries.tokens
     (n, heads, width), (_, key_heads, _, value_width) = q.shape, v.shape
-    share = heads // key_heads
+    share, rows = heads // key_heads, n * heads
     o = q.new_empty(n, heads, value_width)
     lse = q.new_empty(n, heads, dtype=torch.float32)
     sizes = _sizes(width, value_width, q.element_size())
     shared = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and value_width == sizes["WIDE"]
+    tiles = _most_tiles(tokens, share, sizes["ROWS"])
+    spans = -(-kept.pages_SP.shape[1] * kept.page // sizes["SPAN"]) if sizes["SPAN"] else 1
+    if spread is None:
+        spread = tiles * key_heads < _FEW_PROGRAMS and kept.page != _WHOLE
+    spread = spread and spans > 1
+    to = o.new_empty(spans, rows, value_width, dtype=torch.float32) if spread else o
+    marks = lse.new_empty(2, spans, rows) if spread else None
     if n:
-        programs.attend[(_most_tiles(tokens, share, sizes["ROWS"]), key_heads)](
-            q, k, v, o, lse, tokens.starts, queries.positions_S, _tiles(tokens, share, sizes["ROWS"]),
+        programs.attend[(tiles, key_heads, spans if spread else 1)](
+            q, k, v, to, lse, marks, tokens.starts, queries.positions_S, _tiles(tokens, share, sizes["ROWS"]),
             kept.pages_SP, kept.pages_SP.shape[1], _base_2(scale, width), q.stride(0), q.stride(1),
             k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1), heads,
-            tokens.num_groups, LANES=power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share, SHARED=shared,
-            **sizes, **SEPARATE,
+            tokens.num_groups, rows, LANES=power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share, SHARED=shared,
+            SPREAD=spread, **sizes, **SEPARATE,
         )  # fmt: skip
+        if spread:
+            programs.meet[(-(-rows // 16),)](
+                to, marks, o, lse, rows, spans, VALUE=value_width, VALUES=sizes["VALUES"], ROWS=16, **SEPARATE
+            )
     return o, lse
 
 

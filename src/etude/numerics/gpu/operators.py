@@ -11,15 +11,17 @@ from itertools import accumulate
 
 import torch
 
-from etude.numerics.gpu import products, rows
+from etude.numerics.gpu import products, routing, rows
+from etude.numerics.gpu.attention import attend_packed
 from etude.numerics.gpu.products import Groups
 from etude.numerics.gpu.tiles import tiles_of
-from etude.numerics.operators import Operators
+from etude.numerics.operators import Causal, Operators
 
 
 class ExactGpu(Operators):
     """One order of summation for each operator, in Triton. Weights are rounded to the rows' dtype as they are read."""
 
+    exact = True
     absorbs = True  # a packed forward sums as one over a cache of latents does
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, degree: int = 1) -> None:
@@ -56,8 +58,33 @@ class ExactGpu(Operators):
     def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
         return rows.combine(out_SD, slot_NK, gates_NK)
 
+    def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
+        return rows.gated(h_SF)
+
+    def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        return routing.scores(scores_NE, sigmoid=False)
+
+    def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
+        return routing.scores(scores_NE, sigmoid=True)
+
+    def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
+        """Of equal ones the lowest index comes first."""
+        return values_NE.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+    def causal(self) -> Causal:
+        return _causal
+
+    def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+        """float32, not rounded."""
+        return self.router_scores(x_RD, weight_VD)
+
     def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
-        logits_RV = logits_RV.float()
         if isinstance(temperature, torch.Tensor) or temperature != 1.0:
-            logits_RV = logits_RV / torch.as_tensor(temperature, dtype=torch.float32, device=logits_RV.device)
+            logits_RV = logits_RV.float() / temperature
         return rows.log_softmax(logits_RV)
+
+
+def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    whole = Groups(torch.tensor([0, q_HTA.shape[1]], dtype=torch.int32, device=q_HTA.device), q_HTA.shape[1])
+    q, k, v = (t.transpose(0, 1) for t in (q_HTA, k_GTA, v_GTC))
+    return attend_packed(q, k, v, whole, scale).transpose(0, 1)

@@ -51,6 +51,46 @@ def choose(
     return Chosen(*_Choose.apply(logits_NE, bias_E, routes_NK, router))  # type: ignore[no-untyped-call]
 
 
+def scores(logits_NE: torch.Tensor, *, sigmoid: bool) -> torch.Tensor:
+    """A router's probabilities, float32 [N, E], differentiable."""
+    y: torch.Tensor = _Scores.apply(logits_NE, sigmoid)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, sigmoid: bool) -> torch.Tensor:
+        rows, experts = logits.shape
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        y = logits.new_empty(rows, experts, dtype=torch.float32)
+        if rows:
+            tile = _tile(experts)
+            programs.scores[(-(-rows // tile["ROWS"]),)](
+                logits, y, rows, logits.stride(0), EXPERTS=experts, SIGMOID=sigmoid, **tile, **SEPARATE
+            )
+        ctx.save_for_backward(y)
+        ctx.sigmoid, ctx.dtype = sigmoid, logits.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (y,) = ctx.saved_tensors
+        rows, experts = y.shape
+        dlogits = torch.empty_like(y, dtype=ctx.dtype)
+        if rows:
+            tile = _tile(experts)
+            programs.scores_gradient[(-(-rows // tile["ROWS"]),)](
+                dy.contiguous(), y, dlogits, rows, EXPERTS=experts, SIGMOID=ctx.sigmoid, **tile, **SEPARATE
+            )
+        return dlogits, None
+
+
+def _tile(experts: int) -> dict[str, int]:
+    lanes = power_of_two(experts)
+    return {"ROWS": max(1, _TILE // lanes), "LANES": lanes}
+
+
 class _Choose(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -60,16 +100,15 @@ class _Choose(torch.autograd.Function):
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         gates = logits.new_empty(rows, router.top_k, dtype=torch.float32)
         used, live = (torch.empty_like(gates, dtype=torch.int32) for _ in range(2))
-        lanes = power_of_two(experts)
         if rows:
-            tile = max(1, _TILE // lanes)
-            programs.choose[(-(-rows // tile),)](
+            tile = _tile(experts)
+            programs.choose[(-(-rows // tile["ROWS"]),)](
                 logits, bias, None if routes is None else routes.contiguous(), gates, used, live,
                 rows, logits.stride(0), router.scale,
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, BIASED=bias is not None,
                 GROUPS=router.groups, KEPT=router.groups_kept, REPLAYED=routes is not None,
                 MISSING=0 if routes is None else torch.iinfo(routes.dtype).max,
-                NORMALISED=router.normalised, ROWS=tile, LANES=lanes, SLOTS=power_of_two(router.top_k), **SEPARATE,
+                NORMALISED=router.normalised, SLOTS=power_of_two(router.top_k), **tile, **SEPARATE,
             )  # fmt: skip
         ctx.save_for_backward(logits, used)
         ctx.router = router
@@ -83,13 +122,12 @@ class _Choose(torch.autograd.Function):
         router: Router = ctx.router
         rows, experts = logits.shape
         dlogits = torch.empty(rows, experts, dtype=logits.dtype, device=logits.device)
-        lanes = power_of_two(experts)
         if rows:
-            tile = max(1, _TILE // lanes)
-            programs.choose_gradient[(-(-rows // tile),)](
+            tile = _tile(experts)
+            programs.choose_gradient[(-(-rows // tile["ROWS"]),)](
                 dgates.contiguous(), logits, used, dlogits, rows, logits.stride(0), router.scale,
                 EXPERTS=experts, TOP=router.top_k, SIGMOID=router.sigmoid, NORMALISED=router.normalised,
-                ROWS=tile, LANES=lanes, **SEPARATE,
+                **tile, **SEPARATE,
             )  # fmt: skip
         return dlogits, None, None, None
 

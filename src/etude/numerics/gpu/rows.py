@@ -111,7 +111,24 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: boo
 
 
 def gated(h_S2F: torch.Tensor) -> torch.Tensor:
-    """silu(a) · b of rows [a, b], rounded once; [S, F]. Not differentiable: `gated_gradient`."""
+    """silu(a) · b of rows [a, b], rounded once; [S, F]."""
+    y: torch.Tensor = _Gated.apply(h_S2F.contiguous())  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(h)
+        return _gated(h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return gated_gradient(dy.contiguous(), *ctx.saved_tensors)
+
+
+def _gated(h_S2F: torch.Tensor) -> torch.Tensor:
     rows, width = h_S2F.shape[0], h_S2F.shape[1] // 2
     y = h_S2F.new_empty(rows, width)
     if rows:

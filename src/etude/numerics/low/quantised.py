@@ -39,6 +39,10 @@ class Quantised(Operators):
         super().__init__(inner.dtype)
         self.inner, self.format, self.rounds_weights = inner, format, rounds_weights
 
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name} {self.format.name}"
+
     def taken(self, x: torch.Tensor) -> torch.Tensor:
         return _round(x, self.format, False)
 

@@ -13,7 +13,7 @@ from etude.environments import NamespaceRuntime
 from etude.environments.burst import Faults, Scenario, burst, measure, simulate
 from etude.environments.burst.calibrate import burst_s, fitted, held_out, predict
 from etude.environments.burst.fake import Measured
-from etude.environments.burst.simulate import Simulated
+from etude.environments.burst.scenario import Simulated
 
 SMALL = Scenario(machines=3200, hosts=8, snapshots=20, cores=48, horizon_s=45.0)
 BAD_DAY = Faults(crashes=((3, 0.3),), slow=((1, 20.0),), partitions=((2, 0.2, 2.0), (4, 5.0, 25.0)), loss=0.02)

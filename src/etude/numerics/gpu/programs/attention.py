@@ -4,6 +4,9 @@ A query row meets the keys of its own sequence in blocks of `KEYS` from position
 the pages; a block that lies after it changes nothing: its weights are exact zeros and its correction is exactly one.
 So there is one kernel with one tile for decoding, chunks and packed training.
 
+Blocks are summed within *spans* of `SPAN` keys, and spans meet in their order. Where there are few tiles, each span is
+a program of its own (`SPREAD`), so that few sequences with long contexts still use the whole chip: the same additions.
+
 A tile holds rows of one sequence that share keys: the `SHARE` query heads of a key head, token after token. So one
 decoding token of grouped-query attention fills several rows of a tensor core's tile, and all heads of a latent
 attention do. The widths of keys are `WIDE` + `REST`, as tiles are powers of two (192 = 128 + 64, 576 = 512 + 64); with
@@ -47,15 +50,74 @@ def tile_of(memory, there, lane, WIDTH: tl.constexpr):
     return tl.load(memory + lane[None, :], mask=there[:, None] & (lane < WIDTH)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_pages", "sequences"])
-def attend(
-    q, k, v, o, lse, starts, positions, tile_starts, pages, num_pages, scale,
-    q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, heads, sequences,
-    LANES: tl.constexpr, PAGE: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr,
+@triton.jit
+def met(most, total, acc, other_most, other_total, other_acc):
+    """Sums over two runs of keys as one: all relative to the higher maximum. An empty second changes nothing."""
+    now = tl.maximum(most, other_most)
+    shrink = tl.exp2(most - now)
+    other_shrink = tl.exp2(other_most - now)
+    acc = acc * shrink[:, None] + other_acc * other_shrink[:, None]
+    return now, total * shrink + other_total * other_shrink, acc
+
+
+@triton.jit
+def settled(most, total, acc, o_at, lse_at, there, value, VALUE: tl.constexpr):
+    """Write a tile's results."""
+    result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
+    tl.store(
+        o_at + value[None, :], rounded(result, o_at.dtype.element_ty), mask=there[:, None] & (value < VALUE)[None, :]
+    )
+    tl.store(lse_at, most + tl.log2(total), mask=there)
+
+
+@triton.jit
+def over_keys(
+    q_wide, q_rest, k, v, pages, position, first, stop, scale, k_page, k_row, v_page, v_row,
+    PAGE: tl.constexpr, SHARED: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """o [N, heads, VALUE] and log2 Σ 2^score [N, heads] of a tile. `positions`: of each sequence's first query."""
+    """Maximum, Σ 2^(score - maximum) and the same weighted by values, over keys [first, stop), block by block."""
+    wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
+    most = tl.full([ROWS], LOW, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, VALUES], tl.float32)
+    for block in range(bound(first), bound(stop), KEYS):
+        key = block + tl.arange(0, KEYS)
+        here = key < stop
+        page = tl.load(pages + key // PAGE, mask=here, other=0).to(tl.int64)
+        place = (key % PAGE).to(tl.int64)
+        k_at = k + (page * k_page + place * k_row)[:, None]
+        k_wide = tile_of(k_at, here, wide, WIDTH)
+        score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
+        if REST:
+            score = dot(q_rest, tl.trans(tile_of(k_at + WIDE, here, rest, WIDTH - WIDE)), score)
+        score = tl.where(key[None, :] <= position[:, None], score * scale, LOW)
+        now = tl.maximum(most, tl.max(score, 1))
+        base = tl.where(now == LOW, 0.0, now)  # a row that sees none of these keys
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(most - base)
+        total = total * shrink + tl.sum(weight, 1)
+        most = now
+        values = k_wide if SHARED else tile_of(v + (page * v_page + place * v_row)[:, None], here, value, VALUE)
+        acc = dot(rounded(weight, q_wide.dtype), values, acc * shrink[:, None])
+    return most, total, acc
+
+
+@triton.jit(do_not_specialize=["num_pages", "sequences", "rows"])
+def attend(
+    q, k, v, o, lse, marks, starts, positions, tile_starts, pages, num_pages, scale,
+    q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head, heads, sequences, rows,
+    LANES: tl.constexpr, PAGE: tl.constexpr, SHARE: tl.constexpr, SHARED: tl.constexpr,
+    SPAN: tl.constexpr, SPREAD: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr, VALUE: tl.constexpr, VALUES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """o [N, heads, VALUE] and lse = log2 Σ 2^score [N, heads] of a tile. `positions`: of each sequence's first query.
+
+    `SPREAD`: one span of keys a program, its sums unfinished in o [spans, rows, VALUE] and marks [2, spans, rows].
+    `SPAN` 0: all keys are one.
+    """
     tile, head = tl.program_id(0), tl.program_id(1)
     sequence = find(tile_starts, tile, sequences, LANES)
     if sequence >= sequences:
@@ -63,40 +125,59 @@ def attend(
     index = (tile - tl.load(tile_starts + sequence)) * ROWS + tl.arange(0, ROWS)
     token, query_head, there = places(starts, sequence, index, head, SHARE)
     position = tl.load(positions + sequence) + token - tl.load(starts + sequence)
-    wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
+    value = tl.arange(0, VALUES)
     q_at = q + token.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head
-    q_wide = tile_of(q_at, there, wide, WIDTH)
+    q_wide = tile_of(q_at, there, tl.arange(0, WIDE), WIDTH)
+    q_rest = q_wide
     if REST:
-        q_rest = tile_of(q_at + WIDE, there, rest, WIDTH - WIDE)
-    most = tl.full([ROWS], LOW, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, VALUES], tl.float32)
+        q_rest = tile_of(q_at + WIDE, there, tl.arange(0, REST), WIDTH - WIDE)
+    k += head * k_head
+    v += head * v_head
+    pages += sequence * num_pages
     stop = tl.max(position, 0) + 1
-    for block in range(0, bound(stop), KEYS):
-        key = block + tl.arange(0, KEYS)
-        here = key < stop
-        page = tl.load(pages + sequence * num_pages + key // PAGE, mask=here, other=0).to(tl.int64)
-        k_at = k + (page * k_page + (key % PAGE).to(tl.int64) * k_row + head * k_head)[:, None]
-        k_wide = tile_of(k_at, here, wide, WIDTH)
-        score = dot(q_wide, tl.trans(k_wide), tl.zeros([ROWS, KEYS], tl.float32))
-        if REST:
-            score = dot(q_rest, tl.trans(tile_of(k_at + WIDE, here, rest, WIDTH - WIDE)), score)
-        score = tl.where(key[None, :] <= position[:, None], score * scale, LOW)
-        now = tl.maximum(most, tl.max(score, 1))
-        weight = tl.exp2(score - now[:, None])
-        shrink = tl.exp2(most - now)
-        total = total * shrink + tl.sum(weight, 1)
-        most = now
-        if SHARED:
-            values = k_wide
-        else:
-            v_at = v + (page * v_page + (key % PAGE).to(tl.int64) * v_row + head * v_head)[:, None]
-            values = tile_of(v_at, here, value, VALUE)
-        acc = dot(rounded(weight, q.dtype.element_ty), values, acc * shrink[:, None])
-    result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
-    o_at = o + (token.to(tl.int64)[:, None] * heads + query_head[:, None]) * VALUE + value[None, :]
-    tl.store(o_at, rounded(result, o.dtype.element_ty), mask=there[:, None] & (value < VALUE)[None, :])
-    tl.store(lse + token.to(tl.int64) * heads + query_head, most + tl.log2(total), mask=there)
+    row = token.to(tl.int64) * heads + query_head
+    if SPREAD:
+        first = tl.program_id(2) * SPAN
+        most, total, acc = over_keys(
+            q_wide, q_rest, k, v, pages, position, first, tl.minimum(stop, first + SPAN), scale,
+            k_page, k_row, v_page, v_row, PAGE, SHARED, WIDTH, WIDE, REST, VALUE, VALUES, ROWS, KEYS,
+        )  # fmt: skip
+        row += tl.program_id(2).to(tl.int64) * rows
+        tl.store(o + row[:, None] * VALUE + value[None, :], acc, mask=there[:, None] & (value < VALUE)[None, :])
+        tl.store(marks + row, most, mask=there)
+        tl.store(marks + tl.num_programs(2).to(tl.int64) * rows + row, total, mask=there)
+    else:
+        most, total, acc = over_keys(
+            q_wide, q_rest, k, v, pages, position, 0, tl.minimum(stop, SPAN) if SPAN else stop, scale,
+            k_page, k_row, v_page, v_row, PAGE, SHARED, WIDTH, WIDE, REST, VALUE, VALUES, ROWS, KEYS,
+        )  # fmt: skip
+        if SPAN:
+            for first in range(SPAN, bound(stop), SPAN):
+                more_most, more_total, more_acc = over_keys(
+                    q_wide, q_rest, k, v, pages, position, first, tl.minimum(stop, first + SPAN), scale,
+                    k_page, k_row, v_page, v_row, PAGE, SHARED, WIDTH, WIDE, REST, VALUE, VALUES, ROWS, KEYS,
+                )  # fmt: skip
+                most, total, acc = met(most, total, acc, more_most, more_total, more_acc)
+        settled(most, total, acc, o + row[:, None] * VALUE, lse + row, there, value, VALUE)
+
+
+@triton.jit(do_not_specialize=["rows", "spans"])
+def meet(sums, marks, o, lse, rows, spans, VALUE: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr):
+    """What `attend` left of each span, met in their order."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    there, value = row < rows, tl.arange(0, VALUES)
+    all_most = tl.full([ROWS], LOW, tl.float32)
+    all_total = tl.zeros([ROWS], tl.float32)
+    all_acc = tl.zeros([ROWS, VALUES], tl.float32)
+    for span in range(0, bound(spans)):
+        at = span * tl.cast(rows, tl.int64) + row
+        most = tl.load(marks + at, mask=there, other=0.0)
+        total = tl.load(marks + spans * tl.cast(rows, tl.int64) + at, mask=there, other=1.0)
+        acc = tl.load(
+            sums + at[:, None] * VALUE + value[None, :], mask=there[:, None] & (value < VALUE)[None, :], other=0.0
+        )
+        all_most, all_total, all_acc = met(all_most, all_total, all_acc, most, total, acc)
+    settled(all_most, all_total, all_acc, o + row[:, None] * VALUE, lse + row, there, value, VALUE)
 
 
 @triton.jit

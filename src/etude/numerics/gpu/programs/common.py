@@ -35,7 +35,7 @@ def rounded(x, KIND: tl.constexpr):
 def bound(number):
     """A number that a loop runs to: the interpreter's numpy wants Python's."""
     if INTERPRETED:
-        return number.handle.data.item()
+        return number.handle.data.item() if isinstance(number, tl.tensor) else number
     return number
 
 

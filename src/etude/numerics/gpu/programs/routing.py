@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from etude.numerics.gpu.programs.common import rounded
+
 
 @triton.jit
 def probabilities(logits, row, rows, row_stride, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, LANES: tl.constexpr):
@@ -25,6 +27,33 @@ def probabilities(logits, row, rows, row_stride, EXPERTS: tl.constexpr, SIGMOID:
         power = tl.exp(x - tl.max(x, 1)[:, None])
         chance = tl.div_rn(power, tl.sum(power, 1)[:, None] + tl.zeros_like(power))
     return tl.where(inside, chance, 0.0)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def scores(
+    logits, y, rows, row_stride,
+    EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Probabilities, float32 [rows, EXPERTS]."""
+    row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    chance = probabilities(logits, row, rows, row_stride, EXPERTS, SIGMOID, LANES)
+    memory = y + row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    tl.store(memory, chance, mask=(row < rows)[:, None] & (expert < EXPERTS)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def scores_gradient(
+    dy, y, dlogits, rows,
+    EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Of `scores`."""
+    row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, LANES)
+    inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
+    at = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    chance, slope = tl.load(y + at, mask=inside, other=0.0), tl.load(dy + at, mask=inside, other=0.0)
+    slope -= 0.0 if SIGMOID else tl.sum(slope * chance, 1)[:, None]
+    change = slope * chance * (1.0 - chance if SIGMOID else 1.0)
+    tl.store(dlogits + at, rounded(change, dlogits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -121,4 +150,4 @@ def choose_gradient(
     result = slope * chance * (1.0 - chance if SIGMOID else 1.0)
     inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     memory = dlogits + row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
-    tl.store(memory, result.to(dlogits.dtype.element_ty), mask=inside)
+    tl.store(memory, rounded(result, dlogits.dtype.element_ty), mask=inside)

@@ -1,0 +1,62 @@
+"""Parity classes: where two processes are promised the same bits.
+
+Operators with one order of summation make a token's numbers independent of company, chunks and caches; but which order
+is the business of the chip, of torch and of the vendor's library. So a class is told by what comes out: a digest of the
+bits of fixed products, norms and attention in the sizes at hand, beside the names that explain a difference. Engine and
+learner agree to the bit where their classes are equal. Threads and versions matter exactly where they change a bit.
+
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+from etude.numerics.operators import Operators
+
+WIDEST = 4096  # rows of a weight that are looked at
+ROWS = 9
+TOKENS = 200
+
+
+def parity_class(operators: Operators, products: Iterable[tuple[int, int]], *, heads: int, key_width: int) -> str:
+    """For weights of these (out, in) shapes, and attention with so many key/value heads of a width. Takes milliseconds.
+
+    >>> from etude.numerics import Exact, Native
+    >>> one, other = (parity_class(kind(), {(8, 16)}, heads=1, key_width=8) for kind in (Exact, Native))
+    >>> one.startswith("exact float32 ") and other.startswith("native float32 ") and one != other
+    True
+    """
+    return _class(operators, frozenset(products), heads, key_width, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=64)
+def _class(operators: Operators, products: frozenset[tuple[int, int]], heads: int, key_width: int, threads: int) -> str:
+    chip = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    digest = hashlib.sha256()
+    for result in _results(operators, sorted(products), heads, key_width):
+        digest.update(result.float().contiguous().numpy().tobytes())
+    return f"{operators.name} {chip} torch-{torch.__version__} {digest.hexdigest()[:12]}"
+
+
+@torch.inference_mode()
+def _results(
+    operators: Operators, products: list[tuple[int, int]], heads: int, key_width: int
+) -> Iterable[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(operators.dtype)
+
+    for out_size, in_size in products:
+        x, weight = random(ROWS, in_size), random(min(out_size, WIDEST), in_size).float()
+        yield operators.linear(x, weight)
+        yield operators.rms_norm(x, None, 1e-6)
+        yield operators.gated(random(ROWS, 2 * in_size))
+        yield operators.log_softmax(operators.logits(x, weight), 0.7)
+    q, k, v = random(2 * heads, TOKENS, key_width), random(heads, TOKENS, key_width), random(heads, TOKENS, key_width)
+    yield operators.causal()(q, k, v)
