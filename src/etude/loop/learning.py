@@ -56,9 +56,10 @@ def starting_point(run: RunFolder, config: RunConfig) -> Reference:
     return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature, operators=operators)
 
 
-def computed_by() -> dict[str, str]:
-    """What decides how this process computes, beside a run's settings: where it is all the same, the bits are."""
+def computed_by(learner: TorchLearner) -> dict[str, str]:
+    """What decides how a learner computes, beside a run's settings: where it is all the same, the bits are."""
     return {
+        "parity class": learner.parity,
         "etude": __version__,
         "torch": str(torch.__version__),
         "chip": str(host_facts()["cpu"]),
@@ -100,7 +101,7 @@ class Learning:
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
         """How the next step is computed: by what, and with which settings that are no longer the config's."""
         configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
-        return computed_by(), {name: now[name] for name in now if now[name] != configured.get(name)}
+        return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def forward_backward(self, batch: Batch) -> StepReport:
         return self.learner.forward_backward(batch)

@@ -85,7 +85,9 @@ class History:
 
     run: RunFolder
     versions: Mapping[int, Manifest]  # by step
-    rollout_ids: Mapping[int, frozenset[str]]  # by step; empty: published again, and so not known
+    rollout_ids: Mapping[
+        int, frozenset[str]
+    ]  # by step; empty: published again, and so not known
     damaged: Version | None = None  # where the lineage can be read no further back
     numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by step: of its last `rl.step` event
 
@@ -152,7 +154,7 @@ def redo(
         start = _begin(learner, history, step, start)
         first, steps = learner.step, list[Redone]()
         while learner.step < step:
-            steps.append(_one(learner, history, to_plain(config.learner), computed_by()))
+            steps.append(_one(learner, history, to_plain(config.learner), computed_by(learner)))
             if told is not None:
                 told(steps[-1], step - first)
     finally:
