@@ -85,9 +85,7 @@ class History:
 
     run: RunFolder
     versions: Mapping[int, Manifest]  # by step
-    rollout_ids: Mapping[
-        int, frozenset[str]
-    ]  # by step; empty: published again, and so not known
+    rollout_ids: Mapping[int, frozenset[str]]  # by step; empty: published again, and so not known
     damaged: Version | None = None  # where the lineage can be read no further back
     numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by step: of its last `rl.step` event
 
