@@ -90,6 +90,7 @@ class Conductor:
         defence = None if taken is None else Defence(taken)
         watch = Watch(config.parity, exact=exact, dtype=config.engine.dtype, defence=defence)
         self.probe = Probe(chat, config.parity, watch, telemetry, self._defend)
+        self._defence_due: Defence | None = None
         self._published = asyncio.Event()
         self._admitted = asyncio.Event()
 
@@ -255,6 +256,9 @@ class Conductor:
                 k1=k1,
                 beta=kl,
             )
+            if self._defence_due is not None:
+                await self._call("defend", type(None), str(self._defence_due))
+                self._defence_due = None
             by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
             write_trace(self.run_folder / "traces", batch, groups, computed_by=by, settings=settings)
             self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
@@ -334,10 +338,11 @@ class Conductor:
             telemetry=self.telemetry,
         )
 
-    async def _defend(self, defence: Defence) -> None:
-        """Have the learner take a defence from the next step on, and whoever goes on with this run."""
+    def _defend(self, defence: Defence) -> None:
+        """Have the learner take a defence from the next step on, and whoever goes on with this run. Not at once: a
+        step's trace says with which settings it was trained."""
         self.ledger.transaction(functools.partial(self.ledger.remember, "defence", str(defence)))
-        await self._call("defend", type(None), str(defence))
+        self._defence_due = defence
 
     def _newest_checkpoint(self) -> Path:
         steps = sorted((self.run_folder / "checkpoints").glob("step-*"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class Unreachable(EtudeError):
 
 
 class Probe:
-    """Asks engines, and holds them to the budget. `defend` has the learner take a defence, durably."""
+    """Asks engines, and holds them to the budget. `defend` has the learner take a defence."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Probe:
         config: ParityConfig,
         watch: Watch,
         telemetry: Telemetry,
-        defend: Callable[[Defence], Awaitable[None]],
+        defend: Callable[[Defence], None],
     ) -> None:
         self.text = probe_text(chat)
         self.learner_class = ""  # the learner's parity class
@@ -81,10 +81,10 @@ class Probe:
         )
         alarm = self._watch.saw(name, found)
         if alarm is not None:
-            await self._raise(alarm, published, engine_class)
+            self._raise(alarm, published, engine_class)
         return None
 
-    async def _raise(self, alarm: Alarm, published: Published, engine_class: str) -> None:
+    def _raise(self, alarm: Alarm, published: Published, engine_class: str) -> None:
         """Act on an alarm. Numbers that are none are never gone on with."""
         found, step = alarm.found, published.version.step
         no_number = not math.isfinite(found.k3)
@@ -100,7 +100,7 @@ class Probe:
             "parity.alarm", engine=alarm.engine, step=step, k3=found.k3, ratio_max=found.ratio_max, defence=taken
         )
         if alarm.defence is not None:
-            await self._defend(alarm.defence)
+            self._defend(alarm.defence)
 
 
 def _hint(same_class: bool) -> str:

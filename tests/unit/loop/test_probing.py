@@ -51,13 +51,10 @@ def probed(
     """What the learner was told to take, and the events."""
     taken: list[Defence] = []
 
-    async def defend(defence: Defence) -> None:
-        taken.append(defence)
-
     config = ParityConfig(**settings)
     telemetry = Telemetry(tmp_path / "conductor.jsonl", process="conductor")
     watch = Watch(config, exact=exact, dtype=ComputeDtype.FLOAT32)
-    probe = Probe(CHAT, config, watch, telemetry, defend)
+    probe = Probe(CHAT, config, watch, telemetry, taken.append)
     probe.learner_class = "class-b"
     asyncio.run(probe.ask({f"e{i}": e for i, e in enumerate(engines)}, PUBLISHED, MINE))  # type: ignore[misc]
     telemetry.close()
