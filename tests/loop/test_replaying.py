@@ -237,7 +237,7 @@ def with_other_weights(run: RunFolder) -> None:
 
 
 def with_half_a_checkpoint(run: RunFolder) -> None:
-    (run / "checkpoints" / "step-000002" / "learner.safetensors").write_bytes(b"half")
+    (run / "checkpoints" / "step-000002" / "learner.state").write_bytes(b"half")
 
 
 def with_other_settings(run: RunFolder) -> None:

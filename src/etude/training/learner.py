@@ -48,7 +48,7 @@ from etude.weights.tensors import Codes, Tensor
 
 FORMAT = 1
 SAMPLED_ANEW = 64
-STATE, ABOUT = "learner.safetensors", "learner.json"
+STATE, ABOUT = "learner.state", "learner.json"  # no *.safetensors: vLLM takes every such file for weights
 
 
 class TorchLearner:

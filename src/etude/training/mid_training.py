@@ -42,7 +42,7 @@ from etude.training.schedule import rate
 
 FORMAT = 1
 FORWARD_TOKENS = 4096  # of one forward; bounds memory, changes nothing else
-RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.safetensors"
+RESULT, PROGRESS, STATE = "mid_training.json", "progress.json", "optimizer.state"
 
 Probe = Callable[[Transformer], float]
 """Measures a skill of the model, for `mid.eval`. A module-level function or a partial of one: ranks are spawned."""
