@@ -403,13 +403,13 @@ COMMON = (
     Plant("head in bf16", ("logits",), OUTER, lambda model: setattr(model, "operators", _headed(model)), "same", BF16),
 )  # fmt: skip
 OF_QWEN = (
-    Plant("YaRN's mscale forgotten", ROTATED, ALL, no_mscale, "factor"),
+    Plant("YaRN's mscale forgotten in the tables", ROTATED, ALL, no_mscale, "factor"),
     Plant("queries and keys normalised over all heads", ("attention.qk_norm",), ALL, in_layers(
         _on("attention", rms_norm=over_all_heads), *ALL), "factor"),
     Plant("query heads dealt to key heads", ATTENDED, ONE, in_layers(keeping(heads_dealt), 1), "heads"),
 )  # fmt: skip
 OF_DEEPSEEK = (
-    Plant("YaRN's mscale forgotten", ATTENDED, ALL, no_mscale, "factor"),
+    Plant("YaRN's mscale forgotten in the softmax", ATTENDED, ALL, no_mscale, "factor"),
     Plant("epsilon 1e-5 in the latents' norms", ("attention.q_norm", "attention.kv_norm"), ALL, in_layers(
         _on("attention", rms_norm=eps_of(1e-5)), *ALL), "rounding", BF16),
     Plant("norm weight + 1 in the latents' norms", ("attention.q_norm", "attention.kv_norm"), ALL, in_layers(
