@@ -279,11 +279,11 @@ def test_a_checkpoint_that_cannot_be_computed_here_is_refused_before_the_run_beg
 def test_a_task_source_without_tasks_or_with_a_wrong_reference_is_refused(
     game: Any, tmp_path: Path, refuse: Callable[..., str]
 ) -> None:
-    def start(source: Path | str) -> str:
-        return refuse(1, "run", game.config, "--name", "new", "--set", f"tasks.source={source}")
+    def start(source: Path | str, code: int = 1) -> str:
+        return refuse(code, "run", game.config, "--name", "new", "--set", f"tasks.source={source}")
 
     (tmp_path / "empty").mkdir()
-    assert "holds no task" in start(tmp_path / "empty")
+    assert "holds no task" in start(tmp_path / "empty", 2)
     assert "did you mean 'repair'" in refuse(2, "run", game.config, "--set", "tasks.source=repiar")
     shutil.copytree(game.tasks, tmp_path / "untrained")
     for folder in (tmp_path / "untrained").glob("train-*"):

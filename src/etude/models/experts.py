@@ -150,12 +150,9 @@ class _Mix(torch.autograd.Function):
         see: Watch,
     ) -> torch.Tensor:
         x_S = x.index_select(0, to.source_S)
-        h_S = operators.grouped(x_S, gate_up, to.rows)
-        act_S = operators.taken(operators.gated(h_S))
-        out_S = operators.grouped(act_S, down, to.rows)
-        if see is not unwatched:
-            for name, rows in (("gate_up", h_S), ("activated", act_S), ("down", out_S)):
-                see(f"experts.{name}", rows[to.slot_NK])
+        h_S = _seen(see, "gate_up", operators.grouped(x_S, gate_up, to.rows), to)
+        act_S = _seen(see, "activated", operators.taken(operators.gated(h_S)), to)
+        out_S = _seen(see, "down", operators.grouped(act_S, down, to.rows), to)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
         ctx.to, ctx.wide = to, operators.held
         return operators.combine(out_S, to.slot_NK, gates)
@@ -181,6 +178,13 @@ class _Mix(torch.autograd.Function):
         dgate_up = _per_expert_weight(dh_S, x_S, gate_up, to.rows)
         dx = F.embedding(to.slot_NK, _per_expert(dh_S, gate_up, to.rows)).sum(1)
         return dx, dgates, dgate_up, ddown, None, None, None
+
+
+def _seen(see: Watch, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Tensor:
+    """Rows of tokens pass the watch as [N, K, ...]; padding stays."""
+    if see is not unwatched:
+        rows_S[to.slot_NK] = see(f"experts.{name}", rows_S[to.slot_NK])
+    return rows_S
 
 
 def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, rows: list[int]) -> torch.Tensor:

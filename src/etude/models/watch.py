@@ -10,8 +10,8 @@ Watch = Callable[[str, torch.Tensor], torch.Tensor]
 """Sees every operator's result under its name, such as ``layers.3.attention.qkv``, in the order of computing; what it
 returns is used instead. Rows of tokens come first.
 
-``experts.used`` (int64) and the products inside the experts (``experts.gate_up``, ``experts.activated``,
-``experts.down``; [N, K, ...]) are only shown: what is returned for them is not used.
+``experts.used`` (int64) is only shown: what is returned for it is not used. Results inside the experts are
+[N, K, ...].
 """
 
 

@@ -35,9 +35,6 @@ _LEAST = float(torch.finfo(torch.float32).eps)
 PRODUCTS = ("qkv", "inward", ".q", "expanded", ".out", "scores", "gate_up", "down", "logits")
 """How the names end of results that are rounded once."""
 
-INNER = ("experts.gate_up", "experts.activated", "experts.down")
-"""Seen, but not replaced by a watch: an error in one of them goes on to the next, up to `experts.mixed`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -58,7 +55,7 @@ class Finding:
 
 
 def findings(model: Transformer, token_ids: Sequence[int], theirs: Results, *, exact: bool) -> list[Finding]:
-    """Every operator that is off, in the order of computing; of operators inside the experts only the first.
+    """Every operator that is off, in the order of computing.
 
     `model` is the learner's. `theirs` are the engine's results for all of `token_ids`. Raises `ValueError` for results
     of other shapes.
@@ -73,7 +70,7 @@ def findings(model: Transformer, token_ids: Sequence[int], theirs: Results, *, e
             unseen.append(name)
             continue
         one = _judged(name, mine, theirs[name], reference.get(name), tuple(unseen))
-        if one is not None and not _follows(one, found):
+        if one is not None:
             found.append(one)
         unseen = []
     return found
@@ -112,13 +109,6 @@ def _in_double(model: Transformer) -> Transformer:
         for mine, theirs in zip(hf_views(twin).values(), hf_views(model).values(), strict=True):
             mine.copy_(theirs)
     return twin
-
-
-def _follows(one: Finding, found: list[Finding]) -> bool:
-    """Whether it is the error of an earlier product inside the same experts that goes on."""
-    if not found or not one.name.endswith((*INNER, "experts.mixed")):
-        return False
-    return found[-1].layer == one.layer and found[-1].name.endswith(INNER)
 
 
 def _judged(
