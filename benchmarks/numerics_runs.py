@@ -1,11 +1,13 @@
-"""Reinforcement learning in each low-precision format against the default, from one mid-trained checkpoint.
+"""Reinforcement learning under each way to keep engine and learner together, from one mid-trained checkpoint.
 
-Everything but `numerics.quantise` is alike, so only RL differs: the same start, tasks and seeds. Each run is
-`etude run`; one that was broken off is gone on with, one that has ended is not run again: its row is kept beside the
-runs, and the result is written anew after each. Solve rates are on validation tasks during RL and on held-out tasks
-before and after, with 95 % intervals; seeds are pooled for the difference from the default.
+The default is exact float32 without replay. Against it: native arithmetic in float32, engines in bfloat16 with routes
+replayed, and each low-precision format. Everything else is alike, so only RL differs: the same start, tasks and seeds.
+Each run is `etude run`; one that was broken off is gone on with, one that has ended is not run again: its row is kept
+beside the runs, and the result is written anew after each. Solve rates are on validation tasks during RL and on
+held-out tasks before and after, with 95 % intervals; seeds are pooled for the difference from the default. How long RL
+took is told as the median over seeds, native float32 beside it: what exactness costs from end to end.
 
-`python -m benchmarks.quantised_runs --start CHECKPOINT [--formats none mxfp8 nvfp4 mxfp4] [--seeds 0 1 2] [--steps 40]`
+`python -m benchmarks.numerics_runs --start CHECKPOINT [--ways default native ...] [--seeds 0 1 2] [--steps 40]`
 A minute and a half a run on two cores; `--table` prints what there is, and runs nothing.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import time
@@ -24,9 +27,15 @@ from benchmarks.report import report
 from benchmarks.runs import ETUDE, LAPTOP, ahead, brief, overrides, rl_cpu_s, summary
 from etude.dashboard.read import RunView
 from etude.evals.intervals import wilson
-from etude.numerics.config import Quantise
 
 Row = dict[str, Any]
+DEFAULT, NATIVE = "default", "native"
+WAYS = {
+    DEFAULT: [],
+    NATIVE: ["numerics.mode=native"],
+    "bf16 engines, replayed": ["numerics.mode=native", "engine.dtype=bfloat16"],
+    **{kind: [f"numerics.quantise={kind}"] for kind in ("mxfp8", "nvfp4", "mxfp4")},
+}
 
 
 def learned(name: str, config: Path, settings: Sequence[str]) -> Row:
@@ -54,7 +63,7 @@ def learned(name: str, config: Path, settings: Sequence[str]) -> Row:
 
 
 def pooled(rows: Sequence[Row]) -> Row:
-    """The seeds of a format as one: solve rates before, during and after, with their intervals."""
+    """The seeds of a way as one: solve rates before, during and after, with their intervals."""
     steps = [point["step"] for point in rows[0]["during"]]
     points = {"before": [row["before"] for row in rows], "after": [row["after"] for row in rows]}
     points |= {str(step): [p for row in rows for p in row["during"] if p["step"] == step] for step in steps}
@@ -68,16 +77,23 @@ def _together(rates: Sequence[Row]) -> Row:
 
 
 def result(rows: dict[str, Row]) -> Row:
-    """What is reported of the runs that there are; the default is ahead of or behind each format by an interval."""
-    of = {kind: [row for row in rows.values() if row["quantise"] == kind] for kind in Quantise}
-    formats = {str(kind): pooled(found) for kind, found in of.items() if found}
-    base = formats.get(str(Quantise.NONE))
-    against = {kind: ahead(base["after"], own["after"]) for kind, own in formats.items() if base and kind != "none"}
-    within = {kind: found["low"] <= 0 <= found["high"] for kind, found in against.items()}
+    """What is reported of the runs that there are; the default is ahead of or behind each way by an interval."""
+    of = {way: found for way in WAYS if (found := [row for row in rows.values() if row["way"] == way])}
+    ways = {way: pooled(found) for way, found in of.items()}
+    seconds = {
+        way: {key: statistics.median(row[key] for row in found) for key in ("rl_wall_s", "rl_cpu_s")}
+        for way, found in of.items()
+    }
+    base, paired = ways.get(DEFAULT), {DEFAULT, NATIVE} <= ways.keys()
+    against = {way: ahead(base["after"], own["after"]) for way, own in ways.items() if base and way != DEFAULT}
+    within = {way: found["low"] <= 0 <= found["high"] for way, found in against.items()}
+    costs = {key: round(s / seconds[NATIVE][key], 3) for key, s in seconds[DEFAULT].items()} if paired else None
     return {
-        "formats": formats,
+        "ways": ways,
         "after_minus_default": against,
         "within_intervals_of_the_default": within,
+        "seconds": seconds,
+        "exact_to_native_from_end_to_end": costs,
         "rows": list(rows.values()),
     }
 
@@ -86,12 +102,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", type=Path, help="a mid-trained checkpoint")
     parser.add_argument("--config", type=Path, default=LAPTOP)
-    parser.add_argument("--formats", nargs="+", type=Quantise, default=list(Quantise))
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--every", type=int, default=10, help="steps between evaluations on validation tasks")
     parser.add_argument("--heldout", type=int, default=512)
-    parser.add_argument("--name", default="quantised", help="what the runs' folders begin with")
+    parser.add_argument("--name", default="numerics", help="what the runs' folders begin with")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     parser.add_argument("--table", action="store_true", help="report the runs that have ended")
     args = parser.parse_args()
@@ -102,15 +118,15 @@ def main() -> None:
             parser.error("--start CHECKPOINT is wanted")
         sizes = [f"rl.steps={args.steps}", f"evals.every={args.every}", f"evals.heldout_tasks={args.heldout}"]
         shared = [f"start={args.start.resolve()}", "evals.baseline_tasks=1", *sizes, *args.set]
-        for seed in args.seeds:  # so that a few seeds of all formats are there early
-            for kind in args.formats:
-                name = f"{args.name}-{kind}-{seed}"
+        for seed in args.seeds:  # so that one seed of all ways is there early
+            for way in args.ways:
+                name = f"{args.name}-{way.replace(', ', '-').replace(' ', '-')}-{seed}"
                 if name not in rows:
-                    settings = [*shared, f"seed={seed}", f"numerics.quantise={kind}"]
-                    rows[name] = {"quantise": str(kind), "seed": seed} | learned(name, args.config, settings)
+                    settings = [*shared, f"seed={seed}", *WAYS[way]]
+                    rows[name] = {"way": way, "seed": seed} | learned(name, args.config, settings)
                     kept.write_text(json.dumps(rows))
-                    report("quantised_runs", {"settings": shared[1:], **result(rows)})
-    report("quantised_runs", {"settings": args.set, **result(rows)})
+                    report("numerics_runs", {"settings": shared[1:], **result(rows)})
+    report("numerics_runs", {"settings": args.set, **result(rows)})
 
 
 if __name__ == "__main__":
