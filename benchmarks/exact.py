@@ -44,6 +44,7 @@ FAMILIES = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS: tuple[type[Operators], ...] = (Exact, Native)
 SAMPLED, SECOND_TURN = 96, 23
+DEADLINE_S = 3600.0  # what else a host does is no verdict
 Text = tuple[list[int], int]
 """A prompt with what was sampled after it, and the prompt's length."""
 
@@ -62,6 +63,7 @@ def asked(number: int, ids: Sequence[int], tokens: int, *, session: str = "", ke
         prompt_ids=np.array(ids, np.int32),
         sampling=Sampling(max_tokens=tokens, stop_token_ids=(), seed=number),
         keep_session=keep,
+        deadline_s=DEADLINE_S,
     )
 
 
