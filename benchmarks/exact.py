@@ -43,7 +43,7 @@ FAMILIES = {
 }  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS: tuple[type[Operators], ...] = (Exact, Native)
-SAMPLED, SECOND_TURN = 96, 23
+SAMPLED = 96
 DEADLINE_S = 3600.0  # what else a host does is no verdict
 Text = tuple[list[int], int]
 """A prompt with what was sampled after it, and the prompt's length."""
