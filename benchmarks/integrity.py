@@ -9,9 +9,10 @@ machines of the backend. Cheats: the whole catalogue of `etude machines check`. 
 is named with the reason. With `--backend` the others keep what they had, each with its commit. Emulated machines are
 slow: `--every microvm=8` takes every eighth task and cheat there, `--within S` leaves out the cheats that would be
 played later than that, `--part references` or `--part cheats` does one of the two and keeps the other, and the result
-says so. With `--journal` every play is kept as soon as it is over, with its commit, and the same command goes on with
-those that are missing; another process may play `--backwards` meanwhile. Deadlines are several times the usual ones, so
-that what else a host does is no verdict; how many programs their own deadline ended is told.
+says so; `--source humaneval mined` does these sources of references and keeps the others. With `--journal` every play
+is kept as soon as it is over, with its commit, and the same command goes on with those that are missing; another
+process may play `--backwards` meanwhile. Deadlines are several times the usual ones, so that what else a host does is
+no verdict; how many programs their own deadline ended is told.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ from etude.tasks.journal import Journal
 KEY = "e2b_" + "0123456789" * 4
 QUOTA = f'[bench]\nkey = "{KEY}"\nmax_live = 256\ncreations_per_minute = 1000000\n'
 GENERATED, CANARIES = 64, 0.25
-VERDICT_S, CALLS_S, PROGRAM_S, PLAY_S = 1800.0, 30.0, 60.0, 600.0
+VERDICT_S, TESTS_S = 1800.0, 300.0
+CALLS_S, PROGRAM_S, PLAY_S = 30.0, 60.0, 600.0
 STRIDE, TOLD_EVERY = 8, 20
 PARTS = ("references", "cheats")
+SOURCES = ["humaneval", "generated", "mined"]
 KEPT = RESULTS / "integrity.json"
 
 
@@ -79,7 +82,7 @@ async def references(runtime: Runtime, sources: dict[str, TaskSource], at_once: 
         if num_proven % TOLD_EVERY == 0:
             print(f"{runtime.info.name}: {num_proven} tasks proven or not", file=sys.stderr, flush=True)
 
-    grader, found = MachineGrader(runtime, deadline_s=CALLS_S), dict[str, Any]()
+    grader, found = MachineGrader(runtime, deadline_s=TESTS_S), dict[str, Any]()
     for name, source in sources.items():
         began, proofs = time.perf_counter(), list[Proof]()
         for split in Split:
@@ -94,6 +97,7 @@ async def references(runtime: Runtime, sources: dict[str, TaskSource], at_once: 
                 }
                 proofs.append(await check(source, grader, split, size, **settings))
         found[name] = {
+            "commit": commit(),
             "tasks": sum(proof.num_tasks for proof in proofs),
             "rejected_references_and_accepted_untouched_states": [
                 f"{proof.split} {failure.index}: {failure.reason}" for proof in proofs for failure in proof.failures
@@ -175,7 +179,7 @@ async def of_backend(
             isolation = runtime.info.isolation
             if "references" in (said.part or PARTS):
                 proven = await references(runtime, chosen, said.jobs)
-                parts["references"] = {"commit": commit(), "sample": sample, "sources": proven}
+                parts["references"] = {"sample": sample, "sources": proven}
             if "cheats" in (said.part or PARTS):
                 left_s = said.within - (time.perf_counter() - began)
                 some = _mixed(CATALOGUE[::every])[:: -1 if said.backwards else 1]
@@ -195,7 +199,7 @@ async def measure(said: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
     kept = json.loads(KEPT.read_text()) if (said.backend or said.part) and KEPT.exists() else {"backends": {}}
     mining = kept.get("mining", {})
-    if "references" in (said.part or PARTS):
+    if "references" in (said.part or PARTS) and "mined" in said.source:
         began = time.perf_counter()
         try:
             async with machines_of("namespace") as runtime:
@@ -203,8 +207,15 @@ async def measure(said: argparse.Namespace, folder: Path) -> dict[str, Any]:
             mining = {"wall_s": round(time.perf_counter() - began, 1)}
         except (MachineError, TaskError) as error:
             mining = {"none": f"{error.what}: {error.facts}"}
-    found = {backend: await of_backend(backend, everything, said, folder) for backend in said.backend or BACKENDS}
-    rows = kept["backends"] | {backend: kept["backends"].get(backend, {}) | row for backend, row in found.items()}
+    chosen = {name: source for name, source in everything.items() if name in said.source}
+    rows = dict(kept["backends"])
+    for backend in said.backend or BACKENDS:
+        row, before = await of_backend(backend, chosen, said, folder), rows.get(backend, {})
+        if "references" in row and said.source != SOURCES:
+            row["references"]["sources"] = (
+                before.get("references", {}).get("sources", {}) | row["references"]["sources"]
+            )
+        rows[backend] = before | row
     return {"mining": mining, "backends": rows, **_totals(rows)}
 
 
@@ -241,6 +252,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--journal", type=Path, metavar="FILE", help="keep plays there, and play none of those in it")
     parser.add_argument("--backwards", action="store_true", help="play the last cheat first")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this of the two (default: both)")
+    parser.add_argument("--source", nargs="+", choices=SOURCES, default=SOURCES, help="only these references")
     said = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="integrity-") as folder:
         numbers = asyncio.run(measure(said, Path(folder)))
