@@ -132,7 +132,7 @@ def formats() -> Iterator[tuple[str, ...]]:
     for kind, row in low["formats"].items() if low else ():
         if kind != "none":
             off = row["error"]
-            yield kind, f"{off['kl']:.2g}", f"{off['same_best_token']:.1%}", f"{row['shipped']['bytes']:,}"
+            yield kind, f"{off['kl']:.2g}", f"{100 * off['same_best_token']:.1f} %", f"{row['shipped']['bytes']:,}"
 
 
 def trained_low() -> Iterator[tuple[str, ...]]:

@@ -51,6 +51,17 @@ def test_a_result_of_numerics_is_told_once_it_is_there(tmp_path, monkeypatch):
             "far_by_dtype_and_mode": {"float32 native": {"cases": 9, "named": 5, "blamed": 7}},
             "clean": [{"dtype": "float32", "mode": "native", "engines": 6, "false_alarms": i} for i in (0, 1)],
         },
+        "quantised": {
+            "formats": {
+                "mxfp8": {
+                    "exact, float32": {"tokens": 1000, "differing": 0},
+                    "error": {"kl": 0.00123, "same_best_token": 0.985},
+                    "shipped": {"bytes": 1_600_000},
+                    "decode_ratio": 1.2,
+                    "training_ratio": 1.5,
+                }
+            }
+        },
         "quantised_runs": {
             "formats": {kind: {"before": rate, "after": rate} for kind in ("none", "mxfp8")},
             "after_minus_default": {"mxfp8": behind},
@@ -64,6 +75,9 @@ def test_a_result_of_numerics_is_told_once_it_is_there(tmp_path, monkeypatch):
         "| prefill | × 1.12 |  |  |",
         "| linear | × 1.01 | × 1.64 |  |",
         "| native, fp32 | 9 | 5 | 2 | 2 | 1 in 12 engines |",
+        "| exact, rounded to mxfp8 | 1,000 |  |  |  | none |",
+        "| rounding to mxfp8 | decoding × 1.20, training × 1.50 (emulated) |",
+        "| mxfp8 | 0.0012 | 98.5 % | 1,600,000 |",
         "| none: the default | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] |  |",
         "| mxfp8 | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] | -0.010 [-0.030, +0.010] |",
     ):

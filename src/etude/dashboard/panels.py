@@ -180,7 +180,7 @@ def _alarms(view: RunView) -> str:
     taken = [f"to {text(e, 'defence')} at step {e.get('step')}" for e in alarms if text(e, "defence")]
     if taken:
         return f" The run fell back {', '.join(taken)}."
-    return f" Engines were over their budget {len(alarms)} times, which was only reported." if alarms else ""
+    return f" Alarms that were only reported: {len(alarms)}." if alarms else ""
 
 
 def replay(view: RunView) -> Panel | None:

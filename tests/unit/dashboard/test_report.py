@@ -136,9 +136,9 @@ def test_what_was_done_about_an_alarm_is_said(writer):
         return panel.note
 
     writer.event(1.0, "conductor", "rl.step", step=1, k3=1e-4)
-    assert "budget" not in said()
+    assert "larms" not in said()
     writer.event(2.0, "conductor", "parity.alarm", engine="engine-0", step=1, k3=1e-4, ratio_max=0.1, defence="")
-    assert said().endswith("Engines were over their budget 1 times, which was only reported.")
+    assert said().endswith("Alarms that were only reported: 1.")
     for step, defence in ((2, "replay"), (5, "truncated")):
         writer.event(3.0, "conductor", "parity.alarm", engine="engine-0", step=step, defence=defence)
     assert said().endswith("The run fell back to replay at step 2, to truncated at step 5.")
