@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ FROM, TO = "<!-- results -->\n", "<!-- end -->\n"
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 SHOWN = [("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
 MIXED = SHOWN[-1]
+TOKENS = (1, 64, 2048)
 MANY = 3  # flipped experts: so many and more are one group
 Result = Mapping[str, Any]
 
@@ -85,6 +86,68 @@ def costs() -> Iterator[tuple[str, str]]:
             yield f"rounding to {kind}", told
 
 
+def bits() -> Iterator[tuple[str, ...]]:
+    """Log-probabilities that have other bits in another circumstance: compared, in exact mode, in native mode."""
+    exact = result("exact") or {}
+    told: dict[tuple[str, str], dict[str, Result]] = {}
+    for row in exact.get("bits", ()):
+        told.setdefault((row["family"], row["dtype"]), {})[row["mode"]] = row
+    for (family, dtype), of in told.items():
+        shares = [_share(of[mode]["differing"], of[mode]["compared"]) for mode in ("exact", "native")]
+        yield f"{family}, {SHORT[dtype]}", f"{of['exact']['compared']:,}", *shares
+
+
+def exact_costs() -> Iterator[tuple[str, ...]]:
+    """How much longer exact mode takes than native, by what is done and dtype."""
+    yield from _crossed((result("exact") or {}).get("cost", ()), "what", "dtype", list(SHORT))
+
+
+def operator_costs() -> Iterator[tuple[str, ...]]:
+    """The same of each operator alone, by the number of tokens."""
+    yield from _crossed((result("exact") or {}).get("operators", ()), "operator", "tokens", TOKENS)
+
+
+def _crossed(rows: Iterable[Result], by: str, across: str, columns: Sequence[object]) -> Iterator[tuple[str, ...]]:
+    told: dict[str, dict[object, str]] = {}
+    for row in rows:
+        told.setdefault(row[by], {})[row[across]] = f"× {row['exact_costs']:.2f}"
+    for name, found in told.items():
+        yield name, *(found.get(column, "") for column in columns)
+
+
+def doctor() -> Iterator[tuple[str, ...]]:
+    """What the parity doctor says of planted faults whose numbers are far off, and of clean engines."""
+    told = result("parity_doctor") or {}
+    for name, row in told.get("far_by_dtype_and_mode", {}).items():
+        dtype, mode = name.split()
+        clean = [one for one in told["clean"] if (one["dtype"], one["mode"]) == (dtype, mode)]
+        alarms, engines = (sum(one[key] for one in clean) for key in ("false_alarms", "engines"))
+        counts = row["cases"], row["named"], row["blamed"] - row["named"], row["cases"] - row["blamed"]
+        yield f"{mode}, {SHORT[dtype]}", *map(str, counts), f"{alarms} in {engines} engines"
+
+
+def formats() -> Iterator[tuple[str, ...]]:
+    """What a format of low precision is off by, and what it saves."""
+    low = result("quantised")
+    for kind, row in low["formats"].items() if low else ():
+        if kind != "none":
+            off = row["error"]
+            yield kind, f"{off['kl']:.2g}", f"{100 * off['same_best_token']:.1f} %", f"{row['shipped']['bytes']:,}"
+
+
+def trained_low() -> Iterator[tuple[str, ...]]:
+    """Held-out solve rates of runs in each format, and how far each is behind the default."""
+    runs = result("quantised_runs")
+    for kind, row in runs["formats"].items() if runs else ():
+        against = runs["after_minus_default"].get(kind)
+        behind = f"{against['difference']:+.3f} [{against['low']:+.3f}, {against['high']:+.3f}]" if against else ""
+        yield "none: the default" if kind == "none" else kind, _rate(row["before"]), _rate(row["after"]), behind
+
+
+def _rate(told: Result) -> str:
+    return f"{told['rate']:.3f} [{told['low']:.3f}, {told['high']:.3f}]"
+
+
 def _pair(row: Result) -> str:
     engine, trainer = SHORT[row["engine"]], SHORT[row["trainer"]]
     return engine if engine == trainer else f"{engine} engine, {trainer} trainer"
@@ -108,8 +171,43 @@ def tables() -> list[str]:
     )
     head = ["engine and trainer", "tokens", "k3", "abs(r − 1), p99", "most", "tokens that differ"]
     lines = [about, "", *markdown(head, parts())]
-    found = list(costs())
-    return [*lines, "", *markdown(["defence", "costs"], found)] if found else lines
+    for words, head, rows in _further():
+        if found := list(rows):
+            lines += ["", *([words, ""] if words else []), *markdown(head, found)]
+    return lines
+
+
+def _further() -> Iterator[tuple[str, list[str], Iterable[tuple[str, ...]]]]:
+    """Words, head and rows of each table behind the first."""
+    dtypes = [SHORT[dtype] for dtype in SHORT]
+    yield "", ["defence", "costs"], costs()
+    yield (
+        "Texts told again in every other circumstance (alone, in pairs, in chunks, after a cached turn, by two "
+        "threads, as a probe, by a learner), and how many log-probabilities have other bits then:",
+        ["", "compared", "exact: other bits", "native: other bits"],
+        bits(),
+    )
+    yield "What exact mode takes, native being 1, in CPU time:", ["laptop example's model", *dtypes], exact_costs()
+    yield (
+        "The same of each operator alone, fp32, by the number of tokens:",
+        ["operator", *(f"{n:,}" for n in TOKENS)],
+        operator_costs(),
+    )
+    yield (
+        "Faults that engines have had, planted, and what the parity doctor says of those that are far from rounding:",
+        ["", "faults", "named", "misnamed", "missed", "false alarms"],
+        doctor(),
+    )
+    yield (
+        "Formats of low precision against float32, one checkpoint, no training in them:",
+        ["format", "KL a token", "same best token", "bytes of a version"],
+        formats(),
+    )
+    yield (
+        "Runs that differ in `numerics.quantise` alone, held-out solve rates with 95 % intervals:",
+        ["format", "before RL", "after RL", "ahead of the default"],
+        trained_low(),
+    )
 
 
 def page(text: str) -> str:

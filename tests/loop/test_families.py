@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import openai
 import pytest
+import torch
 from tests.conftest import Cli, Game
 from tests.parity import chats
 
+from etude import cli
 from etude.config import to_toml
 from etude.errors import ConfigError
 from etude.gateway import GatewayConfig, create_app, serving
@@ -23,9 +26,11 @@ from etude.loop.exporting import export_checkpoint
 from etude.loop.preflight import check_start
 from etude.loop.standalone import take_checkpoint
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
+from etude.models.checkpoint import load_tensors, save_tensors
 from etude.models.parts import Family, Latent, Routing, Scores
 from etude.records import Version
 from etude.run import RunFolder
+from etude.telemetry import Telemetry, read_events
 from etude.testing import EnginePolicy
 
 pytestmark = pytest.mark.timeout(180)
@@ -71,6 +76,30 @@ def test_a_run_takes_it_and_exports_it(checkpoint: Path, tmp_path: Path) -> None
     out = export_checkpoint(run.path, tmp_path / "out", dtype="bf16")
     assert (out / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     assert ChatFormat.load(out).first(TALK).tolist() == ours.first(TALK).tolist()
+
+
+def test_layers_of_multi_token_prediction_are_named_where_a_checkpoint_comes_in_and_where_it_goes_out(
+    checkpoint: Path, game: Game, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, file = tmp_path / "start", tmp_path / "start" / "model.safetensors"
+    shutil.copytree(checkpoint, start)
+    further = {f"model.layers.2.{name}": torch.ones(3, 3) for name in ("eh_proj.weight", "enorm.weight")}
+    save_tensors(load_tensors(file) | further, file)
+    named = "left out, since multi-token prediction is not computed: model.layers.2 (2 tensors)"
+    sets = [f"{key}={value}" for key, value in {**SMALL, "start": start}.items()]
+    assert cli.main(["run", str(game.config), "--dry-run", *(p for one in sets for p in ("--set", one))]) == 0
+    assert named in capsys.readouterr().err
+    run = RunFolder.create(tmp_path / "run", config_toml=to_toml(RunConfig()), seed=0)
+    telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
+    take_checkpoint(start, run, telemetry)
+    telemetry.close()
+    assert [e["layers"] for e in read_events(run / "events")] == [{"model.layers.2": 2}]
+    save_model(load_model(start), run / "checkpoints" / "final", dtype="bf16", assets=start)  # as a learner leaves it
+    for source in (start, run.path):
+        assert cli.main(["export", str(source), str(tmp_path / f"out-{source.name}")]) == 0
+        assert named in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "out-run"), str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().err == "", "nothing is left to be left out"
 
 
 def test_it_is_talked_to_by_its_own_template(checkpoint: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
+from functools import partial
 
 from etude.cli.places import existing, open_run
 from etude.config import build, overridden, read, to_plain
@@ -37,7 +39,7 @@ def evaluate(args: argparse.Namespace) -> int:
         assert run is not None, "one of the two was given"
         given = overridden(args.set, to_plain(read_config(run)))
     config = build(RunConfig, given)
-    check_start(checkpoint, context_tokens=config.engine.context_tokens)
+    check_start(checkpoint, context_tokens=config.engine.context_tokens, said=partial(print, file=sys.stderr))
     check_tasks(config, [Split(args.split)])
     result = asyncio.run(
         evaluate_checkpoint(

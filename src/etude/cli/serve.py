@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
+from functools import partial
 from pathlib import Path
 
 from etude.cli.places import existing, newest_run, open_run
@@ -33,7 +35,10 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, work.cancel)
     checkpoint, store, numerics = parts_of(model)
     name = model.resolve().name
-    served = serve_checkpoint(checkpoint, store=store, numerics=numerics, model=name, gateway=gateway, key=key)
+    said = partial(print, file=sys.stderr)
+    served = serve_checkpoint(
+        checkpoint, store=store, numerics=numerics, model=name, gateway=gateway, key=key, said=said
+    )
     async with served as url:
         print(f"serving {name} at {url} ({'with' if key else 'without'} a key); end with Ctrl-C", flush=True)
         await forever()
@@ -46,13 +51,13 @@ def export(args: argparse.Namespace) -> int:
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise InputError(f"{args.out} is not an empty directory", hint="export into a new one")
     path, at, step = args.source.rpartition("@")
-    quantise = Quantise(args.quantise)
+    settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "said": partial(print, file=sys.stderr)}
     if at:
         if not step.isdigit():
             raise InputError(
                 f"no step {step!r}", "a version is named by its step", hint="write RUN@30; see etude weights log"
             )
-        print(export_version(open_run(Path(path)), int(step), args.out, dtype=args.dtype, quantise=quantise))
+        print(export_version(open_run(Path(path)), int(step), args.out, **settings))
     else:
-        print(export_checkpoint(existing(Path(args.source)), args.out, dtype=args.dtype, quantise=quantise))
+        print(export_checkpoint(existing(Path(args.source)), args.out, **settings))
     return 0

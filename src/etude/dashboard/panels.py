@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from etude.dashboard.plot import WIDE, Estimate, LaneRow, Series, bar_chart, lane_chart, legend, line_chart
-from etude.dashboard.read import Event, RunView, counts, number
+from etude.dashboard.read import Event, RunView, counts, number, text
 from etude.dashboard.summary import is_delta, quantile, weights
 from etude.dashboard.utilisation import Lane, lanes
 from etude.dashboard.words import clock, duration, percent, significant, size
@@ -158,7 +158,7 @@ def pauses(view: RunView) -> Panel | None:
 
 
 def parity(view: RunView) -> Panel | None:
-    """How well samplers and trainer agree, on a logarithmic scale."""
+    """How well samplers and trainer agree, on a logarithmic scale, and what the run did where they did not."""
     steps = view.by_step("rl.step")
     kinds = (("fresh rollouts", "fresh_ratio_max", 2), ("all, 99th percentile", "ratio_p99", 4), ("k3", "k3", 3))
     series = [Series(name, _positive(_points(steps, key)), colour) for name, key, colour in kinds]
@@ -166,22 +166,56 @@ def parity(view: RunView) -> Panel | None:
     for x, y in _points(view.of("engine.probe"), "ratio_max"):
         probes[x] = max(y, probes.get(x, 0.0))
     series.insert(0, Series("probe", _positive(sorted(probes.items())), 1))
+    note = (
+        "max |r − 1| of the version-matched probe and of fresh rollouts (one version sampled the whole context), the "
+        "99th percentile over all tokens, and k3, an estimate of the KL divergence from sampler to trainer. Zeros are "
+        "not shown."
+    )
+    return _disagreement("Parity", note + _alarms(view), series)
+
+
+def _alarms(view: RunView) -> str:
+    """What was done about engines over their budget, as a sentence; empty where none was."""
+    alarms = view.of("parity.alarm")
+    taken = [f"to {text(e, 'defence')} at step {e.get('step')}" for e in alarms if text(e, "defence")]
+    if taken:
+        return f" The run fell back {', '.join(taken)}."
+    return f" Alarms that were only reported: {len(alarms)}." if alarms else ""
+
+
+def replay(view: RunView) -> Panel | None:
+    """What replaying the engines' experts buys."""
+    steps = view.by_step("rl.step")
+    if not _points(steps, "live_k3"):
+        return None
+    kinds = (
+        ("k3, replayed", "k3"), ("k3, live", "live_k3"),
+        ("max |r − 1|, replayed", "ratio_max"), ("max |r − 1|, live", "live_ratio_max"),
+    )  # fmt: skip
+    return _disagreement(
+        "With and without replay",
+        "k3 and max |r − 1| of all tokens with the engines' experts, and of one sample in 64 with those that the "
+        "router chooses now. Zeros are not shown.",
+        [Series(name, _positive(_points(steps, key)), i + 1) for i, (name, key) in enumerate(kinds)],
+    )
+
+
+def _disagreement(title: str, note: str, series: Sequence[Series]) -> Panel | None:
+    """A panel of small positive numbers by step."""
     if not any(one.points for one in series):
         return None
     return Panel(
-        "Parity",
-        "max |r − 1| of the version-matched probe and of fresh rollouts (one version sampled the whole context), the "
-        "99th percentile over all tokens, and k3, an estimate of the KL divergence from sampler to trainer. Zeros are "
-        "not shown.",
-        line_chart(
-            series,
-            title="Disagreement of sampler and trainer by step",
-            x_label="step",
-            log=True,
-            x_format=_whole,
-        ),
+        title,
+        note,
+        line_chart(series, title=f"{title} by step", x_label="step", log=True, x_format=_whole),
         legend([(one.label, one.colour) for one in series if one.points]),
     )
+
+
+def correction(view: RunView) -> Panel | None:
+    """What a correction of importance weights costs; nothing to show where none cut anything."""
+    cut = [event for event in view.by_step("rl.step") if number(event, "cut_share") or number(event, "dropped_share")]
+    return _corrected(view) if cut else None
 
 
 def mid_training(view: RunView) -> Panel | None:
@@ -255,6 +289,13 @@ shares = _step_panel(
     ("flipped experts", "flipped_share"),
     shown=percent,
 )
+_corrected = _step_panel(
+    "What corrections cut",
+    "Shares of the importance weights that a correction takes off, and of tokens whose weight it makes 0: a bias.",
+    ("cut weights", "cut_share"),
+    ("dropped tokens", "dropped_share"),
+    shown=percent,
+)
 lengths = _step_panel(
     "Length of a rollout", "Turns a rollout, mean over a step.", ("turns", "turns_mean"), shown=significant
 )
@@ -270,7 +311,7 @@ PANELS: tuple[tuple[str, tuple[Callable[[RunView], Panel | None], ...]], ...] = 
     ("Learning", (learning, no_signal, lengths)),
     ("Asynchrony", (utilisation, lag_histogram, waiting)),
     ("Weights", (deltas, pauses)),
-    ("Sampler and trainer", (parity, shares)),
+    ("Sampler and trainer", (parity, shares, replay, correction)),
     ("Optimisation", (entropy, gradient)),
     ("Mid-training", (mid_training, copy_probe)),
 )

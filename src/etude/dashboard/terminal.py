@@ -205,5 +205,11 @@ def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
     said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
     said += [(float(e["t"]), f"mended in the weights: {text(e, 'reason')}") for e in view.of("weights.mend")]
     said += [(float(e["t"]), "the learner was lost and replaced") for e in lost]
+    said += [(float(e["t"]), _alarm(e)) for e in view.of("parity.alarm")]
     if said:
         yield "trouble", Text(max(said)[1] + (f" ({len(said)} in all)" if len(said) > 1 else ""), "yellow")
+
+
+def _alarm(event: Event) -> str:
+    taken = f"; the learner takes {text(event, 'defence')}" if text(event, "defence") else ""
+    return f"{text(event, 'engine')}: over the parity budget at step {event.get('step')}{taken}"

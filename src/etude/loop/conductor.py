@@ -191,6 +191,7 @@ class Conductor:
             except NotFinite as error:
                 raise await self._saved(error) from None
             self.trained = batch.step
+            self.probe.trained(batch.step, report.fresh_ratio_max)
             mine, read_s = await self._offer(batch.rollout_ids)
             facts = {
                 **step_facts(groups, batch),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from etude.errors import CheckpointError
 from etude.models.checkpoint import load_model, save_model
+from etude.models.headers import tell_left_out
 from etude.models.naming import hf_views
 from etude.models.packed import stored
 from etude.numerics.config import Quantise
@@ -17,21 +19,40 @@ from etude.weights import Tensor
 from etude.weights.chain import inspect
 from etude.weights.chain.plans import rebuild
 
+Said = Callable[[str], None]
 
-def export_checkpoint(source: Path, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE) -> Path:
-    """Write a checkpoint (or a run's newest one) anew, with its tokeniser. Raises `CheckpointError`."""
+
+def export_checkpoint(
+    source: Path, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE, said: Said = lambda _: None
+) -> Path:
+    """Write a checkpoint (or a run's newest one) anew, with its tokeniser. `said` is told of layers that are left out,
+    by the run's start already. Raises `CheckpointError`."""
+    start = source
     if (source / "run.json").is_file():
-        source = newest_checkpoint(RunFolder.open(source))
-    save_model(load_model(source), out, dtype=dtype, quantise=quantise, assets=source)
+        run = RunFolder.open(source)
+        source, start = newest_checkpoint(run), run / "checkpoints" / "mid"
+    model = load_model(source)
+    tell_left_out(start, model.config, said)
+    save_model(model, out, dtype=dtype, quantise=quantise, assets=source)
     return out
 
 
-def export_version(run: RunFolder, step: int, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE) -> Path:
-    """Write the version of a run that has this step, rebuilt from its chain and proven by its digests."""
+def export_version(
+    run: RunFolder,
+    step: int,
+    out: Path,
+    *,
+    dtype: str,
+    quantise: Quantise = Quantise.NONE,
+    said: Said = lambda _: None,
+) -> Path:
+    """Write the version of a run that has this step, rebuilt from its chain and proven by its digests. `said` is told
+    of layers of its start that are left out."""
     store = DirectoryStore(run / "weights")
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
     model = load_model(start)
+    tell_left_out(start, model.config, said)
     with torch.no_grad():
         for name, view in hf_views(model).items():
             view.copy_(stored(name, tuple(view.shape), tensors, lambda part: _values(tensors[part])))

@@ -20,7 +20,7 @@ from etude import __version__
 from etude.config import to_plain
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
-from etude.loop.parity import Defence
+from etude.loop.parity import Defence, OverBudget
 from etude.loop.wire import Handler
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample
@@ -38,13 +38,15 @@ NUM_THREADS = 1  # of torch: products that share their rows out add up in anothe
 def make_learner(
     config: RunConfig, channel: Channel | None, reference: Reference | None, *, refuse_mismatch: bool = True
 ) -> TorchLearner:
-    """The learner of a run's settings: the one that trains, and the one that redoes a step."""
+    """The learner of a run's settings: the one that trains, and the one that redoes a step. Where a run does not stop
+    at what is over its budget of parity, neither does its learner."""
+    stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
         channel=channel,
         num_steps=config.rl.steps,
         temperature=config.rl.temperature,
-        refuse_mismatch=refuse_mismatch,
+        refuse_mismatch=refuse_mismatch and stops,
         reference=reference,
         numerics=config.numerics,
     )

@@ -1,7 +1,9 @@
 """What engine and learner may differ by in a run, and what happens when they do. Pure: who asks and acts are others.
 
 At each publish every engine is asked for its log-probabilities of a fixed text at that very version, so that a mismatch
-is seen apart from staleness. Over budget the run ends, or takes its next defence, or says so and goes on.
+is seen apart from staleness. Over budget the run ends, or takes its next defence, or says so and goes on. An engine
+that decodes may compute otherwise than one that reads a text: while every number must be the same, so must those of
+rollouts that the learner's own weights sampled.
 
 Defences, in order: exact mode needs none, every number is the same; where it is not, the engines' routes are replayed;
 where that is still too far, the importance weights are truncated (`training.corrections`).
@@ -10,10 +12,11 @@ where that is still too far, the importance weights are truncated (`training.cor
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from etude.config import ranged
-from etude.evals.parity import Budget, Parity, budget_of
+from etude.evals.parity import Budget, Parity, budget_of, compare
 from etude.numerics.config import ComputeDtype
 
 
@@ -48,11 +51,15 @@ class ParityConfig:
                 raise ValueError(f"{name} = {value} is no budget: a number from 0 on")
 
 
+FRESH = "fresh rollouts"
+"""In the place of an engine's name: what the learner's own weights sampled, wherever."""
+
+
 @dataclass(frozen=True)
 class Alarm:
     """An engine that is over its budget."""
 
-    engine: str
+    engine: str  # or `FRESH`
     found: Parity
     budget: Budget
     defence: Defence | None  # what to take now; None: nothing is left, or nothing may be taken
@@ -108,6 +115,12 @@ class Watch:
             if within is not None and not within.holds(found):
                 self.defence = taken = _next(taken)
         return Alarm(engine, found, budget, taken)
+
+    def trained(self, fresh_ratio_max: float | None) -> Alarm | None:
+        """Count a trained step's max |r - 1| on the learner's own weights as a probe, where it must be 0."""
+        if self.defence is not Defence.NONE or fresh_ratio_max is None:
+            return None
+        return self.saw(FRESH, compare([0.0], [math.log1p(fresh_ratio_max)]))
 
 
 def _next(defence: Defence) -> Defence:

@@ -41,7 +41,7 @@ async def run_phases(run: RunFolder, config: RunConfig, telemetry: Telemetry) ->
     try:
         preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
         if config.start is not None:
-            await _phase(run, telemetry, "corpus", functools.partial(_adopt_start, run, config))
+            await _phase(run, telemetry, "corpus", functools.partial(_adopt_start, run, config, telemetry))
         else:
             for phase, module in preparing.items():
                 program = functools.partial(_program, run, telemetry, supervisor, phase, module)
@@ -68,10 +68,10 @@ async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -
     run.end_phase(name, wall_s=span.wall_s if span is not None and span.wall_s else wall_s, facts=facts)
 
 
-async def _adopt_start(run: RunFolder, config: RunConfig) -> Mapping[str, Any]:
+async def _adopt_start(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> Mapping[str, Any]:
     """Begin from the user's own checkpoint."""
     assert config.start is not None, "called with a start only"
-    await asyncio.to_thread(take_checkpoint, config.start, run)
+    await asyncio.to_thread(take_checkpoint, config.start, run, telemetry)
     return {"start": str(config.start)}
 
 

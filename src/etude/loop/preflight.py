@@ -22,7 +22,7 @@ from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
-from etude.models.headers import check_blocks, check_weights
+from etude.models.headers import check_blocks, check_weights, tell_left_out
 from etude.numerics.config import Quantise
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -38,9 +38,10 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later.
 
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more. `said`
-    is told of what takes longer: an image that was built."""
+    is told of what takes longer, an image that was built, and of layers of the checkpoint that are left out."""
     if config.start is not None and not adopted:
-        check_start(config.start, context_tokens=config.engine.context_tokens, quantise=config.numerics.quantise)
+        context_tokens, quantise = config.engine.context_tokens, config.numerics.quantise
+        check_start(config.start, context_tokens=context_tokens, quantise=quantise, said=said)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
     standard_tools(config.harness.tools)
@@ -98,9 +99,16 @@ def check_ledger(run: RunFolder) -> None:
         ledger.close()
 
 
-def check_start(checkpoint: Path, *, context_tokens: int, quantise: Quantise = Quantise.NONE) -> None:
+def check_start(
+    checkpoint: Path,
+    *,
+    context_tokens: int,
+    quantise: Quantise = Quantise.NONE,
+    said: Callable[[str], None] = lambda _: None,
+) -> None:
     """Whether a Hugging Face directory is of the architecture that is computed here, holds every weight of it (by the
-    headers of its files), in widths that can be rounded to `quantise`, and can be talked to."""
+    headers of its files), in widths that can be rounded to `quantise`, and can be talked to. `said` is told of layers
+    that are left out."""
     path = checkpoint / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -122,6 +130,7 @@ def check_start(checkpoint: Path, *, context_tokens: int, quantise: Quantise = Q
             hint="lower it, and harness.context_tokens with it, or start from a model with a longer context",
         )
     ChatFormat.load(checkpoint)
+    tell_left_out(checkpoint, model, said)
 
 
 def _computable(checkpoint: Path, raw: dict[str, Any]) -> ModelConfig:

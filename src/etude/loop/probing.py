@@ -81,12 +81,19 @@ class Probe:
         )
         alarm = self._watch.saw(name, found)
         if alarm is not None:
-            self._raise(alarm, published, engine_class)
+            self._refuse(alarm, published, engine_class)
+            self._act(alarm, published.version.step)
         return None
 
-    def _raise(self, alarm: Alarm, published: Published, engine_class: str) -> None:
-        """Act on an alarm. Numbers that are none are never gone on with."""
-        found, step = alarm.found, published.version.step
+    def trained(self, step: int, fresh_ratio_max: float | None) -> None:
+        """Hold a step's ratio on the learner's own weights to the budget; a run that stops is ended by its learner."""
+        alarm = self._watch.trained(fresh_ratio_max)
+        if alarm is not None:
+            self._act(alarm, step)
+
+    def _refuse(self, alarm: Alarm, published: Published, engine_class: str) -> None:
+        """Raise `ParityError` where the run stops at an alarm. Numbers that are none are never gone on with."""
+        found = alarm.found
         no_number = not math.isfinite(found.k3)
         if no_number or self._config.over_budget is OverBudget.STOP:
             raise ParityError(
@@ -95,7 +102,9 @@ class Probe:
                 f"k3 {alarm.budget.k3:g}; parity classes: {engine_class!r}, the learner's {self.learner_class!r}",
                 hint=_hint(engine_class == self.learner_class),
             )
-        taken = str(alarm.defence) if alarm.defence else ""
+
+    def _act(self, alarm: Alarm, step: int) -> None:
+        found, taken = alarm.found, str(alarm.defence) if alarm.defence else ""
         self._telemetry.event(
             "parity.alarm", engine=alarm.engine, step=step, k3=found.k3, ratio_max=found.ratio_max, defence=taken
         )

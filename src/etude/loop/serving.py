@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from etude.errors import CheckpointError, NoCheckpoint
@@ -21,7 +21,7 @@ from etude.loop.config import read_config
 from etude.loop.crew import read_url
 from etude.loop.processes import Child, Role, Supervisor
 from etude.models.config import ModelConfig
-from etude.models.headers import check_weights
+from etude.models.headers import check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
@@ -38,11 +38,13 @@ async def serve_checkpoint(
     model: str,
     gateway: GatewayConfig,
     key: str | None,
+    said: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the base URL for an OpenAI client."""
+    """Serve while the block runs; yields the base URL for an OpenAI client. `said` is told of layers of the checkpoint
+    that are left out."""
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
-    model_config, chat = _read_model(checkpoint), ChatFormat.load(checkpoint)
+    model_config, chat = _read_model(checkpoint, said), ChatFormat.load(checkpoint)
     with tempfile.TemporaryDirectory(prefix="etude-serve-") as scratch:
         folder = Path(scratch)
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
@@ -74,13 +76,14 @@ async def serve_checkpoint(
             await supervisor.close()
 
 
-def _read_model(checkpoint: Path) -> ModelConfig:
-    """The model in a directory, once its files are seen to hold it."""
+def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
+    """The model in a directory, once its files are seen to hold it. `said` is told of layers that are left out."""
     try:
         config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
     except ValueError as error:
         raise CheckpointError(f"{checkpoint}/config.json is damaged", str(error), hint="export it again") from None
     check_weights(checkpoint, config)
+    tell_left_out(checkpoint, config, said)
     return config
 
 

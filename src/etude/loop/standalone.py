@@ -17,6 +17,8 @@ from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import crew
 from etude.loop.evaluating import evaluate
 from etude.loop.processes import Supervisor
+from etude.models.config import ModelConfig
+from etude.models.headers import left_out
 from etude.records import Version
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -31,9 +33,10 @@ TOKENIZER_FILES = (
 )
 
 
-def take_checkpoint(checkpoint: Path, run: RunFolder) -> None:
+def take_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | None = None) -> None:
     """Put a Hugging Face directory where a run keeps its starting checkpoint, and its tokeniser where a run looks.
-    What another run's learner left beside the weights stays behind: this run begins at step 0."""
+    What another run's learner left beside the weights stays behind: this run begins at step 0. Layers that nothing
+    computes are named in an event."""
     learners = shutil.ignore_patterns("learner.*")
     shutil.copytree(checkpoint, run / "checkpoints" / "mid", dirs_exist_ok=True, ignore=learners)
     (run / "tokenizer").mkdir(exist_ok=True)
@@ -41,6 +44,9 @@ def take_checkpoint(checkpoint: Path, run: RunFolder) -> None:
         if (checkpoint / name).is_file():
             shutil.copy(checkpoint / name, run / "tokenizer" / name)
     ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
+    layers = left_out(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))
+    if layers and telemetry is not None:
+        telemetry.event("start.left_out", checkpoint=str(checkpoint), layers=layers)
 
 
 def version_of(checkpoint: Path) -> Version | None:
@@ -65,8 +71,8 @@ async def evaluate_checkpoint(
     version = version_of(checkpoint)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as scratch:
         run = RunFolder.create(Path(scratch) / "run", config_toml=to_toml(config), seed=config.seed)
-        await asyncio.to_thread(take_checkpoint, checkpoint, run)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
+        await asyncio.to_thread(take_checkpoint, checkpoint, run, telemetry)
         async with crew(run, config, telemetry, Supervisor(telemetry)) as members:
             await members.start_sampling()
             result = await evaluate(

@@ -11,7 +11,8 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,23 @@ def further_predictors(names: Iterable[str], config: ModelConfig) -> set[str]:
     layers = [(_LAYER.match(name), name) for name in names]
     behind = {m[1] for m, name in layers if m and int(m[1]) >= config.num_layers and name.endswith(".eh_proj.weight")}
     return {name for m, name in layers if m and m[1] in behind}
+
+
+def left_out(folder: Path, config: ModelConfig) -> dict[str, int]:
+    """Layers that a directory holds and nothing computes (`further_predictors`), each with its number of tensors: they
+    are lost wherever the weights are written again. Raises `CheckpointError`."""
+    names = further_predictors(read_headers(folder), config)
+    return dict(Counter(sorted(".".join(name.split(".", 3)[:3]) for name in names)))
+
+
+def tell_left_out(folder: Path, config: ModelConfig, said: Callable[[str], None]) -> None:
+    """Say which layers of a directory are left out, if any is."""
+    if layers := left_out(folder, config):
+        named = ", ".join(f"{layer} ({tensors} tensors)" for layer, tensors in layers.items())
+        said(
+            f"{folder}: left out, since multi-token prediction is not computed: {named}. They are not trained, and "
+            f"what is written from here on, exports too, is without them"
+        )
 
 
 def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: Path) -> set[str]:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from etude.dashboard import RunView, write_report
-from etude.dashboard.panels import PANELS
+from etude.dashboard.panels import PANELS, correction, parity, replay
 from etude.dashboard.plot import Series, bar_chart, line_chart
 from etude.dashboard.scale import Scale, domain, ticks
 from etude.dashboard.transcripts import messages, pair
@@ -64,8 +64,15 @@ def test_the_report_has_a_plot_for_every_panel_of_a_full_run(report):
     titles = re.findall(r"<h3>([^<]+)</h3>", report)
     expected = [
         *("Solve rate", "Groups without signal", "Length of a rollout", "Utilisation", "Lag"),
-        *("Where a step&#39;s time goes", "Weights on the wire", "Pauses", "Parity", "Clipped and rerouted", "Entropy"),
-        *("Gradient norm", "Mid-training loss", "Copy probe"),
+        *("Where a step&#39;s time goes", "Weights on the wire", "Pauses", "Parity", "Clipped and rerouted"),
+        *(
+            "With and without replay",
+            "What corrections cut",
+            "Entropy",
+            "Gradient norm",
+            "Mid-training loss",
+            "Copy probe",
+        ),
     ]
     assert titles == expected
     assert report.count("<svg") == len(expected) == sum(len(panels) for _, panels in PANELS)
@@ -99,6 +106,42 @@ def test_the_report_of_a_run_that_never_came_to_rl_leaves_out_what_is_missing(wr
     assert "Mid-training loss" in text
     assert "Solve rate" not in text
     assert "before and after" not in text
+
+
+def test_what_replay_and_corrections_cost_is_shown_where_there_was_any(writer):
+    still = {"k3": 1e-4, "ratio_max": 0.1, "live_k3": None, "live_ratio_max": None, "cut_share": 0.0}
+    writer.event(1.0, "conductor", "rl.step", step=1, **still, dropped_share=0.0)
+    writer.event(2.0, "conductor", "rl.step", step=2, **still)  # of an etude that knew no corrections
+    view = RunView(writer.path)
+    assert replay(view) is None
+    assert correction(view) is None
+    cut = {"live_k3": 2e-4, "live_ratio_max": 0.3, "cut_share": 0.0, "dropped_share": 0.25}
+    writer.event(3.0, "conductor", "rl.step", step=3, **{**still, **cut})
+    view.refresh()
+    for made, words in (
+        (replay, ("k3, replayed", "k3, live", "max |r − 1|, replayed", "max |r − 1|, live")),
+        (correction, ("cut weights", "dropped tokens", "25 %")),
+    ):
+        panel = made(view)
+        assert panel is not None
+        checked(panel.svg)
+        for word in words:
+            assert word in panel.svg + panel.legend
+
+
+def test_what_was_done_about_an_alarm_is_said(writer):
+    def said() -> str:
+        panel = parity(RunView(writer.path))
+        assert panel is not None
+        return panel.note
+
+    writer.event(1.0, "conductor", "rl.step", step=1, k3=1e-4)
+    assert "larms" not in said()
+    writer.event(2.0, "conductor", "parity.alarm", engine="engine-0", step=1, k3=1e-4, ratio_max=0.1, defence="")
+    assert said().endswith("Alarms that were only reported: 1.")
+    for step, defence in ((2, "replay"), (5, "truncated")):
+        writer.event(3.0, "conductor", "parity.alarm", engine="engine-0", step=step, defence=defence)
+    assert said().endswith("The run fell back to replay at step 2, to truncated at step 5.")
 
 
 def test_a_report_of_nothing_is_an_error(tmp_path):

@@ -131,6 +131,13 @@ def test_the_terminal_names_trouble(writer):
     assert "engine-1 was restarted (2 in all)" in shown(RunView(writer.path))
 
 
+def test_the_terminal_says_what_an_alarm_of_parity_did(writer):
+    writer.everything(until="rl", rl_steps=3)
+    writer.event(2e9, "conductor", "parity.alarm", engine="engine-1", step=2, defence="replay")
+    said = " ".join(shown(RunView(writer.path)).split())
+    assert "engine-1: over the parity budget at step 2; the learner takes replay" in said
+
+
 def test_one_plain_line_says_the_same_without_graphics(writer):
     writer.everything(until="rl", rl_steps=23)
     line = plain_line(RunView(writer.path))

@@ -52,6 +52,16 @@ def test_falling_back_takes_the_first_defence_whose_budget_holds() -> None:
     assert large.saw("a", off(0.5)) is None, "what is corrected for is no alarm"
 
 
+def test_in_exact_mode_what_the_learners_own_weights_sampled_is_held_to_one_too() -> None:
+    watch = Watch(ParityConfig(over_budget=OverBudget.FALL_BACK), exact=True, dtype=F32)
+    assert watch.trained(None) is None
+    assert watch.trained(0.0) is None
+    alarm = watch.trained(1e-6)
+    assert alarm is not None
+    assert (alarm.engine, alarm.defence) == ("fresh rollouts", Defence.REPLAY)
+    assert watch.trained(1e-2) is None, "with replay rounding is none, and a maximum says nothing of a mean"
+
+
 def test_reporting_takes_nothing_and_alarms_again() -> None:
     watch = Watch(ParityConfig(over_budget=OverBudget.REPORT), exact=True, dtype=F32)
     for _ in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +124,21 @@ def test_a_learner_loads_no_checkpoint_that_is_not_finite(learners: Learners, tm
     save_model(learner.model, tmp_path / "bad", dtype="bf16")
     with pytest.raises(CheckpointError, match=r"lm_head\.weight .* is not finite"):
         learner.load(tmp_path / "bad")
+
+
+def test_what_is_looked_for_is_what_the_step_computed_with_implausible_experts_replaced(learners: Learners) -> None:
+    """The broken expert is no recorded one: it computes only where implausible ones are replaced."""
+    learner = learners()
+    sample = sampled(learner, 3)
+    live = sample.path.routes[:-1, 1]
+    broken = int(live[0, 0])
+    others = [next(e for e in range(SIZES.num_experts) if e not in {broken, *row}) for row in live.tolist()]
+    routes = sample.path.routes.copy()
+    routes[:-1, 1] = np.where(live == broken, np.array(others, np.uint8)[:, None], live)
+    weight(learner, f"model.layers.1.mlp.experts.{broken}.gate_proj.weight").fill_(3e38)
+    learner.config = replace(CONFIG, replay_plausible=1.0)
+    with pytest.raises(NotFinite, match=r"layers\.1\.experts\.gate_up is not finite at step 1") as caught:
+        learner.forward_backward(batch(changed(sample, routes=routes)))
+    assert "the first in rollout g.3 at position 0; nothing computed before it is" in caught.value.facts
+    learner.config = replace(CONFIG, replay_plausible=0.0)
+    assert learner.forward_backward(batch(changed(sample, routes=routes))).replaced_share == 0.0
