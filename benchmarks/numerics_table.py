@@ -135,13 +135,14 @@ def formats() -> Iterator[tuple[str, ...]]:
             yield kind, f"{off['kl']:.2g}", f"{100 * off['same_best_token']:.1f} %", f"{row['shipped']['bytes']:,}"
 
 
-def trained_low() -> Iterator[tuple[str, ...]]:
-    """Held-out solve rates of runs in each format, and how far each is behind the default."""
-    runs = result("quantised_runs")
-    for kind, row in runs["formats"].items() if runs else ():
-        against = runs["after_minus_default"].get(kind)
+def trained() -> Iterator[tuple[str, ...]]:
+    """Held-out solve rates of runs by each way to keep engine and learner together, and how far behind the default."""
+    runs = result("numerics_runs")
+    for way, row in runs["ways"].items() if runs else ():
+        against = runs["after_minus_default"].get(way)
         behind = f"{against['difference']:+.3f} [{against['low']:+.3f}, {against['high']:+.3f}]" if against else ""
-        yield "none: the default" if kind == "none" else kind, _rate(row["before"]), _rate(row["after"]), behind
+        wall = f"{runs['seconds'][way]['rl_wall_s']:.0f} s"
+        yield "exact: the default" if way == "default" else way, _rate(row["before"]), _rate(row["after"]), behind, wall
 
 
 def _rate(told: Result) -> str:
@@ -204,9 +205,9 @@ def _further() -> Iterator[tuple[str, list[str], Iterable[tuple[str, ...]]]]:
         formats(),
     )
     yield (
-        "Runs that differ in `numerics.quantise` alone, held-out solve rates with 95 % intervals:",
-        ["format", "before RL", "after RL", "ahead of the default"],
-        trained_low(),
+        "Runs of RL that differ in this alone, held-out solve rates with 95 % intervals, seeds pooled:",
+        ["engine and learner", "before RL", "after RL", "ahead of the default", "RL takes"],
+        trained(),
     )
 
 

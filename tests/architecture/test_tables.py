@@ -62,9 +62,10 @@ def test_a_result_of_numerics_is_told_once_it_is_there(tmp_path, monkeypatch):
                 }
             }
         },
-        "quantised_runs": {
-            "formats": {kind: {"before": rate, "after": rate} for kind in ("none", "mxfp8")},
+        "numerics_runs": {
+            "ways": {way: {"before": rate, "after": rate} for way in ("default", "mxfp8")},
             "after_minus_default": {"mxfp8": behind},
+            "seconds": {way: {"rl_wall_s": 80.4} for way in ("default", "mxfp8")},
         },
     }
     for name, numbers in made.items():
@@ -78,7 +79,7 @@ def test_a_result_of_numerics_is_told_once_it_is_there(tmp_path, monkeypatch):
         "| exact, rounded to mxfp8 | 1,000 |  |  |  | none |",
         "| rounding to mxfp8 | decoding × 1.20, training × 1.50 (emulated) |",
         "| mxfp8 | 0.0012 | 98.5 % | 1,600,000 |",
-        "| none: the default | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] |  |",
-        "| mxfp8 | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] | -0.010 [-0.030, +0.010] |",
+        "| exact: the default | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] |  | 80 s |",
+        "| mxfp8 | 0.500 [0.400, 0.600] | 0.500 [0.400, 0.600] | -0.010 [-0.030, +0.010] | 80 s |",
     ):
         assert row in lines
