@@ -23,6 +23,8 @@ SMALL = {"vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 2, 
 EXPERTS = {"expert_size": 32, "num_experts": 4, "top_k": 2, "context_tokens": 128}
 QUIET = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ.update(QUIET)  # before torch is there: as in the product's processes, a product's rows share no thread pool
+sys.dont_write_bytecode = False  # else each of the hundreds of interpreters that are started compiles all of ours again
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ TORCH_FREE = {"records", "tasks", "rollouts", "evals", "inference", "dashboard",
 FOLDERS = sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").exists())
 
 
+@functools.cache
 def loaded_after(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -48,6 +50,7 @@ def test_only_learners_and_engines_load_torch(module):
     assert "torch" not in loaded_after(f"import etude.loop.{module}")
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -48,7 +48,7 @@ SIZES = ModelConfig(
 CONTEXT_TOKENS = 2048
 MAX_SEQUENCES = 4
 MAX_WAITING = 8
-LONG = 1500  # tokens that take long enough for something to happen meanwhile
+LONG = 400  # tokens that take long enough for something to happen meanwhile
 
 
 @dataclass
@@ -324,8 +324,8 @@ def test_a_hang_is_noticed_at_the_deadline_and_named(tell: Callable[[Story], Non
 
 def test_a_paused_request_stays_alive_and_nothing_in_it_changes(tell: Callable[[Story], None]) -> None:
     async def story(world: World) -> None:
-        whole = await world.engine.generate(ask("r", 20, 400))
-        task = asyncio.ensure_future(world.engine.generate(ask("r", 20, 400, session="again")))
+        whole = await world.engine.generate(ask("r", 20, 200))
+        task = asyncio.ensure_future(world.engine.generate(ask("r", 20, 200, session="again")))
         await running(world)
         await world.engine.pause()
         info = await world.engine.info()

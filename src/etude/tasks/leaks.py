@@ -34,7 +34,7 @@ class Leak:
 
 
 def answer_pieces(task: Task, answer: Answer) -> frozenset[str]:
-    """Hashes of what the reference has and the same file of the untouched task has not."""
+    """Pieces, by length and hash, of what the reference has and the same file of the untouched task has not."""
     before = untouched(task)
     own: set[str] = set()
     for path, text in answer.reference.items():

@@ -24,8 +24,8 @@ from etude.weights.tensors import same_bits
 Policy = Callable[..., dict[str, Tensor]]
 DAY = 86400.0
 SIZE = 400
-STRIDES = pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-"""Every operation of an action is a moment at which something else may happen; the quick tests take one in seven."""
+STRIDES = pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+"""Every operation of an action is a moment at which something else may happen; the quick tests take one in thirteen."""
 
 
 class Hooked(MemoryStore):

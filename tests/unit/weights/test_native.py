@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,23 +62,29 @@ def tiles_of(rng: Generator, sizes: Sequence[int]) -> list[Tile]:
     return made
 
 
-@pytest.mark.parametrize("level", levels())
-@pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 0.6, 1.0])
-def test_both_kernels_make_the_same_bytes_and_read_them_to_the_same_codes(name: str, level: str, share: float) -> None:
-    rng = np.random.default_rng(list(f"{name}{share}".encode()))
-    kind, kernels = DTYPES[name], NativeKernels(threads=2, level=level)
+@functools.lru_cache(maxsize=1)
+def by_numpy(name: str, share: float) -> Any:
+    """Tiles, old and new items; and what numpy makes of them: their bytes, and (payloads, changes) of these and of raw
+    ones. It is the same for every level, so it is made once."""
+    rng, kind = np.random.default_rng(list(f"{name}{share}".encode())), DTYPES[name]
     sizes = [1, 63, 64, 65, 1000, 5000, 20_000]
     old = [codes(rng, kind, size) for size in sizes]
     new = [moved(rng, kind, part, share) for part in old]
     tiles = tiles_of(rng, sizes)
-    theirs = NUMPY.encode(kind, tiles, old, new)
-    ours = kernels.encode(kind, tiles, old, new)
-    assert ours == theirs
+    made = NUMPY.encode(kind, tiles, old, new)
     raw = [bytes((2,)) + gathered(tile, new).tobytes() for tile in tiles]
-    for payloads in ([p or r for p, r in zip(ours, raw, strict=True)], raw):
-        views = [memoryview(payload) for payload in payloads]
-        expected = NUMPY.changes(kind, tiles, old, views)
+    views = [[memoryview(p) for p in some] for some in ([p or r for p, r in zip(made, raw, strict=True)], raw)]
+    return tiles, old, new, made, [(some, NUMPY.changes(kind, tiles, old, some)) for some in views]
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.2, 0.6, 1.0])
+def test_both_kernels_make_the_same_bytes_and_read_them_to_the_same_codes(name: str, level: str, share: float) -> None:
+    kind, kernels = DTYPES[name], NativeKernels(threads=2, level=level)
+    tiles, old, new, theirs, read = by_numpy(name, share)
+    assert kernels.encode(kind, tiles, old, new) == theirs
+    for views, expected in read:
         for (places, items), (a, b) in zip(kernels.changes(kind, tiles, old, views), expected, strict=True):
             np.testing.assert_array_equal(places, a)
             np.testing.assert_array_equal(items, b)

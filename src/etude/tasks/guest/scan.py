@@ -1,6 +1,6 @@
 """In a machine: look for pieces of text, known by their hashes, in its libraries and in Git's objects.
 
-stdin: {"nonce", "pieces": [hash, ...], "lines", "chars"}; stdout: one line, the nonce and {place: [hash, ...]}.
+stdin: {"nonce", "pieces": [piece, ...], "lines", "chars"}; stdout: one line, the nonce and {place: [piece, ...]}.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 MAX_FILE_BYTES = 2 << 20
 MAX_PLACES = 500
@@ -19,14 +19,15 @@ SUFFIXES = (".py", ".pyi", ".patch", ".diff", ".txt", ".md", ".js", ".ts", ".c",
 PLACES = ["/usr/lib/python3", "/usr/local/lib", "/opt", "/home", "/root", "/srv", "/tmp", "/var/tmp", "/var/cache"]
 
 
-def pieces(text: str, lines: int, chars: int) -> Iterator[str]:
-    """Hashes of every run of `lines` lines that say something, spaces apart, and hold at least `chars` characters."""
+def pieces(text: str, lines: int, chars: int, lengths: Container[int] | None = None) -> Iterator[str]:
+    """Every run of `lines` lines that say something, spaces apart, and hold at least `chars` characters, as its length
+    and its hash; with `lengths` those alone that are so long, since a hash costs more than all the rest."""
     rows = [" ".join(row.split()) for row in text.splitlines()]
     rows = [row for row in rows if row]
     for at in range(len(rows) - lines + 1):
         piece = "\n".join(rows[at : at + lines])
-        if len(piece) >= chars:
-            yield hashlib.sha256(piece.encode("utf-8", "replace")).hexdigest()[:16]
+        if len(piece) >= chars and (lengths is None or len(piece) in lengths):
+            yield f"{len(piece)} {hashlib.sha256(piece.encode('utf-8', 'replace')).hexdigest()[:16]}"
 
 
 def roots() -> list[str]:
@@ -69,12 +70,14 @@ def objects() -> Iterator[tuple[str, bytes]]:
 def main() -> None:
     request = json.load(sys.stdin)
     wanted: set[str] = set(request["pieces"])
+    lengths = {int(piece.partition(" ")[0]) for piece in wanted}
     found: dict[str, list[str]] = {}
     for source in (objects(), files()):
         for place, data in source:
             if b"\0" in data[:1024] or len(found) >= MAX_PLACES:
                 continue
-            got = wanted & set(pieces(data.decode("utf-8", "replace"), request["lines"], request["chars"]))
+            text = data.decode("utf-8", "replace")
+            got = wanted & set(pieces(text, request["lines"], request["chars"], lengths))
             if got:
                 found[place] = sorted(got)
     print(f"\n{request['nonce']} {json.dumps(found)}")

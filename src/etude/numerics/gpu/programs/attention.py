@@ -23,17 +23,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from etude.numerics.gpu.programs.common import bound, dot, rounded
+from etude.numerics.gpu.programs.common import bound, dot, find, rounded
 
 LOW = tl.constexpr(float("-inf"))
-
-
-@triton.jit
-def find(tile_starts, tile, sequences, LANES: tl.constexpr):
-    """The sequence that a tile belongs to; `sequences` where there is none."""
-    lane = tl.arange(0, LANES)
-    ends = tl.load(tile_starts + 1 + lane, mask=lane < sequences, other=2147483647)
-    return tl.sum((ends <= tile).to(tl.int32), 0)
 
 
 @triton.jit
@@ -51,6 +43,32 @@ def tile_of(memory, there, lane, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def halves(memory, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
+    """A tile of queries or keys in its two widths; without a `REST` the first twice."""
+    wide = tile_of(memory, there, tl.arange(0, WIDE), WIDTH)
+    rest = wide
+    if REST:
+        rest = tile_of(memory + WIDE, there, tl.arange(0, REST), WIDTH - WIDE)
+    return wide, rest
+
+
+@triton.jit
+def keep(memory, there, lane, tile, WIDTH: tl.constexpr):
+    """Write a tile to rows of addresses, rounded once."""
+    mask = there[:, None] & (lane < WIDTH)[None, :]
+    tl.store(memory + lane[None, :], rounded(tile, memory.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def keep_slopes(memory, there, wide, rest, scale, WIDTH: tl.constexpr, WIDE: tl.constexpr, REST: tl.constexpr):
+    """Write the gradient of queries or keys from what `weights_and_slopes` leaves out of it: scale · ln 2."""
+    factor = scale * 0.6931471805599453
+    keep(memory, there, tl.arange(0, WIDE), wide * factor, WIDTH)
+    if REST:
+        keep(memory + WIDE, there, tl.arange(0, REST), rest * factor, WIDTH - WIDE)
+
+
+@triton.jit
 def met(most, total, acc, other_most, other_total, other_acc):
     """Sums over two runs of keys as one: all relative to the higher maximum. An empty second changes nothing."""
     now = tl.maximum(most, other_most)
@@ -64,9 +82,7 @@ def met(most, total, acc, other_most, other_total, other_acc):
 def settled(most, total, acc, o_at, lse_at, there, value, VALUE: tl.constexpr):
     """Write a tile's results."""
     result = tl.div_rn(acc, total[:, None] + tl.zeros_like(acc))
-    tl.store(
-        o_at + value[None, :], rounded(result, o_at.dtype.element_ty), mask=there[:, None] & (value < VALUE)[None, :]
-    )
+    keep(o_at, there, value, result, VALUE)
     tl.store(lse_at, most + tl.log2(total), mask=there)
 
 
@@ -127,10 +143,7 @@ def attend(
     position = tl.load(positions + sequence) + token - tl.load(starts + sequence)
     value = tl.arange(0, VALUES)
     q_at = q + token.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head
-    q_wide = tile_of(q_at, there, tl.arange(0, WIDE), WIDTH)
-    q_rest = q_wide
-    if REST:
-        q_rest = tile_of(q_at + WIDE, there, tl.arange(0, REST), WIDTH - WIDE)
+    q_wide, q_rest = halves(q_at, there, WIDTH, WIDE, REST)
     k += head * k_head
     v += head * v_head
     pages += sequence * num_pages
@@ -211,13 +224,10 @@ def query_gradient(
     index = (tile - tl.load(tile_starts + sequence)) * ROWS + tl.arange(0, ROWS)
     token, query_head, there = places(starts, sequence, index, head, SHARE)
     position = token - start
-    wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
+    value = tl.arange(0, VALUES)
     q_at = q + token.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head
     flat = token.to(tl.int64) * heads + query_head
-    q_wide = tile_of(q_at, there, wide, WIDTH)
-    q_rest = q_wide
-    if REST:
-        q_rest = tile_of(q_at + WIDE, there, rest, WIDTH - WIDE)
+    q_wide, q_rest = halves(q_at, there, WIDTH, WIDE, REST)
     slope_o = tile_of(do + flat[:, None] * VALUE, there, value, VALUE)
     held_o = tile_of(o + flat[:, None] * VALUE, there, value, VALUE)
     whole = tl.sum(held_o.to(tl.float32) * slope_o.to(tl.float32), 1)
@@ -231,10 +241,7 @@ def query_gradient(
         here = key < stop
         k_at = k + ((start + key).to(tl.int64) * k_row + head * k_head)[:, None]
         v_at = v + ((start + key).to(tl.int64) * v_row + head * v_head)[:, None]
-        k_wide = tile_of(k_at, here, wide, WIDTH)
-        k_rest = k_wide
-        if REST:
-            k_rest = tile_of(k_at + WIDE, here, rest, WIDTH - WIDE)
+        k_wide, k_rest = halves(k_at, here, WIDTH, WIDE, REST)
         values = tile_of(v_at, here, value, VALUE)
         seen = (key[None, :] <= position[:, None]) & there[:, None]
         _, slope = weights_and_slopes(
@@ -244,13 +251,7 @@ def query_gradient(
         acc_wide = dot(slope, k_wide, acc_wide)
         if REST:
             acc_rest = dot(slope, k_rest, acc_rest)
-    factor = scale * 0.6931471805599453
-    to = dq + flat[:, None] * WIDTH
-    wide_there = there[:, None] & (wide < WIDTH)[None, :]
-    tl.store(to + wide[None, :], rounded(acc_wide * factor, dq.dtype.element_ty), mask=wide_there)
-    if REST:
-        rest_there = there[:, None] & (rest < WIDTH - WIDE)[None, :]
-        tl.store(to + WIDE + rest[None, :], rounded(acc_rest * factor, dq.dtype.element_ty), mask=rest_there)
+    keep_slopes(dq + flat[:, None] * WIDTH, there, acc_wide, acc_rest, scale, WIDTH, WIDE, REST)
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -271,13 +272,10 @@ def key_gradient(
     first_key = (tile - tl.load(tile_starts + sequence)) * KEYS
     key = first_key + tl.arange(0, KEYS)
     here = key < length
-    wide, rest, value = tl.arange(0, WIDE), tl.arange(0, REST if REST else 16), tl.arange(0, VALUES)
+    value = tl.arange(0, VALUES)
     k_at = k + ((start + key).to(tl.int64) * k_row + head * k_head)[:, None]
     v_at = v + ((start + key).to(tl.int64) * v_row + head * v_head)[:, None]
-    k_wide = tile_of(k_at, here, wide, WIDTH)
-    k_rest = k_wide
-    if REST:
-        k_rest = tile_of(k_at + WIDE, here, rest, WIDTH - WIDE)
+    k_wide, k_rest = halves(k_at, here, WIDTH, WIDE, REST)
     values = tile_of(v_at, here, value, VALUE)
     acc_wide = tl.zeros([KEYS, WIDE], tl.float32)
     acc_rest = tl.zeros([KEYS, REST if REST else 16], tl.float32)
@@ -288,10 +286,7 @@ def key_gradient(
         token, query_head, there = places(starts, sequence, index, head, SHARE)
         q_at = q + token.to(tl.int64)[:, None] * q_row + query_head[:, None] * q_head
         flat = token.to(tl.int64) * heads + query_head
-        q_wide = tile_of(q_at, there, wide, WIDTH)
-        q_rest = q_wide
-        if REST:
-            q_rest = tile_of(q_at + WIDE, there, rest, WIDTH - WIDE)
+        q_wide, q_rest = halves(q_at, there, WIDTH, WIDE, REST)
         slope_o = tile_of(do + flat[:, None] * VALUE, there, value, VALUE)
         row_lse = tl.load(lse + flat, mask=there, other=0.0)
         row_delta = tl.load(delta + flat, mask=there, other=0.0)
@@ -304,13 +299,6 @@ def key_gradient(
         acc_wide = dot(slope, q_wide, acc_wide)
         if REST:
             acc_rest = dot(slope, q_rest, acc_rest)
-    factor = scale * 0.6931471805599453
     row = (start + key).to(tl.int64) * key_heads + head
-    wide_there = here[:, None] & (wide < WIDTH)[None, :]
-    k_to = dk + row[:, None] * WIDTH
-    tl.store(k_to + wide[None, :], rounded(acc_wide * factor, dk.dtype.element_ty), mask=wide_there)
-    if REST:
-        rest_there = here[:, None] & (rest < WIDTH - WIDE)[None, :]
-        tl.store(k_to + WIDE + rest[None, :], rounded(acc_rest * factor, dk.dtype.element_ty), mask=rest_there)
-    v_to = dv + row[:, None] * VALUE + value[None, :]
-    tl.store(v_to, rounded(acc_value, dv.dtype.element_ty), mask=here[:, None] & (value < VALUE)[None, :])
+    keep_slopes(dk + row[:, None] * WIDTH, here, acc_wide, acc_rest, scale, WIDTH, WIDE, REST)
+    keep(dv + row[:, None] * VALUE, here, value, acc_value, VALUE)

@@ -40,6 +40,30 @@ def bound(number):
 
 
 @triton.jit
+def find(tile_starts, tile, number, LANES: tl.constexpr):
+    """Which of `number` ranges a tile belongs to, as each begins at tile_starts[i]; `number` where there is none."""
+    lane = tl.arange(0, LANES)
+    ends = tl.load(tile_starts + 1 + lane, mask=lane < number, other=2147483647)
+    return tl.sum((ends <= tile).to(tl.int32), 0)
+
+
+@triton.jit
+def carried(total, one, pair, four, LEAF: tl.constexpr):
+    """A leaf's sum together with those before it that it completes, in the tree of `joined`; and the open sums."""
+    if LEAF % 2 == 1:
+        total = one + total
+        if LEAF % 4 == 1:
+            pair = total
+        else:
+            total = pair + total
+            if LEAF % 8 == 3:
+                four = total
+            else:
+                total = four + total
+    return total, pair, four
+
+
+@triton.jit
 def joined(sums, first, step, inside, LEAVES: tl.constexpr):
     """The sum of up to 8 partial sums (a power of two) as a balanced tree: ((0+1)+(2+3))+((4+5)+(6+7))."""
     one = tl.load(sums + first, mask=inside, other=0.0)
@@ -47,19 +71,7 @@ def joined(sums, first, step, inside, LEAVES: tl.constexpr):
     four = one
     for leaf in tl.static_range(1, LEAVES):
         total = tl.load(sums + first + leaf * step, mask=inside, other=0.0)
-        if leaf % 2 == 0:
-            one = total
-        else:
-            total = one + total
-            if leaf % 4 == 1:
-                pair = total
-            else:
-                total = pair + total
-                if leaf % 8 == 3:
-                    four = total
-                else:
-                    total = four + total
-        one = total
+        one, pair, four = carried(total, one, pair, four, leaf)
     return one
 
 

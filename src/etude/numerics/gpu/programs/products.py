@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from etude.numerics.gpu.programs.common import bound, dot, rounded
+from etude.numerics.gpu.programs.common import bound, carried, dot, find, rounded
 
 
 @triton.jit
@@ -47,9 +47,7 @@ def product(
     first = tile * ROWS
     stop = rows
     if GROUPS > 0:
-        lane = tl.arange(0, LANES)
-        ends = tl.load(tile_starts + 1 + lane, mask=lane < GROUPS, other=2147483647)
-        group = tl.sum((ends <= tile).to(tl.int32), 0)
+        group = find(tile_starts, tile, GROUPS, LANES)
         if group >= GROUPS:
             return
         first = tl.load(starts + group) + (tile - tl.load(tile_starts + group)) * ROWS
@@ -88,17 +86,7 @@ def product(
             total = dot(a, rounded(b, x.dtype.element_ty), total)
             x_tile += INS * x_in
             w_tile += INS * w_in
-        if leaf % 2 == 1:  # the tree of `common.joined`
-            total = one + total
-            if leaf % 4 == 1:
-                pair = total
-            else:
-                total = pair + total
-                if leaf % 8 == 3:
-                    four = total
-                else:
-                    total = four + total
-        one = total
+        one, pair, four = carried(total, one, pair, four, leaf)
     memory = y + row.to(tl.int64)[:, None] * OUT + out[None, :]
     tl.store(memory, rounded(one, y.dtype.element_ty), mask=there[:, None] & known[None, :])
 
