@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from etude.config import ranged
+
 
 class Mode(enum.StrEnum):
     """The order in which sums are taken."""
@@ -36,3 +38,4 @@ class NumericsConfig:
 
     mode: Mode = Mode.EXACT
     quantise: Quantise = Quantise.NONE
+    degree: int = ranged(1, low=1, high=64)  # the most tensor-parallel ranks with equal bits; 1, 2, 4, ...

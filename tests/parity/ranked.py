@@ -1,0 +1,116 @@
+"""What two ranks compute together, and one by itself: an engine's steps, a learner's packed forward and its gradients.
+Importable by name in spawned ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tests.parity.same_bits import asked, learned, prompts, sharp
+
+from etude.inference.runner import Runner
+from etude.inference.scheduler import Scheduler
+from etude.inference.scheduler import Sequence as Running
+from etude.models import ModelConfig, Transformer, hf_views
+from etude.models.parallel import share_of
+from etude.numerics.operators import Operators
+from etude.numerics.parallel import ALONE, Parallel, Split
+from etude.training.ranks import Alone, Ranks
+
+LENGTHS, NUM = (3, 40, 17, 70), 6
+Said = list[tuple[list[int], list[float]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its operators, and what ranks share it by."""
+
+    config: ModelConfig
+    operators: Operators
+    split: Split
+
+
+@dataclass(frozen=True)
+class Told:
+    """Of each text of this rank: tokens and log-probabilities of the engine, log-probabilities of the learner; and
+    gradients by Hugging Face name, with whether a second run has the same bits."""
+
+    engine: Said
+    learner: list[list[float]]
+    gradients: dict[str, np.ndarray]  # a tensor would be a file of a process that has ended
+    repeated: bool
+
+
+def served(model: Transformer, numbers: Sequence[int], ranks: Ranks) -> Said:
+    """The engine's own scheduler, cache and steps over some of the prompts, in step with other ranks: one that has
+    nothing to do takes part all the same."""
+    scheduler = Scheduler(num_slots=3, chunk_tokens=16, step_tokens=40, max_waiting=9)
+    runner = Runner(model, num_slots=3, context_tokens=model.config.context_tokens)
+    given = prompts(model.config, LENGTHS)
+    running = [Running(asked(n, given[n], tokens=NUM), deadline=0.0) for n in numbers]
+    for one in running:
+        scheduler.submit(one)
+    while True:
+        plan = scheduler.plan()
+        working = torch.tensor([float(bool(plan))])
+        ranks.add(working)
+        if not working:
+            return [(one.token_ids, one.logprobs) for one in running]
+        for one in runner.step(plan):
+            if one.finished:
+                scheduler.finish(one)
+
+
+def gradients(model: Transformer) -> dict[str, np.ndarray]:
+    """By Hugging Face name; the model is a model no more."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    return {name: view.numpy() for name, view in hf_views(model).items()}
+
+
+def told(case: Case, ranks: Ranks) -> Told:
+    """What this rank says of its texts: of all in tensor-parallel ranks, of half of them in expert-parallel ones."""
+    parallel = Parallel(ranks.size, ranks.rank, case.split, deadline_s=30.0) if ranks.size > 1 else ALONE
+    whole = sharp(case.config, case.operators)
+    half = len(LENGTHS) // 2
+    numbers = range(len(LENGTHS)) if parallel.tensor is parallel else range(half * ranks.rank, half * (ranks.rank + 1))
+    engine = served(share_of(whole, parallel), numbers, ranks)
+    given = prompts(case.config, LENGTHS)
+    texts = [[*given[n].tolist(), *ids] for n, (ids, _) in zip(numbers, engine, strict=True)]
+    runs = []
+    for _ in range(2):
+        model = share_of(whole, parallel)
+        runs.append((learned(model, texts), gradients(model)))
+    (scores, first), (_, again) = runs
+    return Told(engine, scores, first, all(np.array_equal(first[name], again[name]) for name in first))
+
+
+def everything(ranks: Ranks, cases: dict[str, Case]) -> dict[str, Told]:
+    return {name: told(case, ranks) for name, case in cases.items()}
+
+
+def alone(case: Case) -> Told:
+    return told(case, Alone())
+
+
+def lost(ranks: Ranks, how: str) -> str:
+    """What rank 0 says when rank 1 dies, or hangs, in the middle of a forward."""
+    parallel = Parallel(2, ranks.rank, deadline_s=2.0)
+    ops = Operators()
+    parallel.added(torch.ones(1), "first parts")
+    if ranks.rank == 1:
+        if how == "death":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    begin = time.monotonic()
+    try:
+        parallel.summed(ops, torch.ones(1), "attention.out")
+    except Exception as error:  # noqa: BLE001 - what it is, is what is asked
+        return f"{type(error).__name__} {time.monotonic() - begin:.1f} {error}"
+    return "no error"
