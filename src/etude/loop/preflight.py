@@ -23,7 +23,7 @@ from etude.loop.config import RunConfig, open_tasks
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
 from etude.models.headers import check_blocks, check_weights
-from etude.numerics.config import Quantise
+from etude.numerics.config import NumericsConfig
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -40,9 +40,10 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more. `said`
     is told of what takes longer: an image that was built."""
     if config.start is not None and not adopted:
-        check_start(config.start, context_tokens=config.engine.context_tokens, quantise=config.numerics.quantise)
+        check_start(config.start, context_tokens=config.engine.context_tokens, numerics=config.numerics)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
+        config.model.shared(config.numerics.degree)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(
@@ -98,9 +99,10 @@ def check_ledger(run: RunFolder) -> None:
         ledger.close()
 
 
-def check_start(checkpoint: Path, *, context_tokens: int, quantise: Quantise = Quantise.NONE) -> None:
+def check_start(checkpoint: Path, *, context_tokens: int, numerics: NumericsConfig | None = None) -> None:
     """Whether a Hugging Face directory is of the architecture that is computed here, holds every weight of it (by the
-    headers of its files), in widths that can be rounded to `quantise`, and can be talked to."""
+    headers of its files), in widths that `numerics` can round and share, and can be talked to."""
+    numerics = numerics or NumericsConfig()
     path = checkpoint / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -114,7 +116,8 @@ def check_start(checkpoint: Path, *, context_tokens: int, quantise: Quantise = Q
         raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
     model = _computable(checkpoint, raw)
     check_weights(checkpoint, model)
-    check_blocks(model, quantise)
+    check_blocks(model, numerics.quantise)
+    model.shared(numerics.degree)
     if context_tokens > model.context_tokens:
         raise ConfigError(
             f"engine.context_tokens = {context_tokens}",
