@@ -6,18 +6,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from benchmarks.exact_ranks import served
 from tests.parity.same_bits import asked, learned, prompts, sharp
 from torch import distributed
 
-from etude.inference.runner import Runner
-from etude.inference.scheduler import Scheduler
-from etude.inference.scheduler import Sequence as Running
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.parallel import share_of
 from etude.numerics.operators import Native, Operators
@@ -48,26 +45,6 @@ class Told:
     repeated: bool
 
 
-def served(model: Transformer, numbers: Sequence[int], ranks: Ranks) -> Said:
-    """The engine's own scheduler, cache and steps over some of the prompts, in step with other ranks: one that has
-    nothing to do takes part all the same."""
-    scheduler = Scheduler(num_slots=3, chunk_tokens=16, step_tokens=40, max_waiting=9)
-    runner = Runner(model, num_slots=3, context_tokens=model.config.context_tokens)
-    given = prompts(model.config, LENGTHS)
-    running = [Running(asked(n, given[n], tokens=NUM), deadline=0.0) for n in numbers]
-    for one in running:
-        scheduler.submit(one)
-    while True:
-        plan = scheduler.plan()
-        working = torch.tensor([float(bool(plan))])
-        ranks.add(working)
-        if not working:
-            return [(one.token_ids, one.logprobs) for one in running]
-        for one in runner.step(plan):
-            if one.finished:
-                scheduler.finish(one)
-
-
 def gradients(model: Transformer) -> dict[str, np.ndarray]:
     """By Hugging Face name; the model is a model no more."""
     for parameter in model.parameters():
@@ -82,8 +59,10 @@ def told(case: Case, ranks: Ranks) -> Told:
     whole = sharp(case.config, case.operators)
     half = len(LENGTHS) // 2
     numbers = range(len(LENGTHS)) if parallel.tensor is parallel else range(half * ranks.rank, half * (ranks.rank + 1))
-    engine = served(share_of(whole, parallel), numbers, ranks)
     given = prompts(case.config, LENGTHS)
+    requests = [asked(n, given[n], tokens=NUM) for n in numbers]
+    done = served(share_of(whole, parallel), requests, ranks, slots=3, chunk_tokens=16)
+    engine = [(one.token_ids, one.logprobs) for one in done]
     texts = [[*given[n].tolist(), *ids] for n, (ids, _) in zip(numbers, engine, strict=True)]
     runs = []
     for _ in range(2):

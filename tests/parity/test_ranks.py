@@ -20,7 +20,7 @@ from etude.models.parallel import cut, share
 from etude.numerics.config import NumericsConfig, Quantise
 from etude.numerics.formats import FORMATS
 from etude.numerics.low import Quantised
-from etude.numerics.operators import Exact, Native, operators_for
+from etude.numerics.operators import Exact, Native, Operators, operators_for
 from etude.numerics.parallel import Parallel, Split
 from etude.training.ranks import run_ranks
 
@@ -147,6 +147,14 @@ def test_a_model_that_ranks_cannot_share_is_refused_with_a_hint(
 ) -> None:
     with pytest.raises(ConfigError, match=hint.replace(".", r"\.")):
         Transformer(replace(QWEN, **changed), seed=None, operators=Exact(degree=2), parallel=Parallel(degree, 0, split))
+
+
+def test_exact_operators_without_a_tree_over_ranks_are_refused() -> None:
+    class Elsewhere(Exact):
+        linear_partial = Operators.linear_partial
+
+    with pytest.raises(ConfigError, match="elsewhere float32 degree 2 over 2 ranks"):
+        Elsewhere(degree=2).linear_partial(torch.ones(3, 4), torch.ones(2, 4), 2)
 
 
 def test_a_scale_of_whole_rows_cannot_be_shared_and_one_of_blocks_can() -> None:

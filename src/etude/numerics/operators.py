@@ -74,6 +74,10 @@ class Operators:
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
         """`linear`, where x and the matrix are one rank's share of the inputs: what is added over ranks."""
+        if self.exact and ranks > 1:
+            raise ConfigError(
+                f"{self.name} over {ranks} ranks", hint="sums over ranks are built for exact mode on CPUs"
+            )
         return self.linear(x_NI, weight_OI)
 
     def taken(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,18 +223,20 @@ class Exact(Operators):
         return exact.linear(_wide(x_NI), _wide(weight_OI)).to(self.dtype)
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        if self.degree == 1:
+            return super().linear_columns(x_NI, weight_OI, ranks)
         return self._columns(weight_OI, ranks)(_wide(x_NI), _wide(weight_OI)).to(self.dtype)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        if self.degree == 1:
+            return super().linear_partial(x_NI, weight_OI, ranks)
         part = exact.partial(_wide(x_NI), _wide(weight_OI), self.degree // ranks)
         return part if ranks > 1 else part.to(self.dtype)
 
     def _columns(self, weight: torch.Tensor, ranks: int) -> Product:
         """How products of a rank's share of outputs are computed: the same way on any number of ranks."""
         out_size, in_size = weight.shape[-2:]
-        return (
-            exact.linear if self.degree == 1 else exact.columns(out_size * ranks // self.degree, in_size, self.degree)
-        )
+        return exact.columns(out_size * ranks // self.degree, in_size, self.degree)
 
     def rows(self, num_rows: int) -> int:
         return exact.padded(num_rows)
@@ -241,12 +247,16 @@ class Exact(Operators):
     def grouped_columns(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
+        if self.degree == 1:
+            return super().grouped_columns(x_SI, weight_EOI, rows, ranks)
         product = self._columns(weight_EOI, ranks)
         return self._grouped(_wide(x_SI), _wide(weight_EOI), rows, product).to(self.dtype)
 
     def grouped_partial(
         self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
     ) -> torch.Tensor:
+        if self.degree == 1:
+            return super().grouped_partial(x_SI, weight_EOI, rows, ranks)
         number = self.degree // ranks
         xs = torch.split(_wide(x_SI), x_SI.shape[-1] // number, -1)
         pairs = zip(xs, exact.pieces(_wide(weight_EOI), number), strict=True)

@@ -60,9 +60,13 @@ class Quantised(Operators):
         return self.inner.linear(self.taken(x_NI), self.weights(weight_OI))
 
     def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        if self.degree == 1:
+            return super().linear_columns(x_NI, weight_OI, ranks)
         return self.inner.linear_columns(self.taken(x_NI), self.weights(weight_OI), ranks)
 
     def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        if self.degree == 1:
+            return super().linear_partial(x_NI, weight_OI, ranks)
         return self.inner.linear_partial(self.taken(x_NI), self.weights(weight_OI), ranks)
 
 
