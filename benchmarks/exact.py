@@ -48,7 +48,7 @@ FAMILIES = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS: tuple[type[Operators], ...] = (Exact, Native)
 SAMPLED, SECOND_TURN = 96, 23
-TWO_PIECES = "exact, 2 pieces"
+TWO_PIECES = "exact_2_pieces"
 
 
 def asked(number: int, ids: Sequence[int], tokens: int, *, session: str = "", keep: bool = False) -> CompletionRequest:

@@ -21,7 +21,7 @@ from etude.numerics.operators import Native, Operators
 from etude.numerics.parallel import ALONE, Parallel, RankLost, Split
 from etude.training.ranks import Alone, Ranks
 
-LENGTHS, NUM = (3, 40, 17, 70), 6
+LENGTHS, NUM = (3, 33, 17, 50), 4
 Said = list[tuple[list[int], list[float]]]
 
 
@@ -61,7 +61,7 @@ def told(case: Case, ranks: Ranks) -> Told:
     numbers = range(len(LENGTHS)) if parallel.tensor is parallel else range(half * ranks.rank, half * (ranks.rank + 1))
     given = prompts(case.config, LENGTHS)
     requests = [asked(n, given[n], tokens=NUM) for n in numbers]
-    done = served(share_of(whole, parallel), requests, ranks, slots=3, chunk_tokens=16)
+    done = served(share_of(whole, parallel), requests, ranks, slots=4, chunk_tokens=16)
     engine = [(one.token_ids, one.logprobs) for one in done]
     texts = [[*given[n].tolist(), *ids] for n, (ids, _) in zip(numbers, engine, strict=True)]
     runs = []
