@@ -2,11 +2,13 @@
 
 *Bits.* For both families and three dtypes, texts are sampled by an engine and then told again in every other
 circumstance: alone and in company, in other chunks, with and without the cache of a turn before, by another number of
-threads, as a probe, and by a learner's packed forward. Every log-probability is compared as bits; the goal is that
-none differs. The same is counted in native mode, which shows that the comparison can find a difference.
+threads, as a probe, by a learner's packed forward, and by two ranks that share the model, tensor-parallel or
+expert-parallel. Every log-probability is compared as bits; the goal is that none differs. The same is counted in native
+mode, which shows that the comparison can find a difference.
 
 *Cost.* The laptop example's model, exact and native taking turns: tokens decoded, prompt tokens computed and tokens
-trained on a CPU second, their medians, and the quotient of the two; and each operator by itself.
+trained on a CPU second, their medians, and the quotient of the two; the same of exact mode with sums in two pieces,
+for two tensor-parallel ranks, on one; and each operator by itself.
 
 `python -m benchmarks.exact [--texts 40] [--repeats 5] [--only bits|cost]`
 """
@@ -23,12 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.exact_ranks import Case, Text, learned, sharp, two_ranks
 from benchmarks.report import report
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Packed, Transformer
 from etude.models.parts import Family, Latent, Routing, Scores
 from etude.numerics.operators import Exact, Native, Operators
+from etude.numerics.parallel import Split
 from etude.records import CompletionRequest, Sampling, Version
 
 VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)
@@ -45,15 +49,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS: tuple[type[Operators], ...] = (Exact, Native)
 SAMPLED = 96
 DEADLINE_S = 3600.0  # what else a host does is no verdict
-Text = tuple[list[int], int]
-"""A prompt with what was sampled after it, and the prompt's length."""
-
-
-def sharp(config: ModelConfig, operators: Operators) -> Transformer:
-    model = Transformer(config, seed=3, operators=operators).cast(operators.held)
-    with torch.no_grad():
-        model.embedding.mul_(2)
-    return model
+TWO_PIECES = "exact_2_pieces"
 
 
 def asked(number: int, ids: Sequence[int], tokens: int, *, session: str = "", keep: bool = False) -> CompletionRequest:
@@ -86,16 +82,6 @@ def probed(model: Transformer, texts: Sequence[Text]) -> list[list[float]]:
             return [(await engine.verify(ids))[1][start - 1 :] for ids, start in texts]
 
     return asyncio.run(story())
-
-
-@torch.no_grad()
-def learned(model: Transformer, texts: Sequence[Text]) -> list[list[float]]:
-    inputs, targets = (torch.tensor([t for ids, _ in texts for t in ids[part]]) for part in (slice(-1), slice(1, None)))
-    lengths = [len(ids) - 1 for ids, _ in texts]
-    done = model.train().run(inputs, Packed(lengths, model.operators))
-    logprobs = model.operators.log_softmax(done.logits).gather(1, targets[:, None])[:, 0]
-    model.eval()
-    return [part.tolist()[start - 1 :] for part, (_, start) in zip(torch.split(logprobs, lengths), texts, strict=True)]
 
 
 def cached(model: Transformer, texts: Sequence[Text]) -> list[list[float]]:
@@ -151,6 +137,26 @@ def circumstances(model: Transformer, requests: list[CompletionRequest]) -> Iter
         torch.set_num_threads(1)
 
 
+def with_degree(kind: type[Operators], dtype: torch.dtype) -> Operators:
+    """Operators for two tensor-parallel ranks."""
+    return Exact(dtype, degree=2) if kind is Exact else kind(dtype)
+
+
+def shared(
+    config: ModelConfig, kind: type[Operators], dtype: torch.dtype, requests: list[CompletionRequest]
+) -> dict[str, tuple[int, int]]:
+    """The same requests of two ranks, against one with the same operators: compared and differing, by circumstance."""
+    cases = [
+        Case(config, with_degree(kind, dtype), Split.TENSOR, requests),
+        Case(config, kind(dtype), Split.EXPERT, requests),
+    ]
+    found = {}
+    for case, told in zip(cases, two_ranks(cases), strict=True):
+        one = [done.logprobs.tolist() for done in answered(sharp(config, case.operators), requests)]
+        found |= {name: differing(one, other) for name, other in told.items()}
+    return found
+
+
 def bits(num_texts: int) -> list[dict[str, Any]]:
     rows = []
     for family, config in FAMILIES.items():
@@ -162,6 +168,7 @@ def bits(num_texts: int) -> list[dict[str, Any]]:
                 told = circumstances(sharp(config, kind(dtype)), requests)
                 _, first = next(told)
                 found = {name: differing(first, other) for name, other in told if len(other) == len(first)}
+                found |= shared(config, kind, dtype, requests)
                 rows.append(
                     {
                         "family": family,
@@ -193,10 +200,12 @@ def a_cpu_second(amount: int, work: Callable[[], object]) -> float:
 
 
 def _compared(works: Callable[[Operators], Callable[[], float]], dtype: torch.dtype, repeats: int) -> dict[str, float]:
-    """Exact and native, and how much longer exact takes."""
-    found = turns({kind.__name__.lower(): works(kind(dtype)) for kind in KINDS}, repeats)
+    """Exact and native, and how much longer exact takes: as it is, and with sums in two pieces."""
+    kinds = {kind.__name__.lower(): kind(dtype) for kind in KINDS} | {TWO_PIECES: Exact(dtype, degree=2)}
+    found = turns({name: works(operators) for name, operators in kinds.items()}, repeats)
     return {name: round(v, 1) for name, v in found.items()} | {
-        "exact_costs": round(found["native"] / found["exact"], 3)
+        "exact_costs": round(found["native"] / found["exact"], 3),
+        f"{TWO_PIECES}_costs": round(found["native"] / found[TWO_PIECES], 3),
     }
 
 
@@ -247,6 +256,7 @@ def operators_alone(repeats: int) -> list[dict[str, Any]]:
         q, k = torch.randn(4, min(n, 512), 32), torch.randn(2, min(n, 512), 32)
         calls: dict[str, Callable[[Operators], object]] = {
             "linear": lambda o, x=x: o.linear(x, weight),
+            "linear, partial": lambda o, x=x: o.linear_partial(x, weight, 1),
             "grouped": lambda o, n=n, c=counts: o.grouped(
                 torch.zeros(sum(o.rows(m) for m in c if m), 128), expert, [o.rows(m) if m else 0 for m in c]
             ),

@@ -103,7 +103,7 @@ class StepCache:
             group.attend(keys, values, q_NGRA, o_NGRB, scale)
         if self.chunks:
             self._attend_chunks(keys, values, q_NGRA[self.num_decode :], o_NGRB[self.num_decode :], scale)
-        return o_NGRB.view(n, h, -1)[..., : kv.value_width].to(dtype)
+        return o_NGRB.view(n, h, values.shape[-1])[..., : kv.value_width].to(dtype)
 
     def _attend_chunks(
         self, keys: torch.Tensor, values: torch.Tensor, q_NGRA: torch.Tensor, o_NGRB: torch.Tensor, scale: float | None

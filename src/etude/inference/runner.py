@@ -27,7 +27,7 @@ class Runner:
 
     def __init__(self, model: Transformer, *, num_slots: int, context_tokens: int) -> None:
         self.model = model.eval()
-        self.kv = KVCache(model.config, model.operators, num_slots=num_slots, context_tokens=context_tokens)
+        self.kv = KVCache(model.local, model.operators, num_slots=num_slots, context_tokens=context_tokens)
         sizes = (num_slots, context_tokens)
         self._said = False  # where numbers stopped being some
         self._tokens = np.zeros(sizes, np.int64)

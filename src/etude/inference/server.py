@@ -143,7 +143,7 @@ def _build(
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
     config = build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
     dtype = getattr(torch, config.dtype)
-    operators = operators_for(NumericsConfig(args.mode, args.quantise), dtype, rounds_weights=False)
+    operators = operators_for(NumericsConfig(args.mode, args.quantise, args.degree), dtype, rounds_weights=False)
     model = load_model(args.checkpoint, dtype=dtype, operators=operators)
     views, derived = live_weights(model, args.quantise)
     engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
@@ -243,6 +243,9 @@ def _parser() -> argparse.ArgumentParser:
     numerics = NumericsConfig()
     parser.add_argument("--mode", type=Mode, default=numerics.mode, help="of sums: exact or native")
     parser.add_argument("--quantise", type=Quantise, default=numerics.quantise, help="what large products round to")
+    parser.add_argument(
+        "--degree", type=int, default=numerics.degree, help="ranks up to which exact mode keeps its bits"
+    )
     parser.add_argument("--poll-s", type=float, default=0.05, help="how often the weight pointer is read")
     parser.add_argument("--telemetry", type=Path, help="the events file")
     parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")

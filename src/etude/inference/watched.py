@@ -39,7 +39,7 @@ def engine_results(
     """Every operator's results for all positions of a text: its first `prompt_tokens` in chunks that end at
     multiples of `chunk_tokens`, each other by itself."""
     model = model.eval()
-    kv = KVCache(model.config, model.operators, num_slots=1, context_tokens=len(token_ids))
+    kv = KVCache(model.local, model.operators, num_slots=1, context_tokens=len(token_ids))
     tokens = torch.tensor(list(token_ids))
     parts: dict[str, list[torch.Tensor]] = {}
 

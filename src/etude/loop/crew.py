@@ -143,7 +143,8 @@ class Crew:
         argv = ["-m", "etude.inference.server", "--name", name, "--checkpoint", str(self.run / "checkpoints" / "mid")]
         argv += ["--store", str(self.run / "weights"), "--ready-file", str(ready_file)]
         argv += ["--max-sequences", str(config.max_sequences), "--context-tokens", str(config.context_tokens)]
-        argv += ["--mode", self.config.numerics.mode, "--quantise", self.config.numerics.quantise]
+        numerics = self.config.numerics
+        argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
         argv += ["--dtype", config.dtype, "--telemetry", str(self.run / "events" / f"{name}.jsonl"), "--threads", "1"]
 
         async def on_up(child: Child) -> None:

@@ -23,7 +23,7 @@ from etude.loop.config import RunConfig, open_tasks
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
 from etude.models.headers import check_blocks, check_weights, tell_left_out
-from etude.numerics.config import Quantise
+from etude.numerics.config import NumericsConfig
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -40,10 +40,11 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more. `said`
     is told of what takes longer, an image that was built, and of layers of the checkpoint that are left out."""
     if config.start is not None and not adopted:
-        context_tokens, quantise = config.engine.context_tokens, config.numerics.quantise
-        check_start(config.start, context_tokens=context_tokens, quantise=quantise, said=said)
+        context_tokens, numerics = config.engine.context_tokens, config.numerics
+        check_start(config.start, context_tokens=context_tokens, numerics=numerics, said=said)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
+        config.model.shared(config.numerics.degree)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(
@@ -103,12 +104,13 @@ def check_start(
     checkpoint: Path,
     *,
     context_tokens: int,
-    quantise: Quantise = Quantise.NONE,
+    numerics: NumericsConfig | None = None,
     said: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Whether a Hugging Face directory is of the architecture that is computed here, holds every weight of it (by the
-    headers of its files), in widths that can be rounded to `quantise`, and can be talked to. `said` is told of layers
+    headers of its files), in widths that `numerics` can round and share, and can be talked to. `said` is told of layers
     that are left out."""
+    numerics = numerics or NumericsConfig()
     path = checkpoint / "config.json"
     try:
         raw = json.loads(path.read_text())
@@ -122,7 +124,8 @@ def check_start(
         raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
     model = _computable(checkpoint, raw)
     check_weights(checkpoint, model)
-    check_blocks(model, quantise)
+    check_blocks(model, numerics.quantise)
+    model.shared(numerics.degree)
     if context_tokens > model.context_tokens:
         raise ConfigError(
             f"engine.context_tokens = {context_tokens}",

@@ -54,7 +54,7 @@ async def serve_checkpoint(
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store)] if store else [])
         argv += ["--context-tokens", str(model_config.context_tokens)]
-        argv += ["--mode", numerics.mode, "--quantise", numerics.quantise]
+        argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
 
         async def on_up(child: Child) -> None:
             engines.append(HttpEngine(await read_url(ready_file, child.pid)))

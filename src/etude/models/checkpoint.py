@@ -26,11 +26,13 @@ from etude.models.headers import HINT_DAMAGED, INDEX, WEIGHTS, check_weights, sh
 from etude.models.low import quantization_config
 from etude.models.naming import hf_views, stays_float32
 from etude.models.packed import packed, stored
+from etude.models.parallel import share, whole_shape
 from etude.models.quantised import SCALE, dequantised
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Exact, Operators
+from etude.numerics.parallel import ALONE, Parallel
 
 ASSETS = (
     "tokenizer.json",
@@ -128,9 +130,10 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     operators: Operators | None = None,
     held: torch.dtype | None = None,
+    parallel: Parallel = ALONE,
 ) -> Transformer:
     """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
-    (None: as the operators like them).
+    (None: as the operators like them); or a rank's share of it.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
     and weights that are NaN or infinite.
@@ -139,11 +142,11 @@ def load_model(
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before a wild config makes us allocate
     operators = Exact(dtype) if operators is None else operators
-    model = Transformer(config, seed=None, operators=operators)
+    model = Transformer(config, seed=None, operators=operators, parallel=parallel)
     views = hf_views(model)
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
-            view.copy_(_read(name, tuple(view.shape), found, read))
+            view.copy_(share(name, _read(name, whole_shape(name, view, parallel), found, read), parallel))
     held = held or operators.held
     _require_finite(model.cast(held), path, held)
     return model

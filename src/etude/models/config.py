@@ -7,10 +7,11 @@ reads them as Hugging Face's config.json.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from etude.config import ranged
+from etude.errors import ConfigError
 from etude.models import families
 from etude.models.families import MAX_CONTEXT_TOKENS, MAX_EXPERTS, MAX_LAYERS
 from etude.models.parts import Family, Kept, Latent, Routing, Scores, Yarn
@@ -161,6 +162,24 @@ class ModelConfig:
         first = {(queries + kept, d)} if at.q_rank is None else {(at.q_rank + kept, d), (queries, at.q_rank)}
         absorbed = {(at.kv_rank, at.nope_dim), (at.value_dim, at.kv_rank)}
         return first | absorbed | {(heads * (at.nope_dim + at.value_dim), at.kv_rank), (d, heads * at.value_dim)}
+
+    def shared(self, degree: int) -> ModelConfig:
+        """The sizes of one of so many tensor-parallel ranks: its heads, and its part of each width between. Raises
+        `ConfigError`."""
+        cut: dict[str, Any] = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            **({"expert_size": self.expert_size} if self.num_experts or not self.dense_size else {}),
+            **({"dense_size": self.dense_size} if self.dense_size else {}),
+        }
+        odd = [f"{name} = {size}" for name, size in cut.items() if size % degree]
+        if odd:
+            raise ConfigError(
+                f"a model shared by {degree} tensor-parallel ranks",
+                f"{', '.join(odd)} cannot be cut so",
+                hint="take fewer ranks, a divisor of each (numerics.degree is the most of them)",
+            )
+        return replace(self, **{name: size // degree for name, size in cut.items()})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json."""

@@ -13,6 +13,7 @@ Shapes: N tokens, D width, E experts, K experts a token, F expert width, S rows 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from etude.models.parts import Routing, Scores
 from etude.models.replay import Recorded
 from etude.models.watch import Watch, unwatched
 from etude.numerics.operators import Exact, Operators
+from etude.numerics.parallel import ALONE, Parallel
 from etude.records.completion import route_dtype
 
 SOFTMAX = Routing()
@@ -85,7 +87,7 @@ def _best(
     """A router's own choice, best first, int64 [N, K]."""
     ranked = scores_NE if bias_E is None else scores_NE + bias_E
     if routing.num_groups > 1:
-        groups = ranked.view(len(ranked), routing.num_groups, -1)
+        groups = ranked.view(len(ranked), routing.num_groups, ranked.shape[-1] // routing.num_groups)
         two = groups.gather(-1, operators.top_k(groups.flatten(0, 1), 2).view(*groups.shape[:2], 2))
         best = operators.top_k(two[..., 0] + two[..., 1], routing.top_groups)
         closed = torch.ones(groups.shape[:2], dtype=torch.bool, device=ranked.device).scatter_(1, best, value=False)
@@ -102,10 +104,9 @@ class Dispatch:
     rows: list[int]  # rows of each expert, padding included
 
     @classmethod
-    def of(cls, experts_NK: torch.Tensor, num_experts: int, operators: Operators | None = None) -> Dispatch:
-        """Computed on the host: splitting by expert needs the counts there anyhow, and a radix sort in numpy is
-        faster than torch's sort."""
-        padded = (operators or Exact()).rows
+    def of(cls, experts_NK: torch.Tensor, num_experts: int, padded: Callable[[int], int]) -> Dispatch:
+        """`padded`: how many rows an expert computes for so many (`Operators.rows`). Computed on the host: splitting by
+        expert needs the counts there anyhow, and a radix sort in numpy is faster than torch's sort."""
         n, k = experts_NK.shape
         flat = experts_NK.numpy(force=True).astype(route_dtype(num_experts)).ravel()
         order = flat.argsort(kind="stable")
@@ -119,6 +120,56 @@ class Dispatch:
         device = experts_NK.device
         return cls(torch.from_numpy(source).to(device), torch.from_numpy(slot.reshape(n, k)).to(device), rows.tolist())
 
+    @property
+    def here(self) -> bool:
+        """Whether rows are computed where their tokens are."""
+        return True
+
+    def sent(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+        """Rows where their experts are."""
+        return rows_SD
+
+    def returned(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+        """Rows where their tokens are."""
+        return rows_SD
+
+
+@dataclass(frozen=True)
+class Exchanged(Dispatch):
+    """Rows that go to the ranks of their experts, and come back. `source_S` and `slot_NK` are of this rank's tokens,
+    without padding; `rows` of this rank's experts, whoever's tokens chose them, with padding of zeros."""
+
+    parallel: Parallel
+    counts: tuple[list[int], list[int]]  # rows for each rank, rows from each
+    place_R: torch.Tensor  # int64: the row of each that came
+
+    @classmethod
+    def between(
+        cls, experts_NK: torch.Tensor, num_held: int, padded: Callable[[int], int], parallel: Parallel
+    ) -> Exchanged:
+        """Collective. `num_held`: experts of each rank."""
+        degree = parallel.degree
+        mine = Dispatch.of(experts_NK, num_held * degree, lambda rows: rows)
+        counts = torch.tensor(mine.rows)
+        ones = [num_held] * degree
+        came = parallel.exchanged(counts[:, None], ones, ones, "numbers of rows for experts").view(degree, num_held)
+        experts_R = torch.arange(num_held).repeat(degree).repeat_interleave(came.flatten())
+        held = Dispatch.of(experts_R[:, None], num_held, padded)
+        both = (counts.view(degree, num_held).sum(1).tolist(), came.sum(1).tolist())
+        return cls(mine.source_S, mine.slot_NK, held.rows, parallel, both, held.slot_NK[:, 0])
+
+    @property
+    def here(self) -> bool:
+        return False
+
+    def sent(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+        came = self.parallel.exchanged(rows_SD, *self.counts, what)
+        return came.new_zeros(sum(self.rows), came.shape[1]).index_copy_(0, self.place_R, came)
+
+    def returned(self, rows_SD: torch.Tensor, what: str) -> torch.Tensor:
+        there, here = self.counts
+        return self.parallel.exchanged(rows_SD.index_select(0, self.place_R), here, there, what)
+
 
 def mix(
     x_ND: torch.Tensor,
@@ -127,12 +178,19 @@ def mix(
     down_EDF: torch.Tensor,
     operators: Operators,
     see: Watch = unwatched,
+    *,
+    parallel: Parallel = ALONE,
 ) -> torch.Tensor:
-    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]."""
-    to = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators)
+    """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. The matrices are this rank's: a
+    part of each expert, or some experts whole, of which `see` is shown only what comes back of them."""
+    tensor = parallel.tensor
+    if tensor is parallel:
+        to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows)
+    else:
+        to = Exchanged.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows, parallel)
     x_ND, gate_up_E2FD, down_EDF = operators.taken(x_ND), operators.weights(gate_up_E2FD), operators.weights(down_EDF)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        x_ND, choice.gates_NK, gate_up_E2FD, down_EDF, to, operators, see
+        tensor.entered(operators, x_ND), choice.gates_NK, gate_up_E2FD, down_EDF, to, operators, see, tensor
     )
     return y
 
@@ -148,11 +206,15 @@ class _Mix(torch.autograd.Function):
         to: Dispatch,
         operators: Operators,
         see: Watch,
+        tensor: Parallel,
     ) -> torch.Tensor:
-        x_S = x.index_select(0, to.source_S)
-        h_S = _seen(see, "gate_up", operators.grouped(x_S, gate_up, to.rows), to)
-        act_S = _seen(see, "activated", operators.taken(operators.gated(h_S)), to)
-        out_S = _seen(see, "down", operators.grouped(act_S, down, to.rows), to)
+        inside, ranks = see if to.here else unwatched, tensor.degree
+        x_S = to.sent(x.index_select(0, to.source_S), "rows for experts")
+        h_S = _seen(inside, "gate_up", operators.grouped_columns(x_S, gate_up, to.rows, ranks), to)
+        act_S = _seen(inside, "activated", operators.taken(operators.gated(h_S)), to)
+        part_S = operators.grouped_partial(act_S, down, to.rows, ranks)
+        out_S = to.returned(tensor.summed(operators, part_S, "experts.down"), "rows of experts")
+        out_S = _seen(see, "down", out_S, to)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
         ctx.to, ctx.wide = to, operators.held
         return operators.combine(out_S, to.slot_NK, gates)
@@ -167,7 +229,7 @@ class _Mix(torch.autograd.Function):
         gate_S[to.slot_NK] = gates
         dy_S = dy.to(ctx.wide).index_select(0, to.source_S)
         dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
-        dout_S = dy_S.mul_(gate_S[:, None])
+        dout_S = to.sent(dy_S.mul_(gate_S[:, None]), "gradients for experts")
         dact_S = _per_expert(dout_S, down, to.rows)
         ddown = _per_expert_weight(dout_S, act_S, down, to.rows)
         a, b = h_S.chunk(2, -1)
@@ -176,8 +238,9 @@ class _Mix(torch.autograd.Function):
         torch.mul(dact_S, F.silu(a), out=db)
         da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
         dgate_up = _per_expert_weight(dh_S, x_S, gate_up, to.rows)
-        dx = F.embedding(to.slot_NK, _per_expert(dh_S, gate_up, to.rows)).sum(1)
-        return dx, dgates, dgate_up, ddown, None, None, None
+        dx_S = to.returned(_per_expert(dh_S, gate_up, to.rows), "gradients of experts")
+        dx = F.embedding(to.slot_NK, dx_S).sum(1)
+        return dx, dgates, dgate_up, ddown, None, None, None, None
 
 
 def _seen(see: Watch, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Tensor:

@@ -21,6 +21,7 @@ from etude.models.config import ModelConfig
 from etude.models.rope import Rope, halves
 from etude.models.watch import Watch
 from etude.numerics.operators import Operators
+from etude.numerics.parallel import ALONE, Parallel
 
 LATENT_EPS = 1e-6
 """Of the norms of the latents, whatever the config's is: so it was trained, and so transformers computes it."""
@@ -29,9 +30,10 @@ LATENT_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Attention over latents. The first product makes the queries (or their latent), the latent and the rotary key."""
 
-    def __init__(self, c: ModelConfig, operators: Operators) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
         super().__init__()
         assert c.latent is not None
+        self.parallel = parallel
         self.operators, self.latent, self.heads, self.scale = operators, c.latent, c.num_heads, c.softmax_scale
         at, queries = c.latent, c.num_heads * c.latent.head_dim
         first = at.q_rank or queries
@@ -45,18 +47,28 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
         ops, at, n = self.operators, self.latent, len(x_ND)
-        q, latent, key = torch.split(see("attention.inward", ops.linear(x_ND, self.inward)), self.widths, -1)
+        q, latent, key = torch.split(see("attention.inward", self._inward(x_ND)), self.widths, -1)
         if self.q_up is not None:
             q = see("attention.q_norm", ops.rms_norm(q, self.q_norm, LATENT_EPS))
-            q = see("attention.q", ops.linear(q, self.q_up))
+            q = see("attention.q", self.parallel.columns(ops, q, self.q_up))
         plain, turning = torch.split(q.view(n, self.heads, at.head_dim), [at.nope_dim, at.rope_dim], -1)
         turning = torch.cat([turning, key[:, None]], 1)
         turned = ops.rotate(halves(turning) if at.interleaved else turning, rope.cos, rope.sin)
         q_rope, k_rope = torch.split(see("attention.rotated", turned), [self.heads, 1], 1)
         latent = see("attention.kv_norm", ops.rms_norm(latent, self.kv_norm, LATENT_EPS))
+        latent, k_rope = self.parallel.entered(ops, latent), self.parallel.entered(ops, k_rope)
         attend = self._absorbed if cache.compressed or ops.absorbs else self._expanded
         o_NHB = attend(plain, q_rope, latent, k_rope, cache, layer, see)
-        return see("attention.out", ops.linear(o_NHB.reshape(n, self.heads * at.value_dim), self.out))
+        o_ND = self.parallel.rows(ops, o_NHB.reshape(n, self.heads * at.value_dim), self.out, "attention.out")
+        return see("attention.out", o_ND)
+
+    def _inward(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """[N, Q + R + P]. Of queries that have no latent a rank makes its own heads', beside what every rank makes."""
+        ops = self.operators
+        if self.q_up is not None or max(self.parallel.degree, ops.degree) == 1:
+            return ops.linear(x_ND, self.inward)
+        queries, rest = torch.split(self.inward, [self.widths[0], sum(self.widths[1:])])
+        return torch.cat([self.parallel.columns(ops, x_ND, queries), ops.linear(x_ND, rest)], -1)
 
     def _absorbed(
         self,
@@ -86,7 +98,8 @@ class LatentAttention(nn.Module):
         see: Watch,
     ) -> torch.Tensor:
         widths = [self.latent.nope_dim, self.latent.value_dim]
-        kv = see("attention.expanded", self.operators.linear(latent_NR, self.kv_up))
+        kv = self.operators.linear_columns(latent_NR, self.kv_up, self.parallel.degree)
+        kv = see("attention.expanded", kv)
         k, v = torch.split(kv.view(len(kv), self.heads, sum(widths)), widths, -1)
         q, k = torch.cat([plain_NHM, q_NHP], -1), torch.cat([k, k_N1P.expand(-1, self.heads, -1)], -1)
         return see("attention.attended", cache.attend(layer, q, k, v, self.scale))

@@ -2,7 +2,8 @@
 
 Inside, products of one input and all experts of a layer are single tensors, because that is fast. Outside (files,
 deltas, engines) every tensor has the name and shape Hugging Face gives it. One mapping serves save, load, publish and
-adopt: each value shares memory with the model, so writing into it changes the model in place.
+adopt: each value shares memory with the model, so writing into it changes the model in place. A rank's share of a model
+has the same names, of its own experts only, and its parts of the tensors that are cut (`models.parallel`).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _expert_views(experts: Experts) -> dict[str, torch.Tensor]:
     views: dict[str, torch.Tensor] = {"mlp.gate.weight": experts.router}
     if experts.bias is not None:
         views[_BIAS] = experts.bias
-    for e, (gate_up, down) in enumerate(zip(experts.gate_up.unbind(), experts.down.unbind(), strict=True)):
+    for e, gate_up, down in zip(experts.held, experts.gate_up.unbind(), experts.down.unbind(), strict=True):
         gate, up = gate_up.chunk(2)
         views[f"mlp.experts.{e}.gate_proj.weight"] = gate
         views[f"mlp.experts.{e}.up_proj.weight"] = up

@@ -36,4 +36,4 @@ def halves(x: torch.Tensor) -> torch.Tensor:
     >>> halves(torch.tensor([0, 10, 1, 11])).tolist()
     [0, 1, 10, 11]
     """
-    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).reshape(x.shape)
+    return x.view(*x.shape[:-1], x.shape[-1] // 2, 2).transpose(-1, -2).reshape(x.shape)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from etude.errors import ConfigError
 from etude.models.attention import Cache, Packed
 from etude.models.config import ModelConfig
 from etude.models.experts import Choice, choose, mix
@@ -27,6 +28,7 @@ from etude.models.replay import Recorded
 from etude.models.rope import Rope, tables
 from etude.models.watch import Watch, in_layer, unwatched
 from etude.numerics.operators import Exact, Operators
+from etude.numerics.parallel import ALONE, Parallel
 from etude.numerics.parity import parity_class
 
 
@@ -43,9 +45,9 @@ class Forward:
 class Attention(nn.Module):
     """Grouped-query attention with RMS-normalised queries and keys per head, and rotary positions."""
 
-    def __init__(self, c: ModelConfig, operators: Operators) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
         super().__init__()
-        self.operators = operators
+        self.operators, self.parallel = operators, parallel
         self.heads, self.kv_heads, self.head_dim, self.eps = c.num_heads, c.num_kv_heads, c.head_dim, c.rms_eps
         self.qkv = nn.Parameter(torch.empty((c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size))
         self.out = nn.Parameter(torch.empty(c.hidden_size, c.num_heads * c.head_dim))
@@ -54,29 +56,33 @@ class Attention(nn.Module):
 
     def forward(self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, see: Watch) -> torch.Tensor:
         n, h, g, a = len(x_ND), self.heads, self.kv_heads, self.head_dim
-        ops = self.operators
-        qkv = see("attention.qkv", ops.linear(x_ND, self.qkv))
+        ops, parallel = self.operators, self.parallel
+        qkv = see("attention.qkv", parallel.columns(ops, x_ND, self.qkv))
         qk, v = torch.split(qkv.view(n, h + 2 * g, a), [h + g, g], 1)
-        scale = torch.cat([self.q_norm.expand(h, a), self.k_norm.expand(g, a)]).to(qk.dtype)
+        norms = (parallel.entered(ops, norm) for norm in (self.q_norm, self.k_norm))
+        scale = torch.cat([norm.expand(heads, a) for norm, heads in zip(norms, (h, g), strict=True)]).to(qk.dtype)
         qk = see("attention.qk_norm", ops.rms_norm(qk, None, self.eps) * scale)
         q, k = torch.split(see("attention.rotated", ops.rotate(qk, rope.cos, rope.sin)), [h, g], 1)
         o = see("attention.attended", cache.attend(layer, q, k, v).reshape(n, h * a))
-        return see("attention.out", ops.linear(o, self.out))
+        return see("attention.out", parallel.rows(ops, o, self.out, "attention.out"))
 
 
 class Mlp(nn.Module):
     """A gated product that every token passes: a layer without experts, or the experts that all tokens share."""
 
-    def __init__(self, name: str, width: int, hidden_size: int, operators: Operators) -> None:
+    def __init__(
+        self, name: str, width: int, hidden_size: int, operators: Operators, parallel: Parallel = ALONE
+    ) -> None:
         super().__init__()
-        self.operators, self.name = operators, name
+        self.operators, self.name, self.parallel = operators, name, parallel
         self.gate_up = nn.Parameter(torch.empty(2 * width, hidden_size))
         self.down = nn.Parameter(torch.empty(hidden_size, width))
 
     def forward(self, x_ND: torch.Tensor, see: Watch) -> torch.Tensor:
-        h = see(f"{self.name}.gate_up", self.operators.linear(x_ND, self.gate_up))
-        act = see(f"{self.name}.activated", self.operators.gated(h))
-        return see(f"{self.name}.down", self.operators.linear(act, self.down))
+        ops, down = self.operators, f"{self.name}.down"
+        h = see(f"{self.name}.gate_up", self.parallel.columns(ops, x_ND, self.gate_up))
+        act = see(f"{self.name}.activated", ops.gated(h))
+        return see(down, self.parallel.rows(ops, act, self.down, down))
 
 
 class Experts(nn.Module):
@@ -84,16 +90,18 @@ class Experts(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, c: ModelConfig, operators: Operators) -> None:
+    def __init__(self, c: ModelConfig, operators: Operators, parallel: Parallel = ALONE) -> None:
         super().__init__()
-        self.operators = operators
+        self.operators, self.parallel = operators, parallel
         self.top_k, self.routing = c.top_k, c.routing
         self.router = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
-        self.gate_up = nn.Parameter(torch.empty(c.num_experts, 2 * c.expert_size, c.hidden_size))
-        self.down = nn.Parameter(torch.empty(c.num_experts, c.hidden_size, c.expert_size))
+        self.held = parallel.experts(c.num_experts)
+        self.gate_up = nn.Parameter(torch.empty(len(self.held), 2 * c.expert_size, c.hidden_size))
+        self.down = nn.Parameter(torch.empty(len(self.held), c.hidden_size, c.expert_size))
         biased = c.routing.scores is Scores.SIGMOID  # no gradient reaches it, so it is no parameter
         self.register_buffer("bias", torch.zeros(c.num_experts) if biased else None)
-        self.shared = Mlp("shared", c.num_shared * c.expert_size, c.hidden_size, operators) if c.num_shared else None
+        shared = ("shared", c.num_shared * c.expert_size, c.hidden_size, operators, parallel.tensor)
+        self.shared = Mlp(*shared) if c.num_shared else None
 
     def forward(
         self, x_ND: torch.Tensor, recorded: Recorded | None, see: Watch = unwatched
@@ -104,22 +112,24 @@ class Experts(nn.Module):
         )
         see("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
-        y_ND = see("experts.mixed", mix(x_ND, choice, self.gate_up, self.down, self.operators, see))
+        weights = (self.gate_up, self.down)
+        y_ND = see("experts.mixed", mix(x_ND, choice, *weights, self.operators, see, parallel=self.parallel))
         return y_ND if self.shared is None else y_ND + self.shared(x_ND, see), choice
 
 
 class Block(nn.Module):
     """One layer: attention, then experts or what every token passes, each on the normalised residual stream."""
 
-    def __init__(self, c: ModelConfig, layer: int, operators: Operators) -> None:
+    def __init__(self, c: ModelConfig, layer: int, operators: Operators, parallel: Parallel = ALONE) -> None:
         super().__init__()
         self.operators = operators
         self.attention_norm = nn.Parameter(torch.ones(c.hidden_size))
-        self.attention = Attention(c, operators) if c.latent is None else LatentAttention(c, operators)
+        kind = Attention if c.latent is None else LatentAttention
+        self.attention = kind(c, operators, parallel.tensor)
         self.experts_norm = nn.Parameter(torch.ones(c.hidden_size))
         dense = layer not in c.moe_layers
-        self.mlp = Mlp("mlp", c.dense_width, c.hidden_size, operators) if dense else None
-        self.experts = None if dense else Experts(c, operators)
+        self.mlp = Mlp("mlp", c.dense_width, c.hidden_size, operators, parallel.tensor) if dense else None
+        self.experts = None if dense else Experts(c, operators, parallel)
         self.eps = c.rms_eps
 
     def forward(
@@ -159,14 +169,20 @@ class Transformer(nn.Module):
         seed: int | None = 0,
         dtype: torch.dtype = torch.float32,
         operators: Operators | None = None,
+        parallel: Parallel = ALONE,
     ) -> None:
         """`seed` keys the initial weights; None leaves the memory as it is, for a caller that fills it. `dtype` is the
-        weights'; `operators` compute (None: exact, in `dtype`)."""
+        weights'; `operators` compute (None: exact, in `dtype`). `parallel`: this is one rank's share of a model whose
+        sizes are `config`; it is filled by its caller (`models.parallel`), and its forwards are collective. Raises
+        `ConfigError` for sizes that the ranks cannot share."""
         super().__init__()
-        self.config = config
         self.operators = operators = Exact(dtype) if operators is None else operators
+        self.config, self.parallel = config, parallel
+        self.local = local = _shared(config, operators, parallel)
+        if seed is not None and parallel.degree > 1:
+            raise ValueError("initial weights are a whole model's; take a share of one")
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.blocks = nn.ModuleList(Block(config, layer, operators) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(local, layer, operators, parallel) for layer in range(config.num_layers))
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty_like(self.embedding))
         if seed is not None:
@@ -178,7 +194,8 @@ class Transformer(nn.Module):
 
     @property
     def parity(self) -> str:
-        """The parity class of its numbers, on this machine with this many threads: see `numerics.parity`."""
+        """The parity class of its numbers, on this machine with this many threads: see `numerics.parity`. That of the
+        whole model, whatever this rank's share."""
         kept = self.config.kept
         return parity_class(self.operators, self.config.products, heads=kept.heads, key_width=kept.key_width)
 
@@ -243,6 +260,19 @@ class Transformer(nn.Module):
         if not experts:
             return torch.zeros(num_tokens, 0, self.config.top_k, dtype=kind, device=self.embedding.device)
         return torch.stack(experts, 1).to(kind)
+
+
+def _shared(config: ModelConfig, operators: Operators, parallel: Parallel) -> ModelConfig:
+    """The sizes of a rank's share. Raises `ConfigError`."""
+    ranks = parallel.tensor.degree
+    if operators.exact and operators.degree % ranks:
+        raise ConfigError(
+            f"exact mode over {ranks} tensor-parallel ranks",
+            f"its operators promise equal bits for {operators.degree}",
+            hint=f"set numerics.degree = {ranks}, in engine and learner",
+        )
+    config.shared(operators.degree)
+    return config.shared(ranks)
 
 
 @torch.no_grad()

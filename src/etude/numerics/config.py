@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from etude.config import ranged
+
 
 class Mode(enum.StrEnum):
     """The order in which sums are taken."""
@@ -36,3 +38,12 @@ class NumericsConfig:
 
     mode: Mode = Mode.EXACT
     quantise: Quantise = Quantise.NONE
+    degree: int = ranged(1, low=1, high=64)  # the most tensor-parallel ranks with equal bits; 1, 2, 4, ...
+
+    def __post_init__(self) -> None:
+        if self.degree & (self.degree - 1):
+            raise ValueError(f"degree = {self.degree}, but sums over ranks are a binary tree: 1, 2, 4, ...")
+        if self.degree > 1 and self.quantise is Quantise.NVFP4:
+            raise ValueError(
+                f"degree = {self.degree}, but a rank has no whole rows, and quantise = 'nvfp4' scales by them"
+            )

@@ -19,8 +19,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from etude.errors import ConfigError
 from etude.numerics import exact
 from etude.numerics.config import Mode, NumericsConfig, Quantise
+from etude.numerics.exact.products import Product
 from etude.numerics.exact.windows import ANY, Windows
 from etude.numerics.formats import FORMATS
 
@@ -34,6 +36,9 @@ class Operators:
     absorbs = False
     """Whether latent attention is computed in the absorbed form where nothing asks for it, so that a packed forward
     sums in the order of one over a cache."""
+
+    degree = 1
+    """The most tensor-parallel ranks, a power of two, for which results keep their bits."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
@@ -63,6 +68,18 @@ class Operators:
         """x · weightᵀ, [N, O]."""
         raise NotImplementedError
 
+    def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        """`linear`, where the matrix is one rank's share of the outputs of a larger one."""
+        return self.linear(x_NI, weight_OI)
+
+    def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        """`linear`, where x and the matrix are one rank's share of the inputs: what is added over ranks."""
+        if self.exact and ranks > 1:
+            raise ConfigError(
+                f"{self.name} over {ranks} ranks", hint="sums over ranks are built for exact mode on CPUs"
+            )
+        return self.linear(x_NI, weight_OI)
+
     def taken(self, x: torch.Tensor) -> torch.Tensor:
         """What a large product takes of activations: in low precision they are rounded. `linear` asks by itself."""
         return x
@@ -85,6 +102,18 @@ class Operators:
             if len(x):
                 torch.mm(x, w.t().to(x.dtype), out=o)
         return out
+
+    def grouped_columns(
+        self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
+    ) -> torch.Tensor:
+        """`grouped`, as `linear_columns` is of `linear`."""
+        return self.grouped(x_SI, weight_EOI, rows)
+
+    def grouped_partial(
+        self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
+    ) -> torch.Tensor:
+        """`grouped`, as `linear_partial` is of `linear`."""
+        return self.grouped(x_SI, weight_EOI, rows)
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
         """Each head's row times that head's matrix, [N, H, O]: how latent attention is absorbed. Of what `weights`
@@ -162,9 +191,23 @@ class Native(Operators):
 
 
 class Exact(Operators):
-    """One order of summation for each operator: a row's bits depend on that row alone."""
+    """One order of summation for each operator: a row's bits depend on that row alone.
+
+    `degree` above 1: nor do they depend on how many tensor-parallel ranks compute it, up to so many. Every product into
+    the residual stream is then the sum of that many, whoever computes them.
+    """
 
     absorbs = True
+
+    def __init__(self, dtype: torch.dtype = torch.float32, *, degree: int = 1) -> None:
+        super().__init__(dtype)
+        if degree < 1 or degree & (degree - 1):
+            raise ConfigError(f"degree = {degree}", "sums over ranks are a binary tree", hint="take 1, 2, 4, ...")
+        self.degree = degree
+
+    @property
+    def name(self) -> str:
+        return super().name + (f" degree {self.degree}" if self.degree > 1 else "")
 
     @property
     def exact(self) -> bool:
@@ -179,16 +222,57 @@ class Exact(Operators):
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return exact.linear(_wide(x_NI), _wide(weight_OI)).to(self.dtype)
 
+    def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        if self.degree == 1:
+            return super().linear_columns(x_NI, weight_OI, ranks)
+        return self._columns(weight_OI, ranks)(_wide(x_NI), _wide(weight_OI)).to(self.dtype)
+
+    def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        if self.degree == 1:
+            return super().linear_partial(x_NI, weight_OI, ranks)
+        part = exact.partial(_wide(x_NI), _wide(weight_OI), self.degree // ranks)
+        return part if ranks > 1 else part.to(self.dtype)
+
+    def _columns(self, weight: torch.Tensor, ranks: int) -> Product:
+        """How products of a rank's share of outputs are computed: the same way on any number of ranks."""
+        out_size, in_size = weight.shape[-2:]
+        return exact.columns(out_size * ranks // self.degree, in_size, self.degree)
+
     def rows(self, num_rows: int) -> int:
         return exact.padded(num_rows)
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        x_SI, weight_EOI = _wide(x_SI), _wide(weight_EOI)
+        return self._grouped(_wide(x_SI), _wide(weight_EOI), rows).to(self.dtype)
+
+    def grouped_columns(
+        self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
+    ) -> torch.Tensor:
+        if self.degree == 1:
+            return super().grouped_columns(x_SI, weight_EOI, rows, ranks)
+        product = self._columns(weight_EOI, ranks)
+        return self._grouped(_wide(x_SI), _wide(weight_EOI), rows, product).to(self.dtype)
+
+    def grouped_partial(
+        self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
+    ) -> torch.Tensor:
+        if self.degree == 1:
+            return super().grouped_partial(x_SI, weight_EOI, rows, ranks)
+        number = self.degree // ranks
+        xs = torch.split(_wide(x_SI), x_SI.shape[-1] // number, -1)
+        pairs = zip(xs, exact.pieces(_wide(weight_EOI), number), strict=True)
+        part = exact.tree([self._grouped(x.contiguous(), weight, rows) for x, weight in pairs])
+        return part if ranks > 1 else part.to(self.dtype)
+
+    def _grouped(
+        self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], product: Product | None = None
+    ) -> torch.Tensor:
         whole_lines = not weight_EOI.shape[2] % (exact.LINE_BYTES // 4)  # wherever an expert's rows begin
-        if whole_lines and exact.path(*weight_EOI.shape[1:]) is exact.vendor:
-            return super().grouped(x_SI, weight_EOI, rows).to(self.dtype)
+        product = product or exact.linear
+        vendor = product is exact.linear and exact.path(*weight_EOI.shape[1:]) is exact.vendor
+        if (whole_lines and vendor) or not len(x_SI):
+            return super().grouped(x_SI, weight_EOI, rows)
         parts = zip(torch.split(x_SI, list(rows)), weight_EOI.unbind(), strict=True)
-        return torch.cat([exact.linear(x, w) for x, w in parts if len(x)]).to(self.dtype)
+        return torch.cat([product(x, w) for x, w in parts if len(x)])
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return super().rms_norm(_wide(x), weight, eps).to(self.dtype)
@@ -232,7 +316,7 @@ class Exact(Operators):
 def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True) -> Operators:
     """What engine and learner of a run build their models with. `rounds_weights` False: whoever holds the weights has
     rounded them."""
-    inner = Exact(dtype) if numerics.mode is Mode.EXACT else Native(dtype)
+    inner = Exact(dtype, degree=numerics.degree) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner
     from etude.numerics.low import Quantised  # which is made of operators

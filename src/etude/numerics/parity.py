@@ -55,6 +55,8 @@ def _results(
     for out_size, in_size in products:
         x, weight = random(ROWS, in_size), random(min(out_size, WIDEST), in_size).float()
         yield operators.linear(x, weight)
+        if operators.degree > 1 and not in_size % operators.degree:
+            yield operators.linear_partial(x, weight, 1)
         yield operators.rms_norm(x, None, 1e-6)
         yield operators.gated(random(ROWS, 2 * in_size))
         yield operators.log_softmax(operators.logits(x, weight), 0.7)

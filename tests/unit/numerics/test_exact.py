@@ -20,7 +20,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What was measured is measured anew, and again after the test."""
-    measured = (products.safe_counts, products._measured_path)
+    measured = (
+        products.safe_counts,
+        products._measured_path,
+        products._measured_columns,
+        products._gaps_alike,
+    )
     for cache in measured:
         cache.cache_clear()
     yield
@@ -52,6 +57,48 @@ def test_a_vendor_whose_rows_differ_is_not_used(monkeypatch: pytest.MonkeyPatch,
     products._measured_path.cache_clear()
     assert products.path(8, 16) is products.summed
     Exact().linear(random(3, 16), random(8, 16))  # and works
+
+
+@pytest.mark.parametrize(("size", "in_size"), [(5, 20), (8, 32), (9, 24), (10, 32), (11, 24), (64, 128)])
+def test_an_output_has_the_same_bits_whichever_others_a_rank_has(size: int, in_size: int) -> None:
+    product, x, weight = products.columns(size, in_size, 4), random(30, in_size), random(4 * size, in_size, seed=1)
+    whole = product(x, weight)
+    mixed = torch.randperm(4 * size, generator=torch.Generator().manual_seed(2))
+    for ranks in (1, 2, 4):
+        shares = torch.cat([product(x, share) for share in weight[mixed].chunk(ranks)], -1)
+        assert torch.equal(shares, whole[:, mixed])
+
+
+def test_a_vendor_whose_outputs_depend_on_each_other_is_called_share_by_share_or_not(
+    monkeypatch: pytest.MonkeyPatch, forgotten: None
+) -> None:
+    real = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w: real(x, w) + (1e-6 if len(w) < 24 else 0.0))
+    shared = products.columns(16, 8, 2)
+    assert shared not in (products.linear, products.summed)
+    assert torch.equal(shared(random(3, 8), random(16, 8)), shared(random(3, 8), random(32, 8))[:, :16])
+    monkeypatch.setattr(F, "linear", lambda x, w: real(x, w) + torch.arange(len(w)) * 1e-6)
+    products._measured_columns.cache_clear()
+    assert products.columns(16, 8, 2) is products.summed
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_pieces_of_an_inner_sum_make_a_tree_that_ranks_can_share(number: int) -> None:
+    x, weight = random(9, 48), random(20, 48, seed=1)
+    whole = products.partial(x, weight, 4)
+    assert torch.allclose(whole, x @ weight.T, atol=1e-5)
+    parts = [
+        products.partial(a, w, 4 // number) for a, w in zip(x.chunk(number, 1), weight.chunk(number, 1), strict=True)
+    ]
+    assert torch.equal(products.tree(parts), whole)
+
+
+def test_a_vendor_who_minds_gaps_between_rows_gets_none(monkeypatch: pytest.MonkeyPatch, forgotten: None) -> None:
+    assert not products.pieces(random(8, 16), 2)[1].is_contiguous()
+    products._gaps_alike.cache_clear()
+    real = F.linear
+    monkeypatch.setattr(F, "linear", lambda x, w: real(x, w) + (0.0 if w.is_contiguous() else 1e-6))
+    assert products.pieces(random(8, 16), 2)[1].is_contiguous()
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -9,7 +9,7 @@ this number of threads, that a row's bits do not depend on what else is computed
 """
 
 from etude.numerics.exact.lanes import in_lanes, top_k
-from etude.numerics.exact.products import LINE_BYTES, linear, padded, path, vendor
+from etude.numerics.exact.products import LINE_BYTES, columns, linear, padded, partial, path, pieces, tree, vendor
 from etude.numerics.exact.windows import KERNEL_BLOCK, Causal, Windows, causal_mask, windows
 
 __all__ = [
@@ -18,11 +18,15 @@ __all__ = [
     "Causal",
     "Windows",
     "causal_mask",
+    "columns",
     "in_lanes",
     "linear",
     "padded",
+    "partial",
     "path",
+    "pieces",
     "top_k",
+    "tree",
     "vendor",
     "windows",
 ]

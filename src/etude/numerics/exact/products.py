@@ -11,13 +11,17 @@ differ, too, is summed without the vendor's library. Both are slow and meant for
 
 Products are of float32, as weights are held: a result is rounded to the compute dtype once, by the caller.
 
+For models that ranks share: outputs whose bits do not depend on which others are computed beside them (`columns`; the
+vendor computes ten or fewer in another way), and an inner width in equal pieces whose sums are added in one binary tree
+(`partial`), so that a rank of two, or one that has all, comes to the same bits.
+
 Knows nothing of models. Shapes: N rows, I and O width in and out.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +45,50 @@ def linear(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     >>> linear(x, weight).tolist()
     [[3.0, 3.0, 3.0]]
     """
-    return path(*weight_OI.shape, turned=not weight_OI.is_contiguous())(aligned(x_NI), weight_OI)
+    turned = weight_OI.stride(-1) != 1 and not weight_OI.is_contiguous()
+    return path(*weight_OI.shape, turned=turned)(aligned(x_NI), weight_OI)
 
 
 def path(out_size: int, in_size: int, *, turned: bool = False) -> Product:
     """How products with weights of a shape, `turned` in memory or not, are computed under this number of threads."""
     return _measured_path(out_size, in_size, turned, torch.get_num_threads())
+
+
+def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of a power of two of tensors: neighbours first. Of equal shares' trees it makes the whole's.
+
+    >>> tree([torch.tensor(float(n)) for n in (1, 2, 3, 4)]).item()
+    10.0
+    """
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def pieces(weight_OI: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
+    """An inner width, the last dimension, in that many equal pieces."""
+    cut = torch.split(weight_OI, weight_OI.shape[-1] // number, -1)
+    out_size, in_size = cut[0].shape[-2:]
+    if number == 1 or _gaps_alike(out_size, in_size, torch.get_num_threads()):
+        return cut
+    return tuple(one.contiguous() for one in cut)
+
+
+def partial(x_NI: torch.Tensor, weight_OI: torch.Tensor, number: int) -> torch.Tensor:
+    """``x @ weight.T`` as the tree of that many products.
+
+    >>> partial(torch.ones(1, 4), torch.ones(2, 4), 2).tolist()
+    [[4.0, 4.0]]
+    """
+    width = x_NI.shape[-1] // number
+    pairs = zip(torch.split(x_NI, width, -1), pieces(weight_OI, number), strict=True)
+    return tree([linear(x, weight) for x, weight in pairs])
+
+
+def columns(size: int, in_size: int, number: int) -> Product:
+    """How any whole number of shares of `size` outputs, `number` in all, are computed so that no bit of one depends on
+    which others are there, nor on their order."""
+    return _measured_columns(size, in_size, number, torch.get_num_threads())
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -101,6 +143,29 @@ def _measured_path(out_size: int, in_size: int, turned: bool, threads: int) -> P
         if not _other_counts(product, min(out_size, SAMPLED_WIDTH), in_size, SAMPLED_ROWS, turned=turned):
             return product
     return summed
+
+
+@functools.cache
+def _measured_columns(size: int, in_size: int, number: int, threads: int) -> Product:
+    def share_by_share(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        return torch.cat([linear(x_NI, weight) for weight in torch.split(weight_OI, size)], -1)
+
+    seen = min(size, max(1, SAMPLED_WIDTH // number))
+    x, weight = _random(REFERENCE_ROWS, in_size), _random(seen * number, in_size)
+    mixed = torch.randperm(len(weight), generator=torch.Generator().manual_seed(0))
+    for product in (linear, share_by_share):
+        whole = product(x, weight)[:, mixed]
+        shares = [weight[mixed].chunk(1 << n) for n in range(number.bit_length())]
+        if all(torch.equal(torch.cat([product(x, w) for w in share], -1), whole) for share in shares):
+            return product
+    return summed
+
+
+@functools.cache
+def _gaps_alike(out_size: int, in_size: int, threads: int) -> bool:
+    """Whether rows of a weight with others' numbers between them make the bits of a weight by itself."""
+    x, weight = _random(REFERENCE_ROWS, in_size), _random(min(out_size, SAMPLED_WIDTH), 2 * in_size)
+    return all(torch.equal(linear(x, one), linear(x, one.contiguous())) for one in weight.chunk(2, -1))
 
 
 def _other_counts(

@@ -91,15 +91,19 @@ def summed(
 
 
 def windows(heads: int, key_width: int) -> Windows:
-    """Those of a cache with so many key/value heads, under this number of threads."""
-    return _measured(min(heads, 2), key_width, torch.get_num_threads())
+    """Those of a cache with so many key/value heads, under this number of threads: the same for any number of them, so
+    that a rank with a share of the heads attends as one with all."""
+    return _measured(key_width, torch.get_num_threads())
 
 
 @functools.cache
-def _measured(heads: int, width: int, threads: int) -> Windows:
-    probe = _Probe(heads, width)
-    usable = tuple(w for w in range(BLOCK, SEVERAL + 1, BLOCK) if probe.same_rows(masked, w))
-    if KERNEL_BLOCK in usable and SEVERAL in usable and probe.same_rows(masked, SEVERAL, (TILES[2][0],)):
+def _measured(width: int, threads: int) -> Windows:
+    probe, alone = _Probe(2, width), _Probe(1, width)
+    usable = tuple(
+        w for w in range(BLOCK, SEVERAL + 1, BLOCK) if probe.same_rows(masked, w) and alone.same_rows(masked, w)
+    )
+    whole = KERNEL_BLOCK in usable and SEVERAL in usable and probe.same_rows(masked, SEVERAL, (TILES[2][0],))
+    if whole and probe.same_heads(masked):
         return Windows(usable, masked)
     return Windows(tuple(range(BLOCK, SEVERAL + 1, BLOCK)), summed)
 
@@ -120,6 +124,12 @@ class _Probe:
         most = TILES[1][0]
         whole = self._last(attend, most, window, SEVERAL)
         return all(torch.equal(self._last(attend, n, window, window)[:, :, -most:], whole[:, :, -n:]) for n in counts)
+
+    def same_heads(self, attend: Attend) -> bool:
+        """Whether a head by itself has the bits that it has beside another."""
+        mask, both = causal_mask(SEVERAL - 1 - self.back, SEVERAL), (self.q, self.k, self.v)
+        each = [attend(*(t[:, head : head + 1] for t in both), mask) for head in range(self.q.shape[1])]
+        return torch.equal(torch.cat(each, 1), attend(*both, mask))
 
     def _last(self, attend: Attend, num: int, window: int, keys: int) -> torch.Tensor:
         mask = causal_mask(window - 1 - self.back[-num:], keys)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from etude.errors import ConfigError
 from etude.numerics.formats import Format
 from etude.numerics.low.rounding import rounded
 from etude.numerics.operators import Operators
@@ -37,6 +38,12 @@ class Quantised(Operators):
 
     def __init__(self, inner: Operators, format: Format, *, rounds_weights: bool = True) -> None:
         super().__init__(inner.dtype)
+        if inner.degree > 1 and format.outer:
+            raise ConfigError(
+                f"{format.name} over {inner.degree} tensor-parallel ranks",
+                "its outer scale is of a whole row, of which a rank has a share",
+                hint="set numerics.degree = 1, or take mxfp8 or mxfp4",
+            )
         self.inner, self.format, self.rounds_weights = inner, format, rounds_weights
 
     @property
@@ -51,6 +58,16 @@ class Quantised(Operators):
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return self.inner.linear(self.taken(x_NI), self.weights(weight_OI))
+
+    def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        if self.degree == 1:
+            return super().linear_columns(x_NI, weight_OI, ranks)
+        return self.inner.linear_columns(self.taken(x_NI), self.weights(weight_OI), ranks)
+
+    def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        if self.degree == 1:
+            return super().linear_partial(x_NI, weight_OI, ranks)
+        return self.inner.linear_partial(self.taken(x_NI), self.weights(weight_OI), ranks)
 
 
 def _asked_of_inner(name: str) -> Any:

@@ -1,0 +1,153 @@
+"""Ranks that compute one model together: who they are, and the few collectives that a forward needs.
+
+Two ways to share a model (`Split`). *Tensor*: every rank has all tokens and a share of each layer's heads and widths; a
+product into the residual stream is a sum over ranks. *Expert*: every rank has tokens of its own and whole experts; rows
+travel to the rank of their expert and back. Norms, routers, embedding and head are on every rank either way.
+
+A sum over ranks keeps the bits of one rank because nobody adds in passing: each rank's part is gathered in float32, and
+every rank adds them in one binary tree, whose lower levels are each rank's own (`exact.tree`). A library's all-reduce
+adds in an order of its own.
+
+Collectives run over any `torch.distributed` group of CPU tensors, and each has a deadline: a rank that died or hangs is
+an error in the others that names what they waited for.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from etude.errors import ConfigError, EtudeError
+from etude.numerics.exact import tree
+from etude.numerics.operators import Operators
+
+
+class RankLost(EtudeError):
+    """Another rank did not do its part of a collective: it died, or is late. The group cannot be used any more."""
+
+
+class Split(enum.StrEnum):
+    """What ranks share a model by."""
+
+    TENSOR = "tensor"
+    EXPERT = "expert"
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One rank's place among `degree`; `ALONE` has no group and waits for nobody.
+
+    >>> ALONE.degree, ALONE.tensor is ALONE
+    (1, True)
+    """
+
+    degree: int = 1
+    rank: int = 0
+    split: Split = Split.TENSOR
+    group: distributed.ProcessGroup | None = None  # None: the default group
+    deadline_s: float = 120.0  # of each collective
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.degree or (self.split is Split.TENSOR and self.degree & (self.degree - 1)):
+            raise ConfigError(
+                f"rank {self.rank} of {self.degree} {self.split}-parallel ranks",
+                "ranks count from 0, and sums over tensor-parallel ranks are a binary tree",
+                hint="take 1, 2, 4, ... tensor-parallel ranks",
+            )
+
+    @property
+    def tensor(self) -> Parallel:
+        """What attention and layers without a router are shared by."""
+        return self if self.split is Split.TENSOR else ALONE
+
+    def experts(self, number: int) -> range:
+        """Which of so many experts this rank has, whole or a part of each. Raises `ConfigError`."""
+        if self.split is Split.TENSOR:
+            return range(number)
+        if number % self.degree:
+            raise ConfigError(
+                f"{number} experts on {self.degree} expert-parallel ranks",
+                "each has as many",
+                hint="take a number of ranks that divides the experts",
+            )
+        each = number // self.degree
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def columns(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """x · weightᵀ, [N, O]: of the whole matrix's outputs those that this rank has."""
+        return ops.linear_columns(self.entered(ops, x_NI), weight_OI, self.degree)
+
+    def rows(self, ops: Operators, x_NI: torch.Tensor, weight_OI: torch.Tensor, what: str) -> torch.Tensor:
+        """x · weightᵀ, [N, O]: this rank has some of the whole matrix's inputs, and every rank gets the sum."""
+        return self.summed(ops, ops.linear_partial(x_NI, weight_OI, self.degree), what)
+
+    def entered(self, ops: Operators, x: torch.Tensor) -> torch.Tensor:
+        """`x`, which all ranks have alike and use for different things: its gradient is the sum of theirs. In the width
+        that products are of, so that the sum is rounded once."""
+        if self.degree == 1:
+            return x
+        entered: torch.Tensor = _Entered.apply(x.to(ops.held), self)  # type: ignore[no-untyped-call]
+        return entered
+
+    def summed(self, ops: Operators, part: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum of every rank's part, in the operators' dtype; its gradient is each part's."""
+        if self.degree == 1:
+            return part
+        whole: torch.Tensor = _Summed.apply(part, self, what)  # type: ignore[no-untyped-call]
+        return whole.to(ops.dtype)
+
+    def added(self, part: torch.Tensor, what: str) -> torch.Tensor:
+        """The sum of every rank's part, float32 or wider, in the one order. Collective."""
+        wide = part.to(torch.promote_types(part.dtype, torch.float32)).contiguous()
+        parts = [torch.empty_like(wide) for _ in range(self.degree)]
+        self._wait(lambda: distributed.all_gather(parts, wide, group=self.group, async_op=True), what)
+        return tree(parts)
+
+    def exchanged(self, rows_SD: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str) -> torch.Tensor:
+        """Rows of other ranks: `sent` says how many of `rows_SD` go to each rank, in order, `received` how many come
+        from each. Collective."""
+        out = rows_SD.new_empty(sum(received), rows_SD.shape[1])
+        args = (out.view(torch.uint8), rows_SD.contiguous().view(torch.uint8), list(received), list(sent))
+        self._wait(lambda: distributed.all_to_all_single(*args, group=self.group, async_op=True), what)
+        return out
+
+    def _wait(self, begin: Callable[[], Any], what: str) -> None:
+        try:
+            begin().wait(timedelta(seconds=self.deadline_s))
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {self.rank} of {self.degree} waited for the others' {what}",
+                f"for at most {self.deadline_s:g} s; {error}",
+                hint="see the other ranks' output: one died, hangs, or computes something else",
+            ) from None
+
+
+ALONE = Parallel()
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        ctx.parallel = parallel
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.parallel.added(gradient, "gradient of an input").to(gradient.dtype), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, parallel: Parallel, what: str) -> torch.Tensor:
+        ctx.dtype = part.dtype
+        return parallel.added(part, what)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient.to(ctx.dtype), None, None
