@@ -39,7 +39,9 @@ def arguments(parser: argparse.ArgumentParser, counted: Callable[[str], int], wr
         help="what samples: the URL of python -m etude.inference.server or of vllm serve, not that of etude serve "
         "(default: our engine, in this process)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of both sides (default: a run's own, else float32)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of both sides, or of the engine (default: a run's own, else float32)"
+    )
     parser.add_argument("--learner-dtype", choices=DTYPES, help="of the learner alone (default: --dtype)")
     parser.add_argument(
         "--mode", choices=["exact", "native"], help="default: a run's own, else exact; with --engine native"
@@ -229,13 +231,11 @@ _COLUMNS = (
     "k3 replayed",
 )
 _MOST = 8  # findings that are shown
-LEGEND = (
-    "r: the learner's probability of a token over the engine's; Δ = log r; k1, k3: KL divergence a token, in nats; "
-    "flipped: choices of experts that differ; k3 replayed: the learner given the engine's experts"
-)
 
 
 def _show(found: Diagnosis) -> None:
+    from etude.evals.parity import LEGEND
+
     screen = places.console()
     table = Table(*_COLUMNS)
     for way in found.ways:
