@@ -69,7 +69,7 @@ class History:
     def beginning(self, step: int, given: Path | None) -> Path:
         """The checkpoint to redo a step from: the one that was given, by path or by name, or the nearest before it.
         Raises `CheckpointError`
-        when there is none."""
+        when there is none, `InputError` for one of a step that is not before it."""
         folder = self.run / "checkpoints"
         saved = [path for at, path in sorted(steps_in(folder, "step-*")) if at < step]
         start = given or (saved[-1] if saved else folder / "mid")
@@ -77,7 +77,15 @@ class History:
             start = folder / start
         if not start.is_dir():
             raise CheckpointError(f"no checkpoint at {start}", hint=self.others(step, start))
+        saved_at = {path.resolve(): at for at, path in steps_in(folder, "step-*")}
+        self.require_before(step, start, saved_at.get(start.resolve(), 0))
         return start
+
+    def require_before(self, step: int, start: Path, held: int) -> None:
+        """Raise `InputError` for a checkpoint whose step does not lie before the one to redo."""
+        if held >= step:
+            hint = self.others(step, start)
+            raise InputError(f"{start} does not lead to step {step}", f"it holds step {held}", hint=hint)
 
     def others(self, step: int, start: Path) -> str:
         """As a hint: what else than `start` a step can be redone from."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from etude.config import build, to_plain
-from etude.errors import CheckpointError, InputError, LedgerError, RunError
+from etude.errors import CheckpointError, LedgerError, RunError
 from etude.experience import Ledger
 from etude.experience.traces import trace_path
 from etude.loop.config import must_be_unchanged, read_config
@@ -136,8 +136,7 @@ def _begin(learner: TorchLearner, history: History, step: int, start: Path) -> N
         learner.load(start)
     except CheckpointError as error:
         raise CheckpointError(error.what, error.facts, hint=others) from None
-    if learner.step >= step:
-        raise InputError(f"{start} does not lead to step {step}", f"it holds step {learner.step}", hint=others)
+    history.require_before(step, start, learner.step)
     published, found = history.version(learner.step), table_digest(table(learner.exported()))
     if published is not None and published.digest != found:
         raise CheckpointError(
