@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,11 +261,12 @@ def without_a_manifest(run: RunFolder) -> None:
     [
         (None, 0, None, InputError, "has no step 0: its current lineage has steps 1 to 5"),
         (None, 6, None, InputError, "has no step 6"),
-        (None, 3, "step-000004", InputError, "does not lead to step 3: it holds step 4"),
-        (None, 3, "step-000099", CheckpointError, "no checkpoint at .*step-000099\n.*mid, step-000002, step-000004"),
+        (None, 3, "step-000004", InputError, "does not lead to step 3: it holds step 4\n.*one of mid, step-000002$"),
+        (None, 3, "final", InputError, "does not lead to step 3: it holds step 5"),
+        (None, 3, "step-000099", CheckpointError, "no checkpoint at .*step-000099\n.*one of mid, step-000002$"),
         (without_checkpoints, 3, None, CheckpointError, "no checkpoint at .*mid"),
         (with_other_weights, 3, None, CheckpointError, "does not hold what step 2 published"),
-        (with_half_a_checkpoint, 3, None, CheckpointError, "is damaged.*\n.*begin from another: --from"),
+        (with_half_a_checkpoint, 3, None, CheckpointError, "is damaged.*\n.*--from one of mid$"),
         (with_other_settings, 3, None, RunRefused, "config.toml was changed"),
         (with_a_batch_of_another_step, 3, None, LedgerError, "not of the step that the current weights"),
         (without_a_manifest, 2, None, WeightsError, "what step 2 published is not known any more"),
@@ -281,3 +284,19 @@ def test_what_is_not_there_or_damaged_is_named(
         damage(copied)
     with pytest.raises(kind, match=f"(?s){what}"):
         redo(copied, step, start=Path(start) if start else None)
+
+
+def test_a_step_that_is_not_there_is_refused_without_torch(done: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import sys; from etude.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    for words, code, what in (
+        (["999"], 2, "has no step 999"),
+        (["3", "--from", "no"], 1, "no checkpoint at"),
+        (["3", "--from", "step-000004"], 2, "does not lead to step 3"),
+    ):
+        words = [sys.executable, "-c", program, "replay", str(done.path), *words]
+        ended = subprocess.run(words, check=True, capture_output=True, text=True)
+        assert ended.stdout.split() == [str(code), "False"]
+        assert what in ended.stderr
+    with pytest.raises(SystemExit):
+        cli.main(["replay", str(done.path), "-1"])
+    assert "'-1' is not a number from 1 on" in capsys.readouterr().err

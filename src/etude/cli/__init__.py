@@ -134,7 +134,7 @@ def _look_commands(commands: Commands[Parser]) -> None:
     _run_argument(add(commands, "report", "look:report", "write report.html and summary.json again"))
     replay = add(commands, "replay", "replay:run", "redo a training step from disk; exit code 1 when a bit differs")
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its name in runs/")
-    replay.add_argument("step", type=step, metavar="STEP", help="a step of the current weights' lineage, from 1 on")
+    replay.add_argument("step", type=positive, metavar="STEP", help="a step of the current weights' lineage, from 1 on")
     replay.add_argument(
         "--from", dest="start", type=Path, metavar="CHECKPOINT", help="where to begin (default: the nearest before it)"
     )

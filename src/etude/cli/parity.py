@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from etude.evals.doctor.diagnosis import Diagnosis
     from etude.evals.doctor.sides import EngineSide
     from etude.evals.parity import Budget, Parity
+    from etude.loop.config import RunConfig
     from etude.models import ModelConfig, Transformer
 
 MAX_TOKENS = 4096
@@ -32,11 +34,21 @@ def arguments(parser: argparse.ArgumentParser, counted: Callable[[str], int], wr
     """What the command takes."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT|RUN")
     parser.add_argument(
-        "--engine", metavar="URL|transformers", help="what samples (default: our engine, in this process)"
+        "--engine",
+        metavar="URL|transformers",
+        help="what samples: the URL of python -m etude.inference.server or of vllm serve, not that of etude serve "
+        "(default: our engine, in this process)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of both sides (default: float32)")
-    parser.add_argument("--mode", choices=["exact", "native"], help="default: exact for our engine, native for others")
-    parser.add_argument("--quant", choices=["none", "mxfp8", "nvfp4", "mxfp4"], default="none")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of both sides, or of the engine (default: a run's own, else float32)"
+    )
+    parser.add_argument("--learner-dtype", choices=DTYPES, help="of the learner alone (default: --dtype)")
+    parser.add_argument(
+        "--mode", choices=["exact", "native"], help="default: a run's own, else exact; with --engine native"
+    )
+    parser.add_argument(
+        "--quant", choices=["none", "mxfp8", "nvfp4", "mxfp4"], help="default: a run's own; with --engine none"
+    )
     parser.add_argument("--text", type=Path, metavar="FILE", help="what prompts are cut from (default: random tokens)")
     parser.add_argument("--prompts", type=counted, default=8, metavar="N")
     parser.add_argument("--tokens", type=counted, default=64, metavar="N", help="to sample after each prompt")
@@ -52,23 +64,26 @@ def parity(args: argparse.Namespace) -> int:
     from etude.evals.doctor.page import write_page
     from etude.evals.doctor.sides import LearnerSide
 
-    checkpoint = _checkpoint(args.checkpoint)
-    mode = args.mode or ("exact" if args.engine is None else "native")
-    learner = _model(checkpoint, args.dtype, mode, args.quant)
+    asked = _asked(args)
+    checkpoint, dtypes = asked.checkpoint, f"{asked.dtype} against {asked.learner_dtype} in the learner"
+    dtypes = asked.dtype if asked.dtype == asked.learner_dtype else dtypes
+    print(f"{checkpoint}: {asked.mode}, {dtypes}, quantise {asked.quant}", file=sys.stderr, flush=True)
+    learner = _model(asked, asked.learner_dtype)
     prompts = _prompts(args, checkpoint, learner.config)
-    engine = _engine(args, checkpoint, mode)
+    engine = _engine(args, asked)
     found = examine(
         engine,
         LearnerSide(learner),
         prompts,
         max_tokens=args.tokens,
         seed=args.seed,
-        exact=mode == "exact",
-        budget=_budget(args, mode),
+        exact=asked.mode == "exact",
+        budget=asked.budget,
         told=lambda what: print(what, file=sys.stderr, flush=True),
+        alone=learner if asked.dtype == asked.learner_dtype else _model(asked, asked.dtype),
     )
     if args.out is not None:
-        write_page(args.out, found, title=f"{args.checkpoint.name} · {args.dtype} · {mode}")
+        write_page(args.out, found, title=f"{args.checkpoint.name} · {dtypes} · {asked.mode}")
     if args.json:
         print(json.dumps(found.plain(), indent=2))
     else:
@@ -76,18 +91,50 @@ def parity(args: argparse.Namespace) -> int:
     return Exit.FAILED if found.verdict is Verdict.OFF else Exit.DONE
 
 
-def _checkpoint(path: Path) -> Path:
+@dataclass(frozen=True)
+class Asked:
+    """What is compared, and how near is near enough."""
+
+    checkpoint: Path
+    mode: str
+    dtype: str  # of the engine
+    learner_dtype: str
+    quant: str
+    budget: Budget
+
+
+def _asked(args: argparse.Namespace) -> Asked:
+    """Flags first, then a run's own settings, then defaults. Raises `InputError`."""
+    checkpoint, run = _checkpoint(args.checkpoint)
+    own = run if args.engine is None else None  # another's engine has sums and roundings of its own
+    mode = args.mode or (own.numerics.mode if own else "exact" if args.engine is None else "native")
+    quant = args.quant or (own.numerics.quantise if own else "none")
+    dtype = args.dtype or (run.engine.dtype if run else "float32")
+    learner_dtype = args.learner_dtype or args.dtype or (run.learner.dtype if run else "float32")
+    if mode == "exact" and dtype != learner_dtype:
+        facts = f"the engine is to compute in {dtype}, the learner in {learner_dtype}"
+        raise InputError("exact mode in two dtypes", facts, hint="use --mode native, or one dtype")
+    if mode == "native" and quant != "none":
+        facts = "a last bit that differs may round to another number, so no error tells an operator"
+        raise InputError(f"--quant {quant} in native mode", facts, hint="use --mode exact, or --quant none")
+    return Asked(checkpoint, mode, dtype, learner_dtype, quant, _budget(args, mode, dtype, run))
+
+
+def _checkpoint(path: Path) -> tuple[Path, RunConfig | None]:
+    """The checkpoint, and the settings of the run that it is of."""
     place = places.existing(path)
     if (place / "run.json").is_file():
+        from etude.loop.config import read_config
         from etude.loop.exporting import newest_checkpoint
 
-        return newest_checkpoint(places.open_run(place))
+        run = places.open_run(place)
+        return newest_checkpoint(run), read_config(run)
     if not (place / "config.json").is_file():
         raise NoCheckpoint(f"{place} is no checkpoint", "it has no config.json", hint="give a Hugging Face directory")
-    return place
+    return place, None
 
 
-def _model(checkpoint: Path, dtype: str, mode: str, quant: str, *, packed: bool = False) -> Transformer:
+def _model(asked: Asked, dtype: str, *, packed: bool = False) -> Transformer:
     """`packed`: with weights decoded from bytes, as an engine holds them."""
     import torch
 
@@ -97,28 +144,25 @@ def _model(checkpoint: Path, dtype: str, mode: str, quant: str, *, packed: bool 
     from etude.numerics.formats import FORMATS
     from etude.numerics.operators import operators_for
 
-    numerics, low = NumericsConfig(Mode(mode), Quantise(quant)), quant != "none"
-    if low and numerics.mode is Mode.NATIVE:
-        facts = "a last bit that differs may round to another number, so no error tells an operator"
-        raise InputError(f"--quant {quant} in native mode", facts, hint="use --mode exact, or leave --quant out")
+    numerics = NumericsConfig(Mode(asked.mode), Quantise(asked.quant))
     kind: torch.dtype = getattr(torch, dtype)
-    model = load_model(checkpoint, dtype=kind, operators=operators_for(numerics, kind, rounds_weights=not packed))
-    if low and packed:
+    model = load_model(asked.checkpoint, dtype=kind, operators=operators_for(numerics, kind, rounds_weights=not packed))
+    if packed and asked.quant != "none":
         PackedWeights(model, FORMATS[numerics.quantise]).decode()
     return model
 
 
-def _engine(args: argparse.Namespace, checkpoint: Path, mode: str) -> EngineSide:
+def _engine(args: argparse.Namespace, asked: Asked) -> EngineSide:
     import torch
 
     if args.engine is None:
         from etude.evals.doctor.sides import OurEngine
 
-        return OurEngine(_model(checkpoint, args.dtype, mode, args.quant, packed=True))
+        return OurEngine(_model(asked, asked.dtype, packed=True))
     if args.engine == "transformers":
         from etude.evals.doctor.transformers_engine import TransformersEngine
 
-        return TransformersEngine.load(checkpoint, getattr(torch, args.dtype))
+        return TransformersEngine.load(asked.checkpoint, getattr(torch, asked.dtype))
     if not args.engine.startswith(("http://", "https://")):
         raise InputError(f"--engine {args.engine} is no engine", hint="give a URL, or the word transformers")
     from etude.evals.doctor.remote import at_url
@@ -126,14 +170,14 @@ def _engine(args: argparse.Namespace, checkpoint: Path, mode: str) -> EngineSide
     return at_url(args.engine, token=os.environ.get("ETUDE_TOKEN"))
 
 
-def _budget(args: argparse.Namespace, mode: str) -> Budget:
+def _budget(args: argparse.Namespace, mode: str, dtype: str, run: RunConfig | None) -> Budget:
     from etude.evals.parity import Budget, budget_of
 
     if args.k3 is not None and not 0 <= args.k3 < math.inf:
         raise InputError(f"--k3 {args.k3} is no budget", hint="give a number from 0 on, such as 1e-3")
     if mode == "exact":
         return Budget(0.0, 0.0)
-    usual = budget_of(args.dtype)
+    usual = budget_of(dtype) if run is None else run.parity.budget(dtype)
     return usual if args.k3 is None else Budget(args.k3, usual.ratio_p99)
 
 
@@ -190,6 +234,8 @@ _MOST = 8  # findings that are shown
 
 
 def _show(found: Diagnosis) -> None:
+    from etude.evals.parity import LEGEND
+
     screen = places.console()
     table = Table(*_COLUMNS)
     for way in found.ways:
@@ -203,6 +249,7 @@ def _show(found: Diagnosis) -> None:
             "-" if way.replayed is None else _number(way.replayed.k3),
         )
     screen.print(table)
+    screen.print(LEGEND, style="dim")
     worst = max(found.ways, key=lambda way: way.parity.k3)
     screen.print(f"|Δ| of log-probabilities, {worst.way}:")
     for label, count, bar in bars(worst.parity):
@@ -224,10 +271,13 @@ def _words(found: Diagnosis) -> str:
         case Verdict.EQUAL:
             return f"{found.engine} and the learner agree to the bit"
         case Verdict.NEAR:
-            return f"{found.engine} and the learner are as near as their rounding lets them"
+            limits = f"k3 at most {found.budget.k3:g}, p99 |r-1| at most {found.budget.ratio_p99:g}"
+            each = "each operator within its rounding" if found.shown else "its operators were not seen"
+            return f"{found.engine} and the learner are as near as their rounding lets them: {limits}; {each}"
     if found.findings:
         return f"{found.engine} and the learner differ, first in {found.findings[0].name}"
-    what = "were to be equal" if found.exact else f"are over the budget of k3 {found.budget.k3:g}"
+    limits = f"k3 {found.budget.k3:g} or p99 |r-1| {found.budget.ratio_p99:g}"
+    what = "were to be equal" if found.exact else f"are over the budget of {limits}"
     return f"{found.engine} and the learner {what}"
 
 

@@ -26,11 +26,16 @@ NAMED = 5  # tensors that differ
 
 def run(args: argparse.Namespace) -> int:
     """Redo a step. Exit code 1 when its weights are not those that the run published."""
-    from etude.loop.redoing import redo
+    from etude.loop.history import History
 
     folder = open_run(args.run)
+    history = History.read(folder)
+    history.require(args.step)
+    start = history.beginning(args.step, args.start)
+    from etude.loop.redoing import redo  # torch, which takes seconds: what cannot be redone is refused by now
+
     with _progress() as told:
-        done = redo(folder, args.step, start=args.start, told=told)
+        done = redo(folder, args.step, start=start, told=told, history=history)
     if args.json:
         print(json.dumps({"run": str(folder.path), **_plain(done)}, indent=2))
     else:

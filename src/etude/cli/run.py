@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "no CONFIG was given", "a new run needs one", hint="etude run examples/laptop/config.toml"
             )
-        folder, config = None, build(RunConfig, given)
+        folder, config = None, build(RunConfig, given).settled()
     else:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
         config = resumed(folder, given, whole=args.config is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etude.dashboard.plot import WIDE, Estimate, LaneRow, Series, bar_chart, lane_chart, legend, line_chart
 from etude.dashboard.read import Event, RunView, counts, number, text
@@ -161,17 +161,27 @@ def parity(view: RunView) -> Panel | None:
     """How well samplers and trainer agree, on a logarithmic scale, and what the run did where they did not."""
     steps = view.by_step("rl.step")
     kinds = (("fresh rollouts", "fresh_ratio_max", 2), ("all, 99th percentile", "ratio_p99", 4), ("k3", "k3", 3))
-    series = [Series(name, _positive(_points(steps, key)), colour) for name, key, colour in kinds]
     probes: dict[float, float] = {}
     for x, y in _points(view.of("engine.probe"), "ratio_max"):
         probes[x] = max(y, probes.get(x, 0.0))
-    series.insert(0, Series("probe", _positive(sorted(probes.items())), 1))
+    series = [Series("probe", sorted(probes.items()), 1)]
+    series += [Series(name, _points(steps, key), colour) for name, key, colour in kinds]
     note = (
         "max |r − 1| of the version-matched probe and of fresh rollouts (one version sampled the whole context), the "
-        "99th percentile over all tokens, and k3, an estimate of the KL divergence from sampler to trainer. Zeros are "
-        "not shown."
+        "99th percentile over all tokens, and k3, an estimate of the KL divergence from sampler to trainer."
     )
-    return _disagreement("Parity", note + _alarms(view), series)
+    return _disagreement("Parity", note + _zeros(series) + _alarms(view), series)
+
+
+def _zeros(series: Sequence[Series]) -> str:
+    """Which numbers are 0, and so not on a logarithmic scale, as a sentence; empty where none is."""
+    said = []
+    for one in series:
+        zeros, what = sum(y == 0 for _, y in one.points), "versions" if one.label == "probe" else "steps"
+        if zeros:
+            of = f"all {zeros} {what}" if zeros == len(one.points) else f"{zeros} of {len(one.points)} {what}"
+            said.append(f"{one.label}: 0 at {of}")
+    return f" Not drawn: {'; '.join(said)}." if said else ""
 
 
 def _alarms(view: RunView) -> str:
@@ -196,19 +206,20 @@ def replay(view: RunView) -> Panel | None:
         "With and without replay",
         "k3 and max |r − 1| of all tokens with the engines' experts, and of one sample in 64 with those that the "
         "router chooses now. Zeros are not shown.",
-        [Series(name, _positive(_points(steps, key)), i + 1) for i, (name, key) in enumerate(kinds)],
+        [Series(name, _points(steps, key), i + 1) for i, (name, key) in enumerate(kinds)],
     )
 
 
 def _disagreement(title: str, note: str, series: Sequence[Series]) -> Panel | None:
-    """A panel of small positive numbers by step."""
-    if not any(one.points for one in series):
-        return None
+    """A panel of small numbers by step, those over 0 drawn; words alone where none is."""
+    drawn = [replace(one, points=_positive(one.points)) for one in series if _positive(one.points)]
+    if not drawn:
+        return Panel(title, note, "") if any(one.points for one in series) else None
     return Panel(
         title,
         note,
-        line_chart(series, title=f"{title} by step", x_label="step", log=True, x_format=_whole),
-        legend([(one.label, one.colour) for one in series if one.points]),
+        line_chart(drawn, title=f"{title} by step", x_label="step", log=True, x_format=_whole),
+        legend([(one.label, one.colour) for one in drawn]),
     )
 
 

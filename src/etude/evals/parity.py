@@ -19,6 +19,12 @@ F64 = npt.NDArray[np.float64]
 DECADES = (-8, 1)
 """The histogram's range: powers of ten of |difference|, in steps of half a decade."""
 
+LEGEND = (
+    "r: the learner's probability of a token over the engine's; Δ = log r; k1, k3: KL divergence a token, in nats; "
+    "flipped: choices of experts that differ; k3 replayed: the learner given the engine's experts"
+)
+"""What the columns of a table of `Parity` mean, in a line."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:

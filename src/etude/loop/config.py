@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class RunConfig:
         if self.numerics.mode is Mode.EXACT and self.engine.dtype is not self.learner.dtype:
             raise ValueError(
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
-                f"agree to the bit, which numerics.mode = 'exact' promises"
+                f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
             )
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
@@ -105,6 +105,13 @@ class RunConfig:
                 f"engine.context_tokens = {self.engine.context_tokens} is past "
                 f"model.context_tokens = {self.model.context_tokens}"
             )
+
+    def settled(self) -> RunConfig:
+        """The same with the budget that its engines' dtype gives, where a budget is held: it is written down, too."""
+        if self.numerics.mode is Mode.EXACT and self.parity.over_budget is not OverBudget.FALL_BACK:
+            return self  # every number must be the same
+        budget = self.parity.budget(self.engine.dtype)
+        return replace(self, parity=replace(self.parity, k3=budget.k3, ratio_p99=budget.ratio_p99))
 
     @property
     def wants_routes(self) -> bool:

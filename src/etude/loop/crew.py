@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.loop.config import RunConfig
-from etude.loop.processes import KEEPS_MEMORY, NOTHING, Child, Role, Supervisor
+from etude.loop.processes import KEEPS_MEMORY, NOTHING, READY_S, Child, Role, Supervisor
 from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, Rollout, RolloutSpec
 from etude.run import RunFolder
@@ -127,7 +127,7 @@ class Crew:
         async def on_up(child: Child) -> None:
             caller = child.caller
             assert caller is not None, "members are started with a socket"
-            await caller.call("ready", bool, deadline_s=60.0)
+            await caller.call("ready", bool, deadline_s=2 * READY_S)  # the supervisor's ends first
             pool.join(caller)
             if role == "worker":
                 await self._tell_workers()  # after it has joined: an engine that comes up meanwhile tells it, too

@@ -50,6 +50,17 @@ class ParityConfig:
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name} = {value} is no budget: a number from 0 on")
 
+    def budget(self, dtype: str) -> Budget:
+        """In native mode, of engines that compute in `dtype`.
+
+        >>> ParityConfig(k3=1e-4).budget("bfloat16")
+        Budget(k3=0.0001, ratio_p99=0.5)
+        """
+        usual = budget_of(dtype)
+        return Budget(
+            usual.k3 if self.k3 is None else self.k3, usual.ratio_p99 if self.ratio_p99 is None else self.ratio_p99
+        )
+
 
 FRESH = "fresh rollouts"
 """In the place of an engine's name: what the learner's own weights sampled, wherever."""
@@ -91,12 +102,7 @@ class Watch:
             return Budget(0.0, 0.0)
         if self.defence is Defence.TRUNCATED:
             return None
-        usual = budget_of(self._dtype)
-        given = self._config
-        return Budget(
-            usual.k3 if given.k3 is None else given.k3,
-            usual.ratio_p99 if given.ratio_p99 is None else given.ratio_p99,
-        )
+        return self._config.budget(self._dtype)
 
     def saw(self, engine: str, found: Parity) -> Alarm | None:
         """Count a probe. An alarm is raised when an engine's patience is over; a defence it names counts as taken."""

@@ -24,10 +24,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from etude.errors import DeadlineExceeded, EtudeError
+from etude.loop.usage import Processes
 from etude.loop.wire import Caller, Lost
 from etude.telemetry import Telemetry
 
 MAX_RESTARTS, RESTART_WINDOW_S = 8, 60.0
+READY_S = 600.0
+"""For a child that lives to be ready: on a host with ten processes a core `import torch` alone takes minutes. One that
+dies is seen at once."""
 BEAT_S = 2.0
 AGAIN = 75
 """Exit code of a program that lost a process of its own and should simply be started again (EX_TEMPFAIL)."""
@@ -146,6 +150,14 @@ class Child:
             _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
 
+    @property
+    def state(self) -> str:
+        """Whether it lives and what it has done so far, for an error message."""
+        if self.pid is None:
+            return "it has ended"
+        cpu_s = Processes().cpu_s(self.pid)
+        return f"it is alive and has used {cpu_s:.1f} s of CPU time in {time.monotonic() - self.starts[-1]:.0f} s"
+
     def last_words(self, lines: int = 12) -> str:
         """The end of its log, for an error message."""
         try:
@@ -168,7 +180,7 @@ class Role:
     on_up: Callable[[Child], Awaitable[object]]  # after each start: makes it ready, or raises
     answers: Callable[[Child], Awaitable[object]]  # a question that any healthy one answers at once; or raises
     with_socket: bool = False
-    ready_s: float = 60.0
+    ready_s: float = READY_S
 
 
 class Supervisor:
@@ -196,7 +208,7 @@ class Supervisor:
     async def _bring_up(self, child: Child, role: Role) -> None:
         await child.start(with_socket=role.with_socket)
         assert child.process is not None, "just started"
-        up = asyncio.create_task(_within(role.on_up(child), role.ready_s, f"{child.name} to be ready"))
+        up = asyncio.create_task(_within(role.on_up(child), role.ready_s, child, "to be ready"))
         gone = asyncio.create_task(child.process.wait())
         try:
             await asyncio.wait({up, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -247,7 +259,7 @@ class Supervisor:
         try:
             while not (await asyncio.wait({exited}, timeout=BEAT_S))[0]:
                 try:
-                    await _within(role.answers(child), self.hung_s, f"{child.name} to answer")
+                    await _within(role.answers(child), self.hung_s, child, "to answer")
                 except DeadlineExceeded as error:
                     self.telemetry.event("process", name=child.name, state="hung", pid=child.pid, reason=error.what)
                     child.kill()
@@ -283,9 +295,13 @@ class Supervisor:
         self.children.clear()
 
 
-async def _within(work: Awaitable[object], seconds: float, what: str) -> None:
+async def _within(work: Awaitable[object], seconds: float, child: Child, what: str) -> None:
     try:
         async with asyncio.timeout(seconds):
             await work
     except TimeoutError:
-        raise DeadlineExceeded(f"waited for {what}", f"for {seconds:g} s", hint="see its log under logs/") from None
+        raise DeadlineExceeded(
+            f"waited for {child.name} {what}",
+            f"for {seconds:g} s; {child.state}",
+            hint=f"its log is {child.log_path}; where that is empty the host is too busy: run less beside it",
+        ) from None

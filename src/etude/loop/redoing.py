@@ -1,9 +1,8 @@
 """Redo a recorded training step from disk alone, and compare the weights with those that the run published.
 
 Load the nearest learner checkpoint before the step, train on every recorded batch up to it, in order, with the run's
-own settings, and compare each version on the way, tensor by tensor, with the digests in its manifest. A step number may
-have been trained more than once, after a restart: what is meant is the one in the lineage of the current weights, whose
-traces replaced the others'. Only reads the run folder, of a run that is under way, too. Equality is promised where what
+own settings, and compare each version on the way, tensor by tensor, with the digests in its manifest (which step a
+number means: `history`). Only reads the run folder, of a run that is under way, too. Equality is promised where what
 computes is the same (`learning.computed_by`); elsewhere the step is redone all the same and what differs is told.
 Knows nothing of rollouts, engines and the conductor.
 """
@@ -11,26 +10,24 @@ Knows nothing of rollouts, engines and the conductor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from etude.config import build, to_plain
-from etude.errors import CheckpointError, InputError, LedgerError, RunError, WeightsError
-from etude.experience import Ledger, read_trace
-from etude.experience.traces import Recorded, trace_path
+from etude.errors import CheckpointError, LedgerError, RunError
+from etude.experience import Ledger
+from etude.experience.traces import trace_path
 from etude.loop.config import must_be_unchanged, read_config
+from etude.loop.history import History
 from etude.loop.learning import NUM_THREADS, computed_by, make_learner, starting_point
-from etude.loop.retention import kept_from, steps_in
+from etude.loop.retention import kept_from
 from etude.records import Version
 from etude.run import RunFolder
-from etude.stores import DirectoryStore
-from etude.telemetry import read_events
 from etude.training import LearnerConfig, TorchLearner
-from etude.weights.chain.history import readable
-from etude.weights.chain.manifest import Manifest, table, table_digest
+from etude.weights.chain.manifest import table, table_digest
 
 TIMED = {"cpu_s", "fresh_ratio_max"}  # numbers of a step that depend on when it ran: the second on a publish's end
 
@@ -79,77 +76,27 @@ class Replay:
         return {name: pair for one in self.steps for name, pair in one.computed_by.items()}
 
 
-@dataclass(frozen=True)
-class History:
-    """What a run folder tells of its current lineage."""
-
-    run: RunFolder
-    versions: Mapping[int, Manifest]  # by step
-    rollout_ids: Mapping[int, frozenset[str]]  # by step; empty: published again, and so not known
-    damaged: Version | None = None  # where the lineage can be read no further back
-    numbers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # by step: of its last `rl.step` event
-
-    @classmethod
-    def read(cls, run: RunFolder) -> History:
-        manifests, damaged = readable(DirectoryStore(run / "weights"), "policy")
-        ids: dict[int, frozenset[str]] = {}
-        for manifest in manifests:
-            step = manifest.version.step
-            ids[step] = ids.get(step, frozenset()) | frozenset(manifest.rollout_ids)
-        events = (event for event in read_events(run / "events") if event.get("kind") == "rl.step")
-        numbers = {int(event.get("step", 0)): event for event in events}
-        versions = {manifest.version.step: manifest for manifest in manifests}
-        return cls(run, versions, ids, damaged.version if damaged else None, numbers)
-
-    def version(self, step: int) -> Version | None:
-        """What the run published at a step, where that is still known."""
-        return self.versions[step].version if step in self.versions else None
-
-    def require(self, step: int) -> None:
-        """Raise an error that says why a step cannot be redone, where its version is not in the lineage."""
-        if step in self.versions and step > 0:
-            return
-        steps = [at for at in self.versions if at > 0]
-        if self.damaged is not None and step <= self.damaged.step:
-            raise WeightsError(
-                f"what step {step} published is not known any more",
-                f"the lineage can be read back to {self.damaged}, whose manifest is gone or damaged",
-                hint="copy that manifest back, or redo a later step",
-            )
-        facts = f"its current lineage has steps {min(steps)} to {max(steps)}" if steps else "it has published no step"
-        lost = (
-            "; that one was trained in a lineage that is lost" if trace_path(self.run / "traces", step).exists() else ""
-        )
-        raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="name one of its lineage's steps")
-
-    def batch(self, step: int) -> Recorded:
-        """The record of a step of the lineage. Raises `LedgerError`."""
-        recorded = read_trace(trace_path(self.run / "traces", step))
-        known = self.rollout_ids.get(step)
-        if known and known != frozenset(recorded.batch.rollout_ids):
-            raise LedgerError(
-                f"the record of step {step} is not of the step that the current weights were trained by",
-                f"{len(known ^ set(recorded.batch.rollout_ids))} rollouts are in one and not in the other",
-                hint="restore its trace from a copy; no other step needs it",
-            )
-        return recorded
-
-
 def redo(
-    run: RunFolder, step: int, *, start: Path | None = None, told: Callable[[Redone, int], None] | None = None
+    run: RunFolder,
+    step: int,
+    *,
+    start: Path | None = None,
+    told: Callable[[Redone, int], None] | None = None,
+    history: History | None = None,
 ) -> Replay:
     """Redo a step. `start`: the checkpoint to begin from (default: the nearest before it). `told` hears of each step
-    and of how many there are. Raises `InputError` for a step that is not there, `LedgerError` for a record that is
-    damaged or gone, `CheckpointError`, `WeightsError`, `RunError`."""
+    and of how many there are. `history`: the run's, where it is read already. Raises `InputError` for a step that is
+    not there, `LedgerError` for a record that is damaged or gone, `CheckpointError`, `WeightsError`, `RunError`."""
     must_be_unchanged(run)
-    config, history = read_config(run), History.read(run)
+    config, history = read_config(run), history or History.read(run)
     history.require(step)
+    start = history.beginning(step, start)
     threads = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
     try:
         reference = starting_point(run, config) if config.learner.kl else None
         learner = make_learner(config, None, reference, refuse_mismatch=False)
-        start = _begin(learner, history, step, start)
+        _begin(learner, history, step, start)
         first, steps = learner.step, list[Redone]()
         while learner.step < step:
             steps.append(_one(learner, history, to_plain(config.learner), computed_by(learner)))
@@ -182,24 +129,14 @@ def _one(learner: TorchLearner, history: History, configured: Mapping[str, Any],
     )
 
 
-def _begin(learner: TorchLearner, history: History, step: int, given: Path | None) -> Path:
-    """Have a learner hold the checkpoint to begin from, with all that is needed from there on. Where that was."""
-    folder = history.run / "checkpoints"
-    saved = [path for at, path in sorted(steps_in(folder, "step-*")) if at < step]
-    start = given or (saved[-1] if saved else folder / "mid")
-    if not start.exists():
-        start = folder / start
-    others = (
-        f"begin from another: --from one of {', '.join(sorted(path.name for path in folder.glob('[!.]*'))) or 'none'}"
-    )
-    if not start.is_dir():
-        raise CheckpointError(f"no checkpoint at {start}", hint=others)
+def _begin(learner: TorchLearner, history: History, step: int, start: Path) -> None:
+    """Have a learner hold the checkpoint to begin from, with all that is needed from there on."""
+    others = history.others(step, start)
     try:
         learner.load(start)
     except CheckpointError as error:
         raise CheckpointError(error.what, error.facts, hint=others) from None
-    if learner.step >= step:
-        raise InputError(f"{start} does not lead to step {step}", f"it holds step {learner.step}", hint=others)
+    history.require_before(step, start, learner.step)
     published, found = history.version(learner.step), table_digest(table(learner.exported()))
     if published is not None and published.digest != found:
         raise CheckpointError(
@@ -209,7 +146,6 @@ def _begin(learner: TorchLearner, history: History, step: int, given: Path | Non
         )
     learner.version = published or Version(learner.step, "0" * 8, found)  # by it the learner knows its own samples
     _require_batches(history.run, range(learner.step + 1, step + 1))
-    return start
 
 
 def _require_batches(run: RunFolder, steps: range) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from etude.errors import CheckpointError
 from etude.models.config import ModelConfig
 from etude.models.finite import not_finite
-from etude.models.headers import HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
+from etude.models.headers import HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
 from etude.models.low import quantization_config
 from etude.models.naming import hf_views, stays_float32
 from etude.models.packed import packed, stored
@@ -136,7 +136,7 @@ def load_model(
     (None: as the operators like them); or a rank's share of it.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
-    and weights that are NaN or infinite.
+    weights that are NaN or infinite, and a head beside embeddings that are tied to it and others than it holds.
     """
     path = Path(path)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
@@ -147,9 +147,20 @@ def load_model(
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
             view.copy_(share(name, _read(name, whole_shape(name, view, parallel), found, read), parallel))
+        if model.head is None and HEAD in found:
+            _require_tied(path, read(HEAD), views["model.embed_tokens.weight"])
     held = held or operators.held
     _require_finite(model.cast(held), path, held)
     return model
+
+
+def _require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
+    if not torch.equal(head.to(embedding.dtype), embedding):
+        raise CheckpointError(
+            f"{HEAD} of {path} is not the embedding",
+            "its config.json has tie_word_embeddings = true, by which the head is the embedding",
+            hint="set tie_word_embeddings to false, if the head was trained apart; else delete the tensor",
+        )
 
 
 def _require_finite(model: Transformer, path: Path, dtype: torch.dtype) -> None:

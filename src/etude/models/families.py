@@ -66,7 +66,7 @@ def read(raw: Mapping[str, Any], make: Callable[..., ModelConfig]) -> ModelConfi
             raise CheckpointError(
                 f"a {family} variant with {key} = {found!r}",
                 f"this build computes {key} = {ours!r} only",
-                hint="use a checkpoint of the common layout",
+                hint=_may_vary(family),
             )
     readers = {Family.QWEN3_MOE: _read_qwen_moe, Family.QWEN3: _read_qwen}
     try:
@@ -81,8 +81,17 @@ def read(raw: Mapping[str, Any], make: Callable[..., ModelConfig]) -> ModelConfi
         )
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise CheckpointError(
-            f"config.json does not describe a {family}", str(error), hint="compare it with one that etude exports"
+            f"config.json does not describe a {family} that is computed here", str(error), hint=_may_vary(family)
         ) from None
+
+
+def _may_vary(family: Family) -> str:
+    """What a checkpoint of a family may be, as a hint."""
+    moe = "norm_topk_prob, decoder_sparse_step, mlp_only_layers, " if family is Family.QWEN3_MOE else ""
+    varies = f"{moe}tie_word_embeddings"
+    if family.is_latent:
+        varies = "q_lora_rank, groups, routed_scaling_factor, shared experts, first_k_dense_replace, rope_interleave"
+    return f"take a {family} that differs in nothing but sizes, {varies} and plain or YaRN positions"
 
 
 def write(c: ModelConfig) -> dict[str, Any]:

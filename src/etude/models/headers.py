@@ -28,6 +28,7 @@ from etude.numerics.formats import FORMATS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
 MAX_HEADER_BYTES = 100 << 20
 """The limit of the format itself."""
 
@@ -53,7 +54,7 @@ def check_weights(folder: Path, config: ModelConfig) -> dict[str, Stored]:
     """What the directory holds. Raises `CheckpointError` that names file, tensor, and the shape that was found and
     wanted."""
     found = read_headers(folder)
-    known = {"lm_head.weight"}  # some writers repeat a tied one
+    known = {HEAD}  # some writers repeat a tied one: whoever loads it looks whether it is the embedding
     for name, shape in hf_shapes(config):
         known |= _check_tensor(name, found, shape, folder)
     extra = sorted(found.keys() - known - further_predictors(found, config))
@@ -132,7 +133,8 @@ def _check_tensor(name: str, found: Mapping[str, Stored], shape: Shape, folder: 
     elif tensor.dtype not in READABLE_BYTES:
         raise CheckpointError(
             f"{tensor.file}: {name!r} is {tensor.dtype}",
-            f"readable are {', '.join(READABLE_BYTES)}, and {QUANTISED} matrices with their block scales",
+            f"readable are {', '.join(READABLE_BYTES)}, {QUANTISED} matrices with their block scales, and matrices in "
+            f"{', '.join(FORMATS)} as compressed-tensors stores them",
             hint="convert the checkpoint to bf16 first",
         )
     return {name, name + SCALE} if tensor.dtype == QUANTISED else {name}
@@ -174,7 +176,7 @@ def hf_shapes(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
         yield from _expert_shapes(config, at) if layer in moe else _mlp_shapes(at + "mlp.", d, config.dense_width)
     yield "model.norm.weight", (d,)
     if not config.tie_embeddings:
-        yield "lm_head.weight", (config.vocab_size, d)
+        yield HEAD, (config.vocab_size, d)
 
 
 def _grouped_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -222,7 +224,7 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         return read_header(folder / WEIGHTS)
     tensors: dict[str, Stored] = {}
     for shard in shard_names(folder / INDEX):
-        tensors |= read_header(folder / shard)
+        tensors |= read_header(folder / shard, listed_in=folder / INDEX)
     return tensors
 
 
@@ -234,15 +236,19 @@ def shard_names(index: Path) -> list[str]:
         plain = all(isinstance(shard, str) and Path(shard).name == shard for shard in shards)
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read", str(error.strerror), hint=HINT_DAMAGED) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} names no shards", repr(error), hint=HINT_DAMAGED) from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no JSON", str(error), hint=HINT_DAMAGED) from None
+    except (KeyError, TypeError, AttributeError):
+        facts = "it has no \"weight_map\" of tensors' names to files'"
+        raise CheckpointError(f"{index} names no shards", facts, hint=HINT_DAMAGED) from None
     if not plain:
         raise CheckpointError(f"{index} names no shards", "a name in it is no file name", hint=HINT_DAMAGED)
     return sorted(set(shards))
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file. Raises `CheckpointError` for a missing, truncated or damaged one."""
+def read_header(path: Path, *, listed_in: Path | None = None) -> dict[str, Stored]:
+    """The tensors of one safetensors file, a shard that an index lists or a whole model. Raises `CheckpointError` for a
+    missing, truncated or damaged one."""
     try:
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
@@ -260,6 +266,9 @@ def read_header(path: Path) -> dict[str, Stored]:
         }
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         hint = "a checkpoint directory holds config.json and model.safetensors, or its shards with their index"
+        if listed_in is not None:
+            facts, hint = f"{listed_in} lists it", "copy or download that shard again"
+            raise CheckpointError(f"no shard at {path}", facts, hint=hint) from None
         raise CheckpointError(f"no weights at {path}", hint=hint) from None
     except OSError as error:
         raise CheckpointError(

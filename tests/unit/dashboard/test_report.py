@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etude.dashboard import RunView, write_report
@@ -129,6 +129,22 @@ def test_what_replay_and_corrections_cost_is_shown_where_there_was_any(writer):
             assert word in panel.svg + panel.legend
 
 
+def test_numbers_that_are_zero_are_said_where_they_cannot_be_drawn(writer):
+    for step in (1, 2, 3):
+        writer.event(1.0, "conductor", "engine.probe", engine="engine-0", step=step, ratio_max=0.0)
+        writer.event(1.0, "conductor", "rl.step", step=step, k3=0.0)
+    panel = parity(RunView(writer.path))
+    assert panel is not None
+    assert panel.svg == ""
+    assert panel.note.endswith("Not drawn: probe: 0 at all 3 versions; k3: 0 at all 3 steps.")
+    writer.event(2.0, "conductor", "rl.step", step=4, k3=1e-4)
+    panel = parity(RunView(writer.path))
+    assert panel is not None
+    checked(panel.svg)
+    assert "probe" not in panel.legend
+    assert panel.note.endswith("Not drawn: probe: 0 at all 3 versions; k3: 0 at 3 of 4 steps.")
+
+
 def test_what_was_done_about_an_alarm_is_said(writer):
     def said() -> str:
         panel = parity(RunView(writer.path))
@@ -180,6 +196,7 @@ def test_any_text_has_messages_and_loses_nothing_but_space(text):
     assert re.sub(r"\s", "", kept) == re.sub(r"\s", "", text)
 
 
+@settings(deadline=None)
 @given(st.text(), st.lists(st.tuples(st.floats(-1e300, 1e300), st.floats(-1e300, 1e300)), max_size=30), st.booleans())
 @example("", [(0.0, 5e-324)], True)
 @example("", [(0.0, 5e-324), (1.0, 1.0)], True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.evals.test_doctor import F32, PROMPTS, changed, model, stale
+from tests.unit.gateway.test_gateway import door
 
 from etude.errors import EngineError
 from etude.evals.doctor.diagnosis import Verdict, examine
@@ -30,6 +32,7 @@ from etude.evals.parity import Budget
 from etude.inference.app import build_app
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
+from etude.inference.server import _parser
 from etude.inference.watched import as_tensor, as_wire
 from etude.inference.wire import OperatorResult
 
@@ -83,6 +86,18 @@ def test_an_engine_that_was_not_started_to_show_its_operators_is_examined_withou
 def test_nobody_at_the_address_is_said() -> None:
     with pytest.raises(EngineError, match="is no engine that the doctor knows"):
         at_url("http://127.0.0.1:9")
+
+
+def test_etudes_own_gateway_is_known_and_what_to_start_instead_is_said() -> None:
+    async def ask() -> None:
+        async with door() as (_, _, url):
+            await asyncio.to_thread(at_url, url)
+
+    with pytest.raises(EngineError, match="is etude's gateway") as caught:
+        asyncio.run(ask())
+    said = re.search(r"python -m etude.inference.server (.*)", caught.value.hint)
+    assert said is not None
+    assert _parser().parse_args(said[1].split()).show_operators
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.config import leaves, to_toml
+from etude.config import build, leaves, to_toml
 from etude.errors import ConfigError, Exit, LedgerError, RunError
 from etude.experience import Ledger
 from etude.loop.config import RunConfig, read_config, resumed
@@ -131,3 +131,19 @@ def test_a_damaged_ledger_is_found_before_anything_is_started(run: RunFolder, wh
     assert main(["run", "--resume", str(run.path)]) == Exit.FAILED
     assert not (run / "logs").exists()
     assert not (run / "events").exists()
+
+
+def test_the_budget_of_parity_that_is_held_is_written_down() -> None:
+    dtype = {"engine": {"dtype": "bfloat16"}, "learner": {"dtype": "bfloat16"}}
+    exact = build(RunConfig, dtype)
+    assert exact.settled() == exact, "every number must be the same: no budget is held"
+    for given in ({"numerics": {"mode": "native"}}, {"parity": {"over_budget": "fall_back"}}):
+        config = build(RunConfig, dtype | given)
+        assert "k3 = 0.005\nratio_p99 = 0.5\n" in to_toml(config.settled())
+    mine = build(RunConfig, dtype | {"numerics": {"mode": "native"}, "parity": {"k3": 0.1}})
+    assert "k3 = 0.1\nratio_p99 = 0.5\n" in to_toml(mine.settled())
+
+
+def test_dtypes_that_cannot_agree_are_refused_with_the_mode_in_which_they_may_differ() -> None:
+    with pytest.raises(ConfigError, match="'exact' promises and 'native' does not"):
+        build(RunConfig, {"engine": {"dtype": "bfloat16"}})

@@ -145,7 +145,7 @@ def test_a_shard_that_is_missing_or_cut_off_is_named(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"part-1\.safetensors is damaged: .*cut off"):
         check_weights(saved, SIZES)
     (saved / "part-1.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"no weights at .*part-1"):
+    with pytest.raises(CheckpointError, match=r"no shard at .*part-1.*index\.json lists it"):
         check_weights(saved, SIZES)
 
 
@@ -166,6 +166,32 @@ def test_mutated_files_load_or_raise_a_checkpoint_error(
     except CheckpointError:
         return
     assert model.config.num_parameters == SIZES.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [("[]", 'no "weight_map"'), ('{"weight_map": ["a"]}', 'no "weight_map"'), ("{", "is no JSON: Expecting")],
+)
+def test_an_index_that_is_none_is_said_in_words(saved: Path, index: str, said: str) -> None:
+    (saved / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError) as caught:
+        load_model(saved)
+    assert said in str(caught.value)
+    assert "Error" not in str(caught.value)
+
+
+def test_a_tied_head_is_the_embedding_or_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "tied"
+    save_model(Transformer(dataclasses.replace(SIZES, tie_embeddings=True), seed=2), folder, dtype="bf16")
+    weights = load_tensors(folder / "model.safetensors")
+    head = weights["model.embed_tokens.weight"].clone()
+    save_tensors({**weights, "lm_head.weight": head}, folder / "model.safetensors")
+    assert load_model(folder).head is None
+    head[0, 0] += 1
+    save_tensors({**weights, "lm_head.weight": head}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight of .* is not the embedding") as caught:
+        load_model(folder)
+    assert "tie_word_embeddings = true" in caught.value.facts
 
 
 def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path) -> None:

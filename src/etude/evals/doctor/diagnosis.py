@@ -12,6 +12,7 @@ import numpy as np
 from etude.evals.doctor.local import Finding, findings
 from etude.evals.doctor.sides import EngineSide, LearnerSide, Sampled, Scored
 from etude.evals.parity import Budget, Parity, compare
+from etude.models import Transformer
 
 
 class Verdict(enum.StrEnum):
@@ -84,9 +85,11 @@ def examine(
     exact: bool,
     budget: Budget,
     told: Callable[[str], None] = lambda what: None,
+    alone: Transformer | None = None,
 ) -> Diagnosis:
     """Sample every prompt in every way, score it by the learner, and look into the operators of the longest text.
-    `told` hears what is being done. Raises `EngineError` of the engine."""
+    `told` hears what is being done. `alone` is the model that each operator is computed by, for an engine in another
+    dtype than the learner's (None: the learner's). Raises `EngineError` of the engine."""
     ways, texts = [], []
     for way in engine.ways:
         told(f"{engine.name} samples {len(prompts)} x {max_tokens} tokens, {way}")
@@ -99,7 +102,7 @@ def examine(
     found: list[Finding] = []
     if theirs is not None:
         told("each operator is computed alone")
-        found = findings(learner.model, text.token_ids[:-1], theirs, exact=exact)
+        found = findings(alone or learner.model, text.token_ids[:-1], theirs, exact=exact)
     return Diagnosis(engine.name, exact, budget, tuple(ways), tuple(found), theirs is not None)
 
 

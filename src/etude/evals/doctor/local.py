@@ -57,8 +57,8 @@ class Finding:
 def findings(model: Transformer, token_ids: Sequence[int], theirs: Results, *, exact: bool) -> list[Finding]:
     """Every operator that is off, in the order of computing.
 
-    `model` is the learner's. `theirs` are the engine's results for all of `token_ids`. Raises `ValueError` for results
-    of other shapes.
+    `model` is the learner's, in the engine's dtype. `theirs` are the engine's results for all of `token_ids`. Raises
+    `ValueError` for results of other shapes.
     """
     ours, reference = _alone(model, token_ids, theirs), {}
     if not exact:

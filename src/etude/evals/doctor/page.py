@@ -6,7 +6,7 @@ import html
 from pathlib import Path
 
 from etude.evals.doctor.diagnosis import Diagnosis, WayResult
-from etude.evals.parity import edges
+from etude.evals.parity import LEGEND, edges
 
 _CSS = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif }
@@ -34,7 +34,7 @@ def write_page(path: Path, found: Diagnosis, *, title: str) -> None:
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'"><style>{_CSS}</style>
 </head><body><h1>{said}</h1><p>{html.escape(found.engine)} against the learner: <b>{found.verdict}</b></p>
 <table><tr><th>way</th><th>tokens</th><th>differing</th><th>k1</th><th>k3</th><th>p99 |r-1|</th><th>max |r-1|</th>
-<th>flipped</th><th>k3 replayed</th></tr>{rows}</table><ul>{off}</ul>{plots}</body></html>
+<th>flipped</th><th>k3 replayed</th></tr>{rows}</table><p>{html.escape(LEGEND)}</p><ul>{off}</ul>{plots}</body></html>
 """,
         encoding="utf-8",
     )

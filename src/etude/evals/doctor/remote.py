@@ -25,22 +25,31 @@ T = TypeVar("T")
 ANSWER_S = 600.0
 """For all of a way's answers: an engine on a CPU samples some tens of tokens a second."""
 LOOK_S = 10.0
+OUR_SERVER = "python -m etude.inference.server --checkpoint CHECKPOINT --port 8001 --show-operators"
+"""What starts our engine so that it can be examined."""
 
 
 def at_url(url: str, *, token: str | None = None) -> EngineSide:
     """The side that an address is. Raises `EngineError` where nobody answers, or something else than an engine."""
+    url = url.rstrip("/").removesuffix("/v1")
     try:
         asyncio.run(_info(url, token))
         return OurRemoteEngine(url, token=token)
     except EngineError as first:
         models = _models(url, token)
+        if models and models[0].get("owned_by") == "etude":
+            raise EngineError(
+                f"{url} is etude's gateway, the door for a product's requests",
+                "it gives no log-probabilities by token ids",
+                hint=f"serve the same checkpoint by the engine itself: {OUR_SERVER}",
+            ) from None
         if models is None:
             raise EngineError(
                 f"{url} is no engine that the doctor knows",
                 f"neither ours ({first.what}) nor an OpenAI-compatible one with /v1/models",
                 hint="give the URL of python -m etude.inference.server, or of vllm serve, without a path",
             ) from None
-        return VllmEngine(url, models[0], token=token)
+        return VllmEngine(url, str(models[0]["id"]), token=token)
 
 
 async def _info(url: str, token: str | None) -> None:
@@ -48,13 +57,14 @@ async def _info(url: str, token: str | None) -> None:
         await engine.info(deadline_s=LOOK_S)
 
 
-def _models(url: str, token: str | None) -> list[str] | None:
+def _models(url: str, token: str | None) -> list[dict[str, Any]] | None:
+    """What is served there, each with an id; None where no such list is had."""
     try:
         answer = httpx.get(f"{url.rstrip('/')}/v1/models", headers=_bearer(token), timeout=LOOK_S)
-        names = [str(model["id"]) for model in answer.json()["data"]]
+        cards = [dict(card) for card in answer.json()["data"] if card["id"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
         return None
-    return names or None
+    return cards or None
 
 
 class OurRemoteEngine:

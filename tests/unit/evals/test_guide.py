@@ -1,0 +1,37 @@
+"""What the guide to numerics says runs as it stands there, and what it says of budgets is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from etude.cli import _parser
+from etude.evals.parity import budget_of
+from etude.inference.server import _parser as server_parser
+
+GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "numerics.md").read_text()
+
+
+def test_the_guides_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
+    exec(block, {})
+    assert capsys.readouterr().out.startswith("equal [0.0, 0.0, 0.0, 0.0]\n")
+
+
+def test_every_command_of_the_guide_is_one() -> None:
+    commands = re.findall(r"^etude ((?:parity|replay) [^|#\n]*)", GUIDE, re.M)
+    assert len(commands) == 9
+    for command in commands:
+        _parser().parse_args(command.replace("STEP", "30").split())
+    [server] = re.findall(r"^python -m etude.inference.server (.*)$", GUIDE, re.M)
+    assert server_parser().parse_args(server.split()).show_operators
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_the_budgets_of_the_guide_are_those_that_hold(dtype: str) -> None:
+    for key in ("k3", "ratio_p99"):
+        row = next(line for line in GUIDE.splitlines() if line.startswith(f"| `{key}` |"))
+        [said] = re.findall(rf"\b{dtype} ([\d.e-]+)", row)
+        assert float(said) == getattr(budget_of(dtype), key)
