@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+settings.register_profile("busy hosts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy hosts")  # how long an example takes is no verdict
 collect_ignore = ["harbor_trial.py"]  # a program for another interpreter, one that has harbor; test_harbor.py runs it
 DIGITS = (1, 2, 3)
 SMALL = {"vocab_size": 320, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}

@@ -131,7 +131,7 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatFormat]:
     return {name: ChatFormat.load(chats.make(base / name, name)) for name in ("qwen", "deepseek")}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(alphabet=st.sampled_from("<|>imtookl_call/\ue000\ue001 a\n")) | st.sampled_from([*chats.QWEN_TOKENS]))
 def test_text_that_spells_a_token_stays_text(formats: dict[str, ChatFormat], text: str) -> None:
     chat = formats["qwen"]
@@ -145,7 +145,7 @@ def test_text_that_spells_a_token_stays_text(formats: dict[str, ChatFormat], tex
     assert len(structure) == 5
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 400), max_size=30))
 def test_any_completion_parses_to_a_reply(formats: dict[str, ChatFormat], ids: list[int]) -> None:
     for chat in formats.values():

@@ -185,5 +185,5 @@ class LedgerMachine(RuleBasedStateMachine):
         self.scratch.cleanup()
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestLedger = LedgerMachine.TestCase

@@ -156,7 +156,6 @@ class World:
 
 
 @given(st.lists(ACTIONS, max_size=25))
-@settings(deadline=None)
 def test_followers_always_converge(actions: list[tuple[str, object]]) -> None:
     _run(actions)
 
@@ -164,7 +163,7 @@ def test_followers_always_converge(actions: list[tuple[str, object]]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @given(st.lists(ACTIONS, min_size=20, max_size=80))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_followers_always_converge_at_length(actions: list[tuple[str, object]]) -> None:
     _run(actions)
 

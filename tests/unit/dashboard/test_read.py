@@ -162,7 +162,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=EVENTS)
 def test_no_event_however_odd_makes_a_look_at_a_run_fail(tmp_path, events):
     (tmp_path / "events").mkdir(exist_ok=True)
@@ -171,7 +171,7 @@ def test_no_event_however_odd_makes_a_look_at_a_run_fail(tmp_path, events):
     look_everywhere(tmp_path)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_files_of_a_run_never_make_a_look_fail(small, data):
     names = ["run.json", "phases.json", "ledger.sqlite", "evals/before.parquet", "evals/after.parquet", "config.toml"]

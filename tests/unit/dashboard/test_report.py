@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from etude.dashboard import RunView, write_report
@@ -196,7 +196,6 @@ def test_any_text_has_messages_and_loses_nothing_but_space(text):
     assert re.sub(r"\s", "", kept) == re.sub(r"\s", "", text)
 
 
-@settings(deadline=None)
 @given(st.text(), st.lists(st.tuples(st.floats(-1e300, 1e300), st.floats(-1e300, 1e300)), max_size=30), st.booleans())
 @example("", [(0.0, 5e-324)], True)
 @example("", [(0.0, 5e-324), (1.0, 1.0)], True)

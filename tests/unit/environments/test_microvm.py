@@ -67,7 +67,7 @@ def test_a_refusal_and_a_hang_up_are_errors_with_names():
     assert monitor_after(b"") == "QEMU is gone"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=200), st.integers(0, len(GREETING)))
 def test_any_bytes_from_a_monitor_are_an_answer_or_an_error(junk, at):
     monitor_after(GREETING[:at] + junk + GREETING[at:])
@@ -208,7 +208,7 @@ def test_a_packed_snapshot_is_the_same_snapshot():
         packed_snapshot(b"key", max_bytes=1000)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sets(st.integers(0, 400) | st.integers(0, 8000), min_size=1, max_size=3), st.integers(1, 255), st.data())
 def test_bytes_that_nobody_packed_are_never_a_snapshot(places, flip, data):
     right = bytearray(packed_snapshot(b"key"))

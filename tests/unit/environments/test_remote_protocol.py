@@ -47,20 +47,20 @@ def read(data: bytes, sizes: list[int], *, is_answer: bool = True, max_bytes: in
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_messages_come_back_however_their_bytes_are_cut(sizes):
     assert read(STREAM, sizes) == HAPPENED
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_bytes_that_are_no_stream_are_refused_by_name(data):
     with contextlib.suppress(RpcError):
         read(data, [50])
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_changed_stream_is_read_or_refused_by_name(data):
     changed = bytearray(STREAM)
     for _ in range(data.draw(st.integers(1, 4))):
@@ -70,7 +70,7 @@ def test_a_changed_stream_is_read_or_refused_by_name(data):
 
 
 @given(st.integers(0, len(STREAM) - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_answer_that_is_cut_off_is_known_to_be(at):
     with pytest.raises(RpcError) as caught:
         read(STREAM[:at], [64])
@@ -101,7 +101,7 @@ def test_a_deadline_that_is_no_number_is_refused(text):
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=9), st.lists, max_leaves=9))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_json_of_another_shape_is_refused_by_name(value):
     with pytest.raises(RpcError):
         connect.decode(m.Start, msgspec.json.encode(value))
@@ -128,7 +128,7 @@ def test_a_forms_files_come_with_their_names_and_bytes():
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_changed_form_is_read_or_refused_by_name(data):
     changed = bytearray(FORM[: data.draw(st.integers(0, len(FORM)))])
     for _ in range(data.draw(st.integers(0, 4)) if changed else 0):
@@ -141,7 +141,7 @@ NUMBERS = st.integers(-(1 << 70), 1 << 70).map(str) | st.text("0123456789abcdef"
 
 
 @given(st.text(max_size=40), st.lists(NUMBERS, max_size=9).map(" ".join), NUMBERS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_listing_that_a_machine_made_up_is_read_or_refused(path, line, target):
     with contextlib.suppress(ValueError):
         entry_of(path, line, target, "")
@@ -164,7 +164,7 @@ def test_what_changed_between_two_looks_is_told_once():
 
 
 @given(st.lists(st.binary(max_size=9), max_size=9), st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_output_of_another_service_is_cut_in_the_middle_to_its_cap(pieces, cap):
     got, whole = Collected(cap, None, began=0.0), b"".join(pieces)
     for piece in pieces:

@@ -543,7 +543,7 @@ JSON = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_whatever_is_asked_of_a_machine_is_answered_or_refused_by_name(data):
     name = data.draw(st.sampled_from(sorted(MESSAGES)))
     message: Any = json.loads(json.dumps(MESSAGES[name]))

@@ -177,7 +177,7 @@ def test_any_value_in_any_field_of_a_text_request_is_one_or_a_refusal(field: str
 CHAT = laptop_chat()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, CHAT.vocab_size - 1), max_size=30)
     | st.text(max_size=30).map(lambda t: CHAT.encode(t).tolist()),

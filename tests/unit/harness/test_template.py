@@ -91,7 +91,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
 def test_any_template_renders_or_raises_a_chat_error(source: str) -> None:
     try:

@@ -149,7 +149,7 @@ def test_a_shard_that_is_missing_or_cut_off_is_named(saved: Path) -> None:
         check_weights(saved, SIZES)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_mutated_files_load_or_raise_a_checkpoint_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -326,7 +326,7 @@ HF_VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data(), name=st.sampled_from(sorted(FAMILIES)))
 def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(data: st.DataObject, name: str) -> None:
     raw = FAMILIES[name].to_hf()

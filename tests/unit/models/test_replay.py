@@ -19,7 +19,7 @@ def by_hand(recorded: list[int], live: list[int], scores: list[float], plausible
     return [e if keep else next(fill) for e, keep in zip(recorded, kept, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.sampled_from([torch.uint8, torch.uint16]), st.sampled_from([0.0, 0.3, 0.9, 1.0]))
 def test_plausible_experts_keep_their_slots_and_the_best_live_ones_fill_the_others(
     seed: int, dtype: torch.dtype, plausible: float

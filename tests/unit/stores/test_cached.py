@@ -194,7 +194,7 @@ def test_those_who_wait_for_a_download_that_fails_have_its_error(
     assert CachedStore(far, tmp_path).get(KEY) == DATA, "who comes later asks for himself"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_copy_that_is_torn_or_altered_is_fetched_again(tmp_path: Path, data: Any) -> None:
     far = far_with()

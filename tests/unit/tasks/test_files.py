@@ -119,7 +119,7 @@ def test_a_directory_without_tasks_or_no_directory_is_refused(tmp_path: Path) ->
         DirectorySource(tmp_path / "none")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["task.toml", "answer/cases.json"]),
     place=st.integers(0, 80),

@@ -117,7 +117,7 @@ def test_a_file_without_tasks_missing_or_half_packed_is_refused(tmp_path: Path) 
             HumanEvalSource(tmp_path / "bad.jsonl.gz")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 900), put=st.binary(min_size=1, max_size=4), cut=st.integers(0, 6))
 def test_a_mutated_file_is_read_or_refused_and_nothing_else(tmp_path: Path, place: int, put: bytes, cut: int) -> None:
     data = json.dumps(ROW).encode()

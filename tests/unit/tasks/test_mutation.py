@@ -77,7 +77,7 @@ def test_other_files_and_python_that_does_not_parse_lose_a_line() -> None:
     assert {m.kind for m in mutants("a.py", "def f(:\n", num=9, seed="")} == {"deleted line"}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_text_has_mutants_or_none_and_never_an_error(data: st.DataObject) -> None:
     lines = data.draw(st.lists(st.sampled_from(CASE_LINES), max_size=8))

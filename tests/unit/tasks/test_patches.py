@@ -91,7 +91,7 @@ GOOD = (
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_text_gives_files_or_a_task_error(data: st.DataObject) -> None:
     cut, end = sorted(data.draw(st.tuples(st.integers(0, len(GOOD)), st.integers(0, len(GOOD)))))

@@ -166,7 +166,7 @@ def test_patches_that_do_not_fit_and_solutions_that_touch_the_tests_are_refused(
             source.task(*only(source))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_damaged_rows_are_task_errors(tmp_path: Path, data: st.DataObject) -> None:
     text = json.dumps({**dict.fromkeys(("instance_id", "repo", "base_commit", "patch", "test_patch"), "abcdef1"),

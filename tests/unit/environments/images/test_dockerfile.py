@@ -300,7 +300,7 @@ def test_an_unknown_target_and_an_absent_file_are_errors(store, context):
         asyncio.run(build_from_dockerfile(store, context))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(

@@ -122,7 +122,7 @@ ENTRIES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(ENTRIES)
 def test_any_layer_is_applied_inside_or_refused(tmp_path_factory, entries):
     root = tmp_path_factory.mktemp("case") / "root"

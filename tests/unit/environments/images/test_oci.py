@@ -167,7 +167,7 @@ def test_what_is_no_image_is_an_error_with_a_hint(tmp_path, store, path):
         build_from_oci(store, tmp_path / path)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_mutated_documents_are_read_or_refused(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("case")

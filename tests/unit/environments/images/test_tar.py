@@ -111,7 +111,7 @@ def test_a_header_that_lies_is_refused(data):
         read_all(data)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_mutated_archives_are_read_or_refused_and_nothing_else(data):
     pax = special("x", tarfile.REGTYPE)
@@ -129,7 +129,7 @@ def test_mutated_archives_are_read_or_refused_and_nothing_else(data):
     assert sum(len(content) for _, _, content, _ in found) <= len(whole)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=2000), st.sampled_from([b"", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ\0"]))
 def test_any_bytes_are_read_or_refused(data, magic):
     with contextlib.suppress(BadSource):

@@ -87,7 +87,7 @@ def test_a_target_that_is_not_plain_is_refused(line):
         target_of(parse_head(head(line)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_mutated_heads_are_read_or_refused(data):
     whole = bytearray(head("POST http://a.b:80/c HTTP/1.1\nHost: a\nContent-Length: 12\nConnection: x"))
@@ -99,7 +99,7 @@ def test_mutated_heads_are_read_or_refused(data):
         assert 0 < found.port < 65_536
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=40))
 def test_any_text_is_an_authority_or_refused(text):
     with contextlib.suppress(BadRequest):

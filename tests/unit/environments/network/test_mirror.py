@@ -193,7 +193,7 @@ def test_npm_installs_from_it(tmp_path, packages):
     assert (tmp_path / "project/node_modules/@e/toy/package.json").exists()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=60))
 def test_any_path_is_answered(tmp_path_factory, path):
     mirror = Mirror(Packages(tmp_path_factory.getbasetemp() / "none"))
