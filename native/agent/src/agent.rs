@@ -113,6 +113,9 @@ impl Agent {
         }
         let mut state = self.link.move_bytes(host);
         if state == State::Up {
+            state = self.link.flush(); // first, so that requests that waited for room in it are not waited upon
+        }
+        if state == State::Up {
             self.answer_requests()?;
         }
         self.tend();
