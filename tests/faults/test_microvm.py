@@ -282,3 +282,29 @@ def test_a_fork_while_a_command_floods_speaks_a_clean_protocol():
         assert (await flooding).exit_code == 128 + signal.SIGTERM
 
     with_runtime(test)
+
+
+def test_what_the_host_says_is_heard_however_quiet_the_guest_is() -> None:
+    """An emulated guest that is idle sleeps through one message in a thousand, unless it is nudged."""
+    rounds = 3000
+
+    async def test(runtime: MicroVMRuntime) -> None:
+        [machine] = await fork(runtime)
+        echoed: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def given():
+            for number in range(rounds):
+                yield b"%d\n" % number
+                said = b""
+                while not said.endswith(b"\n"):
+                    said += await echoed.get()
+                assert said == b"%d\n" % number
+
+        def tell(event: Started | Printed) -> None:
+            if isinstance(event, Printed):
+                echoed.put_nowait(event.data)
+
+        result = await shell(machine, "exec cat", "talk", stdin=given(), tell=tell, deadline_s=60.0)
+        assert (result.timed_out, result.output.count(b"\n")) == (False, rounds)
+
+    with_runtime(test)

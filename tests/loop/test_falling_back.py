@@ -59,7 +59,7 @@ def played(path: Path, game: Game, sessions: Sequence[tuple[Mode, ComputeDtype, 
 
 def test_a_run_falls_back_to_replay_then_to_truncated_weights_says_so_and_ends(game: Game, tmp_path: Path) -> None:
     sessions = [(Mode.EXACT, F32, 1), (Mode.NATIVE, F32, 3), (Mode.NATIVE, BF16, 4)]
-    run = played(tmp_path / "r", game, sessions, "parity.over_budget=fall_back")
+    run = played(tmp_path / "r", game, sessions, "parity.over_budget=fall_back", "parity.patience=1")
     events = list(read_events(run.folder / "events"))
     first, second = [e for e in events if e["kind"] == "parity.alarm"]
     assert (first["defence"], second["defence"]) == ("replay", "truncated")

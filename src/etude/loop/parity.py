@@ -42,7 +42,7 @@ class ParityConfig:
 
     k3: float | None = None  # nats a token; none: by dtype, twice what was measured
     ratio_p99: float | None = None  # the 99th percentile of |r - 1|; none: by dtype
-    patience: int = ranged(1, low=1)  # probes of one engine in a row that must be over
+    patience: int = ranged(3, low=1)  # probes of one engine in a row that must be over; one, where all must be equal
     over_budget: OverBudget = OverBudget.STOP
 
     def __post_init__(self) -> None:
@@ -105,13 +105,15 @@ class Watch:
         return self._config.budget(self._dtype)
 
     def saw(self, engine: str, found: Parity) -> Alarm | None:
-        """Count a probe. An alarm is raised when an engine's patience is over; a defence it names counts as taken."""
+        """Count a probe. An alarm is raised when the patience with an engine is over, at once where every number must
+        be the same or one is none; a defence it names counts as taken."""
         budget = self.budget
         if budget is None or budget.holds(found):
             self._over.pop(engine, None)
             return None
         self._over[engine] = self._over.get(engine, 0) + 1
-        if self._over[engine] < self._config.patience:
+        at_once = self.defence is Defence.NONE or not math.isfinite(found.k3)
+        if self._over[engine] < self._config.patience and not at_once:
             return None
         self._over.clear()
         taken = None

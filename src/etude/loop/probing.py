@@ -100,7 +100,7 @@ class Probe:
                 f"{alarm.engine} and the learner disagree about {published.version}",
                 f"max |r - 1| = {found.ratio_max:.2e}, k3 = {found.k3:.2e} on the probe, the budget is "
                 f"k3 {alarm.budget.k3:g}; parity classes: {engine_class!r}, the learner's {self.learner_class!r}",
-                hint=_hint(engine_class == self.learner_class),
+                hint=_hint(alarm, engine_class == self.learner_class),
             )
 
     def _act(self, alarm: Alarm, step: int) -> None:
@@ -112,7 +112,9 @@ class Probe:
             self._defend(alarm.defence)
 
 
-def _hint(same_class: bool) -> str:
+def _hint(alarm: Alarm, same_class: bool) -> str:
+    if alarm.budget.k3:
+        return "etude parity RUN says which operator; where it is rounding alone, raise parity.k3 and parity.ratio_p99"
     if same_class:
         return "the engine holds other bytes or computes otherwise: etude weights verify, then etude parity"
     return "run engines where the learner runs, or set numerics.mode = 'native'"

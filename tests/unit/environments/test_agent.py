@@ -6,6 +6,7 @@ import asyncio
 import os
 import pwd
 import signal
+import socket
 import struct
 import subprocess
 from collections.abc import Awaitable, Callable
@@ -424,3 +425,25 @@ def test_the_program_is_static_and_needs_nothing_of_a_machine():
     offset, size, count = struct.unpack_from("<Q", data, 32)[0], *struct.unpack_from("<HH", data, 54)
     kinds = {struct.unpack_from("<I", data, offset + i * size)[0] for i in range(count)}
     assert 3 not in kinds  # PT_INTERP: no loader
+
+
+def test_an_agent_that_slept_through_a_message_is_nudged() -> None:
+    async def test() -> None:
+        host, guest = socket.socketpair()
+        channel, loop = Channel(os.dup(host.fileno()), nudge_s=0.01), asyncio.get_running_loop()
+        guest.setblocking(False)
+        asking = asyncio.create_task(channel.ask(protocol.PING, deadline_s=20.0))
+        parser, heard = Parser(), list[Frame]()
+        while len(heard) < 2:  # it wakes at the second
+            heard += parser.feed(await loop.sock_recv(guest, 4096))
+        await loop.sock_sendall(guest, b"".join(frame(protocol.DONE, one.id) for one in heard))
+        assert await asking == b""
+        assert [one.kind for one in heard] == [protocol.PING] * len(heard)
+        with pytest.raises(BlockingIOError):  # it has shown that it is awake: nothing more is sent
+            await asyncio.sleep(0.1)
+            guest.recv(1)
+        channel.close()
+        host.close()
+        guest.close()
+
+    asyncio.run(test())

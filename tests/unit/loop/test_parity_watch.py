@@ -26,17 +26,19 @@ def test_in_exact_mode_one_bit_is_an_alarm() -> None:
 
 
 def test_in_native_mode_rounding_is_none() -> None:
-    assert Watch(ParityConfig(), exact=False, dtype=F32).saw("a", off(1e-6)) is None
-    assert Watch(ParityConfig(), exact=False, dtype=F32).saw("a", off(1e-2)) is not None
-    assert Watch(ParityConfig(), exact=False, dtype=BF16).saw("a", off(1e-2)) is None
-    assert Watch(ParityConfig(k3=1e-9), exact=False, dtype=BF16).saw("a", off(1e-2)) is not None
+    usual, mine = ParityConfig(patience=1), ParityConfig(patience=1, k3=1e-9)
+    assert Watch(usual, exact=False, dtype=F32).saw("a", off(1e-6)) is None
+    assert Watch(usual, exact=False, dtype=F32).saw("a", off(1e-2)) is not None
+    assert Watch(usual, exact=False, dtype=BF16).saw("a", off(1e-2)) is None
+    assert Watch(mine, exact=False, dtype=BF16).saw("a", off(1e-2)) is not None
 
 
 def test_patience_counts_an_engines_probes_in_a_row() -> None:
-    watch = Watch(ParityConfig(patience=3), exact=True, dtype=F32)
+    watch = Watch(ParityConfig(), exact=False, dtype=BF16)
     seen = [watch.saw(*probe) for probe in [("a", off(1)), ("b", off(1)), ("a", off(0)), ("a", off(1)), ("a", off(1))]]
     assert seen == [None] * 5
     assert watch.saw("a", off(1)) is not None
+    assert watch.saw("a", off(float("inf"))) is not None, "what is no number is never waited for"
 
 
 def test_falling_back_takes_the_first_defence_whose_budget_holds() -> None:

@@ -19,6 +19,7 @@ from etude.environments.agent.protocol import Frame, ProtocolError
 
 _READ_BYTES = 256 << 10
 _ROOM_BYTES = 1 << 20  # that wait to be sent, beyond which who sends more waits
+_LONGEST_NUDGE_S = 1.0
 
 
 class Lost(Exception):
@@ -46,9 +47,14 @@ class Channel:
 
     Until the first answer, answers to requests that were not made here go by. A restored agent may be in the middle of
     a frame: what comes before the frame `after` is no frame of ours, and goes by whole.
+
+    `nudge_s`: an agent that has not shown by then that it took what was sent is sent a PING, again and again, at
+    doubling intervals: for a channel over which it may sleep through one message, and wakes at the next.
     """
 
-    def __init__(self, read_fd: int, write_fd: int | None = None, *, after: bytes = b"") -> None:
+    def __init__(
+        self, read_fd: int, write_fd: int | None = None, *, after: bytes = b"", nudge_s: float | None = None
+    ) -> None:
         self._in, self._out = read_fd, read_fd if write_fd is None else write_fd
         self._loop = asyncio.get_running_loop()
         self._parser = protocol.Parser()
@@ -63,6 +69,8 @@ class Channel:
         self._answered = self._said_hello = False
         self._last: int | None = None  # the request sent last, 0 for a part of one
         self._is_quiet = False  # whether the agent has taken whole all that was sent
+        self._nudge_s, self._interval_s = nudge_s, nudge_s or _LONGEST_NUDGE_S
+        self._nudging: asyncio.TimerHandle | None = None
         self.ended: str | None = None
         for fd in (self._in, self._out):
             os.set_blocking(fd, False)
@@ -97,6 +105,12 @@ class Channel:
         if self._held is not None:
             self._held += data
             return
+        self._put(data)
+        if self._nudge_s is not None:
+            self._interval_s = self._nudge_s
+            self._nudge_later()
+
+    def _put(self, data: bytes) -> None:
         self._last, self._is_quiet = protocol.request(data), False
         if not self._unsent:
             data = data[self._write(data) :]
@@ -111,22 +125,47 @@ class Channel:
     async def held(self, deadline_s: float) -> AsyncIterator[None]:
         """Meanwhile nothing is sent, and the agent has taken whole what was: it can be copied between two frames. One
         at a time. Raises `Lost`."""
-        reply = None
-        if not self._is_quiet:
-            reply = Reply()
-            self.send(protocol.frame(protocol.PING, self.begin(reply)))
         self._must_be_up()
         self._held = bytearray()
         self._has_room.clear()
         try:
-            if reply is not None:
-                await reply.wait(deadline_s)
+            if not self._is_quiet:
+                await self._taken(deadline_s)
             yield
         finally:
             held, self._held = self._held, None
             self._has_room.set()
             if held:
                 self.send(bytes(held))
+
+    async def _taken(self, deadline_s: float) -> None:
+        """Wait until the agent has taken all that was sent, and this. Raises `Lost`."""
+        until, wait_s = self._loop.time() + deadline_s, self._nudge_s or deadline_s
+        while True:
+            left_s = until - self._loop.time()
+            try:
+                return await self._ping().wait(min(wait_s, left_s))
+            except Lost as lost:
+                if not lost.late or wait_s >= left_s:
+                    raise
+            wait_s *= 2
+
+    def _ping(self) -> Reply:
+        reply = Reply()
+        self._put(protocol.frame(protocol.PING, self.begin(reply)))
+        return reply
+
+    def _nudge_later(self) -> None:
+        if self._nudging is None:
+            self._nudging = self._loop.call_later(self._interval_s, self._nudge)
+
+    def _nudge(self) -> None:
+        self._nudging = None
+        if self.ended is None and self._waiting and not self._is_quiet:
+            if self._held is None:  # else who holds it sees to that
+                self._ping()
+            self._interval_s = min(2 * self._interval_s, _LONGEST_NUDGE_S)
+            self._nudge_later()
 
     async def room(self) -> None:
         """Wait until there is room to send more. Ends when the channel does."""
@@ -148,6 +187,8 @@ class Channel:
         if self.ended is not None:
             return
         self.ended = why
+        if self._nudging is not None:
+            self._nudging.cancel()
         self._loop.remove_reader(self._in)
         if self._unsent:
             self._loop.remove_writer(self._out)

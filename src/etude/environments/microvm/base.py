@@ -23,7 +23,7 @@ from pathlib import Path
 from etude.environments.agent import Channel, commands
 from etude.environments.agent.channel import Lost
 from etude.environments.microvm import memory, overlay
-from etude.environments.microvm.qemu import MEMORY_NAME, Boot, Hardware, Qemu
+from etude.environments.microvm.qemu import MEMORY_NAME, NUDGE_S, Boot, Hardware, Qemu
 from etude.environments.microvm.snapshots import Snapshot
 from etude.errors import MachineError
 from etude.seams import Command
@@ -102,7 +102,7 @@ async def _boot_once(name: str, booting: Booting, ram: int) -> Snapshot:
 
 
 async def _until_ready(guest: Qemu, booting: Booting) -> None:
-    channel = Channel(os.dup(guest.channel.fileno()))
+    channel = Channel(os.dup(guest.channel.fileno()), nudge_s=NUDGE_S)
     try:
         await channel.ready(BOOT_DEADLINE_S)
         warm, env = ["sh", "-c", booting.warm], {"LANG": "C.UTF-8"}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from etude.environments.agent import AgentMachine, Channel
 from etude.environments.microvm import overlay, snapshots
-from etude.environments.microvm.qemu import Qemu
+from etude.environments.microvm.qemu import NUDGE_S, Qemu
 from etude.environments.microvm.snapshots import Snapshot
 from etude.errors import MachineError
 
@@ -32,7 +32,7 @@ class Guest:
         ended: Callable[[Guest], None],
     ) -> None:
         self.qemu, self._image, self._keep, self._ended = qemu, image, keep, ended
-        self._channel = Channel(os.dup(qemu.channel.fileno()), after=after)
+        self._channel = Channel(os.dup(qemu.channel.fileno()), after=after, nudge_s=NUDGE_S)
         self._turn = asyncio.Lock()
         self.machine = AgentMachine(
             self._channel, env=env, users=users, snapshot=self._snapshot, end=self._end, blame=self._blame

@@ -22,6 +22,7 @@ from etude.errors import MachineError
 
 PROGRAM = "qemu-system-x86_64"
 MEMORY_NAME = "etude-guest"
+NUDGE_S = 0.02  # an emulated guest that is idle sleeps through one message in a thousand (7.2): its agent is nudged
 _KERNEL_LINE = (
     "console=ttyS0 quiet panic=-1 reboot=t tsc=reliable no_timer_check random.trust_cpu=on mitigations=off"
     " rcupdate.rcu_expedited=1 cryptomgr.notests nowatchdog"
