@@ -439,8 +439,8 @@ def test_an_agent_that_slept_through_a_message_is_nudged() -> None:
         await loop.sock_sendall(guest, b"".join(frame(protocol.DONE, one.id) for one in heard))
         assert await asking == b""
         assert [one.kind for one in heard] == [protocol.PING] * len(heard)
+        await asyncio.sleep(0.1)
         with pytest.raises(BlockingIOError):  # it has shown that it is awake: nothing more is sent
-            await asyncio.sleep(0.1)
             guest.recv(1)
         channel.close()
         host.close()

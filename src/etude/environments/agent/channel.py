@@ -144,7 +144,8 @@ class Channel:
         while True:
             left_s = until - self._loop.time()
             try:
-                return await self._ping().wait(min(wait_s, left_s))
+                await self._ping().wait(min(wait_s, left_s))
+                return
             except Lost as lost:
                 if not lost.late or wait_s >= left_s:
                     raise
