@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.exact_ranks import Case, Text, learned, sharp, two_ranks
-from benchmarks.report import report
+from benchmarks.report import RESULTS, commit, report
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Packed, Transformer
@@ -47,6 +48,8 @@ FAMILIES = {
 }  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS: tuple[type[Operators], ...] = (Exact, Native)
+PARTS = {"bits": ("compared", "differing", "bits"), "cost": ("cost", "operators")}
+KEPT = RESULTS / "exact.json"
 SAMPLED = 96
 DEADLINE_S = 3600.0  # what else a host does is no verdict
 TWO_PIECES = "exact_2_pieces"
@@ -283,18 +286,20 @@ def main() -> None:
         "--texts", type=int, default=40, help="of each family, dtype and mode; 96 tokens sampled in each"
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=["bits", "cost"])
+    parser.add_argument("--only", choices=list(PARTS), help="the other keeps what it had")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    kept: dict[str, Any] = json.loads(KEPT.read_text()) if args.only and KEPT.exists() else {}
     numbers: dict[str, Any] = {"torch": str(torch.__version__), "parity": Transformer(ModelConfig()).parity}
+    numbers |= {key: kept[key] for key in ("commits", *(key for part in PARTS.values() for key in part)) if key in kept}
     if args.only != "cost":
         rows = bits(args.texts)
         exact = [row for row in rows if row["mode"] == "exact"]
-        numbers["compared"] = sum(row["compared"] for row in exact)
-        numbers["differing"] = sum(row["differing"] for row in exact)
-        numbers["bits"] = rows
+        found = [sum(row[key] for row in exact) for key in ("compared", "differing")]
+        numbers |= dict(zip(PARTS["bits"], [*found, rows], strict=True))
     if args.only != "bits":
-        numbers |= {"cost": cost(args.repeats), "operators": operators_alone(args.repeats)}
+        numbers |= dict(zip(PARTS["cost"], [cost(args.repeats), operators_alone(args.repeats)], strict=True))
+    numbers["commits"] = numbers.get("commits", {}) | dict.fromkeys([args.only] if args.only else PARTS, commit())
     report("exact", numbers)
 
 

@@ -184,7 +184,7 @@ def _further() -> Iterator[tuple[str, list[str], Iterable[tuple[str, ...]]]]:
     yield "", ["defence", "costs"], costs()
     yield (
         "Texts told again in every other circumstance (alone, in pairs, in chunks, after a cached turn, by two "
-        "threads, as a probe, by a learner), and how many log-probabilities have other bits then:",
+        "threads, by two ranks, as a probe, by a learner), and how many log-probabilities have other bits then:",
         ["", "compared", "exact: other bits", "native: other bits"],
         bits(),
     )
