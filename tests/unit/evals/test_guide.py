@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,14 +13,22 @@ import pytest
 from etude.cli import _parser
 from etude.evals.parity import budget_of
 from etude.inference.server import _parser as server_parser
+from etude.models import ModelConfig, Transformer, save_model
 
 GUIDE = (Path(__file__).parents[3] / "docs" / "guides" / "numerics.md").read_text()
 
 
-def test_the_guides_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [block] = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
-    exec(block, {})
+def test_the_guides_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone, ranks = re.findall(r"```python\n(.*?)```", GUIDE, re.S)
+    exec(alone, {})
     assert capsys.readouterr().out.startswith("equal [0.0, 0.0, 0.0, 0.0]\n")
+    sizes = ModelConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=16)
+    model = Transformer(replace(sizes, expert_size=32, num_experts=4, top_k=2))
+    save_model(model, tmp_path / "checkpoint", dtype="f32")
+    (tmp_path / "this.py").write_text(ranks)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "this.py"]
+    done = subprocess.run(torchrun, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_command_of_the_guide_is_one() -> None:
