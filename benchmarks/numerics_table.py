@@ -141,8 +141,8 @@ def trained() -> Iterator[tuple[str, ...]]:
     for way, row in runs["ways"].items() if runs else ():
         against = runs["after_minus_default"].get(way)
         behind = f"{against['difference']:+.3f} [{against['low']:+.3f}, {against['high']:+.3f}]" if against else ""
-        wall = f"{runs['seconds'][way]['rl_wall_s']:.0f} s"
-        yield "exact: the default" if way == "default" else way, _rate(row["before"]), _rate(row["after"]), behind, wall
+        cpu = f"{runs['seconds'][way]['rl_cpu_s']:.0f} s"
+        yield "exact: the default" if way == "default" else way, _rate(row["before"]), _rate(row["after"]), behind, cpu
 
 
 def _rate(told: Result) -> str:
@@ -206,7 +206,7 @@ def _further() -> Iterator[tuple[str, list[str], Iterable[tuple[str, ...]]]]:
     )
     yield (
         "Runs of RL that differ in this alone, held-out solve rates with 95 % intervals, seeds pooled:",
-        ["engine and learner", "before RL", "after RL", "ahead of the default", "RL takes"],
+        ["engine and learner", "before RL", "after RL", "ahead of the default", "CPU time of RL"],
         trained(),
     )
 
