@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.loop.config import RunConfig
+from etude.loop.places import weights_place
 from etude.loop.processes import KEEPS_MEMORY, NOTHING, READY_S, Child, Role, Supervisor
 from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, Rollout, RolloutSpec
@@ -141,7 +142,7 @@ class Crew:
     async def _start_engine(self, name: str) -> None:
         config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
         argv = ["-m", "etude.inference.server", "--name", name, "--checkpoint", str(self.run / "checkpoints" / "mid")]
-        argv += ["--store", str(self.run / "weights"), "--ready-file", str(ready_file)]
+        argv += ["--store", str(weights_place(self.run)), "--ready-file", str(ready_file)]
         argv += ["--max-sequences", str(config.max_sequences), "--context-tokens", str(config.context_tokens)]
         numerics = self.config.numerics
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
