@@ -15,7 +15,7 @@ from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig, EngineKind
+from etude.inference.config import EngineConfig, EngineKind, VllmConfig
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
@@ -87,6 +87,7 @@ class RunConfig:
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -117,6 +118,11 @@ class RunConfig:
         """Raises `ConfigError` for a kind of engine that cannot compute what `[numerics]` asks for."""
         if EngineKind.VLLM not in self.fleet.engines:
             return
+        if not self.vllm.max_contexts(self.engine):
+            raise ValueError(
+                f"vllm.kv_tokens = {self.vllm.kv_tokens} holds no whole context: "
+                f"engine.context_tokens = {self.engine.context_tokens}"
+            )
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
         if self.numerics.mode is Mode.EXACT:
             raise ConfigError(
@@ -145,9 +151,13 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """Rollouts under way at once. Each keeps a KV slot between its turns, so there are fewer than slots: with more,
-        engines would drop and compute contexts again."""
-        return max(1, len(self.fleet.engines) * self.engine.max_sequences * 3 // 4)
+        """Rollouts under way at once. Each keeps its context's KV between its turns, so there are fewer than engines
+        have room for: with more, they would drop and compute contexts again."""
+        room = {
+            EngineKind.REFERENCE: self.engine.max_sequences,
+            EngineKind.VLLM: self.vllm.max_contexts(self.engine),
+        }
+        return max(1, sum(room[kind] for kind in self.fleet.engines) * 3 // 4)
 
 
 def read_config(run: RunFolder) -> RunConfig:
