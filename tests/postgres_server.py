@@ -31,8 +31,8 @@ def programs() -> Path | None:
 class PostgresServer:
     """One cluster in a folder. `url` stays the same over restarts."""
 
-    def __init__(self, folder: Path, bin: Path) -> None:
-        self.folder, self._bin = folder, bin
+    def __init__(self, folder: Path, bin: Path, *, fsync: bool = False) -> None:
+        self.folder, self._bin, self._fsync = folder, bin, fsync
         self._as = ["unshare", "--user", "--map-user=1000", "--map-group=1000"] if os.geteuid() == 0 else []
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
@@ -55,8 +55,8 @@ class PostgresServer:
 
     def start(self) -> None:
         """Returns when it takes connections. What a killed one left is in its way for a moment."""
-        settings = {"listen_addresses": "127.0.0.1", "port": self.port, "unix_socket_directories": "", "fsync": "off"}
-        settings |= {"shared_buffers": "32MB", "max_connections": 30, "jit": "off"}
+        settings = {"listen_addresses": "127.0.0.1", "port": self.port, "unix_socket_directories": ""}
+        settings |= {"shared_buffers": "32MB", "max_connections": 30, "fsync": "on" if self._fsync else "off"}
         end = ["setpriv", "--pdeathsig", "QUIT"] if shutil.which("setpriv") else []  # with the tests, however they end
         argv = [*self._as, *end, str(self._bin / "postgres"), "-D", str(self.folder / "data")]
         argv += [f"--{name}={value}" for name, value in settings.items()]

@@ -351,3 +351,14 @@ def test_the_stored_rollout_is_the_packed_record(ledger, kit, finish_group):
     finish_group("g000000", [1.0])
     data = ledger.get("g000000.0", "finished")
     assert isinstance(unpack(data, Finished).rollout, Rollout)
+
+
+def test_a_lineage_that_went_back_is_pruned_again_when_it_has_come_as_far(ledger, kit, finish_group):
+    for again in (False, True):
+        finish_group("g00000" + str(int(again)), [1.0, 0.0])
+        batch = batch_of(ledger, *ledger.open_groups(), step=2)
+        ledger.batch(batch)
+        ledger.commit(batch.rollout_ids, kit.version(2))
+        assert ledger.prune(2) == 4
+        ledger.reconcile([(1, ["none of them"])] if not again else [(2, batch.rollout_ids)])
+    assert ledger.get("g000001.0", "finished") is None

@@ -232,6 +232,8 @@ class Ledger(Looking):
 
     def _free(self, row: Row) -> None:
         """The step that took this rollout is not in the lineage: its group is open again."""
+        if row.step is not None and row.step <= int(self.recall("pruned") or 0):
+            self.remember("pruned", row.step - 1)  # the steps from here on will be made again
         if row.state in _LINEAGE:
             self._move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage")
             self._move(self.row(row.rollout_id), State.GRADED, "its stored outcome stands")
@@ -244,8 +246,12 @@ class Ledger(Looking):
     def prune(self, step: int) -> int:
         """Drop the blobs of rollouts consumed at or before a version step: call it with the oldest step that a
         restart can still go back to. Returns how many blobs went; their traces stay."""
-        spent = "SELECT 1 FROM rollouts r WHERE r.rollout_id = blobs.rollout_id AND step <= ? AND state != ?"
-        return self._db.execute(f"DELETE FROM blobs WHERE EXISTS ({spent})", step, State.BATCHED)
+        before, batched = int(self.recall("pruned") or 0), State.BATCHED
+        spent = "SELECT rollout_id FROM rollouts WHERE step > ? AND step <= ? AND state != ?"
+        gone = self._db.execute(f"DELETE FROM blobs WHERE rollout_id IN ({spent})", before, step, batched)
+        left = self._value("SELECT min(step) FROM rollouts WHERE state = ? AND step <= ?", batched, step)
+        self.remember("pruned", max(before, step if left is None else left - 1))
+        return gone
 
     # Notes that must move together with the rollouts
 
