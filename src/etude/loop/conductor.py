@@ -80,7 +80,7 @@ class Conductor:
         )
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(run / "ledger.sqlite", capacity=capacity)
-        self.rolling = Rolling(self.ledger, crew, telemetry, max_running=config.max_running)
+        self.rolling = Rolling(self.ledger, crew, telemetry)
         self.signals = Signals(self.ledger.recall("signals"))
         self.step = 0  # of the version committed last
         self.trained = 0  # of the live weights: one ahead while their version is on its way
@@ -334,7 +334,6 @@ class Conductor:
             tries=tries,
             seed=self.config.seed,
             temperature=self.config.evals.temperature,
-            max_running=self.config.max_running,
             out=self.run_folder / "evals",
             telemetry=self.telemetry,
         )

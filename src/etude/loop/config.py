@@ -45,10 +45,18 @@ class EvalsConfig:
 class FleetConfig:
     """The `[fleet]` section: how many processes of each kind, and how patient their supervisor is."""
 
-    num_engines: int = ranged(2, low=1, high=64)
+    num_engines: int = ranged(2, low=0, high=64)  # 0: all of them join from elsewhere
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
     hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
+    listen: str = ""  # "HOST:PORT": where engines from elsewhere join the run; "": nowhere
+
+    def __post_init__(self) -> None:
+        host, _, port = self.listen.rpartition(":")
+        if self.listen and not (host and port.isdigit() and int(port) < 65_536):
+            raise ValueError(f"listen = {self.listen!r} is no HOST:PORT")
+        if not self.num_engines and not self.listen:
+            raise ValueError("num_engines = 0 and nobody can join: set listen = 'HOST:PORT'")
 
 
 @dataclass(frozen=True)
@@ -120,9 +128,14 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """Rollouts under way at once. Each keeps a KV slot between its turns, so there are fewer than slots: with more,
-        engines would drop and compute contexts again."""
-        return max(1, self.fleet.num_engines * self.engine.max_sequences * 3 // 4)
+        """Rollouts under way at once on the run's own engines."""
+        return rollouts_on(self.fleet.num_engines * self.engine.max_sequences)
+
+
+def rollouts_on(num_sequences: int) -> int:
+    """How many rollouts engines with so many KV slots have under way at once. Each keeps a slot between its turns, so
+    there are fewer than slots: with more, engines would drop and compute contexts again."""
+    return max(1, num_sequences * 3 // 4) if num_sequences else 0
 
 
 def read_config(run: RunFolder) -> RunConfig:

@@ -86,7 +86,6 @@ async def evaluate_checkpoint(
                 tries=tries,
                 seed=config.seed,
                 temperature=config.evals.temperature,
-                max_running=config.max_running,
                 out=out or run / "evals",
                 telemetry=telemetry,
             )
