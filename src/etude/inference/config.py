@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from etude.config import ranged
 from etude.numerics.config import ComputeDtype
+
+
+class EngineKind(enum.StrEnum):
+    """What an engine of a run is."""
+
+    REFERENCE = "reference"  # ours: every mode, format and family
+    VLLM = "vllm"  # vLLM in an environment of its own; not exact
 
 
 @dataclass(frozen=True)

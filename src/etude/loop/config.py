@@ -15,11 +15,11 @@ from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig
+from etude.inference.config import EngineConfig, EngineKind
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
-from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.tasks import open_source
@@ -27,6 +27,8 @@ from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
 from etude.tasks.harbor import HarborSource
 from etude.training.config import LearnerConfig, MidTrainingConfig
+
+MAX_ENGINES = 64
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class EvalsConfig:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """The `[fleet]` section: how many processes of each kind, and how patient their supervisor is."""
+    """The `[fleet]` section: which processes, how many of each, and how patient their supervisor is."""
 
-    num_engines: int = ranged(2, low=0, high=64)  # 0: all of them join from elsewhere
+    engines: tuple[EngineKind, ...] = (EngineKind.REFERENCE, EngineKind.REFERENCE)  # engine-0, engine-1, ...
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
     hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
@@ -55,8 +57,10 @@ class FleetConfig:
         host, _, port = self.listen.rpartition(":")
         if self.listen and not (host and port.isdigit() and int(port) < 65_536):
             raise ValueError(f"listen = {self.listen!r} is no HOST:PORT")
-        if not self.num_engines and not self.listen:
-            raise ValueError("num_engines = 0 and nobody can join: set listen = 'HOST:PORT'")
+        least = 0 if self.listen else 1  # with a registry all of them may join from elsewhere
+        if not least <= len(self.engines) <= MAX_ENGINES:
+            why = "" if self.engines or self.listen else "; none where others can join: listen = 'HOST:PORT'"
+            raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}{why}")
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class RunConfig:
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
                 f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
             )
+        self._engines_must_compute_so()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "
@@ -112,6 +117,24 @@ class RunConfig:
             raise ValueError(
                 f"engine.context_tokens = {self.engine.context_tokens} is past "
                 f"model.context_tokens = {self.model.context_tokens}"
+            )
+
+    def _engines_must_compute_so(self) -> None:
+        """Raises `ConfigError` for a kind of engine that cannot compute what `[numerics]` asks for."""
+        if EngineKind.VLLM not in self.fleet.engines:
+            return
+        what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
+        if self.numerics.mode is Mode.EXACT:
+            raise ConfigError(
+                what,
+                "vLLM computes in its own order, which numerics.mode = 'exact' cannot be",
+                hint="set numerics.mode = 'native': engines are held to the budget of engine.dtype, see [parity]",
+            )
+        if self.numerics.quantise is not Quantise.NONE:
+            raise ConfigError(
+                what,
+                f"vLLM does not round as numerics.quantise = {str(self.numerics.quantise)!r} does",
+                hint="set numerics.quantise = 'none', or take reference engines alone",
             )
 
     def settled(self) -> RunConfig:
@@ -129,7 +152,7 @@ class RunConfig:
     @property
     def max_running(self) -> int:
         """Rollouts under way at once on the run's own engines."""
-        return rollouts_on(self.fleet.num_engines * self.engine.max_sequences)
+        return rollouts_on(len(self.fleet.engines) * self.engine.max_sequences)
 
 
 def rollouts_on(num_sequences: int) -> int:

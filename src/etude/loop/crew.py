@@ -85,7 +85,7 @@ class Crew:
     async def start_sampling(self) -> None:
         """Engines, workers and graders, all at once; returns when every one is ready."""
         await asyncio.gather(
-            *(self._start_engine(f"engine-{i}") for i in range(self.config.fleet.num_engines)), self.start_judged()
+            *(self._start_engine(f"engine-{i}") for i in range(len(self.config.fleet.engines))), self.start_judged()
         )
 
     async def start_judged(self) -> None:
