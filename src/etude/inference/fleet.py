@@ -52,6 +52,7 @@ class _Member:
     takes_new: bool = True
     step: int | None = None  # None: unknown
     size: int = 1  # sequences that it decodes together
+    region: str = ""
     kv_tokens: int | None = None  # free when it was last told of, less what it was given since; None: unbounded
 
     def load(self, request: CompletionRequest) -> tuple[bool, float, float, str]:
@@ -111,6 +112,7 @@ class Fleet:
         self.assignment, self.heartbeat_s = assignment, heartbeat_s
         self._members = {name: _Member(name, engine) for name, engine in engines.items()}
         self._sessions: dict[str, str] = {}  # session -> engine's name, the one unused for longest first
+        self._regions: dict[str, str] = {}  # group -> region of its newest session, the same way
         self._changed = asyncio.Event()
 
     @property
@@ -133,6 +135,7 @@ class Fleet:
         member = self._members.get(name)
         if member is not None:
             member.takes_new, member.step = listed.state is State.SERVING, listed.step
+            member.region = listed.region
             member.size, member.kv_tokens = max(1, listed.max_sequences), listed.kv_tokens_free
 
     def sessions(self) -> dict[str, int]:
@@ -181,6 +184,8 @@ class Fleet:
         while at.left_s > 0:
             member = self._choose(at)
             if member is not None:
+                self._regions.pop(group_of(at.request), None)
+                self._regions[group_of(at.request)] = member.region
                 return member
             if at.hopeless and at.hopeless >= self._members.keys():
                 raise next(iter(at.refused.values()))
@@ -189,19 +194,20 @@ class Fleet:
         raise _nobody(at)
 
     def _choose(self, at: _Try) -> _Member | None:
-        """The session's engine if it may be asked, else the assignment's; None: nobody may be asked now."""
+        """The session's engine if it may be asked, else the assignment's, in the region of the session's group where
+        that has room: what a region loses are whole groups, and few. None: nobody may be asked now."""
         now, out = time.monotonic(), at.skipped | at.hopeless
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
         home = self._sessions.get(at.request.session_id)
         for member in able:
             if member.name == home:
                 return member
-        able = [m for m in able if m.takes_new]
+        able, group = [m for m in able if m.takes_new], group_of(at.request)
         if self.assignment is Assignment.STABLE:
-            group = at.request.session_id.rpartition(".")[0] or at.request.session_id
             return max(able, key=lambda m: hashlib.sha256(f"{group}\0{m.name}".encode()).digest(), default=None)
         if at.request.traffic is Traffic.ROLLOUT:
             able = [m for m in able if m.has_room(at.request)]
+            able = [m for m in able if m.region == self._regions.get(group)] or able
         return min(able, key=lambda m: m.load(at.request), default=None)
 
     async def _serve(self, member: _Member, at: _Try) -> Completion:
@@ -264,8 +270,9 @@ class Fleet:
         self._sessions.pop(request.session_id, None)
         if request.keep_session:
             self._sessions[request.session_id] = member.name
-        if len(self._sessions) > MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        for remembered in (self._sessions, self._regions):
+            if len(remembered) > MAX_SESSIONS:
+                del remembered[next(iter(remembered))]
 
 
 async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Completion]:
@@ -275,6 +282,11 @@ async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Comple
         async with contextlib.aclosing(told(member.engine, member.engine.generate, asked)) as parts:
             async for part in parts:
                 yield part
+
+
+def group_of(request: CompletionRequest) -> str:
+    """The group of its session."""
+    return request.session_id.rpartition(".")[0] or request.session_id
 
 
 def needed(request: CompletionRequest) -> int:

@@ -45,11 +45,11 @@ T = TypeVar("T")
 def wanted(registry: str, token: str | None, *, wait_s: float = WAIT_S) -> Wanted:
     """What the run wants of an engine; waits for a registry that is not there yet. Raises `InputError` for what is no
     registry, `Unauthorised`, `DeadlineExceeded`."""
-    asked = urllib.request.Request(_base(registry) + WANTED, headers=_bearing(token))  # noqa: S310  http(s) alone
+    asked = urllib.request.Request(_base(registry) + WANTED, headers=_bearing(token))
     end = time.monotonic() + wait_s
     while True:
         try:
-            with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:  # noqa: S310
+            with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
                 return msgspec.json.decode(answer.read(), type=Wanted)
         except urllib.error.HTTPError as error:
             raise from_http(error.code, error.read(), engine=registry) from None
@@ -81,7 +81,7 @@ class Registration:
         """Be a member until drained; returns then. Raises `MalformedRequest` and `Unauthorised`: the registry will not
         have it."""
         async with aiohttp.ClientSession(headers=_bearing(self._token)) as session:
-            while self.state is not State.LEFT:
+            while self.state is not State.LEFT:  # noqa: ASYNC110  the state is the registry's
                 await asyncio.sleep(await self._tried(session))
 
     async def leave(self) -> None:

@@ -9,6 +9,7 @@ for no engine on behalf of another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Container
@@ -43,6 +44,7 @@ from etude.inference.membership import (
 )
 from etude.inference.registry import Registry
 from etude.inference.wire import JSON
+from etude.records.completion import Version
 from etude.seams import EngineInfo
 
 BEAT_S = 1.0
@@ -93,23 +95,28 @@ class Registrar:
     ) -> None:
         """Ask everybody, tell what is, for ever. `beat` answers with the sessions that each engine still has; a
         draining engine without any has finished."""
-        told: dict[str, State] = {}
+        told: Roster = {}
         while True:
             began = time.monotonic()
             self._ask_everybody()
             roster = self.registry.roster(now=self._clock())
             for name, listed in roster.items():
-                if told.get(name) is not listed.state:
+                if name not in told or told[name].state is not listed.state:
                     changed(name, listed)
             for name in told.keys() - roster.keys():
-                changed(name, msgspec.structs.replace(self.roster[name], state=State.LEFT))
+                changed(name, msgspec.structs.replace(told[name], state=State.LEFT))
                 await self._close(name)
-            told, self.roster = {name: listed.state for name, listed in roster.items()}, roster
+            told = self.roster = roster
             sessions = await beat(roster)
             for name, listed in roster.items():
                 if listed.state is State.DRAINING and not (sessions.get(name) or listed.num_running):
                     self.registry.drained(name)
             await asyncio.sleep(max(0.0, BEAT_S - (time.monotonic() - began)))
+
+    def head(self, version: Version) -> None:
+        """What was published last; whoever holds a lost lineage's is given nothing from now on."""
+        self.registry.head(version)
+        self.roster = self.registry.roster(now=self._clock())
 
     def serving(self) -> dict[str, HttpEngine]:
         """Engines that hold, or will come to, what is published: neither lost nor catching up."""
@@ -135,10 +142,8 @@ class Registrar:
 
     async def _ask(self, name: str, engine: HttpEngine) -> None:
         info: EngineInfo | None = None
-        try:
+        with contextlib.suppress(EngineError):
             info = await engine.info(deadline_s=PATIENCE_S)
-        except EngineError:
-            pass
         if self.engines.get(name) is engine:
             self.registry.saw(name, info)
 

@@ -1,4 +1,4 @@
-"""Who belongs to the fleet: leases, what was seen of each engine, and what follows from both. Pure, the clock is passed.
+"""Who belongs to the fleet: leases, what was seen of each engine, and what follows. Pure, the clock is passed.
 
 An engine's state is never stored; it follows from facts that are:
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import aiohttp
 import msgspec
 
-from etude.errors import EngineError
 from etude.inference.client import HttpEngine
 from etude.inference.errors import EngineGone, from_http
 from etude.inference.fleet import Fleet
@@ -44,10 +44,8 @@ class RosterFollower:
         headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
-                try:
+                with contextlib.suppress(EngineGone):
                     await self.follow(await _ask(session, url))
-                except EngineGone:
-                    pass
                 await asyncio.sleep(EVERY_S)
 
 
@@ -60,4 +58,6 @@ async def _ask(session: aiohttp.ClientSession, url: str) -> Roster:
                 raise from_http(answer.status, said, engine=url)
             return msgspec.json.decode(said, type=Roster)
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        raise EngineGone(f"no registry answers at {url}", f"{type(error).__name__}: {error}", hint="is it up?") from None
+        raise EngineGone(
+            f"no registry answers at {url}", f"{type(error).__name__}: {error}", hint="is it up?"
+        ) from None

@@ -198,8 +198,9 @@ def _registration(args: argparse.Namespace, listener: socket.socket, token: str 
     """Its place in a fleet elsewhere, not yet taken."""
     if not args.register:
         return None
+    listener.listen()  # whoever calls before the engine serves waits for it, instead of being refused
     host, port = listener.getsockname()[:2]
-    host = address_towards(args.register) if host in ("0.0.0.0", "::") else host  # noqa: S104  every address of ours
+    host = address_towards(args.register) if host in ("0.0.0.0", "::") else host
     url = args.advertise or f"http://{f'[{host}]' if ':' in host else host}:{port}"
     asked = Join(name=args.name, url=url, region=args.region, standby=args.standby)
     return Registration(args.register, asked, token=token)

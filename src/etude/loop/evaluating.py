@@ -10,8 +10,8 @@ from etude.evals import EvalResult, make_row, write_rows
 from etude.evals import evaluate as sum_up
 from etude.harness import ChatFormat
 from etude.loop.crew import Crew
-from etude.loop.room import Room
 from etude.loop.rolling import judge, run_once, siblings
+from etude.loop.room import Room
 from etude.records import Outcome, Rollout, RolloutSpec
 from etude.records.task import Split
 from etude.seams import TaskSource

@@ -20,6 +20,7 @@ from etude.errors import CheckpointError, ConfigError, RunError, TaskError
 from etude.experience import Ledger
 from etude.harness import ChatFormat, standard_tools
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.joining import check_listen
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
 from etude.models.headers import check_blocks, check_weights, tell_left_out
@@ -45,6 +46,7 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         config.model.shared(config.numerics.degree)
+    check_listen(config)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(

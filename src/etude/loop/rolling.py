@@ -200,4 +200,5 @@ class Rolling:
             malformed=rollout.num_malformed,
             wall_s=round(rollout.wall_s, 4),
             tool_s=round(rollout.tool_s, 4),
+            engines=sorted({turn.completion.engine for turn in rollout.trace.turns}),
         )

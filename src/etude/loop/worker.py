@@ -24,13 +24,21 @@ from etude.tasks import RepairSource, Script, write_reference
 from etude.tasks.repair.demonstrations import oracle, random_agent
 from etude.telemetry import Telemetry
 
+HEARTBEAT_S, FAR_HEARTBEAT_S = 5.0, 2.0
+"""How often an engine that holds a request is asked whether it still answers. A line to another region breaks more
+often than a process of this host hangs, and what is asked twice comes out the same."""
+
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     config = read_config(run)
     runtime = runtime_of(config.machines)
     chat = ChatFormat.load(run / "tokenizer")
     stable = config.experience.max_lag == 0
-    fleet = Fleet({}, assignment=Assignment.STABLE if stable else Assignment.LEAST_LOADED)
+    fleet = Fleet(
+        {},
+        assignment=Assignment.STABLE if stable else Assignment.LEAST_LOADED,
+        heartbeat_s=FAR_HEARTBEAT_S if config.fleet.listen else HEARTBEAT_S,
+    )
     following = RosterFollower(fleet)
 
     async def engines(roster: Roster) -> dict[str, int]:
