@@ -68,12 +68,12 @@ class Registrar:
         token: str | None,
         reserved: Container[str] = (),
         registry: Registry | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        beat_s: float = BEAT_S,
     ) -> None:
         self.wanted, self.registry = wanted, registry or Registry()
         self.engines: dict[str, HttpEngine] = {}  # of everybody who has not left
         self.roster: Roster = {}  # as of the last beat
-        self._token, self._reserved, self._clock = token, reserved, clock
+        self._token, self._reserved, self._beat_s = token, reserved, beat_s
         self._asking: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -99,7 +99,7 @@ class Registrar:
         while True:
             began = time.monotonic()
             self._ask_everybody()
-            roster = self.registry.roster(now=self._clock())
+            roster = self.registry.roster(now=time.monotonic())
             for name, listed in roster.items():
                 if name not in told or told[name].state is not listed.state:
                     changed(name, listed)
@@ -111,12 +111,12 @@ class Registrar:
             for name, listed in roster.items():
                 if listed.state is State.DRAINING and not (sessions.get(name) or listed.num_running):
                     self.registry.drained(name)
-            await asyncio.sleep(max(0.0, BEAT_S - (time.monotonic() - began)))
+            await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began)))
 
     def head(self, version: Version) -> None:
         """What was published last; whoever holds a lost lineage's is given nothing from now on."""
         self.registry.head(version)
-        self.roster = self.registry.roster(now=self._clock())
+        self.roster = self.registry.roster(now=time.monotonic())
 
     def serving(self) -> dict[str, HttpEngine]:
         """Engines that hold, or will come to, what is published: neither lost nor catching up."""
@@ -125,10 +125,6 @@ class Registrar:
 
     async def close(self) -> None:
         """Ask nobody any more."""
-        asking = list(self._asking.values())
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
         for name in list(self.engines):
             await self._close(name)
 
@@ -148,7 +144,10 @@ class Registrar:
             self.registry.saw(name, info)
 
     async def _close(self, name: str) -> None:
-        engine = self.engines.pop(name, None)
+        engine, asking = self.engines.pop(name, None), self._asking.get(name)
+        if asking is not None:  # else it would open a connection anew
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
         if engine is not None:
             await engine.close()
 
@@ -171,7 +170,7 @@ class Registrar:
         return self.wanted
 
     async def _listing(self, _: Request) -> Roster:
-        return self.registry.roster(now=self._clock())
+        return self.registry.roster(now=time.monotonic())
 
     async def _join(self, request: Request) -> Welcome:
         asked = await _read(request, Join)
@@ -189,14 +188,14 @@ class Registrar:
             hint = "--advertise http://HOST:PORT says how the conductor and its workers reach it"
             raise EngineError(f"{asked.name} does not answer at {asked.url}", error.what, hint=hint) from None
         await self._close(asked.name)
-        lease = self.registry.join(asked, now=self._clock())
+        lease = self.registry.join(asked, now=time.monotonic())
         self.registry.saw(asked.name, info)
         self.engines[asked.name] = engine
         return Welcome(lease=lease, lease_s=self.registry.lease_s)
 
     async def _refuse_if_taken(self, asked: Join) -> None:
         member = self.registry.members.get(asked.name)
-        state = self.registry.states(now=self._clock()).get(asked.name)
+        state = self.registry.states(now=time.monotonic()).get(asked.name)
         taken = asked.name in self._reserved
         if member is not None and state in ALIVE and member.joined.url != asked.url:
             try:
@@ -209,7 +208,7 @@ class Registrar:
 
     async def _renew(self, request: Request) -> Standing:
         asked = await _read(request, Renewal)
-        return Standing(state=self.registry.renew(asked.name, asked.lease, now=self._clock()))
+        return Standing(state=self.registry.renew(asked.name, asked.lease, now=time.monotonic()))
 
     async def _leave(self, request: Request) -> Standing:
         asked = await _read(request, Renewal)
@@ -219,7 +218,7 @@ class Registrar:
     async def _drain(self, request: Request) -> Standing:
         name = (await _read(request, DrainRequest)).name
         self.registry.drain(name)
-        return Standing(state=self.registry.states(now=self._clock())[name])
+        return Standing(state=self.registry.states(now=time.monotonic())[name])
 
 
 def refuse_unfit(name: str, info: EngineInfo, wanted: Wanted) -> None:

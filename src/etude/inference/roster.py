@@ -25,11 +25,11 @@ class RosterFollower:
         self._known: dict[str, HttpEngine] = {}
 
     async def follow(self, roster: Roster) -> None:
-        """The fleet as it is now. What an engine that is gone still serves goes on there, or elsewhere."""
+        """The fleet as it is now. What an engine that is lost was asked is asked elsewhere at once."""
         listed = {name: one for name, one in roster.items() if one.state in GIVEN_WORK}
         for name in self._known.keys() - listed.keys():
             self.fleet.remove(name)
-            del self._known[name]  # its connections end with the last request that uses them
+            await self._known.pop(name).close()
         for name, one in listed.items():
             old = self._known.get(name)
             if old is None or old.url != one.url:
@@ -38,6 +38,10 @@ class RosterFollower:
                 if old is not None:
                     await old.close()
             self.fleet.tell(name, one)
+
+    async def close(self) -> None:
+        """Ask nobody any more."""
+        await self.follow({})
 
     async def follow_registry(self, url: str) -> None:
         """Ask the registry again and again, for ever. One that does not answer leaves the fleet as it was."""
