@@ -28,6 +28,7 @@ from etude.cli.arguments import (
     step,
     written,
 )
+from etude.cli.fleet_commands import fleet_commands
 from etude.cli.machine_commands import backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
 from etude.errors import EtudeError, Exit, StoreError
@@ -94,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     machine_commands(commands)
     _weights_commands(commands)
     _model_commands(commands)
+    fleet_commands(commands)
     return parser
 
 

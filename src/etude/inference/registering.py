@@ -45,7 +45,7 @@ T = TypeVar("T")
 def wanted(registry: str, token: str | None, *, wait_s: float = WAIT_S) -> Wanted:
     """What the run wants of an engine; waits for a registry that is not there yet. Raises `InputError` for what is no
     registry, `Unauthorised`, `DeadlineExceeded`."""
-    asked = urllib.request.Request(_base(registry) + WANTED, headers=_bearing(token))
+    asked = urllib.request.Request(base(registry) + WANTED, headers=bearing(token))
     end = time.monotonic() + wait_s
     while True:
         try:
@@ -74,13 +74,13 @@ class Registration:
         said: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
         self.asked, self.state = asked, State.LOST
-        self._registry, self._token, self._said = _base(registry), token, said
+        self._registry, self._token, self._said = base(registry), token, said
         self._lease, self._every_s, self._told = "", AGAIN_S, ""
 
     async def keep(self) -> None:
         """Be a member until drained; returns then. Raises `MalformedRequest` and `Unauthorised`: the registry will not
         have it."""
-        async with aiohttp.ClientSession(headers=_bearing(self._token)) as session:
+        async with aiohttp.ClientSession(headers=bearing(self._token)) as session:
             while self.state is not State.LEFT:  # noqa: ASYNC110  the state is the registry's
                 await asyncio.sleep(await self._tried(session))
 
@@ -89,7 +89,7 @@ class Registration:
         if not self._lease or self.state is State.LEFT:
             return
         renewal = Renewal(name=self.asked.name, lease=self._lease)
-        async with aiohttp.ClientSession(headers=_bearing(self._token)) as session:
+        async with aiohttp.ClientSession(headers=bearing(self._token)) as session:
             try:
                 await self._post(session, LEAVE, renewal, Standing, deadline_s=2.0)
             except EngineError:
@@ -148,11 +148,13 @@ def address_towards(registry: str) -> str:
         return str(way.getsockname()[0])
 
 
-def _base(registry: str) -> str:
+def base(registry: str) -> str:
+    """The URL of a registry, checked. Raises `InputError`."""
     if urlsplit(registry).scheme not in ("http", "https") or not urlsplit(registry).hostname:
         raise InputError(f"{registry!r} is no registry", hint="write http://HOST:PORT, the run's fleet.listen")
     return registry.rstrip("/")
 
 
-def _bearing(token: str | None) -> dict[str, str]:
+def bearing(token: str | None) -> dict[str, str]:
+    """The headers of a request to a registry."""
     return {"authorization": f"Bearer {token}"} if token else {}

@@ -49,12 +49,12 @@ class RosterFollower:
         async with aiohttp.ClientSession(headers=headers) as session:
             while True:
                 with contextlib.suppress(EngineGone):
-                    await self.follow(await _ask(session, url))
+                    await self.follow(await roster_of(session, url))
                 await asyncio.sleep(EVERY_S)
 
 
-async def _ask(session: aiohttp.ClientSession, url: str) -> Roster:
-    """Raises `EngineGone`, and what else the registry says as `EngineError`."""
+async def roster_of(session: aiohttp.ClientSession, url: str) -> Roster:
+    """What a registry lists. Raises `EngineGone`, and what else the registry says as `EngineError`."""
     try:
         async with session.get(url.rstrip("/") + ENGINES, timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as answer:
             said = await answer.read()

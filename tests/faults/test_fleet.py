@@ -1,0 +1,113 @@
+"""Engines from elsewhere in a run: real processes that join, are killed, drained, and have wrong clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import unused_port
+
+from etude.inference.membership import State
+from etude.telemetry import read_events
+
+TOKEN = "a-token"
+A_YEAR_AGO = "import time\nnow = time.time\ntime.time = lambda: now() - 365 * 86_400\n"
+
+
+class Home:
+    """A run whose engines all come from elsewhere, and those engines."""
+
+    def __init__(self, cli: Any, config: Path, tmp_path: Path) -> None:
+        self.cli, self.tmp_path, self.port = cli, tmp_path, unused_port()
+        self.path = cli.cwd / "runs" / "r"
+        self.log = cli.cwd / "out.log"
+        self.config = config
+        self.engines: dict[str, subprocess.Popen[bytes]] = {}
+        self.run: subprocess.Popen[str] | None = None
+
+    def begin(self, *sets: str) -> None:
+        given = [f"fleet.listen=127.0.0.1:{self.port}", "fleet.engines=[]", *sets]
+        flags = [part for one in given for part in ("--set", one)]
+        self.run = self.cli.start("run", self.config, "--name", "r", *flags, log=self.log)
+
+    def engine(self, name: str, *options: str, clock: str = "") -> subprocess.Popen[bytes]:
+        """Start one; `clock`: what its interpreter does to its clock before anything else."""
+        argv = [sys.executable, "-m", "etude.inference.server", "--name", name, "--poll-s", "0.05", *options]
+        argv += ["--register", f"http://127.0.0.1:{self.port}", "--store", str(self.path / "weights")]
+        env = {**os.environ, "ETUDE_TOKEN": TOKEN}
+        if clock:
+            folder = self.tmp_path / f"clock-{name}"
+            folder.mkdir()
+            (folder / "sitecustomize.py").write_text(clock)
+            env["PYTHONPATH"] = f"{folder}:{env.get('PYTHONPATH', '')}"
+        with (self.tmp_path / f"{name}.log").open("ab") as log:
+            process = self.engines[name] = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
+        return process
+
+    def states(self, name: str) -> list[State]:
+        return [State(e["state"]) for e in self.events("fleet.state") if e["engine"] == name]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            return [e for e in read_events(self.path / "events") if e["kind"] == kind]
+        return []
+
+    @property
+    def step(self) -> int:
+        return max((e["step"] for e in self.events("rl.step")), default=0)
+
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert self.run is not None
+            assert self.run.poll() is None, f"ended before {what}:\n{self.said}"
+            assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}:\n{self.said}"
+            time.sleep(0.05)
+
+    @property
+    def said(self) -> str:
+        logs = {name: (self.tmp_path / f"{name}.log").read_text()[-1500:] for name in self.engines}
+        return f"{self.log.read_text()[-4000:]}\n{logs}"
+
+    def drain(self, name: str) -> None:
+        done = self.cli("fleet", "drain", f"http://127.0.0.1:{self.port}", name)
+        assert done.returncode == 0, done.stderr
+
+    def assert_sound(self) -> None:
+        assert self.run is not None
+        assert self.run.wait(200) == 0, self.said
+        audit = self.cli("ledger", "audit", self.path)
+        assert audit.returncode == 0, audit.stderr
+        assert audit.stdout.startswith("0 lost, 0 trained twice, 0 slots leaked;"), audit.stdout
+
+    def close(self) -> None:
+        for process in (self.run, *self.engines.values()):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def home(game: Any, tmp_path: Path, cli_in: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
+    monkeypatch.setenv("ETUDE_TOKEN", TOKEN)
+    made = Home(cli_in(tmp_path), game.config, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_run_on_an_engine_from_elsewhere_whose_clock_is_a_year_off(home: Home) -> None:
+    home.begin("rl.steps=2")
+    home.engine("far", clock=A_YEAR_AGO)
+    home.assert_sound()
+    assert home.states("far")[:2] == [State.CATCHING_UP, State.SERVING]
+    assert State.LOST not in home.states("far")
+    served = {name for e in home.events("rollout") for name in e["engines"]}
+    assert served == {"far"}
