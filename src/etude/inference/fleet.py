@@ -31,6 +31,7 @@ from etude.seams import Engine, told
 
 REST_S = 2.0  # how long an engine that was gone is left alone
 RETRY_S = 0.05  # between two tries when nobody could serve
+PACE_WEIGHT = 0.1  # of the newest request in a member's pace
 MAX_SESSIONS = 65_536  # remembered at most; the one unused for longest is forgotten
 
 
@@ -53,13 +54,20 @@ class _Member:
     step: int | None = None  # None: unknown
     size: int = 1  # sequences that it decodes together
     region: str = ""
+    pace_s: float = 0.0  # a moving average of how long a request takes, from here; 0: none has been served yet
     kv_tokens: int | None = None  # free when it was last told of, less what it was given since; None: unbounded
 
-    def load(self, request: CompletionRequest) -> tuple[bool, float, float, str]:
-        """Whom a new session goes to: the member for which this is least."""
+    def rank(self, request: CompletionRequest, typical_s: float) -> tuple[bool, float, float, str]:
+        """Whom a new session goes to: the member for which this is least. The requests that run count for as long as
+        one takes here, so that a far or slow region gets fewer; `typical_s` stands in where none was served yet."""
         behind = self.step is not None and self.step < request.min_step
         production = self.num_production if request.traffic is Traffic.PRODUCTION else 0
-        return behind, production / self.size, self.num_running / self.size, self.name
+        pace_s = (self.pace_s or typical_s) if self.region else 1.0
+        return behind, production / self.size, (self.num_running + 1) / self.size * pace_s, self.name
+
+    def served(self, seconds: float) -> None:
+        """A request was served from beginning to end."""
+        self.pace_s += (seconds - self.pace_s) * (PACE_WEIGHT if self.pace_s else 1.0)
 
     def has_room(self, request: CompletionRequest) -> bool:
         return self.kv_tokens is None or self.kv_tokens >= needed(request)
@@ -208,12 +216,15 @@ class Fleet:
         if at.request.traffic is Traffic.ROLLOUT:
             able = [m for m in able if m.has_room(at.request)]
             able = [m for m in able if m.region == self._regions.get(group)] or able
-        return min(able, key=lambda m: m.load(at.request), default=None)
+        paces = [m.pace_s for m in able if m.pace_s]
+        typical_s = sum(paces) / len(paces) if paces else 1.0
+        return min(able, key=lambda m: m.rank(at.request, typical_s), default=None)
 
     async def _serve(self, member: _Member, at: _Try) -> Completion:
         """Ask one engine, and while it works, whether it still answers."""
         asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
         with member.serving(asked):
+            began = time.monotonic()
             work = asyncio.ensure_future(member.engine.generate(asked))
             try:
                 while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
@@ -223,7 +234,9 @@ class Fleet:
                             f"asked for its state, with {self.heartbeat_s:g} s of patience",
                             hint="it hangs or its host is gone: restart it",
                         )
-                return work.result()
+                completion = work.result()
+                member.served(time.monotonic() - began)
+                return completion
             finally:
                 work.cancel()
 

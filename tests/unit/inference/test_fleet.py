@@ -341,3 +341,26 @@ def test_a_new_session_goes_rather_to_an_engine_that_needs_not_catch_up() -> Non
         assert not members["engine-0"].requests
 
     asyncio.run(story())
+
+
+def test_a_region_far_away_gets_fewer_sessions_than_one_that_is_near() -> None:
+    class Far(Member):
+        async def generate(self, request: CompletionRequest) -> Completion:
+            await asyncio.sleep(0.05)
+            return await super().generate(request)
+
+    async def story() -> None:
+        near, far = Member("near"), Far("far")
+        policy = Fleet({"near": near, "far": far})
+        for name in ("near", "far"):
+            policy.tell(name, listed(region=name, max_sequences=8))
+        await served_by(policy, "a", "b", "c", "d", session="home")
+        await asyncio.gather(*(policy.complete(ask(f"first{i}")) for i in range(4)))
+        await near.pause()
+        asking = [asyncio.ensure_future(policy.complete(ask(f"r{i}"))) for i in range(20)]
+        await asyncio.sleep(0.01)
+        assert (await near.info()).num_waiting > 15
+        await near.resume()
+        assert len({c.request_id for c in await asyncio.gather(*asking)}) == 20
+
+    asyncio.run(story())
