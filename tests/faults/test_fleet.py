@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -111,3 +112,42 @@ def test_a_run_on_an_engine_from_elsewhere_whose_clock_is_a_year_off(home: Home)
     assert State.LOST not in home.states("far")
     served = {name for e in home.events("rollout") for name in e["engines"]}
     assert served == {"far"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_engines_are_killed_drained_and_late_and_nothing_is_lost(home: Home) -> None:
+    home.begin("rl.steps=6", "evals.every=100", "experience.groups_per_step=4")
+    for name in ("kept", "dies", "drained"):
+        home.engine(name)
+    home.engine("spare", "--standby")
+    home.until(
+        lambda: all(home.states(n)[-1:] == [State.SERVING] for n in ("kept", "dies", "drained")), "three engines"
+    )
+    home.until(lambda: home.states("spare")[-1:] == [State.STANDBY], "a standby")
+    home.until(lambda: home.step >= 1, "step 1")
+    home.engines["dies"].send_signal(signal.SIGKILL)
+    home.until(lambda: home.states("dies")[-1] is State.LOST, "the loss to be seen")
+    home.until(lambda: State.SERVING in home.states("spare"), "the standby to stand in")
+    home.drain("drained")
+    assert home.engines["drained"].wait(60) in (0, -signal.SIGTERM)
+    assert home.states("drained")[-2:] == [State.DRAINING, State.LEFT]
+    home.engine("dies", "--port", "0")
+    home.until(lambda: home.states("dies")[-1] is State.SERVING, "the killed one's successor")
+    home.until(lambda: home.states("spare")[-1] is State.STANDBY, "the standby to stand by again")
+    home.assert_sound()
+    served = {name for e in home.events("rollout") for name in e["engines"]}
+    assert served >= {"kept", "dies", "spare"}
+    assert {e["outcome"] for e in home.events("rollout")} == {"graded"}
+    assert "Regions" in (home.path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [(("--register", "localhost:1"), "is no registry"), ((), "an engine without weights")]
+)
+def test_an_engine_that_could_have_no_weights_says_so(given: tuple[str, ...], said: str) -> None:
+    argv = [sys.executable, "-m", "etude.inference.server", *given]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "hint:" in done.stderr

@@ -67,8 +67,8 @@ def rows(found: Sequence[Engine], began: float, end: float) -> list[LaneRow]:
     """Three lanes an engine: its state, its running rollouts, its versions."""
     last = max((step for engine in found for _, step in engine.steps), default=0)
     made = []
-    for number_, engine in enumerate(found):
-        colour = 1 + number_ % 5
+    for i, engine in enumerate(found):
+        colour = 1 + i % 5
         state = engine.states[-1][1] if engine.states else ""
         held = f"step {engine.steps[-1][1]}" if engine.steps else "none"
         busy = sum((b - a) * share for a, b, share in engine.running) / max(1e-9, end - began)
@@ -96,5 +96,5 @@ def _running(events: Sequence[Event]) -> Iterator[Bar]:
 
 
 def _spans(points: Sequence[tuple[float, T]], end: float) -> list[tuple[float, float, T]]:
-    ends = [t for t, _ in points[1:]] + [end]
-    return [(t, until, what) for (t, what), until in zip(points, ends, strict=True)]
+    ends = [t for t, _ in points][1:] + [end]
+    return [(t, until, what) for (t, what), until in zip(points, ends, strict=False)]  # no end without a point

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Container
@@ -134,7 +135,10 @@ class Registrar:
             if name not in self._asking:
                 task = asyncio.create_task(self._ask(name, engine), name=f"how is {name}")
                 self._asking[name] = task
-                task.add_done_callback(lambda _, name=name: self._asking.pop(name, None))
+                task.add_done_callback(functools.partial(self._asked, name))
+
+    def _asked(self, name: str, _: asyncio.Task[None]) -> None:
+        self._asking.pop(name, None)
 
     async def _ask(self, name: str, engine: HttpEngine) -> None:
         info: EngineInfo | None = None

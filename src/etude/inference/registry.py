@@ -139,7 +139,7 @@ class Registry:
     def _catch_up(self, member: Member) -> None:
         if member.mark is None:
             member.mark = self._head
-        held, mark = member.info and member.info.version, member.mark
+        held, mark = member.info.version if member.info else None, member.mark
         if held is not None and mark is not None and held.incarnation == mark.incarnation and held.step >= mark.step:
             member.caught_up = True
 
