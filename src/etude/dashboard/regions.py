@@ -96,5 +96,5 @@ def _running(events: Sequence[Event]) -> Iterator[Bar]:
 
 
 def _spans(points: Sequence[tuple[float, T]], end: float) -> list[tuple[float, float, T]]:
-    ends = [t for t, _ in points][1:] + [end]
+    ends = [*(t for t, _ in points[1:]), end]
     return [(t, until, what) for (t, what), until in zip(points, ends, strict=False)]  # no end without a point
