@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +84,36 @@ class Home:
         done = self.cli("fleet", "drain", f"http://127.0.0.1:{self.port}", name)
         assert done.returncode == 0, done.stderr
 
+    def talk(self) -> str:
+        """Who answers a production request through a gateway that shares the run's engines."""
+        argv = ("serve", self.path, "--port", "0", "--fleet", f"http://127.0.0.1:{self.port}")
+        gateway = self.cli.start(*argv)
+        try:
+            url = re.search(r"http://[\d.:]+", gateway.stdout.readline())
+            assert url is not None
+            asked = {"model": "r", "messages": [{"role": "user", "content": "m0 1"}], "max_tokens": 4}
+            with urllib.request.urlopen(
+                urllib.request.Request(
+                    f"{url[0]}/v1/chat/completions",
+                    data=json.dumps(asked).encode(),
+                    headers={"content-type": "application/json"},
+                ),
+                timeout=60,
+            ) as answer:
+                return str(json.load(answer)["choices"][0]["message"]["role"])
+        finally:
+            gateway.terminate()
+            gateway.communicate(timeout=30)
+
+    def production_requests(self) -> int:
+        """How many the engines have counted."""
+        urls = {e["url"] for e in self.events("fleet.state") if e["state"] == "serving"}
+        pages = []
+        for url in urls:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/metrics", timeout=10) as page:
+                pages.append(page.read().decode())
+        return sum(int(n) for page in pages for n in re.findall(r"production_requests_total\{.*\} (\d+)", page))
+
     def assert_sound(self) -> None:
         assert self.run is not None
         assert self.run.wait(200) == 0, self.said
@@ -126,6 +159,8 @@ def test_engines_are_killed_drained_and_late_and_nothing_is_lost(home: Home) -> 
     )
     home.until(lambda: home.states("spare")[-1:] == [State.STANDBY], "a standby")
     home.until(lambda: home.step >= 1, "step 1")
+    assert home.talk() == "assistant"
+    assert home.production_requests() == 1
     home.engines["dies"].send_signal(signal.SIGKILL)
     home.until(lambda: home.states("dies")[-1] is State.LOST, "the loss to be seen")
     home.until(lambda: State.SERVING in home.states("spare"), "the standby to stand in")
