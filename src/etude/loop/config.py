@@ -15,7 +15,7 @@ from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig, EngineKind
+from etude.inference.config import EngineConfig, EngineKind, VllmConfig
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
@@ -93,6 +93,7 @@ class RunConfig:
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -123,6 +124,11 @@ class RunConfig:
         """Raises `ConfigError` for a kind of engine that cannot compute what `[numerics]` asks for."""
         if EngineKind.VLLM not in self.fleet.engines:
             return
+        if not self.vllm.max_contexts(self.engine):
+            raise ValueError(
+                f"vllm.kv_tokens = {self.vllm.kv_tokens} holds no whole context: "
+                f"engine.context_tokens = {self.engine.context_tokens}"
+            )
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
         if self.numerics.mode is Mode.EXACT:
             raise ConfigError(
@@ -152,13 +158,22 @@ class RunConfig:
     @property
     def max_running(self) -> int:
         """Rollouts under way at once on the run's own engines."""
-        return rollouts_on(len(self.fleet.engines) * self.engine.max_sequences)
+        return rollouts_on(self.own_contexts)
+
+    @property
+    def own_contexts(self) -> int:
+        """How many contexts the run's own engines have room for."""
+        room = {
+            EngineKind.REFERENCE: self.engine.max_sequences,
+            EngineKind.VLLM: self.vllm.max_contexts(self.engine),
+        }
+        return sum(room[kind] for kind in self.fleet.engines)
 
 
-def rollouts_on(num_sequences: int) -> int:
-    """How many rollouts engines with so many KV slots have under way at once. Each keeps a slot between its turns, so
-    there are fewer than slots: with more, engines would drop and compute contexts again."""
-    return max(1, num_sequences * 3 // 4) if num_sequences else 0
+def rollouts_on(num_contexts: int) -> int:
+    """How many rollouts are under way at once on engines that have room for so many contexts. Each keeps its context's
+    KV between its turns, so there are fewer: with more, engines would drop and compute contexts again."""
+    return max(1, num_contexts * 3 // 4) if num_contexts else 0
 
 
 def read_config(run: RunFolder) -> RunConfig:

@@ -19,8 +19,10 @@ import msgspec
 
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
+from etude.inference.config import EngineKind
 from etude.inference.membership import Listed, Roster, State, environment_token
 from etude.inference.registrar import Registrar
+from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, rollouts_on
 from etude.loop.joining import first_engine, joining
 from etude.loop.processes import KEEPS_MEMORY, NOTHING, READY_S, Child, Role, Supervisor
@@ -119,7 +121,8 @@ class Crew:
             door = joining(self.run, self.config, self.telemetry, self._beat, failed=failed)
             self.registrar = await self._opened.enter_async_context(door)
         await asyncio.gather(
-            *(self._start_engine(f"engine-{i}") for i in range(len(self.config.fleet.engines))), self.start_judged()
+            *(self._start_engine(f"engine-{i}", kind) for i, kind in enumerate(self.config.fleet.engines)),
+            self.start_judged(),
         )
 
     async def start_judged(self) -> None:
@@ -173,14 +176,9 @@ class Crew:
 
         await self.supervisor.add(self._child(name, argv, env=env), Role(on_up, answers, with_socket=True))
 
-    async def _start_engine(self, name: str) -> None:
-        config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
-        argv = ["-m", "etude.inference.server", "--name", name, "--checkpoint", str(self.run / "checkpoints" / "mid")]
-        argv += ["--store", str(self.run / "weights"), "--ready-file", str(ready_file)]
-        argv += ["--max-sequences", str(config.max_sequences), "--context-tokens", str(config.context_tokens)]
-        numerics = self.config.numerics
-        argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
-        argv += ["--dtype", config.dtype, "--telemetry", str(self.run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    async def _start_engine(self, name: str, kind: EngineKind) -> None:
+        ready_file = self.run / "logs" / f"{name}.ready"
+        argv = [*_engine_argv(self.run, self.config, name, kind), "--ready-file", str(ready_file)]
 
         async def on_up(child: Child) -> None:
             url = await read_url(ready_file, child.pid)
@@ -199,9 +197,8 @@ class Crew:
     async def _beat(self, joined: Roster) -> dict[str, int]:
         """Engines from elsewhere are as told: how much may run follows, and workers hear of it. The sessions that each
         engine has."""
-        num_sequences = len(self.config.fleet.engines) * self.config.engine.max_sequences
-        num_sequences += sum(one.max_sequences for one in joined.values() if one.state is State.SERVING)
-        self.max_running.set(rollouts_on(num_sequences))
+        theirs = sum(one.max_sequences for one in joined.values() if one.state is State.SERVING)
+        self.max_running.set(rollouts_on(self.config.own_contexts + theirs))
         return await self._tell_workers()
 
     async def _tell_workers(self) -> dict[str, int]:
@@ -218,6 +215,22 @@ class Crew:
         for told in await asyncio.gather(*(tell(caller) for caller in self.workers.members.values())):
             sessions.update(told)
         return sessions
+
+
+def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
+    """The command line of an engine, without its Python."""
+    module = {EngineKind.REFERENCE: "etude.inference.server", EngineKind.VLLM: "etude.inference.vllm.server"}[kind]
+    argv = ["-m", module, "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
+    argv += ["--store", str(run / "weights"), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
+    argv += ["--context-tokens", str(config.engine.context_tokens)]
+    if kind is EngineKind.REFERENCE:
+        numerics = config.numerics
+        return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
+    argv += ["--kv-tokens", str(config.vllm.kv_room(config.engine))]
+    argv += ["--environment", str(environment(config.vllm.environment).folder)]
+    argv += ["--needs-routes"] if config.wants_routes else []
+    return [*argv, *(f"--argument={argument}" for argument in config.vllm.arguments)]
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:
