@@ -132,6 +132,8 @@ def play(world: World, steps: int, *, faults: bool) -> None:
         world.at["apart cut off"] = time.time()
         world.network.partition("apart", whole=False)
         world.at_step(max(4, steps * 3 // 4))
+        gone = lambda: any(e["engine"] == "apart" and e["state"] == "lost" for e in world.events("fleet.state"))  # noqa: E731
+        world.until("the loss of a region to be seen", gone)
         world.network.partition("apart", whole=True)
         world.at["apart joined"] = time.time()
     world.at_step(steps)

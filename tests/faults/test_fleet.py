@@ -114,9 +114,12 @@ class Home:
                 pages.append(page.read().decode())
         return sum(int(n) for page in pages for n in re.findall(r"production_requests_total\{.*\} (\d+)", page))
 
-    def assert_sound(self) -> None:
+    def assert_sound(self, *, stop: bool = False) -> None:
+        """Ended well, or stopped well: the audit is clean."""
         assert self.run is not None
-        assert self.run.wait(200) == 0, self.said
+        if stop:
+            self.run.send_signal(signal.SIGINT)
+        assert self.run.wait(200) == (130 if stop else 0), self.said
         audit = self.cli("ledger", "audit", self.path)
         assert audit.returncode == 0, audit.stderr
         assert audit.stdout.startswith("0 lost, 0 trained twice, 0 slots leaked;"), audit.stdout
@@ -150,7 +153,7 @@ def test_a_run_on_an_engine_from_elsewhere_whose_clock_is_a_year_off(home: Home)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_engines_are_killed_drained_and_late_and_nothing_is_lost(home: Home) -> None:
-    home.begin("rl.steps=6", "evals.every=100", "experience.groups_per_step=4")
+    home.begin("rl.steps=1000", "evals.every=1000", "rl.checkpoint_every=50")
     for name in ("kept", "dies", "drained"):
         home.engine(name)
     home.engine("spare", "--standby")
@@ -170,11 +173,14 @@ def test_engines_are_killed_drained_and_late_and_nothing_is_lost(home: Home) -> 
     home.engine("dies", "--port", "0")
     home.until(lambda: home.states("dies")[-1] is State.SERVING, "the killed one's successor")
     home.until(lambda: home.states("spare")[-1] is State.STANDBY, "the standby to stand by again")
-    home.assert_sound()
+    step = home.step
+    home.until(lambda: home.step > step, "another step")
+    home.assert_sound(stop=True)
     served = {name for e in home.events("rollout") for name in e["engines"]}
     assert served >= {"kept", "dies", "spare"}
     assert {e["outcome"] for e in home.events("rollout")} == {"graded"}
-    assert "Regions" in (home.path / "report.html").read_text()
+    assert home.cli("report", home.path).returncode == 0
+    assert "<h3>Regions</h3>" in (home.path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ def test_four_regions_converge_and_none_serves_an_unproven_version(tmp_path: Pat
 
 def test_a_run_over_four_regions_loses_nothing_to_their_faults(game: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    told = four_regions.measure(game.config, ["evals.every=100", "experience.groups_per_step=6"], 8, faults=True)
-    assert (told["lost"], told["trained_twice"], told["steps"]) == (0, 0, 8), told["audit"]
+    told = four_regions.measure(game.config, ["evals.every=1000", "experience.groups_per_step=8"], 40, faults=True)
+    assert (told["lost"], told["trained_twice"], told["steps"]) == (0, 0, 40), told["audit"]
     assert told["invalid"] == 0
     states = {name: one["states"] for name, one in told["regions"].items()}
-    assert states["dies"][-1] == "lost"
-    assert states["apart"].count("serving") == 2 or states["apart"][-1] in ("lost", "catching-up")
-    assert states["late"][:2] == ["catching-up", "serving"]
-    assert sum(one["rollouts"] for one in told["regions"].values()) >= 8 * 6 * 4
+    assert states["dies"] == ["catching-up", "serving", "lost"]
+    assert states["apart"][:3] == ["catching-up", "serving", "lost"]
+    assert states["late"] == ["catching-up", "serving"]
+    assert all(one["rollouts"] for one in told["regions"].values())
 
 
 def test_nothing_is_left_of_a_network_whose_maker_was_killed(tmp_path: Path) -> None:
