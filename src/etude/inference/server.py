@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -193,7 +192,8 @@ async def _be_member(registration: Registration) -> None:
         await registration.keep()
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(error.exit_code)
+    os._exit(0)  # it has finished what it had; what it started ends with it
 
 
 async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None) -> None:
