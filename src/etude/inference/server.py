@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import socket
@@ -26,6 +27,7 @@ import uvicorn
 
 from etude.config import build
 from etude.errors import EngineError, EtudeError
+from etude.inference.adapters import adapted_weights
 from etude.inference.app import build_app
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
@@ -149,7 +151,8 @@ def _build(
     engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
     if chain is None:
         return engine, None
-    return engine, Following(engine, views, chain, derived=derived, poll_s=0.0, telemetry=telemetry)
+    adapted = functools.partial(adapted_weights, model, args.quantise)
+    return engine, Following(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:

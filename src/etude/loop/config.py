@@ -19,7 +19,7 @@ from etude.inference.config import EngineConfig
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
-from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.tasks import open_source
@@ -94,6 +94,11 @@ class RunConfig:
             raise ValueError(
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
                 f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
+            )
+        if self.learner.lora_rank and self.numerics.quantise is not Quantise.NONE:
+            raise ValueError(
+                f"learner.lora_rank = {self.learner.lora_rank} and numerics.quantise = "
+                f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
             )
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError, ConfigError
+from etude.models.adapter_config import base_of
 from etude.models.config import ModelConfig
 from etude.models.low import is_rounded, parts, stored_as, unused
 from etude.models.parts import Latent, Scores
@@ -219,7 +220,9 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a directory, in one file or in shards with an index. Raises `CheckpointError`."""
+    """Every tensor of a directory, in one file or in shards with an index; of an adapter's, those of its base. Raises
+    `CheckpointError`."""
+    folder = base_of(folder)
     if not (folder / INDEX).is_file():
         return read_header(folder / WEIGHTS)
     tensors: dict[str, Stored] = {}
