@@ -1,6 +1,6 @@
 """Reinforcement learning of adapters (LoRA) against that of all weights from one checkpoint, and what versions weigh.
 
-Everything else is alike: start, tasks, seeds. Adapters take ten times the learning rate. Of a mixture of experts and of
+Everything else is alike: start, tasks, seeds. Adapters take four times the learning rate. Of a mixture of experts and of
 a dense model; a dense one is mid-trained first, unless `--dense-start` gives one. Each run is `etude run`, gone on with
 where it was broken off; its row is kept beside the runs, and the result is written anew after each. Bytes are of the
 delta that an engine fetches for a version, and of a whole snapshot, where a new engine begins.
@@ -24,18 +24,14 @@ from etude.dashboard.read import RunView
 
 Row = dict[str, Any]
 ALL, DENSE = "all weights", "dense, all weights"
-FULL_LR = 5e-4
-
-
-def adapters(rank: int) -> list[str]:
-    return [f"learner.lora_rank={rank}", f"learner.lr={10 * FULL_LR}"]
+ADAPTERS = "learner.lr=2e-3"  # 4 times that of all weights; at 10 times rank 4 went from .84 at step 20 to .69 at 30
 
 
 WAYS: dict[str, list[str]] = {
     ALL: [],
-    **{f"rank {rank}": adapters(rank) for rank in (1, 4, 16)},
+    **{f"rank {rank}": [f"learner.lora_rank={rank}", ADAPTERS] for rank in (1, 4, 16)},
     DENSE: [],
-    **{f"dense, rank {rank}": adapters(rank) for rank in (1, 8)},
+    **{f"dense, rank {rank}": [f"learner.lora_rank={rank}", ADAPTERS] for rank in (1, 4)},
 }
 DENSE_MODEL = [
     "model.family=qwen3",
