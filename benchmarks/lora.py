@@ -1,7 +1,7 @@
 """Reinforcement learning of adapters (LoRA) against that of all weights from one checkpoint, and what versions weigh.
 
-Everything else is alike: start, tasks, seeds. Adapters take four times the learning rate. Of a mixture of experts and of
-a dense model; a dense one is mid-trained first, unless `--dense-start` gives one. Each run is `etude run`, gone on with
+Everything else is alike: start, tasks, seeds. Adapters take four times the learning rate. Of a mixture of experts, and
+of a dense model, which is mid-trained first unless `--dense-start` gives one. Each run is `etude run`, gone on with
 where it was broken off; its row is kept beside the runs, and the result is written anew after each. Bytes are of the
 delta that an engine fetches for a version, and of a whole snapshot, where a new engine begins.
 
