@@ -36,10 +36,10 @@ from etude.seams import TaskSource
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training.config import LiveWeights
+from etude.training.exports import export
 from etude.training.optimizer import AdamW
 from etude.training.rows import lay_flat
 from etude.training.schedule import rate
-from etude.training.trained import export
 from etude.weights import Channel
 
 BATCH_SAMPLES, DECAY_FROM, FINAL, ADOPT_S = 24, 0.6, 0.1, 60.0

@@ -27,8 +27,8 @@ from etude.errors import DeadlineExceeded
 from etude.models import ModelConfig, Transformer, save_model
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
+from etude.training.exports import export
 from etude.training.optimizer import AdamW
-from etude.training.trained import export
 from etude.weights import Channel
 
 SIZES = ModelConfig(

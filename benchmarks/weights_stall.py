@@ -28,8 +28,8 @@ from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
+from etude.training.exports import export
 from etude.training.optimizer import AdamW
-from etude.training.trained import export
 from etude.weights import Channel
 from etude.weights.chain.publisher import Publisher
 

@@ -18,23 +18,17 @@ from etude.models.adapter_config import ADAPTER_CONFIG, PUBLISHED, AdapterConfig
 from etude.models.adapter_files import merged, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, write_model
 from etude.models.lora import Adapters, module_of, rounded
-from etude.models.naming import hf_views, stays_float32
-from etude.models.packed import matrices, packed
+from etude.models.naming import hf_views
+from etude.models.packed import matrices
 from etude.models.transformer import Transformer
 from etude.numerics.adapted import Adapted
 from etude.numerics.config import Quantise
-from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Operators
 from etude.training.config import LearnerConfig, LiveWeights, LoraOn
-from etude.weights.delta.arrays import name_of
-from etude.weights.tensors import Codes, Tensor
+from etude.training.exports import export, published, stored_dtype
+from etude.weights.tensors import Tensor
 
 MLP = ("gate_proj", "up_proj", "down_proj")
-
-_CODES = {
-    LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
-    LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
-}
 
 
 class Trained(Protocol):
@@ -105,10 +99,10 @@ class LowRank:
 
     def exported(self) -> dict[str, Tensor]:
         config = np.frombuffer(self.adapters.config.to_bytes(), np.uint8).copy()
-        return {**coded(self.views(), self._weights), PUBLISHED: Tensor("u8", config.shape, config)}
+        return {**published(self.views(), self._weights), PUBLISHED: Tensor("u8", config.shape, config)}
 
     def write(self, folder: Path) -> None:
-        kind = _CODES[self._weights][0]
+        kind = stored_dtype(self._weights)
         write_adapter(folder, self.views(), self.adapters.config, self._base, dtype=kind)
 
 
@@ -135,7 +129,7 @@ def load_trained(
         _check_same(path, wanted, found)
         adapters = merged(model, found, tensors, str(path), held=True)
     else:
-        kind = _CODES[config.weights][0]
+        kind = stored_dtype(config.weights)
         adapters = Adapters(model, wanted, dtype=kind, held=torch.float32)
         rounded(model, kind)
         adapters.draw(seed)
@@ -160,32 +154,3 @@ def _check_same(path: Path, wanted: AdapterConfig, found: AdapterConfig) -> None
             "; ".join(facts),
             hint="set learner.lora_rank, lora_alpha and lora_on to the checkpoint's",
         )
-
-
-def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of a model as raw codes (`coded`); `quantise` packs the large matrices."""
-    return coded(hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise]), weights)
-
-
-def coded(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
-    """Tensors as raw codes; bf16 is exact when the live weights are rounded, and what `stays_float32` does.
-
-    Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
-    codes are views of the live weights: copy what is kept.
-    """
-    memory: dict[int, Codes] = {}  # by address
-    tensors = {}
-    for name, view in views.items():
-        if view.itemsize == 1:  # packed
-            codes = view.view(torch.uint8).flatten().numpy(force=True)
-            tensors[name] = Tensor(name_of(str(view.dtype)), tuple(view.shape), codes)
-            continue
-        stored = LiveWeights.F32 if stays_float32(name) else weights
-        kind, (signed, unsigned) = _CODES[stored]
-        storage, start = view.untyped_storage(), view.storage_offset()
-        if storage.data_ptr() not in memory:
-            whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
-            memory[storage.data_ptr()] = whole.to(kind).view(signed).numpy(force=True).view(unsigned)
-        own = memory[storage.data_ptr()][start : start + view.numel()]
-        tensors[name] = Tensor(str(stored), tuple(view.shape), own)
-    return tensors
