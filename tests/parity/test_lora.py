@@ -19,12 +19,11 @@ from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
-from etude.models.adapter_config import B
-from etude.models.lora import names
 from etude.models.parts import Family, Latent
 from etude.numerics import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
+from etude.records.adapter import B, names
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, LiveWeights, TorchLearner
 from etude.training.config import LoraOn

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from etude.errors import WeightsError
-from etude.models.adapter_config import PUBLISHED, AdapterConfig
 from etude.models.lora import Adapters, rounded
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
+from etude.records.adapter import PUBLISHED
 from etude.weights import Tensor
+from etude.weights.follow.adapter_map import published_config
 from etude.weights.follow.runtime_map import Derived
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
@@ -30,7 +31,7 @@ def adapted_weights(
     kinds = {tensor.dtype for name, tensor in tensors.items() if name != PUBLISHED}
     held = model.embedding.dtype
     dtype = _DTYPES.get(next(iter(kinds))) if len(kinds) == 1 else None
-    if PUBLISHED not in tensors or dtype is None or torch.promote_types(dtype, held) != held:
+    if dtype is None or torch.promote_types(dtype, held) != held:
         raise WeightsError(
             f"an adapter in {', '.join(sorted(kinds))} is published",
             f"this engine holds weights in {str(held).removeprefix('torch.')}",
@@ -41,8 +42,7 @@ def adapted_weights(
         raise WeightsError(
             "an adapter is published", facts, hint="publish all weights, or set numerics.quantise = none"
         )
-    codes = tensors[PUBLISHED].codes
-    config = AdapterConfig.from_bytes(codes.tobytes())
+    config, codes = published_config(tensors), tensors[PUBLISHED].codes
     adapters = Adapters(model, config, dtype=dtype)
     settings = torch.zeros(codes.size, dtype=torch.uint8)
 

@@ -20,7 +20,7 @@ import torch
 
 from etude.errors import EtudeError, WeightsError
 from etude.inference.engine import ReferenceEngine, Swapped
-from etude.models.lora import is_adapter
+from etude.records.adapter import modules
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
@@ -118,7 +118,7 @@ class Following:
         """What the chain's versions are written to; which of two it is, its first version says."""
         if self._target_made is None:
             tensors = self.chain.tensors
-            views, derived = self._adapted(tensors) if self._adapted and is_adapter(tensors) else self._live
+            views, derived = self._adapted(tensors) if self._adapted and modules(tensors) else self._live
             self._target_made = Target(Map(named(views), derived=derived))
         return self._target_made
 

@@ -8,20 +8,22 @@ from pathlib import Path
 import torch
 
 from etude.errors import CheckpointError
-from etude.models.adapter_config import ADAPTER_CONFIG, PUBLISHED, AdapterConfig, next_base
+from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merged, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, save_model, whole_directory
 from etude.models.headers import tell_left_out
-from etude.models.lora import Adapters, is_adapter
+from etude.models.lora import Adapters
 from etude.models.naming import hf_views
 from etude.models.packed import stored
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
+from etude.records.adapter import PUBLISHED, modules
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.weights import Tensor
 from etude.weights.chain import inspect
 from etude.weights.chain.plans import rebuild
+from etude.weights.follow.adapter_map import published_config
 
 Said = Callable[[str], None]
 
@@ -57,7 +59,7 @@ def export_version(
     start = run / "checkpoints" / "mid"
     model = load_model(start)
     tell_left_out(start, model.config, said)
-    if is_adapter(tensors):
+    if modules(tensors):
         _adapted(model, tensors)
     else:
         with torch.no_grad():
@@ -84,7 +86,7 @@ def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
     """The same of a version that a run published. Raises `CheckpointError`."""
     store, start = DirectoryStore(run / "weights"), run / "checkpoints" / "mid"
     tensors = rebuild(store, inspect.find(store, str(step)))
-    if not is_adapter(tensors):
+    if not modules(tensors):
         raise CheckpointError(f"step {step} of {run.path} is no adapter", hint="export it without --adapter")
     adapters = _adapted(load_model(start), tensors)
     with whole_directory(out) as folder:
@@ -94,9 +96,8 @@ def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
 
 def _adapted(model: Transformer, tensors: Mapping[str, Tensor]) -> Adapters:
     """What was published of adapters, on their base, which holds the merged weights then."""
-    config = AdapterConfig.from_bytes(tensors[PUBLISHED].codes.tobytes())
     pairs = {name: _values(tensor) for name, tensor in tensors.items() if name != PUBLISHED}
-    return merged(model, config, pairs, "what was published")
+    return merged(model, published_config(tensors), pairs, "what was published")
 
 
 _KINDS = {

@@ -17,13 +17,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from etude.errors import CheckpointError, ConfigError
-from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdapterConfig, base_of, next_base, read_peft
+from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, damaged, next_base, read_peft
 from etude.models.checkpoint import ASSETS, load_model, load_tensors
 from etude.models.headers import HINT_DAMAGED
 from etude.models.lora import Adapters, rounded
 from etude.models.transformer import Transformer
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
+from etude.records.adapter import AdapterConfig
 
 _BASE = "etude_base"
 """Of the metadata: the base's digest."""
@@ -52,7 +53,10 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
             base = (file.metadata() or {}).get(_BASE, "")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
-    return AdapterConfig.from_peft(read_peft(folder), str(folder / ADAPTER_CONFIG), base), tensors
+    try:
+        return AdapterConfig.from_peft(read_peft(folder), base), tensors
+    except ValueError as error:
+        raise damaged(str(folder / ADAPTER_CONFIG), str(error)) from None
 
 
 def merged(

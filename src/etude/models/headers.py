@@ -80,6 +80,17 @@ def check_blocks(config: ModelConfig, kind: Quantise) -> None:
             )
 
 
+def check_rank(config: ModelConfig, rank: int) -> None:
+    """Raises `ConfigError` for adapters that would have more numbers than what they adapt."""
+    for name, shape in hf_shapes(config):
+        if is_rounded(name) and rank > (most := math.prod(shape) // sum(shape)):
+            raise ConfigError(
+                f"learner.lora_rank = {rank}",
+                f"{name} is {list(shape)}: an adapter of more than {most} is no smaller than it",
+                hint="lower it: 1 to 32 are usual; or set learner.lora_rank = 0, and all weights train",
+            )
+
+
 def further_predictors(names: Iterable[str], config: ModelConfig) -> set[str]:
     """Tensors of the layers behind the last that predict more than the next token (arXiv 2412.19437, §2.2). They are
     not computed, and left out where a checkpoint is written. Such a layer is known by its `eh_proj`."""

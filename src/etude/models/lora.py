@@ -14,18 +14,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from etude.errors import CheckpointError
-from etude.models.adapter_config import PREFIX, A, AdapterConfig, B
 from etude.models.naming import hf_views, stays_float32
 from etude.models.packed import Matrix, matrices
 from etude.models.transformer import Transformer
 from etude.numerics.adapted import Adapted, Pairs, merge
+from etude.records.adapter import A, AdapterConfig, names
 
 
 @dataclass(frozen=True)
@@ -115,27 +115,12 @@ class Adapters(nn.Module):
         ]
 
 
-def names(module: str) -> tuple[str, str]:
-    """PEFT's names of A and B of what Hugging Face calls `module`.
-
-    >>> names("model.layers.0.mlp.up_proj.weight")[0]
-    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
-    """
-    stem = PREFIX + module.removesuffix(".weight")
-    return stem + A, stem + B
-
-
-def is_adapter(tensors: Mapping[str, object]) -> bool:
-    """Whether what is published under these names is an adapter."""
-    return any(name.endswith(A) for name in tensors)
-
-
 def base_digest(model: Transformer, dtype: torch.dtype) -> str:
     """SHA-256 over every weight of a model, by name, shape and bytes in `dtype` (some stay float32), as hex."""
     digest = hashlib.sha256()
     for name, view in sorted(hf_views(model).items()):
         kind = torch.float32 if stays_float32(name) else dtype
-        digest.update(f"{name} {kind} {list(view.shape)}\n".encode())
+        digest.update(f"{name} {'bf16' if kind is torch.bfloat16 else 'f32'} {list(view.shape)}\n".encode())
         digest.update(view.to(kind).contiguous().view(torch.uint8).numpy(force=True).data)
     return digest.hexdigest()
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from etude.errors import CheckpointError
-from etude.models.adapter_config import ADAPTER_CONFIG, PUBLISHED, AdapterConfig, next_base
+from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merged, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, write_model
 from etude.models.lora import Adapters, module_of, rounded
@@ -24,6 +24,7 @@ from etude.models.transformer import Transformer
 from etude.numerics.adapted import Adapted
 from etude.numerics.config import Quantise
 from etude.numerics.operators import Operators
+from etude.records.adapter import PUBLISHED, AdapterConfig
 from etude.training.config import LearnerConfig, LiveWeights, LoraOn
 from etude.training.exports import export, published, stored_dtype
 from etude.weights.tensors import Tensor
