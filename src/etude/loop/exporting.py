@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from etude.errors import CheckpointError
+from etude.loop.places import weights_store
 from etude.models.adapter_config import ADAPTER_CONFIG, next_base
 from etude.models.adapter_files import merged, read_adapter, write_adapter
 from etude.models.checkpoint import load_model, save_model, whole_directory
@@ -19,7 +20,6 @@ from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
 from etude.records.adapter import PUBLISHED, modules
 from etude.run import RunFolder
-from etude.stores import DirectoryStore
 from etude.weights import Tensor
 from etude.weights.chain import inspect
 from etude.weights.chain.plans import rebuild
@@ -54,7 +54,7 @@ def export_version(
 ) -> Path:
     """Write the version of a run that has this step, rebuilt from its chain and proven by its digests. `said` is told
     of layers of its start that are left out."""
-    store = DirectoryStore(run / "weights")
+    store = weights_store(run)
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
     model = load_model(start)
@@ -84,7 +84,7 @@ def export_adapter(source: Path, out: Path) -> Path:
 
 def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
     """The same of a version that a run published. Raises `CheckpointError`."""
-    store, start = DirectoryStore(run / "weights"), run / "checkpoints" / "mid"
+    store, start = weights_store(run), run / "checkpoints" / "mid"
     tensors = rebuild(store, inspect.find(store, str(step)))
     if not modules(tensors):
         raise CheckpointError(f"step {step} of {run.path} is no adapter", hint="export it without --adapter")
