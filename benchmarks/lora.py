@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.numerics_runs import learned, pooled
 from benchmarks.report import report
-from benchmarks.runs import LAPTOP, ahead, start_run
+from benchmarks.runs import ETUDE, LAPTOP, ahead, overrides
 from etude.dashboard.read import RunView
 
 Row = dict[str, Any]
@@ -59,9 +61,14 @@ def weighed(run: Path) -> Row:
     }
 
 
-def dense_start(seed: int) -> Path:
-    """A dense model, mid-trained as the example's is."""
-    run = start_run(LAPTOP, "lora-dense-start", [*DENSE_MODEL, "rl.steps=0", "evals.heldout_tasks=1", f"seed={seed}"])
+def dense_start() -> Path:
+    """A dense model, mid-trained as the example's is; gone on with where that was broken off."""
+    run = Path("runs") / "lora-dense-start"
+    settings = [*DENSE_MODEL, "rl.steps=0", "evals.heldout_tasks=8", "evals.baseline_tasks=1"]
+    argv = [*ETUDE, "run", str(LAPTOP), *overrides(settings)]
+    argv += ["--resume", str(run)] if (run / "run.json").is_file() else ["--name", run.name]
+    if subprocess.run(argv, stdout=sys.stderr).returncode:
+        raise SystemExit(f"{' '.join(argv)} failed; see {run}/logs")
     return run / "checkpoints" / "mid"
 
 
@@ -104,7 +111,7 @@ def main() -> None:
         if name in rows:
             continue
         if way.startswith("dense"):
-            start = dense = dense or dense_start(seed)
+            start = dense = dense or dense_start()
         else:
             start = args.start
         if start is None:
