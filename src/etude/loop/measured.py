@@ -6,7 +6,7 @@ process. Loads no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -74,7 +74,7 @@ class Steps:
         }
 
 
-def _shape(steps: list[Event], config: RunConfig) -> Shape:
+def _shape(steps: Sequence[Event], config: RunConfig) -> Shape:
     signal = 1.0 - fmean(event["no_signal_share"] for event in steps)
     size, groups = config.experience.group_size, config.experience.groups_per_step
     sampled, trained = fmean(event["sampled_mean"] for event in steps), fmean(event["num_tokens"] for event in steps)
@@ -91,7 +91,7 @@ def _shape(steps: list[Event], config: RunConfig) -> Shape:
     )
 
 
-def _cpu_s(usage: list[Event], step_s: float) -> dict[str, float]:
+def _cpu_s(usage: Sequence[Event], step_s: float) -> dict[str, float]:
     """CPU seconds of a step, by role."""
     if len(usage) < 2:
         return dict.fromkeys((*ROLES, "all"), 0.0)

@@ -5,6 +5,8 @@ Every one has its source in its docstring. N: parameters; L: layers; T: tokens; 
 
 from __future__ import annotations
 
+from math import log2
+
 from etude.models.config import ModelConfig
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
@@ -55,7 +57,7 @@ def experts_met(model: ModelConfig, batch: float) -> float:
     1 - (1 - k/E)^B, the expected share of boxes that are not empty."""
     if not model.num_experts:
         return 1.0
-    return 1.0 - (1.0 - model.top_k / model.num_experts) ** batch
+    return float(1.0 - (1.0 - model.top_k / model.num_experts) ** batch)
 
 
 def read_bytes(model: ModelConfig, batch: float, width: int = BF16_BYTES) -> float:
@@ -90,8 +92,6 @@ def delta_bytes(model: ModelConfig, changed: float, width: int = BF16_BYTES) -> 
     >>> round(delta_bytes(model, 0.02) / (2 * model.num_parameters), 3)
     0.011
     """
-    from math import log2
-
     if changed <= 0.0:
         return 0.0
     if changed >= 1.0:
