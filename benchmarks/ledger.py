@@ -70,6 +70,7 @@ def past(ledger: Ledger, start: int, stop: int) -> None:
     for first in range(start, stop, 50_000):
         ledger.transaction(lambda first=first: write(first, min(stop, first + 50_000)))  # type: ignore[misc]
     ledger.transaction(lambda: ledger.remember("groups", stop // SIBLINGS))
+    ledger.transaction(lambda: ledger.remember("pruned", stop // A_STEP))
 
 
 def ledger_is_sqlite(ledger: Ledger) -> bool:
