@@ -256,7 +256,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         return child(args.child[0], args.lengths, Path(args.child[1]))
-    found: dict[str, Any] = {}
     for kind in args.kinds:
         with tempfile.TemporaryDirectory(prefix="etude-ledger-") as scratch, place_of(kind, Path(scratch)) as place:
             argv = [sys.executable, "-m", "benchmarks.ledger", "--child", place, scratch]
@@ -268,8 +267,8 @@ def main() -> None:
                     rows.append(json.loads(line))
                     print(kind, line, file=sys.stderr, end="", flush=True)
             assert measuring.returncode == 0, kind
-        found[kind] = {"by_length": rows, "growth": growth(rows[0], rows[-1])}
-    report("ledger", {"rollouts_a_step": LIVE, "kinds": found})
+        told = {"kind": kind, "rollouts_a_step": LIVE, "by_length": rows, "growth": growth(rows[0], rows[-1])}
+        report(f"ledger_{kind}", told)
 
 
 if __name__ == "__main__":

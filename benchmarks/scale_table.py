@@ -33,26 +33,24 @@ def page(text: str) -> str:
 
 def tables() -> list[str]:
     """Of what was measured."""
-    ledger, loop = result("ledger"), result("loop_scale")
-    return [*(_ledger(ledger) if ledger else []), *(_loop(loop) if loop else [])]
+    ledgers, loop = [result("ledger_sqlite"), result("ledger_postgres")], result("loop_scale")
+    lines = [line for found in ledgers if found for line in _ledger(found)]
+    return [*lines, *(_loop(loop) if loop else [])]
 
 
 def _ledger(found: dict[str, Any]) -> list[str]:
-    lines = []
-    for kind, rows in ((kind, told["by_length"]) for kind, told in found["kinds"].items()):
-        lengths = [f"{row['rollouts']:,}" for row in rows]
-        lines += [
-            "",
-            f"| {kind}: rollouts in its past | " + " | ".join(lengths) + " |",
-            "| --- " * (1 + len(rows)) + "|",
-        ]
-        lines.append("| transitions a second | " + " | ".join(f"{row['transitions_a_s']:,}" for row in rows) + " |")
-        for name, words in SHOWN.items():
-            lines.append(f"| {words}, ms | " + " | ".join(f"{row['us'][name] / 1e3:.2f}" for row in rows) + " |")
-        for name in ("audit --new", "audit", "reconcile"):
-            lines.append(f"| `{name}`, s | " + " | ".join(f"{row[name]['s']:.2f}" for row in rows) + " |")
-        peaks = [max(row[name]["peak_mb"] for name in ("playing", "audit", "audit --new", "reconcile")) for row in rows]
-        lines.append("| memory at its peak, MB | " + " | ".join(f"{peak:.0f}" for peak in peaks) + " |")
+    rows = found["by_length"]
+    lengths = [f"{row['rollouts']:,}" for row in rows]
+    lines = ["", f"| {found['kind']}: rollouts in its past | " + " | ".join(lengths) + " |"]
+    lines.append("| --- " * (1 + len(rows)) + "|")
+    lines.append("| transitions a second | " + " | ".join(f"{row['transitions_a_s']:,}" for row in rows) + " |")
+    lines.append("| CPU µs a transition | " + " | ".join(f"{row['cpu_us_a_transition']:.0f}" for row in rows) + " |")
+    for name, words in SHOWN.items():
+        lines.append(f"| {words}, ms | " + " | ".join(f"{row['us'][name] / 1e3:.2f}" for row in rows) + " |")
+    for name in ("audit --new", "audit", "reconcile"):
+        lines.append(f"| `{name}`, s | " + " | ".join(f"{row[name]['s']:.2f}" for row in rows) + " |")
+    peaks = [max(row[name]["peak_mb"] for name in ("playing", "audit", "audit --new", "reconcile")) for row in rows]
+    lines.append("| memory at its peak, MB | " + " | ".join(f"{peak:.0f}" for peak in peaks) + " |")
     return lines
 
 

@@ -230,6 +230,7 @@ class PostgresDatabase:
             "statement_timeout": f"{ANSWER_S:.0f}s",
             "lock_timeout": f"{LOCK_S}s",
             "enable_seqscan": "off",
+            "plan_cache_mode": "force_custom_plan",  # a plan for any state reads history: nearly all rows are in one
             "tcp_keepalives_idle": "10",
             "tcp_keepalives_interval": "5",
             "tcp_keepalives_count": "3",

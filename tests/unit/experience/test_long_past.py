@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 from benchmarks.ledger import LIVE, past, play
 
-from etude.experience import Ledger
+from etude.experience import Ledger, audit
 
 PAST = 20_480
 EVERY = 50  # instructions of SQLite's machine between two counts
@@ -35,7 +36,10 @@ def test_no_question_of_a_run_looks_at_what_has_ended(tmp_path):
         ledger = Ledger(tmp_path / f"{length}.sqlite", capacity=LIVE)
         past(ledger, 0, length)
         costs = Counting(ledger)
-        play(ledger, tmp_path / f"traces-{length}", 1_000_000, costs)
+        traces = tmp_path / f"traces-{length}"
+        ids = play(ledger, traces, 1_000_000, costs)
+        costs("waiting", ledger.waiting)
+        costs("audit --new", partial(audit, ledger, traces, [(1_000_000, ids)], after=999_999)).require_sound()
         found.append(costs.spent)
         assert ledger.states()["no-signal"] == length + LIVE
         ledger.close()
