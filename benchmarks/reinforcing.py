@@ -80,7 +80,7 @@ async def reinforce(
 
     telemetry = Watched(run / "events" / "conductor.jsonl", process="conductor", step=step)
     supervisor = Supervisor(telemetry)
-    watching = asyncio.create_task(usage.watch(supervisor.pids, telemetry), name="usage")
+    watching = asyncio.create_task(usage.watch(supervisor.usage, telemetry), name="usage")
     members = Recast(run, config, telemetry, supervisor)
     members.instead = instead or {}
     try:

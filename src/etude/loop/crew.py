@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.loop.config import RunConfig
-from etude.loop.processes import KEEPS_MEMORY, NOTHING, READY_S, Child, Role, Supervisor
+from etude.loop.placement import ADDRESS, NOTHING
+from etude.loop.processes import KEEPS_MEMORY, READY_S, Child, Role, Supervisor
 from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, Rollout, RolloutSpec
 from etude.run import RunFolder
@@ -84,20 +85,19 @@ class Crew:
 
     async def start_sampling(self) -> None:
         """Engines, workers and graders, all at once; returns when every one is ready."""
-        await asyncio.gather(
-            *(self._start_engine(f"engine-{i}") for i in range(self.config.fleet.num_engines)), self.start_judged()
-        )
+        engines = [self._engine(f"engine-{i}") for i in range(self.config.fleet.num_engines)]
+        await asyncio.gather(self.supervisor.add_all(engines), self.start_judged())
 
     async def start_judged(self) -> None:
         """Workers and graders, without engines: enough for scripts."""
-        config = self.config
+        fleet = self.config.fleet
         await asyncio.gather(
-            *(self._start_member("worker", i, self.workers) for i in range(config.fleet.num_workers)),
-            *(self._start_member("grader", i, self.graders) for i in range(config.fleet.num_graders)),
+            self.supervisor.add_all(self._member("worker", i, self.workers) for i in range(fleet.num_workers)),
+            self.supervisor.add_all(self._member("grader", i, self.graders) for i in range(fleet.num_graders)),
         )
 
     async def start_learner(self) -> None:
-        await self._start_member("learner", 0, self.learners)
+        await self.supervisor.add(*self._member("learner", 0, self.learners))
 
     async def close(self) -> None:
         await self.supervisor.close()  # first: its questions would open new connections
@@ -116,9 +116,12 @@ class Crew:
         return graded
 
     def _child(self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING) -> Child:
-        return Child(name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env)
+        placement = self.supervisor.placement
+        return Child(
+            name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env, placement=placement
+        )
 
-    async def _start_member(self, role: str, index: int, pool: Pool) -> None:
+    def _member(self, role: str, index: int, pool: Pool) -> tuple[Child, Role]:
         module = {"worker": "worker", "grader": "grading", "learner": "learning"}[role]
         name = f"{role}-{index}" if role != "learner" else role
         argv = ["-m", f"etude.loop.{module}", "--run", str(self.run.path), "--name", name]
@@ -136,9 +139,9 @@ class Crew:
             assert child.caller is not None, "members are started with a socket"
             await child.caller.call("ready", bool, deadline_s=2 * self.supervisor.hung_s)
 
-        await self.supervisor.add(self._child(name, argv, env=env), Role(on_up, answers, with_socket=True))
+        return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
 
-    async def _start_engine(self, name: str) -> None:
+    def _engine(self, name: str) -> tuple[Child, Role]:
         config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
         argv = ["-m", "etude.inference.server", "--name", name, "--checkpoint", str(self.run / "checkpoints" / "mid")]
         argv += ["--store", str(self.run / "weights"), "--ready-file", str(ready_file)]
@@ -146,11 +149,18 @@ class Crew:
         numerics = self.config.numerics
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
         argv += ["--dtype", config.dtype, "--telemetry", str(self.run / "events" / f"{name}.jsonl"), "--threads", "1"]
+        argv += ["--host", ADDRESS]
+
+        async def waits(_: Child) -> None:
+            self._urls.pop(name, None)
+            if name in self.engines:
+                await self.engines.pop(name).close()
+                await self._tell_workers()
 
         async def on_up(child: Child) -> None:
             url = await read_url(ready_file, child.pid)
             old = self.engines.get(name)
-            self.engines[name], self._urls[name] = HttpEngine(url), url
+            self.engines[name], self._urls[name] = HttpEngine(url, token=self.supervisor.placement.token), url
             if old is not None:
                 await old.close()
             await self._tell_workers()
@@ -159,7 +169,7 @@ class Crew:
             await self.engines[name].info(deadline_s=2 * self.supervisor.hung_s)
 
         ready_file.unlink(missing_ok=True)
-        await self.supervisor.add(self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers))
+        return self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers, waits=waits)
 
     async def _tell_workers(self) -> None:
         for caller in list(self.workers.members.values()):
@@ -168,13 +178,15 @@ class Crew:
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:
-    """The URL that the engine with this pid writes when it serves. The supervisor bounds the wait."""
+    """The URL that the engine with this pid writes when it serves, taken out of the file: on another machine its
+    successor may have the same pid. The supervisor bounds the wait."""
     while True:
         try:
             ready = json.loads(ready_file.read_text())
         except (FileNotFoundError, ValueError):
             ready = {}
         if ready.get("pid") == pid:
+            ready_file.unlink(missing_ok=True)
             return str(ready["url"])
         await asyncio.sleep(0.02)
 

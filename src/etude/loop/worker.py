@@ -6,6 +6,7 @@ Its policy is the fleet of engines, whose URLs the conductor tells it again when
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 
 from etude.environments.backends import runtime_of
@@ -33,10 +34,13 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
 
     async def engines(urls: dict[str, str]) -> None:
         """The fleet as it is now: engine name → URL."""
+        for name in known.keys() - urls.keys():
+            fleet.remove(name)
+            await known.pop(name).close()
         for name, url in urls.items():
             old = known.get(name)
             if old is None or old.url != url:
-                known[name] = HttpEngine(url)
+                known[name] = HttpEngine(url, token=os.environ.get("ETUDE_TOKEN"))
                 fleet.add(name, known[name])
                 if old is not None:
                     await old.close()
