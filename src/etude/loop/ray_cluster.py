@@ -72,9 +72,9 @@ def _must_listen(place: str) -> None:
     socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
 
 
-def nodes() -> list[dict[str, Any]]:
-    """The nodes that live and offer a role."""
-    return [n for n in ray.nodes() if n["Alive"] and any(role in n["Resources"] for role in ROLES)]
+def nodes(roles: Sequence[str] = ROLES) -> list[dict[str, Any]]:
+    """The nodes that live and offer one of the roles."""
+    return [n for n in ray.nodes() if n["Alive"] and any(role in n["Resources"] for role in roles)]
 
 
 def room(role: str) -> int:
@@ -95,37 +95,36 @@ def _name(node: Mapping[str, Any]) -> str:
 def check(config: RunConfig, runs: Path) -> None:
     """Whether every node that offers a role sees the folder of runs and what the config names, and has this etude;
     whether machines can be made on those that offer workers and graders. Raises `ConfigError` that names the nodes."""
-    there = nodes()
-    if not there:
-        hint = """start nodes with what they take: ray start --resources='{"learner": 1, "engine": 2, "worker": 1}'"""
-        raise ConfigError("no node of the cluster offers a role", offers(), hint=hint)
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
     named = (config.tasks.source, config.machines.images)
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
     mark.write_text(mark.name)
     try:
-        _each(there, CHECK_S, _lacking, {**files, str(mark): mark.name}, __version__)
+        _each(ROLES, CHECK_S, _lacking, {**files, str(mark): mark.name}, __version__)
     finally:
         mark.unlink()
-    _each([n for n in there if {"worker", "grader"} & n["Resources"].keys()], PROVE_S, _unproven, config, os.getcwd())
+    _each(("worker", "grader"), PROVE_S, _unproven, config, os.getcwd())
 
 
-def _each(there: Sequence[Mapping[str, Any]], deadline_s: float, work: Callable[..., str], *given: object) -> None:
-    """Ask every node what is wrong with it. Raises `ConfigError`."""
-    task = ray.remote(num_cpus=0)(work)
-    asked = {}
-    for node in there:
+def _each(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
+    """Ask every node that offers one of the roles what is wrong with it; one that is lost meanwhile does not count.
+    Raises `ConfigError`."""
+    task, asked = ray.remote(num_cpus=0)(work), {}
+    for node in nodes(roles):
         strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asked[_name(node)] = task.options(scheduling_strategy=strategy, max_retries=0).remote(*given)
-    ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadline_s)
-    wrong = {name: said for name, ref in asked.items() if (said := _said(ref, deadline_s))}
+        asked[node["NodeID"]] = task.options(scheduling_strategy=strategy, max_retries=0).remote(*given)
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadline_s)
+    told = {node: _said(ref, deadline_s) for node, ref in asked.items()}
+    there = {node["NodeID"]: _name(node) for node in nodes(roles)}
+    if not there:
+        hint = """start nodes with what they take: ray start --resources='{"learner": 1, "engine": 2, "worker": 1}'"""
+        raise ConfigError(f"no node of the cluster offers {' or '.join(roles)}", offers(), hint=hint)
+    wrong = [f"{name} {told[node]}" for node, name in there.items() if told.get(node)]
     if wrong:
-        raise ConfigError(
-            f"{len(wrong)} of {len(asked)} nodes cannot take part",
-            "; ".join(f"{name} {said}" for name, said in wrong.items()),
-            hint=_SHARED,
-        )
+        what = f"{len(wrong)} of {len(there)} nodes cannot take part"
+        raise ConfigError(what, "; ".join(wrong), hint=_SHARED)
 
 
 def _said(ref: Any, deadline_s: float) -> str:

@@ -42,7 +42,7 @@ class RayHost:
 
         os.environ["ETUDE_TOKEN"] = token
         self._node = ray.get_runtime_context().get_node_id()
-        self._address = ray.util.get_node_ip_address()
+        self._address = str(ray.util.get_node_ip_address())
         self._listener: socket.socket | None = None
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
