@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -25,7 +24,7 @@ class Node:
 
     def __init__(self, argv: list[str], log: Path, env: Mapping[str, str]) -> None:
         self.log = log
-        with log.open("ab") as out:
+        with log.open("wb") as out:
             self.process = subprocess.Popen(
                 argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=dict(env), start_new_session=True
             )
@@ -67,14 +66,17 @@ class Nodes:
         }
         self.nodes: list[Node] = []
         head = self._start("head", ["--head", f"--port={port}", "--include-dashboard=false"], {})
-        self.address = f"{_said(head, 'Local node IP: ')}:{port}"
         _said(head, "Ray runtime started")
+        self.address = f"{_said(head, 'Local node IP: ')[1]}:{port}"
 
     def add(self, name: str, *before: str, **roles: int) -> Node:
         """A node that takes so many of each role. `before`: a program that starts it in its own way."""
-        node = self._start(name, [f"--address={self.address}"], roles, *before)
-        _said(node, "Ray runtime started")
-        return node
+        for _ in range(3):
+            node = self._start(name, [f"--address={self.address}"], roles, *before)
+            if _said(node, "Ray runtime started", "timed out during startup")[0]:
+                return node
+            node.end()  # a node has 30 s of Ray's to come up, which a busy host may not give it
+        raise AssertionError(node.log.read_text())
 
     def _start(self, name: str, place: list[str], roles: Mapping[str, int], *before: str) -> Node:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, "--block", "--num-cpus=0"]
@@ -84,13 +86,13 @@ class Nodes:
         return node
 
 
-def _said(node: Node, what: str) -> str:
-    """The rest of the line in which a node said something."""
+def _said(node: Node, what: str, instead: str = "\0") -> tuple[bool, str]:
+    """Whether a node said something, rather than something else, and the rest of that line."""
     end = time.monotonic() + START_S
     while True:
         for line in node.log.read_text().splitlines():
-            if what in line:
-                return line.partition(what)[2].strip()
+            if what in line or instead in line:
+                return what in line, line.partition(what)[2].strip()
         assert node.process.poll() is None, node.log.read_text()
         assert time.monotonic() < end, f"waited {START_S:g} s for {what!r}:\n{node.log.read_text()}"
         time.sleep(0.05)
@@ -99,12 +101,12 @@ def _said(node: Node, what: str) -> str:
 @contextlib.contextmanager
 def ray_nodes() -> Iterator[Nodes]:
     """A cluster that is gone when the block ends, with its folder."""
-    folder = Path(tempfile.mkdtemp(prefix="r-", dir="/tmp"))  # Ray's sockets lie in it, and their names must be short
-    nodes = None
-    try:
-        nodes = Nodes(folder)
-        yield nodes
-    finally:
-        for node in reversed(nodes.nodes if nodes else []):
-            node.end()
-        shutil.rmtree(folder, ignore_errors=True)
+    # Ray's sockets lie in it, and their names must be short
+    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        nodes = None
+        try:
+            nodes = Nodes(Path(folder))
+            yield nodes
+        finally:
+            for node in reversed(nodes.nodes if nodes else []):
+                node.end()
