@@ -18,7 +18,7 @@ from tests.ray_nodes import Node, Nodes, ray_nodes
 from tests.running import Running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-TWO = ("fleet.num_engines=2", "fleet.num_workers=2", "fleet.num_graders=2")
+TWO = ("fleet.num_workers=2", "fleet.num_graders=2")
 BLIND = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
 """A node that has its own, empty folder where others see the runs."""
 
@@ -117,7 +117,7 @@ def test_a_node_that_does_not_see_the_runs_is_named_before_a_run_is_made(
 def test_a_node_that_joins_and_does_not_see_the_runs_takes_no_part(
     running: Running, nodes: Nodes, whole: tuple[Node, Node]
 ) -> None:
-    running.begin("rl.steps=20", "fleet.num_engines=3", on=nodes.address).at_step(1)
+    running.begin("rl.steps=20", "fleet.engines=['reference', 'reference', 'reference']", on=nodes.address).at_step(1)
     blind = nodes.add("blind", *BLIND, f'mount -t tmpfs none {running.cli.cwd} && exec "$0" "$@"', engine=1)
     running.until(lambda: any(e["state"] == "unfit" for e in running.events("process")), "it to be found unfit")
     assert running.end() == 0, running.said

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
+from etude.inference.config import EngineKind
+from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig
 from etude.loop.placement import ADDRESS, NOTHING
 from etude.loop.processes import KEEPS_MEMORY, READY_S, Child, Role, Supervisor
@@ -85,7 +87,7 @@ class Crew:
 
     async def start_sampling(self) -> None:
         """Engines, workers and graders, all at once; returns when every one is ready."""
-        engines = [self._engine(f"engine-{i}") for i in range(self.config.fleet.num_engines)]
+        engines = [self._engine(f"engine-{i}", kind) for i, kind in enumerate(self.config.fleet.engines)]
         await asyncio.gather(self.supervisor.add_all(engines), self.start_judged())
 
     async def start_judged(self) -> None:
@@ -141,15 +143,9 @@ class Crew:
 
         return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
 
-    def _engine(self, name: str) -> tuple[Child, Role]:
-        config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
-        argv = ["-m", "etude.inference.server", "--name", name, "--checkpoint", str(self.run / "checkpoints" / "mid")]
-        argv += ["--store", str(self.run / "weights"), "--ready-file", str(ready_file)]
-        argv += ["--max-sequences", str(config.max_sequences), "--context-tokens", str(config.context_tokens)]
-        numerics = self.config.numerics
-        argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
-        argv += ["--dtype", config.dtype, "--telemetry", str(self.run / "events" / f"{name}.jsonl"), "--threads", "1"]
-        argv += ["--host", ADDRESS]
+    def _engine(self, name: str, kind: EngineKind) -> tuple[Child, Role]:
+        ready_file = self.run / "logs" / f"{name}.ready"
+        argv = [*_engine_argv(self.run, self.config, name, kind), "--host", ADDRESS, "--ready-file", str(ready_file)]
 
         async def waits(_: Child) -> None:
             self._urls.pop(name, None)
@@ -175,6 +171,22 @@ class Crew:
         for caller in list(self.workers.members.values()):
             with contextlib.suppress(DeadlineExceeded, Lost):
                 await caller.call("engines", type(None), self._urls, deadline_s=10.0)
+
+
+def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
+    """The command line of an engine, without its Python."""
+    module = {EngineKind.REFERENCE: "etude.inference.server", EngineKind.VLLM: "etude.inference.vllm.server"}[kind]
+    argv = ["-m", module, "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
+    argv += ["--store", str(run / "weights"), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
+    argv += ["--context-tokens", str(config.engine.context_tokens)]
+    if kind is EngineKind.REFERENCE:
+        numerics = config.numerics
+        return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
+    argv += ["--kv-tokens", str(config.vllm.kv_room(config.engine))]
+    argv += ["--environment", str(environment(config.vllm.environment).folder)]
+    argv += ["--needs-routes"] if config.wants_routes else []
+    return [*argv, *(f"--argument={argument}" for argument in config.vllm.arguments)]
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:
