@@ -110,7 +110,7 @@ class OnRay:
     """Places components of one run on the cluster that `connect` has connected to. `ranks`: of the learner."""
 
     def __init__(self, run: Path, telemetry: Telemetry, *, ranks: int = 1) -> None:
-        self.token: str | None = os.environ.get("ETUDE_TOKEN") or secrets.token_hex(16)
+        self._token = os.environ.setdefault("ETUDE_TOKEN", secrets.token_hex(16))  # of engines: they are on a network
         self._run, self._telemetry, self._ranks = run.absolute(), telemetry, ranks
         self._secret = secrets.token_bytes(32)
         self._together: PlacementGroup | None = None
@@ -158,7 +158,7 @@ class OnRay:
             options["scheduling_strategy"] = "SPREAD"
         if self._unfit and role != "learner":  # a placement group takes no such wish
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(self._unfit))})"}
-        return ray.remote(RayHost).options(**options).remote(self.token)
+        return ray.remote(RayHost).options(**options).remote(self._token)
 
     async def _placed(self, name: str, host: Any, waits: Callable[[], Awaitable[object]]) -> tuple[str, int] | None:
         """(address, port) at which the host awaits us; None: it came to a node that cannot take part, which is

@@ -93,9 +93,7 @@ class Process(Protocol):
 
 
 class Placement(Protocol):
-    """Starts programs. `token`: what engines demand of their callers."""
-
-    token: str | None
+    """Starts programs."""
 
     async def start(self, program: Program, waits: Callable[[], Awaitable[object]]) -> Process:
         """Start a program; `waits` is called when there is no room for it now. Raises `NoRoom` when there is none in
@@ -131,9 +129,6 @@ class LocalProcess:
 
 class Here:
     """Every program is a child of this process, on this machine."""
-
-    def __init__(self) -> None:
-        self.token = os.environ.get("ETUDE_TOKEN")  # which children inherit
 
     async def start(self, program: Program, waits: Callable[[], Awaitable[object]]) -> Process:
         ours, theirs = socket.socketpair() if program.with_socket else (None, None)

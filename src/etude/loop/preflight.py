@@ -22,6 +22,7 @@ from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
 from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.joining import check_listen
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
 from etude.models.headers import check_blocks, check_weights, tell_left_out
@@ -54,6 +55,7 @@ def preflight(
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         config.model.shared(config.numerics.degree)
+    check_listen(config)
     check_vllm(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
