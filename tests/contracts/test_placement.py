@@ -28,20 +28,20 @@ from etude.telemetry import Telemetry
 COMPONENT = Path(__file__).parents[1] / "placed.py"
 SENT = Version(3, "0" * 8, "a" * 64)
 PLACES = ["here", "ray"]
-Open = Callable[[Path, Telemetry], Placement]
+Open = Callable[[Path], Placement]
 
 
 @pytest.fixture(scope="module", params=PLACES)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
     """A way to open a placement, whose components are gone when it is closed."""
     if request.param == "here":
-        yield lambda run, telemetry: Here()
+        yield lambda run: Here()
         return
     from etude.loop import on_ray, ray_cluster
 
     ray_cluster.connect("ray")
     try:
-        yield lambda run, telemetry: on_ray.OnRay(run, telemetry)
+        yield on_ray.OnRay
     finally:
         ray_cluster.disconnect()
 
@@ -52,7 +52,7 @@ class Placed:
     def __init__(self, place: Open, path: Path, *words: str, hung_s: float = 30.0) -> None:
         self.path = path
         self.telemetry = Telemetry(path / "events.jsonl", process="test")
-        self.placement = place(path, self.telemetry)
+        self.placement = place(path)
         self.supervisor = Supervisor(self.telemetry, hung_s=hung_s, placement=self.placement)
         self.child = Child(
             "worker-0",

@@ -55,6 +55,11 @@ def hosting(running: Running, child: str, nodes: tuple[Node, ...]) -> Node:
     return found
 
 
+def refused(running: Running) -> list[dict[str, Any]]:
+    """Events of who came to a node that cannot take part."""
+    return [e for e in running.events("process") if e["state"] == "waiting" and "does not see" in e["reason"]]
+
+
 def test_a_run_goes_on_when_the_node_of_its_learner_is_lost_and_grows_again_when_one_joins(
     running: Running, nodes: Nodes, whole: tuple[Node, Node]
 ) -> None:
@@ -119,11 +124,11 @@ def test_a_node_that_joins_and_does_not_see_the_runs_takes_no_part(
 ) -> None:
     running.begin("rl.steps=20", "fleet.engines=['reference', 'reference', 'reference']", on=nodes.address).at_step(1)
     blind = nodes.add("blind", *BLIND, f'mount -t tmpfs none {running.cli.cwd} && exec "$0" "$@"', engine=1)
-    running.until(lambda: any(e["state"] == "unfit" for e in running.events("process")), "it to be found unfit")
+    running.until(lambda: refused(running), "it to be found unfit")
     assert running.end() == 0, running.said
     blind.end()
     running.assert_sound()
-    assert "does not see" in next(e["reason"] for e in running.events("process") if e["state"] == "unfit")
+    assert {e["name"] for e in refused(running)} == {"engine-2"}
 
 
 def test_a_cluster_that_offers_nothing_or_does_not_answer_is_told(running: Running, nodes: Nodes) -> None:

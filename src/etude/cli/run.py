@@ -101,12 +101,12 @@ def _leave() -> None:
     ray_cluster.disconnect()
 
 
-def _placement(on: str, folder: RunFolder, telemetry: Telemetry) -> Placement | None:
+def _placement(on: str, folder: RunFolder) -> Placement | None:
     if on == LOCAL:
         return None
     from etude.loop.on_ray import OnRay
 
-    return OnRay(folder.path, telemetry)
+    return OnRay(folder.path)
 
 
 async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
@@ -114,7 +114,7 @@ async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
     from etude.loop.phases import run_phases
 
     telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
-    placement = _placement(on, folder, telemetry)
+    placement = _placement(on, folder)
     work = asyncio.create_task(run_phases(folder, config, telemetry, placement=placement), name="run")
     loop = asyncio.get_running_loop()
     stopped = False

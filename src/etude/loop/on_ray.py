@@ -17,7 +17,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from etude.errors import DeadlineExceeded, EtudeError, RunError
 from etude.loop import usage
-from etude.loop.placement import NoRoom, Process, Program
+from etude.loop.placement import NoRoom, Process, Program, Waits
 from etude.loop.ray_cluster import ROLES, offers, room
 from etude.loop.ray_host import LINK_S, RayHost, kept_alive
 from etude.loop.wire import Caller, Failed, Lost
-from etude.telemetry import Telemetry
 
 ROOM_S = 600.0
 """For a node with room for what the run cannot go on without: an autoscaler needs minutes to bring one."""
@@ -109,9 +108,9 @@ class RayProcess:
 class OnRay:
     """Places components of one run on the cluster that `connect` has connected to. `ranks`: of the learner."""
 
-    def __init__(self, run: Path, telemetry: Telemetry, *, ranks: int = 1) -> None:
+    def __init__(self, run: Path, *, ranks: int = 1) -> None:
         self._token = os.environ.setdefault("ETUDE_TOKEN", secrets.token_hex(16))  # of engines: they are on a network
-        self._run, self._telemetry, self._ranks = run.absolute(), telemetry, ranks
+        self._run, self._ranks = run.absolute(), ranks
         self._secret = secrets.token_bytes(32)
         self._together: PlacementGroup | None = None
         self._pending: dict[str, list[object]] = {role: [] for role in ROLES}  # hosts without a node yet, in order
@@ -119,7 +118,7 @@ class OnRay:
         self._unfit: dict[str, str] = {}  # nodes that joined and cannot take part: id → why
         self._looked_at = 0.0
 
-    async def start(self, program: Program, waits: Callable[[], Awaitable[object]]) -> Process:
+    async def start(self, program: Program, waits: Waits) -> Process:
         host, link, address = self._host(program.name), None, ""
         try:
             while (found := await self._placed(program.name, host, waits)) is None:
@@ -160,7 +159,7 @@ class OnRay:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(self._unfit))})"}
         return ray.remote(RayHost).options(**options).remote(self._token)
 
-    async def _placed(self, name: str, host: Any, waits: Callable[[], Awaitable[object]]) -> tuple[str, int] | None:
+    async def _placed(self, name: str, host: Any, waits: Waits) -> tuple[str, int] | None:
         """(address, port) at which the host awaits us; None: it came to a node that cannot take part, which is
         remembered. Raises `NoRoom`, `Lost`."""
         role, began, waited = role_of(name), time.monotonic(), False
@@ -171,7 +170,7 @@ class OnRay:
                 seconds = time.monotonic() - began
                 if not waited and (seconds > PLACED_S or await self._is_late(role, host)):
                     waited = True
-                    await waits()
+                    await waits(f"no node has room: {await asyncio.to_thread(offers)}")
                 if seconds > ROOM_S and not self._others(role):
                     raise NoRoom(
                         f"no node has room for {name}",
@@ -182,7 +181,7 @@ class OnRay:
             if not lacks:
                 return str(address), int(port)
             self._unfit[node] = f"{address}: {lacks}"
-            self._telemetry.event("process", name=name, state="unfit", reason=self._unfit[node])
+            await waits(self._unfit[node])
             if role == "learner":
                 raise _unfit(self._unfit[node])
             return None

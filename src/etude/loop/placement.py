@@ -32,6 +32,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
+Waits = Callable[[str], Awaitable[object]]
+"""Is told that a program waits for a machine, and why."""
+
+
 class NoRoom(EtudeError):
     """No machine has room for a program that the run cannot do without."""
 
@@ -95,8 +99,8 @@ class Process(Protocol):
 class Placement(Protocol):
     """Starts programs."""
 
-    async def start(self, program: Program, waits: Callable[[], Awaitable[object]]) -> Process:
-        """Start a program; `waits` is called when there is no room for it now. Raises `NoRoom` when there is none in
+    async def start(self, program: Program, waits: Waits) -> Process:
+        """Start a program; `waits` is awaited when there is no room for it now. Raises `NoRoom` when there is none in
         time, `Lost` when it was lost meanwhile, `OSError`."""
 
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
@@ -130,7 +134,7 @@ class LocalProcess:
 class Here:
     """Every program is a child of this process, on this machine."""
 
-    async def start(self, program: Program, waits: Callable[[], Awaitable[object]]) -> Process:
+    async def start(self, program: Program, waits: Waits) -> Process:
         ours, theirs = socket.socketpair() if program.with_socket else (None, None)
         argv, options = program.popen("127.0.0.1", theirs)
         program.log.parent.mkdir(parents=True, exist_ok=True)

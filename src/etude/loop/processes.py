@@ -75,9 +75,9 @@ class Child:
         """Start it; `waits` is awaited where there is no room for it now."""
         program = Program(self.name, self.argv, self.log_path, self.nice, self.env, with_socket)
 
-        async def wait() -> None:
+        async def wait(reason: str) -> None:
             self.is_waiting = True
-            self.telemetry.event("process", name=self.name, state="waiting")
+            self.telemetry.event("process", name=self.name, state="waiting", reason=reason)
             await waits(self)
 
         try:
