@@ -57,17 +57,18 @@ class Nodes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            port, client = one.getsockname()[1], other.getsockname()[1]
         self.env = os.environ | {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
         self.nodes: list[Node] = []
-        head = self._start("head", ["--head", f"--port={port}", "--include-dashboard=false"], {})
+        head = self._start("head", ["--head", f"--port={port}", f"--ray-client-server-port={client}"], {})
         _said(head, "Ray runtime started")
-        self.address = f"{_said(head, 'Local node IP: ')[1]}:{port}"
+        host = _said(head, "Local node IP: ")[1]
+        self.address, self.client = f"{host}:{port}", f"ray://{host}:{client}"
 
     def add(self, name: str, *before: str, **roles: int) -> Node:
         """A node that takes so many of each role. `before`: a program that starts it in its own way."""
@@ -79,8 +80,22 @@ class Nodes:
         raise AssertionError(node.log.read_text())
 
     def _start(self, name: str, place: list[str], roles: Mapping[str, int], *before: str) -> Node:
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, "--block", "--num-cpus=0"]
-        sizes = ["--object-store-memory=80000000", f"--temp-dir={self.folder}", f"--resources={json.dumps(roles)}"]
+        ray = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            *place,
+            "--block",
+            "--num-cpus=0",
+            "--include-dashboard=false",
+        ]
+        sizes = [
+            "--include-dashboard=false",
+            "--object-store-memory=80000000",
+            f"--temp-dir={self.folder}",
+            f"--resources={json.dumps(roles)}",
+        ]
         node = Node([*before, *ray, *sizes], self.folder / f"{name}.out", self.env)
         self.nodes.append(node)
         return node

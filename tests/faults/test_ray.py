@@ -94,6 +94,14 @@ def test_a_run_whose_actors_are_killed_ends_and_its_audit_is_sound(
     assert {e["name"] for e in running.events("process") if e["state"] == "restart"} == set(children)
 
 
+def test_a_run_from_outside_the_cluster_ends_and_leaves_nothing(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    running.begin("rl.steps=2", *TWO, on=nodes.client)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+
+
 def test_a_killed_driver_leaves_nothing_on_any_node_and_its_run_goes_on(
     running: Running, nodes: Nodes, whole: tuple[Node, Node]
 ) -> None:
