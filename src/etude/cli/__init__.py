@@ -164,7 +164,9 @@ def _look_commands(commands: Commands[Parser]) -> None:
     ledger = commands.add_parser("ledger", help="the record of rollouts").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    _run_argument(add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice"))
+    audit = add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice")
+    _run_argument(audit)
+    audit.add_argument("--new", action="store_true", help="only what came after the last audit that found all sound")
 
 
 def _task_commands(commands: Commands[Parser]) -> None:
@@ -305,3 +307,4 @@ def _model_commands(commands: Commands[Parser]) -> None:
     export.add_argument("--dtype", choices=["bf16", "f32"], default="bf16")
     formats = ["none", "mxfp8", "nvfp4", "mxfp4"]
     export.add_argument("--quantise", choices=formats, default="none", help="the format of large matrices")
+    export.add_argument("--adapter", action="store_true", help="the adapter alone, as peft and vLLM read it")

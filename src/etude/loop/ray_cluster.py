@@ -20,6 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from etude import __version__
 from etude.errors import ConfigError, EtudeError
+from etude.inference.config import EngineKind
+from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig
 from etude.loop.preflight import prove_tasks
 
@@ -97,7 +99,9 @@ def check(config: RunConfig, runs: Path) -> None:
     whether machines can be made on those that offer workers and graders. Raises `ConfigError` that names the nodes."""
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
-    named = (config.tasks.source, config.machines.images)
+    named = [config.tasks.source, config.machines.images]
+    if EngineKind.VLLM in config.fleet.engines:
+        named.append(str(environment(config.vllm.environment).folder))
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
     mark.write_text(mark.name)
     try:
