@@ -65,7 +65,9 @@ class Nodes:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
         self.nodes: list[Node] = []
-        head = self._start("head", ["--head", f"--port={port}", f"--ray-client-server-port={client}"], {})
+        head = self._start(
+            "head", ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"], {}
+        )
         _said(head, "Ray runtime started")
         host = _said(head, "Local node IP: ")[1]
         self.address, self.client = f"{host}:{port}", f"ray://{host}:{client}"
@@ -80,22 +82,8 @@ class Nodes:
         raise AssertionError(node.log.read_text())
 
     def _start(self, name: str, place: list[str], roles: Mapping[str, int], *before: str) -> Node:
-        ray = [
-            sys.executable,
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            *place,
-            "--block",
-            "--num-cpus=0",
-            "--include-dashboard=false",
-        ]
-        sizes = [
-            "--include-dashboard=false",
-            "--object-store-memory=80000000",
-            f"--temp-dir={self.folder}",
-            f"--resources={json.dumps(roles)}",
-        ]
+        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, "--block", "--num-cpus=0"]
+        sizes = ["--object-store-memory=80000000", f"--temp-dir={self.folder}", f"--resources={json.dumps(roles)}"]
         node = Node([*before, *ray, *sizes], self.folder / f"{name}.out", self.env)
         self.nodes.append(node)
         return node

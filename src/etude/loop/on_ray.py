@@ -1,9 +1,10 @@
 """A `Placement` on a Ray cluster: each component is hosted by an actor, on a node that offers its role.
 
-A node says what it takes by resources named by role: ``ray start --resources='{"engine": 2, "worker": 1}'``. Learner
-ranks share a placement group (all of them have room, or none begins), engines are spread over nodes, workers and
-graders go where they are offered. Who finds no room waits for some, and the run goes on without it while another does
-the same: so a fleet grows when nodes join and shrinks when they leave. Restarts are the supervisor's, not Ray's.
+A node says what it takes by resources named by role: ``ray start --resources='{"engine": 2, "worker": 1}'``. The
+learner has a placement group, so that its place is kept from mid-training on and while it is started again; engines are
+spread over nodes, workers and graders go where they are offered. Who finds no room waits for some, and the run goes on
+without it while another does the same: so a fleet grows when nodes join and shrinks when they leave. Restarts are the
+supervisor's, not Ray's.
 
 One file system holds the run folder for every node. Knows nothing of what components do.
 """
@@ -106,13 +107,14 @@ class RayProcess:
 
 
 class OnRay:
-    """Places components of one run on the cluster that `connect` has connected to. `ranks`: of the learner."""
+    """Places components of one run on the cluster that `ray_cluster.connect` has connected to. `ranks`: of the learner,
+    which start each other and share a node; each has a GPU where the cluster has any."""
 
     def __init__(self, run: Path, *, ranks: int = 1) -> None:
         self._token = os.environ.setdefault("ETUDE_TOKEN", secrets.token_hex(16))  # of engines: they are on a network
         self._run, self._ranks = run.absolute(), ranks
         self._secret = secrets.token_bytes(32)
-        self._together: PlacementGroup | None = None
+        self._reserved: PlacementGroup | None = None
         self._pending: dict[str, list[object]] = {role: [] for role in ROLES}  # hosts without a node yet, in order
         self._running: set[RayProcess] = set()
         self._unfit: dict[str, str] = {}  # nodes that joined and cannot take part: id → why
@@ -145,14 +147,12 @@ class OnRay:
     def _host(self, name: str) -> Any:
         """An actor that will host a component, once a node has room for it."""
         role = role_of(name)
-        gpus = 1 if role in ("learner", "engine") and ray.cluster_resources().get("GPU") else 0
+        gpus = {"learner": self._ranks, "engine": 1}.get(role, 0) if ray.cluster_resources().get("GPU") else 0
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "resources": {role: 1}, "max_restarts": 0}
         if role == "learner":
-            if self._together is None:
-                bundle = {"learner": 1, **({"GPU": 1} if gpus else {})}
-                self._together = placement_group([bundle] * self._ranks, strategy="PACK")
-            rank = int(name.rpartition("-")[2]) if name.rpartition("-")[2].isdigit() else 0
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._together, rank)
+            if self._reserved is None:
+                self._reserved = placement_group([{"learner": 1, **({"GPU": gpus} if gpus else {})}])
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._reserved)
         elif role == "engine":
             options["scheduling_strategy"] = "SPREAD"
         if self._unfit and role != "learner":  # a placement group takes no such wish
@@ -215,10 +215,10 @@ class OnRay:
         for process in self._running:
             process.release()
         self._running.clear()
-        if self._together is not None:
+        if self._reserved is not None:
             with contextlib.suppress(RayError):
-                remove_placement_group(self._together)
-            self._together = None
+                remove_placement_group(self._reserved)
+            self._reserved = None
 
 
 async def _answer(asked: Any) -> Any:

@@ -57,7 +57,7 @@ def connect(on: str) -> None:
     except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {on}",
-            str(error).strip().partition("\n")[0],
+            " ".join(str(error).split())[:500],
             hint="HOST:PORT is that of `ray start --head`, and wants `ray start --address=HOST:PORT` on this machine; "
             "ray://HOST:PORT is that of its client server, 10001",
         ) from None
