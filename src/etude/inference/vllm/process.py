@@ -59,7 +59,7 @@ class Vllm:
 
     async def __aenter__(self) -> Vllm:
         try:
-            await self._until_well()
+            await self.until_well()
         except BaseException:
             await self.close()
             raise
@@ -70,8 +70,7 @@ class Vllm:
 
     async def close(self) -> None:
         """End it, and everything that it started. Idempotent."""
-        if self._session is not None:
-            await self._session.close()
+        await self.disconnect()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -79,6 +78,12 @@ class Vllm:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 await asyncio.to_thread(self.process.wait)
+
+    async def disconnect(self) -> None:
+        """Close the connections; the next call opens others, in its own event loop. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     @property
     def alive(self) -> bool:
@@ -139,7 +144,7 @@ class Vllm:
             )
         return self._session
 
-    async def _until_well(self) -> None:
+    async def until_well(self) -> None:
         """Wait until it serves. Raises `EngineError` when it ends first, by its own last words."""
         end = time.monotonic() + START_S
         while True:
