@@ -18,7 +18,7 @@ from benchmarks.report import RESULTS, report
 from benchmarks.runs import LAPTOP, ahead, brief, interval, start_run, summary
 from etude.dashboard.read import RunView
 from etude.evals.parity import budget_of
-from etude.inference.vllm.environment import tested_version
+from etude.inference.vllm.environment import required_version
 
 SETTINGS = ["numerics.mode=native", 'fleet.engines=["reference","vllm"]']
 COPIED = ("wall_s", "cpu_s", "lag", "parity", "invalid", "rollouts", "rl", "peak_memory_bytes")
@@ -59,7 +59,7 @@ def main() -> None:
         {
             "config": str(LAPTOP),
             "settings": settings,
-            "vllm": tested_version(),
+            "vllm": required_version(),
             "started_from": "the mid-trained checkpoint of the example's run of this seed" if args.start else "nothing",
             "before": brief(before),
             "after": brief(after),

@@ -24,7 +24,7 @@ import torch
 from benchmarks.report import report
 from etude.errors import EtudeError
 from etude.inference import HttpEngine
-from etude.inference.vllm.environment import tested_version
+from etude.inference.vllm.environment import required_version
 from etude.inference.vllm.started import started
 from etude.models import ModelConfig, Transformer, save_model
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
@@ -137,7 +137,7 @@ def told(seen: Seen, order: list[Version], rows: list[dict[str, Any]]) -> dict[s
     """The numbers of the result."""
     crossed = [len(completion.spans) - 1 for completion in seen.completions]
     return {
-        "vllm": tested_version(),
+        "vllm": required_version(),
         "parameters": SIZES.num_parameters,
         "compared": "float32 on both sides: vLLM's CPU build, eager, and transformers",
         "swaps": len(rows),

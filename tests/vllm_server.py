@@ -7,8 +7,9 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -16,12 +17,14 @@ import pytest
 from etude.errors import EngineError
 from etude.inference import EngineConfig
 from etude.inference.vllm.engine import VllmEngine
-from etude.inference.vllm.environment import environment
+from etude.inference.vllm.environment import environment, link_package
 from etude.inference.vllm.follow import Following
 from etude.inference.vllm.process import Vllm, start
 from etude.inference.vllm.server import EXTENSION, initial_version, read_model
 from etude.seams import BlobStore
 from etude.weights.follow.head import Head
+
+NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def why_not() -> str:
@@ -34,9 +37,14 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, config: EngineConfig, *, extension: str = EXTENSION) -> Iterator[Vllm]:
-    """A vLLM server over a checkpoint, as the adapter starts it; it may not be up yet."""
+def serving(
+    checkpoint: Path, config: EngineConfig, *, extension: str = EXTENSION, modules: Mapping[str, str] = NONE
+) -> Iterator[Vllm]:
+    """A vLLM server over a checkpoint, as the adapter starts it; it may not be up yet. `modules`: the text of what else
+    its workers can import."""
     with tempfile.TemporaryDirectory(prefix="etude-vllm-") as folder:
+        for name, text in modules.items():
+            (link_package(Path(folder)) / f"{name}.py").write_text(text)
         vllm = start(
             environment(),
             checkpoint,

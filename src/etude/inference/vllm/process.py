@@ -214,8 +214,7 @@ def start(
     argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--skip-tokenizer-init", "--seed", "0"]
     argv += ["--max-model-len", str(config.context_tokens + 1)]  # a text is scored with one token after it
     argv += ["--max-num-seqs", str(config.max_sequences), "--scheduling-policy", "priority"]
-    argv += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(config.step_tokens + config.max_sequences)]
-    argv += ["--enable-prefix-caching", "--block-size", str(BLOCK_TOKENS)]
+    argv += ["--enable-prefix-caching", "--block-size", str(BLOCK_TOKENS), *_prefill(config, device)]
     blocks = -(-kv_tokens // BLOCK_TOKENS) + 1  # vLLM keeps one for itself
     argv += ["--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", extension]
@@ -225,6 +224,15 @@ def start(
     argv += ["--enable-return-routed-experts"] if gives_routes else []
     argv += ["--disable-uvicorn-access-log", *arguments]
     return Vllm(argv, _environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
+
+
+def _prefill(config: EngineConfig, device: str) -> list[str]:
+    """How many tokens a step computes. In chunks on a GPU; whole prompts on a CPU, whose build (0.32) ends when a
+    request with a seed has not come to its prompt's end in a step: "CPU Generator does not use offset"."""
+    tokens = config.step_tokens + config.max_sequences
+    if device == "cpu":
+        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(tokens, config.context_tokens + 1))]
+    return ["--enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
 
 def _environ(folder: Path, threads: int) -> dict[str, str]:

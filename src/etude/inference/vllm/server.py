@@ -24,7 +24,7 @@ from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
 from etude.inference.serving import add_arguments, config_of, listen, read_token, serve
 from etude.inference.vllm.engine import VllmEngine
-from etude.inference.vllm.environment import environment, tested_version
+from etude.inference.vllm.environment import environment, required_version
 from etude.inference.vllm.follow import Following
 from etude.inference.vllm.process import Vllm, start
 from etude.models.config import ModelConfig
@@ -77,7 +77,7 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         config=config,
         version=initial_version(args.checkpoint),
         kv_tokens=kv_tokens,
-        parity=f"vllm-{tested_version()}-{held.require().device}-{config.dtype}",
+        parity=f"vllm-{required_version()}-{held.require().device}-{config.dtype}",
     )
     following = None
     if args.store is not None:
