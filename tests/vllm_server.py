@@ -78,16 +78,26 @@ async def following(
         kv_tokens=config.max_sequences * config.context_tokens,
         parity="vllm",
     )
-    await vllm.until_well()
-    await engine.thaw()
-    await engine.start()
     follower = Following(engine, Head(store, "policy"), str(place), poll_s=0.01)
-    await follower.start_at_head()
     try:
+        await vllm.until_well()
+        await engine.thaw()
+        await engine.start()
+        await follower.start_at_head()
         yield engine
     finally:
         await follower.stop()
         await vllm.disconnect()
+
+
+def wait(vllm: Vllm) -> None:
+    """Until it serves."""
+
+    async def well() -> None:
+        await vllm.until_well()
+        await vllm.disconnect()
+
+    asyncio.run(well())
 
 
 def stopper(vllm: Vllm) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -146,6 +146,7 @@ def vllm_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     save_model(Transformer(SIZES, seed=1), folder / "checkpoint", dtype="f32")
     config = EngineConfig(max_sequences=MAX_SEQUENCES, context_tokens=CONTEXT_TOKENS)
     with vllm_server.serving(folder / "checkpoint", config) as SERVERS["vllm"]:
+        vllm_server.wait(SERVERS["vllm"])
         yield
 
 
