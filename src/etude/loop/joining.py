@@ -16,6 +16,7 @@ from etude.inference.membership import Listed, Roster, State, Wanted, environmen
 from etude.inference.registrar import Registrar
 from etude.listening import bind, listening
 from etude.loop.config import RunConfig
+from etude.loop.places import weights_place
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -77,6 +78,7 @@ async def joining(
 
 def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
     """What a run wants of an engine."""
+    place = weights_place(run)
     return Wanted(
         model=(run / "checkpoints" / "mid" / "config.json").read_text(),
         mode=config.numerics.mode,
@@ -86,6 +88,7 @@ def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
         context_tokens=config.engine.context_tokens,
         max_sequences=config.engine.max_sequences,
         routes=config.wants_routes,
+        store=place if isinstance(place, str) else "",
     )
 
 

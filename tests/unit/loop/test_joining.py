@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from etude.config import build
+from etude.config import build, to_toml
 from etude.errors import ConfigError, EtudeError
 from etude.inference.config import EngineKind
 from etude.inference.membership import Listed, Roster, State
@@ -16,6 +16,7 @@ from etude.loop import joining
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.standalone import alone
+from etude.run import RunFolder
 from etude.telemetry import Telemetry, read_events
 
 SIZES = {"engine": {"max_sequences": 40}}
@@ -63,23 +64,24 @@ def test_a_run_without_any_engine_ends_and_says_where_they_join(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "NONE_S", 0.01)
-    (tmp_path / "checkpoints" / "mid").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "mid" / "config.json").write_text("{}")
-    telemetry = Telemetry(tmp_path / "events" / "conductor.jsonl", process="conductor")
+    config = build(RunConfig, ELSEWHERE)
+    run = RunFolder.create(tmp_path / "run", config_toml=to_toml(config), seed=0)
+    (run / "checkpoints" / "mid").mkdir(parents=True)
+    (run / "checkpoints" / "mid" / "config.json").write_text("{}")
+    telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
 
     async def beat(_: Roster) -> dict[str, int]:
         return {}
 
     async def story() -> EtudeError:
         failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
-        config = build(RunConfig, ELSEWHERE)
-        async with asyncio.timeout(20), joining.joining(tmp_path, config, telemetry, beat, failed=failed):  # type: ignore[arg-type]
+        async with asyncio.timeout(20), joining.joining(run, config, telemetry, beat, failed=failed):
             return await failed
 
     error = asyncio.run(story())
     assert str(error).startswith("the run has no engine: none has joined")
     assert "--register http://127.0.0.1:" in error.hint
-    [event] = [e for e in read_events(tmp_path / "events") if e["kind"] == "fleet.listen"]
+    [event] = [e for e in read_events(run / "events") if e["kind"] == "fleet.listen"]
     assert event["url"].startswith("http://127.0.0.1:")
 
 
