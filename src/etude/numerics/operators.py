@@ -27,7 +27,8 @@ from etude.numerics.exact.windows import ANY, Windows
 from etude.numerics.formats import FORMATS
 
 Causal = Callable[..., torch.Tensor]
-"""(q_HTA, k_GTA, v_GTC, scale or None) -> o_HTC: each token sees itself and those before it."""
+"""(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC: each token sees itself and those before it. The
+queries are those of positions from `start` on, to the last key's."""
 
 
 class Operators:
@@ -300,8 +301,10 @@ class Exact(Operators):
     def causal(self) -> Causal:
         inner = exact.Causal()
 
-        def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-            return inner(_wide(q), _wide(k), _wide(v), scale).to(self.dtype)
+        def causal(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, start: int = 0
+        ) -> torch.Tensor:
+            return inner(_wide(q), _wide(k), _wide(v), scale, start).to(self.dtype)
 
         return causal
 
@@ -328,8 +331,14 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def _causal(
+    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+) -> torch.Tensor:
     gqa = q_HTA.shape[0] != k_GTA.shape[0]
+    hidden = None
+    if start:
+        positions = torch.arange(start, k_GTA.shape[1], device=k_GTA.device)
+        hidden = exact.causal_mask(positions, k_GTA.shape[1]).to(q_HTA.dtype)
     return F.scaled_dot_product_attention(
-        q_HTA[None], k_GTA[None], v_GTC[None], is_causal=True, enable_gqa=gqa, scale=scale
+        q_HTA[None], k_GTA[None], v_GTC[None], hidden, is_causal=hidden is None, enable_gqa=gqa, scale=scale
     )[0]

@@ -17,6 +17,13 @@ class LiveWeights(enum.StrEnum):
     F32 = "f32"
 
 
+class OptimizerKind(enum.StrEnum):
+    """What makes a step of a gradient."""
+
+    ADAMW = "adamw"
+    MUON = "muon"  # matrices; AdamW for embedding, head, norms, routers: `training.muon`
+
+
 class PolicyLossKind(enum.StrEnum):
     """The loss of sampled tokens; `training.losses` has each one with its source."""
 
@@ -68,6 +75,27 @@ class LearnerConfig:
     correction_high: float | None = ranged(None, low=1.0)  # none: the correction's own; the cap of one that truncates
     weights: LiveWeights = LiveWeights.BF16
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # of activations; gradients add up in float32
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    ranks: int = ranged(1, low=1, high=65_536)  # processes that share the weights and the work
+    expert_parallel: int = ranged(1, low=1)  # of them, so many neighbours share the experts
+    context_parallel: int = ranged(1, low=1)  # and so many each text
+    recompute: bool = False  # forward each layer again in the backward pass: less memory, a third more work
+
+    def __post_init__(self) -> None:
+        for name in ("expert_parallel", "context_parallel"):
+            if self.ranks % getattr(self, name):
+                raise ValueError(
+                    f"ranks = {self.ranks} do not fill a mesh of {name} = {getattr(self, name)}: it must divide them"
+                )
+
+    @property
+    def shares(self) -> int:
+        """In how many parts a batch is trained on at the same time: those of the ranks that have texts of their own.
+
+        >>> LearnerConfig(ranks=4, context_parallel=2).shares
+        2
+        """
+        return self.ranks // self.context_parallel
 
     def replays(self, mode: Mode) -> bool:
         """Whether routes are replayed, and so whether engines need send them.

@@ -35,7 +35,7 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, rows: Rows) -> torch.Tensor:
         """Of each sampled token, [R] float32."""
-        logits, _ = self._model(rows.tokens_N, Packed(rows.lengths, self._model.operators), rows=rows.rows_R)
+        logits, _ = self._model(rows.tokens_N, Packed(rows.forwarded, self._model.operators), rows=rows.rows_R)
         logprobs_RV = self._model.operators.log_softmax(logits, self._temperature)
         return logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
 

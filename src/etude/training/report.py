@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -44,7 +45,9 @@ class Tally:
         fresh: float | None,
     ) -> None:
         """Count one microbatch."""
-        n = len(rows.tokens_N)
+        n = rows.num_tokens
+        if not n:  # forwarded for the sake of other ranks
+            return
         self.num_tokens += n
         self.loss += float(loss)
         self.balance += n * float(done.balance) if done.balance is not None else 0.0
@@ -95,3 +98,12 @@ class Tally:
             dropped_share=float((weight == 0).double().mean()),
             effective_share=effective_share(weight),
         )
+
+
+def merged(tallies: Sequence[Tally]) -> Tally:
+    """One tally of several shares', in their order."""
+    whole = Tally()
+    for one in tallies:
+        for each in fields(Tally):
+            setattr(whole, each.name, getattr(whole, each.name) + getattr(one, each.name))
+    return whole

@@ -1,0 +1,51 @@
+"""What a learner publishes: the live weights as raw codes, by Hugging Face's names."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from etude.models.naming import hf_views, stays_float32
+from etude.models.packed import packed
+from etude.models.transformer import Transformer
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS
+from etude.training.config import LiveWeights
+from etude.weights.delta.arrays import name_of
+from etude.weights.tensors import Codes, Tensor
+
+_CODES = {
+    LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
+    LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
+}
+
+
+def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
+    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded. What
+    `stays_float32` does. `quantise` packs the large matrices.
+
+    Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
+    codes are views of the live weights: copy what is kept.
+    """
+    memory: dict[int, Codes] = {}  # by address
+    tensors = {}
+    views = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
+    for name, view in views.items():
+        if view.itemsize == 1:  # packed
+            codes = view.view(torch.uint8).flatten().numpy(force=True)
+            tensors[name] = Tensor(name_of(str(view.dtype)), tuple(view.shape), codes)
+            continue
+        stored = LiveWeights.F32 if stays_float32(name) else weights
+        storage, start = view.untyped_storage(), view.storage_offset()
+        if storage.data_ptr() not in memory:
+            whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
+            memory[storage.data_ptr()] = coded(whole, stored)
+        own = memory[storage.data_ptr()][start : start + view.numel()]
+        tensors[name] = Tensor(str(stored), tuple(view.shape), own)
+    return tensors
+
+
+def coded(values: torch.Tensor, stored: LiveWeights) -> Codes:
+    """The codes of some values, flat."""
+    kind, (signed, unsigned) = _CODES[stored]
+    return values.to(kind).view(signed).flatten().numpy(force=True).view(unsigned)
