@@ -19,7 +19,7 @@ from etude.inference.config import EngineConfig
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
-from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.tasks import open_source
@@ -95,6 +95,7 @@ class RunConfig:
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
                 f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
             )
+        self._check_ranks()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "
@@ -104,6 +105,18 @@ class RunConfig:
             raise ValueError(
                 f"engine.context_tokens = {self.engine.context_tokens} is past "
                 f"model.context_tokens = {self.model.context_tokens}"
+            )
+
+    def _check_ranks(self) -> None:
+        learner, experts = self.learner, self.model.num_experts
+        if learner.ranks > 1 and self.numerics.quantise is not Quantise.NONE:
+            raise ValueError(
+                f"learner.ranks = {learner.ranks} with numerics.quantise = {str(self.numerics.quantise)!r}: a format "
+                f"packs whole matrices, of which a rank has rows"
+            )
+        if self.start is None and (experts % learner.expert_parallel if experts else learner.expert_parallel > 1):
+            raise ValueError(
+                f"learner.expert_parallel = {learner.expert_parallel} does not divide model.num_experts = {experts}"
             )
 
     def settled(self) -> RunConfig:

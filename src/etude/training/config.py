@@ -88,6 +88,9 @@ class LearnerConfig:
                     f"ranks = {self.ranks} do not fill a mesh of {name} = {getattr(self, name)}: it must divide them"
                 )
 
+        if self.kl and self.context_parallel > 1:
+            raise ValueError("kl with context_parallel: the reference computes whole texts; set experience.kl instead")
+
     @property
     def shares(self) -> int:
         """In how many parts a batch is trained on at the same time: those of the ranks that have texts of their own.

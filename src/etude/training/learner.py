@@ -330,6 +330,11 @@ class TorchLearner:
         self.version, self._offered = published.version, None  # in this order: see _is_fresh
         return published
 
+    @property
+    def is_publishing(self) -> bool:
+        """Whether a version is on its way, or has failed and nobody has been told."""
+        return self._offered is not None
+
     def close(self) -> None:
         """End publishing, once what was offered is published or has failed: whoever waits for it is told."""
         if self._publisher is not None:
