@@ -65,8 +65,8 @@ def parity(args: argparse.Namespace) -> int:
     from etude.evals.doctor.sides import LearnerSide
 
     asked = _asked(args)
-    checkpoint, dtypes = asked.checkpoint, f"{asked.dtype} against {asked.learner_dtype} in the learner"
-    dtypes = asked.dtype if asked.dtype == asked.learner_dtype else dtypes
+    checkpoint, alike = asked.checkpoint, asked.dtype == asked.learner_dtype
+    dtypes = asked.dtype if alike else f"{asked.dtype} against {asked.learner_dtype} in the learner"
     print(f"{checkpoint}: {asked.mode}, {dtypes}, quantise {asked.quant}", file=sys.stderr, flush=True)
     learner = _model(asked, asked.learner_dtype)
     prompts = _prompts(args, checkpoint, learner.config)
@@ -80,7 +80,7 @@ def parity(args: argparse.Namespace) -> int:
         exact=asked.mode == "exact",
         budget=asked.budget,
         told=lambda what: print(what, file=sys.stderr, flush=True),
-        alone=learner if asked.dtype == asked.learner_dtype else _model(asked, asked.dtype),
+        alone=learner if alike else _model(asked, asked.dtype),
     )
     if args.out is not None:
         write_page(args.out, found, title=f"{args.checkpoint.name} · {dtypes} · {asked.mode}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -185,16 +186,20 @@ class TestBench:
         """Canaries that fail on the reference solution: those that are like the tests, others where there are none."""
         candidates = list(_candidates(sources, tests, targets, random.Random(new_nonce())))[:_MOST_TRIED]
         found: list[Canary] = []
+        outcomes: Counter[str] = Counter()
         for path, source, target, alike in candidates:
             if len(found) >= self._canaries or (found and not alike):
                 break
             canary = Canary({**hidden, path: source}, target)
             said = await self._run(ground, tests, canary.hidden, target, work)
-            if said.get("outcome") == "failed":
+            outcome = str(said.get("outcome"))
+            outcomes[outcome] += 1
+            if outcome == "failed":
                 found.append(canary)
         if self._canaries and not found:
-            facts = f"{len(candidates)} variants of its {len(targets)} tests pass like they do"
-            raise Broken(Boundary.TASK, "the hidden tests cannot fail", facts)
+            ended = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common()) or "there are none"
+            facts = f"{len(candidates)} variants of its {len(targets)} tests that must fail: {ended}"
+            raise Broken(Boundary.TASK, "no variant of the hidden tests was seen to fail", facts)
         return found
 
 
