@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 PATIENCE = 10
 """A collective may take so many times what a silent process may: it waits for the slowest rank's share of a batch."""
 TAKEN = 8
-"""So many calls ago every rank has taken its own: all but `settle` and `defend` end with every rank, and those come once
-between two others."""
+"""So many calls ago every rank has taken its own: all but `settle` and `defend` end with every rank, and of those at
+most two come together."""
 POLL = timedelta(seconds=30)
 
 

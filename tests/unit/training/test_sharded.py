@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.training import ranked_learner as ranked
-from tests.unit.training.ranked_learner import Job, Trained
+from benchmarks import sharded_ranks as ranked
+from benchmarks.sharded_ranks import Job, Trained
+from tests.unit.training import ranked_learner
 
 from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, load_model, save_model
@@ -150,7 +151,7 @@ def test_trouble_on_one_rank_is_told_by_all_and_they_go_on(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
 ) -> None:
     job, alone, _ = told[SAVED]
-    by_rank = run_ranks(ranked.troubled, replace(job, store=tmp_path, save=None), ranks=2, stall_s=100.0)
+    by_rank = run_ranks(ranked_learner.troubled, replace(job, store=tmp_path, save=None), ranks=2, stall_s=100.0)
     for said, trained in by_rank:
         assert "the ratio on the learner's own weights is off" in said
         assert "g000000.5" in said
@@ -162,6 +163,6 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path, way: str
 ) -> None:
     job, _, _ = told[SAVED]
-    said = ranked.lose_one(replace(job, store=tmp_path, publish=False, save=None), tmp_path, way)
+    said = ranked_learner.lose_one(replace(job, store=tmp_path, publish=False, save=None), tmp_path, way)
     assert "rank 1 did not come to the others'" in said
     assert "hint:" in said
