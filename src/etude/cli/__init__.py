@@ -153,7 +153,9 @@ def _look_commands(commands: Commands[Parser]) -> None:
     ledger = commands.add_parser("ledger", help="the record of rollouts").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    _run_argument(add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice"))
+    audit = add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice")
+    _run_argument(audit)
+    audit.add_argument("--new", action="store_true", help="only what came after the last audit that found all sound")
 
 
 def _task_commands(commands: Commands[Parser]) -> None:

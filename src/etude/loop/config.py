@@ -12,7 +12,7 @@ from etude import __version__
 from etude.config import build, leaves, load, ranged, to_plain
 from etude.environments.config import MachinesConfig
 from etude.environments.images import ImageStore
-from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
+from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig, EngineKind, VllmConfig
@@ -22,6 +22,7 @@ from etude.models.config import ModelConfig
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
+from etude.stores.places import parse_place
 from etude.tasks import open_source
 from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
@@ -67,6 +68,23 @@ class RlConfig:
 
 
 @dataclass(frozen=True)
+class StoresConfig:
+    """The `[stores]` section: where weights and traces go instead of into the run folder, `s3://bucket/prefix`, gs://,
+    az:// or file://. Each run has a prefix of its own in it. Who may use a bucket is said by the environment."""
+
+    weights: str = ""
+    traces: str = ""
+
+    def __post_init__(self) -> None:
+        for name, url in (("weights", self.weights), ("traces", self.traces)):
+            if url and not url.startswith("file:///"):
+                try:
+                    parse_place(url)
+                except StoreError as error:
+                    raise ValueError(f"stores.{name}: {error.what}; {error.hint}") from None
+
+
+@dataclass(frozen=True)
 class RetentionConfig:
     """The `[retention]` section: what is kept so that steps can be redone."""
 
@@ -93,6 +111,7 @@ class RunConfig:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    stores: StoresConfig = field(default_factory=StoresConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     evals: EvalsConfig = field(default_factory=EvalsConfig)
 

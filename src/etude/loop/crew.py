@@ -19,6 +19,7 @@ from etude.inference import HttpEngine
 from etude.inference.config import EngineKind
 from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig
+from etude.loop.places import weights_place
 from etude.loop.processes import KEEPS_MEMORY, NOTHING, READY_S, Child, Role, Supervisor
 from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, Rollout, RolloutSpec
@@ -169,7 +170,7 @@ def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind)
     """The command line of an engine, without its Python."""
     module = {EngineKind.REFERENCE: "etude.inference.server", EngineKind.VLLM: "etude.inference.vllm.server"}[kind]
     argv = ["-m", module, "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
-    argv += ["--store", str(run / "weights"), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    argv += ["--store", str(weights_place(run)), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
     argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
     argv += ["--context-tokens", str(config.engine.context_tokens)]
     if kind is EngineKind.REFERENCE:

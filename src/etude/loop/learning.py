@@ -23,13 +23,13 @@ from etude.errors import EtudeError
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
+from etude.loop.places import weights_store
 from etude.loop.wire import Handler
 from etude.numerics.operators import operators_for
 from etude.numerics.parallel import RankLost
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder, host_facts
-from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
 from etude.training.group import ONE, Group
@@ -113,7 +113,7 @@ class Learning:
         writers of one channel would refuse each other."""
         if self._learner is not None:
             self._learner.close()
-        store = DirectoryStore(self.run / "weights")
+        store = weights_store(self.run)
         self._channel = Channel(store) if self.group is None else self.group.channel(store)
         reference = self.reference if self.config.learner.kl else None
         self._learner = make_learner(self.config, self._channel, reference, group=self.group or ONE)

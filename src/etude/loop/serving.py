@@ -19,12 +19,13 @@ from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
 from etude.loop.config import read_config
 from etude.loop.crew import read_url
+from etude.loop.places import has_published, weights_place
 from etude.loop.processes import Child, Role, Supervisor
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
-from etude.stores import DirectoryStore
+from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
 
@@ -33,7 +34,7 @@ from etude.weights.chain.inspect import require_pointer
 async def serve_checkpoint(
     checkpoint: Path,
     *,
-    store: Path | None,
+    store: Path | str | None,
     numerics: NumericsConfig,
     model: str,
     gateway: GatewayConfig,
@@ -87,18 +88,18 @@ def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
     return config
 
 
-def parts_of(model: Path) -> tuple[Path, Path | None, NumericsConfig]:
+def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig]:
     """(checkpoint, weight store, numerics) behind a path: a run's are followed and computed as its engines do, a
     checkpoint has no store. Raises `WeightsError` for a run whose newest version cannot be told: its first weights are
     not served in the place of it."""
     if not (model / "run.json").is_file():
         return model, None, NumericsConfig()
     run = RunFolder.open(model)
-    store, numerics = run / "weights", read_config(run).numerics
-    if not store.is_dir():
+    place, numerics = weights_place(run), read_config(run).numerics
+    if isinstance(place, Path) and not place.is_dir():
         return run / "checkpoints" / "mid", None, numerics
-    require_pointer(DirectoryStore(store))
-    return run / "checkpoints" / "mid", store if (store / "pointers").is_dir() else None, numerics
+    require_pointer(open_store(place))
+    return run / "checkpoints" / "mid", place if has_published(run) else None, numerics
 
 
 async def forever() -> None:
