@@ -34,7 +34,7 @@ def told(run: Running, name: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_last_commit(running: Running) -> None:
-    running.begin("rl.steps=6", "learner.ranks=2", "learner.expert_parallel=2").at_step(2)
+    running.begin("rl.steps=6", "learner.ranks=2", "learner.expert_parallel=2").at_step(3)
     first = told(running, "learner rank 1")[-1]
     assert first["state"] == "start"
     os.kill(first["pid"], signal.SIGKILL)
@@ -46,7 +46,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_last_commit
     assert "rank 1 of the learner ended" in (running.path / "logs" / "learner.log").read_text()
     assert [e["state"] for e in running.events("lineage")].count("lost") == 1
     begun = [e["step"] for e in running.events("lineage") if e["state"] == "begin"]
-    assert begun[-1] >= 2, "the steps up to the last checkpoint stand"
+    assert begun[-1] in (2, 4), "the steps up to the last checkpoint stand"
     redone = running.cli("replay", running.path, "6", "--json")
     assert redone.returncode == 0, redone.stdout + redone.stderr
     assert json.loads(redone.stdout)

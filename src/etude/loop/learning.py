@@ -25,6 +25,7 @@ from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
 from etude.loop.places import weights_store
 from etude.loop.wire import Handler
+from etude.numerics.device import device_for
 from etude.numerics.operators import operators_for
 from etude.numerics.parallel import RankLost
 from etude.records import Batch, Sample
@@ -70,8 +71,10 @@ def make_learner(
 
 def starting_point(run: RunFolder, config: RunConfig) -> Reference:
     """The checkpoint that a run began with, as what KL is measured to, computed as the policy is."""
-    operators = operators_for(config.numerics, getattr(torch, config.learner.dtype))
-    return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature, operators=operators)
+    device = device_for(config.learner.device)
+    operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
+    where = run / "checkpoints" / "mid"
+    return Reference(where, temperature=config.rl.temperature, operators=operators, device=device)
 
 
 def computed_by(learner: TorchLearner) -> dict[str, str]:

@@ -316,15 +316,35 @@ class Exact(Operators):
         return self.router_scores(x_RD, weight_VD)
 
 
-def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True) -> Operators:
-    """What engine and learner of a run build their models with. `rounds_weights` False: whoever holds the weights has
-    rounded them."""
-    inner = Exact(dtype, degree=numerics.degree) if numerics.mode is Mode.EXACT else Native(dtype)
+def operators_for(
+    numerics: NumericsConfig,
+    dtype: torch.dtype,
+    *,
+    rounds_weights: bool = True,
+    device: torch.device | None = None,
+) -> Operators:
+    """What engine and learner of a run build their models with, for a device (None: the CPU). `rounds_weights` False:
+    whoever holds the weights has rounded them. Raises `ConfigError` for what is not built there."""
+    inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner
     from etude.numerics.low import Quantised  # which is made of operators
 
     return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
+
+
+def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | None) -> Operators:
+    if device is None or device.type == "cpu":
+        return Exact(dtype, degree=numerics.degree)
+    if numerics.quantise is not Quantise.NONE:
+        raise ConfigError(
+            f"exact mode in {numerics.quantise} on {device}", "it is built for CPUs", hint='set device = "cpu"'
+        )
+    try:
+        from etude.numerics.gpu import ExactGpu
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"exact mode on {device}", str(error), hint="pip install 'etude[gpu]'") from None
+    return ExactGpu(dtype, degree=numerics.degree)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

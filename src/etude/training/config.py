@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from etude.config import ranged
-from etude.numerics.config import ComputeDtype, Mode
+from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
 class LiveWeights(enum.StrEnum):
@@ -79,9 +79,11 @@ class LearnerConfig:
     ranks: int = ranged(1, low=1, high=65_536)  # processes that share the weights and the work
     expert_parallel: int = ranged(1, low=1)  # of them, so many neighbours share the experts
     context_parallel: int = ranged(1, low=1)  # and so many each text
+    device: str = "auto"  # of the weights and all that is computed with them; ranks of GPUs have one each
     recompute: bool = False  # forward each layer again in the backward pass: less memory, a third more work
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         for name in ("expert_parallel", "context_parallel"):
             if self.ranks % getattr(self, name):
                 raise ValueError(

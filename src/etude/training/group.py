@@ -23,6 +23,7 @@ from etude.models.attention import Cache, Packed
 from etude.models.checkpoint import load_model, load_tensors, save_tensors, whole_directory, write_model
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
+from etude.numerics.device import device_for
 from etude.numerics.exact import tree
 from etude.numerics.operators import Operators
 from etude.training.config import LiveWeights
@@ -40,10 +41,14 @@ STATE, SHARDS = "learner.state", "learner.shards"
 
 
 class Group(Protocol):
-    """The ranks of a learner, seen from one of them. Every call but `own` is collective."""
+    """The ranks of a learner, seen from one of them. Every call but `device` and `own` is collective."""
 
     rank: int
     size: int
+
+    def device(self, name: str) -> torch.device:
+        """Where this rank computes: `learner.device`, or the GPU that is its own."""
+        ...
 
     def own(self, shares: int) -> range:
         """Which shares of each row this rank computes."""
@@ -78,7 +83,7 @@ class Group(Protocol):
         """What every rank has, by rank, on every rank."""
         ...
 
-    def load(self, path: Path, operators: Operators, *, recompute: bool) -> Transformer:
+    def load(self, path: Path, operators: Operators, device: torch.device, *, recompute: bool) -> Transformer:
         """A checkpoint's model, or this rank's part of it, its weights in float32. Raises `CheckpointError`."""
         ...
 
@@ -120,6 +125,9 @@ class One:
 
     rank, size = 0, 1
 
+    def device(self, name: str) -> torch.device:
+        return device_for(name)
+
     def own(self, shares: int) -> range:
         return range(shares)
 
@@ -127,7 +135,7 @@ class One:
         return rows
 
     def cache(self, rows: Rows, operators: Operators) -> Cache:
-        return Packed(rows.forwarded, operators)
+        return Packed(rows.forwarded, operators, device=rows.tokens_N.device)
 
     def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -144,8 +152,8 @@ class One:
     def gathered(self, one: T) -> list[T]:
         return [one]
 
-    def load(self, path: Path, operators: Operators, *, recompute: bool) -> Transformer:
-        return recomputing(load_model(path, operators=operators, held=torch.float32), recompute)
+    def load(self, path: Path, operators: Operators, device: torch.device, *, recompute: bool) -> Transformer:
+        return recomputing(load_model(path, operators=operators, held=torch.float32).to(device), recompute)
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         if (path / SHARDS).is_dir():

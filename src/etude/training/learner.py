@@ -83,6 +83,7 @@ class TorchLearner:
         self._publisher: Publisher | None = None
         self._offered: int | None = None  # the step of the version that is on its way
         self._model: Transformer | None = None
+        self._device = torch.device("cpu")
         self._optimizer: AdamW | None = None
 
     @property
@@ -151,7 +152,7 @@ class TorchLearner:
         with group.agreed("samples"):
             whole = lay_flat(samples, self._replay())
             check_sampled(samples, whole, step=step)
-        rows = group.part(whole)
+        rows = group.part(whole).to(self._device)
         with group.waited("forward pass"):
             done = self._run(rows)
         with group.agreed("forward pass"):
@@ -200,10 +201,10 @@ class TorchLearner:
         few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
         found = []
         for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
-            rows = self._group.part(lay_flat(samples))
+            rows = self._group.part(lay_flat(samples)).to(self._device)
             logprobs_RV = self._logprobs(self._run(rows).logits)
             found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
-        return found
+        return [one.cpu() for one in found]
 
     def _policy_loss(
         self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
@@ -285,7 +286,7 @@ class TorchLearner:
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities at temperature 1 that the live weights give a text's tokens, all but the first."""
-        tokens = torch.tensor(token_ids)
+        tokens = torch.tensor(token_ids, device=self._device)
         done: Forward = self.model.eval().run(tokens[:-1])
         logprobs_RV = self.model.operators.log_softmax(done.logits)
         return logprobs_RV.gather(1, tokens[1:, None])[:, 0].tolist()
@@ -360,15 +361,16 @@ class TorchLearner:
         """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
         and then the learner holds what it held."""
         path = Path(path)
-        operators = operators_for(self.numerics, getattr(torch, self.config.dtype))
-        model = self._group.load(path, operators, recompute=self.config.recompute)
+        device = self._group.device(self.config.device)
+        operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
+        model = self._group.load(path, operators, device, recompute=self.config.recompute)
         optimizer = self._optimizer_of(model)
         step, version = 0, None
         if (path / ABOUT).is_file():
             step, version = read_about(path / ABOUT, self.config)
             self._group.restore(path, optimizer)
         self.close()
-        self._model, self._optimizer, self._assets = model, optimizer, path
+        self._model, self._optimizer, self._assets, self._device = model, optimizer, path, device
         self._balance = Balance(model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 

@@ -54,8 +54,8 @@ class Tally:
         self.num_clipped += int(policy.clipped_R.sum())
         self.entropy += float(entropy_R.sum())
         self.fresh += [] if fresh is None else [fresh]
-        self.log_ratios.append(log_ratio_R)
-        self.corrected.append(corrected)
+        self.log_ratios.append(log_ratio_R.cpu())
+        self.corrected.append(Corrected(corrected.weight_R.cpu(), corrected.uncut_R.cpu()))
         if rows.routes_NLK is not None:
             self._count_routes(rows.routes_NLK, done)
 

@@ -7,7 +7,7 @@ after another without padding. Pure; knows nothing of the model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -44,6 +44,11 @@ class Rows:
     def picked(self, of_samples: Sequence[bool]) -> torch.Tensor:
         """bool [R]: what is said of each row's sample."""
         return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
+
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device."""
+        moved = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
 
     def of(self, kept_N: torch.Tensor) -> Rows:
         """Those of some tokens, ascending; the paths' lengths stay."""

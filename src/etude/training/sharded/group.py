@@ -59,6 +59,9 @@ class Sharded:
         """The channel that these ranks publish to, each what it holds. `store`: of this rank's own."""
         return ShardedChannel(store, Exchange(self), **settings)
 
+    def device(self, name: str) -> torch.device:
+        return self.mesh.device
+
     def own(self, shares: int) -> range:
         share = self.rank // self.mesh.context_size
         return range(share, share + 1)
@@ -133,10 +136,10 @@ class Sharded:
 
     # weights in and out
 
-    def load(self, path: Path, operators: Operators, *, recompute: bool) -> Transformer:
+    def load(self, path: Path, operators: Operators, device: torch.device, *, recompute: bool) -> Transformer:
         mesh = self.mesh
         with self.agreed("checkpoint"):
-            model = load_model(path, operators=operators, held=torch.float32, parallel=mesh.expert).to(mesh.device)
+            model = load_model(path, operators=operators, held=torch.float32, parallel=mesh.expert).to(device)
         recomputing(model, recompute)
         self._cuts = cuts_of(model, mesh)
         self._named, others = names_of(model, self._cuts, mesh)

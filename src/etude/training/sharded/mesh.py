@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from etude.errors import ConfigError
+from etude.numerics.device import device_for
 from etude.numerics.parallel import Parallel, Split
 from etude.training.config import LearnerConfig
 
@@ -67,7 +68,7 @@ def join(config: LearnerConfig, *, at: str = "env://", rank: int | None = None, 
             f"learner.ranks = {config.ranks}; whoever started this one says that there are {size}",
             hint="start as many as learner.ranks says: torchrun --nproc-per-node",
         )
-    device, backend = _device()
+    device, backend = _device(config.device, rank)
     deadline = timedelta(seconds=deadline_s)
     if device.type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine; its name need not resolve
@@ -109,10 +110,12 @@ def _expert(degree: int, rank: int, group: distributed.ProcessGroup, deadline_s:
     return Parallel(degree, rank % degree, Split.EXPERT, group, deadline_s)
 
 
-def _device() -> tuple[torch.device, str]:
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), "gloo"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+def _device(name: str, rank: int) -> tuple[torch.device, str]:
+    """This rank's, and what ranks of such devices talk by. Ranks of a machine are numbered by torchrun, or are all."""
+    device = device_for(name)
+    if device.type == "cpu":
+        return device, "gloo"
+    device = device_for(f"cuda:{os.environ.get('LOCAL_RANK', rank)}")
     torch.cuda.set_device(device)
     return device, "cpu:gloo,cuda:nccl"
 
