@@ -122,7 +122,7 @@ def together(ranks: Ranks, jobs: list[Job]) -> list[Trained]:
     """One rank of each job's."""
     found = []
     for job in jobs:
-        group = Sharded(join(job.config, deadline_s=60.0), job.config)
+        group = Sharded(join(job.config, deadline_s=60.0))
         channel = group.channel(DirectoryStore(job.store)) if job.publish else None
         learner = TorchLearner(job.config, channel=channel, numerics=job.numerics, refuse_mismatch=False, group=group)
         found.append(steps(learner, job))

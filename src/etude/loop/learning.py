@@ -66,6 +66,7 @@ def make_learner(
         reference=reference,
         numerics=config.numerics,
         group=group,
+        seed=config.seed,
     )
 
 

@@ -85,7 +85,7 @@ class Leader:
 def group_of(config: RunConfig, *, at: str, rank: int) -> Sharded:
     """A rank's place among the others."""
     mesh = join(config.learner, at=at, rank=rank, deadline_s=PATIENCE * config.fleet.hung_s)
-    return Sharded(mesh, config.learner)
+    return Sharded(mesh)
 
 
 def end(error: EtudeError) -> NoReturn:

@@ -41,6 +41,14 @@ class CorrectionKind(enum.StrEnum):
     MASKED_SEQUENCES = "masked-sequences"
 
 
+class LoraOn(enum.StrEnum):
+    """Which matrices have adapters. Never the router, the embedding, the head, or norms."""
+
+    ALL = "all"  # attention's, and MLP's: less of them learns less (Thinking Machines, "LoRA Without Regret", 2025)
+    ATTENTION = "attention"
+    MLP = "mlp"  # of experts, shared experts, and layers without a router
+
+
 _BOUNDS: dict[CorrectionKind, tuple[float, float]] = {  # as published; those of sequences for 0.01 nats a token
     CorrectionKind.NONE: (0.0, math.inf),
     CorrectionKind.TRUNCATED: (0.0, 2.0),
@@ -81,6 +89,9 @@ class LearnerConfig:
     context_parallel: int = ranged(1, low=1)  # and so many each text
     device: str = "auto"  # of the weights and all that is computed with them; ranks of GPUs have one each
     recompute: bool = False  # forward each layer again in the backward pass: less memory, a third more work
+    lora_rank: int = ranged(0, low=0, high=4096)  # 0: all weights train; else adapters do, which want about 10 times lr
+    lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)  # an adapter's product is multiplied by alpha / rank
+    lora_on: LoraOn = LoraOn.ALL
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -92,6 +103,15 @@ class LearnerConfig:
 
         if self.kl and self.context_parallel > 1:
             raise ValueError("kl with context_parallel: the reference computes whole texts; set experience.kl instead")
+        if self.lora_rank and self.balance_bias:
+            raise ValueError(
+                f"lora_rank = {self.lora_rank} and balance_bias = {self.balance_bias}: adapters leave routers alone"
+            )
+        if self.lora_rank and (self.ranks > 1 or self.optimizer is OptimizerKind.MUON):
+            raise ValueError(
+                f"lora_rank = {self.lora_rank} with ranks = {self.ranks} and optimizer = {str(self.optimizer)!r}: "
+                f"adapters train in one process, by adamw"
+            )
 
     @property
     def shares(self) -> int:

@@ -1,6 +1,8 @@
-"""What a learner publishes: the live weights as raw codes, by Hugging Face's names."""
+"""What a learner publishes: live weights as raw codes, by the names that they have outside."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -21,15 +23,18 @@ _CODES = {
 
 
 def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded. What
-    `stays_float32` does. `quantise` packs the large matrices.
+    """Every Hugging Face tensor of a model as raw codes (`published`); `quantise` packs the large matrices."""
+    return published(hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise]), weights)
+
+
+def published(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
+    """Tensors as raw codes; bf16 is exact when the live weights are rounded, and what `stays_float32` does.
 
     Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
     codes are views of the live weights: copy what is kept.
     """
     memory: dict[int, Codes] = {}  # by address
     tensors = {}
-    views = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
     for name, view in views.items():
         if view.itemsize == 1:  # packed
             codes = view.view(torch.uint8).flatten().numpy(force=True)
@@ -43,6 +48,11 @@ def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quanti
         own = memory[storage.data_ptr()][start : start + view.numel()]
         tensors[name] = Tensor(str(stored), tuple(view.shape), own)
     return tensors
+
+
+def stored_dtype(weights: LiveWeights) -> torch.dtype:
+    """Of what is published."""
+    return _CODES[weights][0]
 
 
 def coded(values: torch.Tensor, stored: LiveWeights) -> Codes:

@@ -20,16 +20,15 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import torch
 
 from etude.models.attention import Cache, Packed
-from etude.models.checkpoint import load_model, load_tensors, save_tensors, whole_directory, write_model
+from etude.models.checkpoint import load_tensors, save_tensors, whole_directory
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
 from etude.numerics.device import device_for
 from etude.numerics.exact import tree
 from etude.numerics.operators import Operators
-from etude.training.config import LiveWeights
-from etude.training.exports import export
+from etude.training.config import LearnerConfig
 from etude.training.rows import Rows
-from etude.weights.tensors import Tensor
+from etude.training.trained import Trained, load_trained
 
 if TYPE_CHECKING:
     from etude.training.optimizer import AdamW
@@ -83,28 +82,30 @@ class Group(Protocol):
         """What every rank has, by rank, on every rank."""
         ...
 
-    def load(self, path: Path, operators: Operators, device: torch.device, *, recompute: bool) -> Transformer:
-        """A checkpoint's model, or this rank's part of it, its weights in float32. Raises `CheckpointError`."""
+    def load(
+        self,
+        path: Path,
+        config: LearnerConfig,
+        operators: Operators,
+        device: torch.device,
+        *,
+        quantise: Quantise,
+        seed: int,
+        resumed: bool,
+    ) -> Trained:
+        """What trains of a checkpoint, or this rank's part of it: as `trained.load_trained`."""
         ...
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
-        """The optimiser's state beside it, whichever ranks saved it. Raises `CheckpointError`."""
+        """The optimiser's state in a checkpoint, whichever ranks saved it. Raises `CheckpointError`."""
         ...
 
     def directory(self, path: Path) -> contextlib.AbstractContextManager[Path]:
         """A hidden directory that all ranks fill, which becomes `path` when the block ends well on all of them."""
         ...
 
-    def write(
-        self, folder: Path, model: Transformer, optimizer: AdamW, weights: LiveWeights, assets: Path | None
-    ) -> None:
-        """This rank's files of a checkpoint directory: Hugging Face's, and the optimiser's state."""
-        ...
-
-    def exported(
-        self, model: Transformer, optimizer: AdamW, weights: LiveWeights, quantise: Quantise
-    ) -> dict[str, Tensor]:
-        """The whole tensors that this rank publishes."""
+    def keep(self, folder: Path, optimizer: AdamW) -> None:
+        """Put the optimiser's state into a checkpoint."""
         ...
 
     def together(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -152,8 +153,18 @@ class One:
     def gathered(self, one: T) -> list[T]:
         return [one]
 
-    def load(self, path: Path, operators: Operators, device: torch.device, *, recompute: bool) -> Transformer:
-        return recomputing(load_model(path, operators=operators, held=torch.float32).to(device), recompute)
+    def load(
+        self,
+        path: Path,
+        config: LearnerConfig,
+        operators: Operators,
+        device: torch.device,
+        *,
+        quantise: Quantise,
+        seed: int,
+        resumed: bool,
+    ) -> Trained:
+        return load_trained(path, config, operators, device, quantise=quantise, seed=seed, resumed=resumed)
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         if (path / SHARDS).is_dir():
@@ -171,29 +182,14 @@ class One:
     def apart(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(wholes)
 
-    def write(
-        self, folder: Path, model: Transformer, optimizer: AdamW, weights: LiveWeights, assets: Path | None
-    ) -> None:
-        write_model(model, folder, dtype=weights, assets=assets)
+    def keep(self, folder: Path, optimizer: AdamW) -> None:
         save_tensors(optimizer.state(), folder / STATE)
-
-    def exported(
-        self, model: Transformer, optimizer: AdamW, weights: LiveWeights, quantise: Quantise
-    ) -> dict[str, Tensor]:
-        return export(model, weights, quantise)
 
     def reset(self, model: Transformer) -> None:
         pass
 
 
 ONE = One()
-
-
-def recomputing(model: Transformer, recompute: bool) -> Transformer:
-    """The model, whose blocks keep nothing for the backward pass where so told."""
-    for block in model.blocks:
-        block.recompute = recompute  # type: ignore[assignment]
-    return model
 
 
 class Rowwise:

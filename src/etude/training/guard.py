@@ -9,7 +9,7 @@ Everything here raises `NotFinite`. Knows nothing of who saves what is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -17,12 +17,13 @@ import torch
 
 from etude.errors import NotFinite
 from etude.models.finite import described, is_finite, not_finite, origin
-from etude.models.naming import hf_views
-from etude.models.transformer import Transformer
 from etude.models.watch import Watch
 from etude.records import Sample
 from etude.training.optimizer import AdamW
 from etude.training.rows import Rows
+
+Views = Callable[[], Mapping[str, torch.Tensor]]
+"""What trains, by the names that it is saved under; made when it is asked for."""
 
 HINT = "what the step began with is as it was: go on from there with a lower lr, or see what is named here"
 
@@ -86,15 +87,15 @@ Agreed = Callable[[str], AbstractContextManager[None]]
 
 
 def stepped(
-    optimizer: AdamW, model: Transformer, *, lr: float, step: int, agreed: Agreed = lambda what: nullcontext()
+    optimizer: AdamW, views: Views, *, lr: float, step: int, agreed: Agreed = lambda what: nullcontext()
 ) -> float:
-    """Apply the gradient; its norm. A gradient that is not finite changes nothing, and is named, by the rank that has
-    it to all of them."""
+    """Apply the gradient; its norm. A gradient that is not finite changes nothing, and is named by `views`, by the rank
+    that has it to all of them."""
     try:
         norm = optimizer.step(lr)
     except NotFinite as error:
         with agreed("gradient"):
-            bad = not_finite(_gradients(optimizer, model))
+            bad = not_finite(_gradients(optimizer, views()))
             if bad:
                 first = list(bad)[-1]  # a backward pass goes from the last layer to the first
                 raise NotFinite(
@@ -105,13 +106,13 @@ def stepped(
         raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None  # its square does
     with agreed("weights"):
         if not is_finite(optimizer.live):
-            check_weights(optimizer, model, f"after step {step}")
+            check_weights(views(), f"after step {step}")
     return norm
 
 
-def check_weights(optimizer: AdamW, model: Transformer, when: str) -> None:
-    """The live weights, by Hugging Face's names; of shards, by the parameters'."""
-    bad = not_finite(optimizer.named(optimizer.live) if optimizer.is_sharded else hf_views(model))
+def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
+    """Live weights, by the names that they are saved under."""
+    bad = not_finite(views)
     if bad:
         first = next(iter(bad))
         raise NotFinite(
@@ -121,13 +122,13 @@ def check_weights(optimizer: AdamW, model: Transformer, when: str) -> None:
         )
 
 
-def _gradients(optimizer: AdamW, model: Transformer) -> dict[str, torch.Tensor]:
-    """The gradient by Hugging Face's names: laid out as the live weights are, whose views say where each lies."""
+def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradient by the same names: laid out as the live weights are, whose views say where each lies."""
     if optimizer.is_sharded:
         return optimizer.named(optimizer.grad)
     return {
         name: optimizer.grad[view.storage_offset() : view.storage_offset() + view.numel()]
-        for name, view in hf_views(model).items()
+        for name, view in views.items()
         if view.untyped_storage().data_ptr() == optimizer.live.untyped_storage().data_ptr()
     }
 

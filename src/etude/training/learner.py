@@ -39,6 +39,7 @@ from etude.training.report import Tally, merged
 from etude.training.routes import Replay
 from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
+from etude.training.trained import Trained
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
@@ -52,8 +53,9 @@ class TorchLearner:
     rollouts were sampled with, since the ratio is of the distribution sampled from. `reference` is what
     `config.kl` is taken to. `numerics` is what the engines have, too: in exact mode the ratio on the learner's own
     weights must be 1, to the bit, or the step is refused (`refuse_mismatch` False, and native mode: it is reported);
-    in low precision what is published is packed (`models.packed`). `group`: the ranks that share the work, each with a
-    learner of its own that is called alike (`training.sharded`); without one, `config.ranks` are computed in turn.
+    in low precision what is published is packed (`models.packed`). `seed` keys what adapters begin with. `group`: the
+    ranks that share the work, each with a learner of its own that is called alike (`training.sharded`); without one,
+    `config.ranks` are computed in turn.
     """
 
     step: int
@@ -72,26 +74,31 @@ class TorchLearner:
         reference: Reference | None = None,
         numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
         refuse_mismatch: bool = True,
+        seed: int = 0,
         group: Group = ONE,
     ) -> None:
         self._group = group
         self.numerics, self._held_to_one = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
-        self.config, self.step, self.version = config, 0, None
+        self.config, self.step, self.version, self._seed = config, 0, None, seed
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
-        self._assets: Path | None = None
         self._publisher: Publisher | None = None
         self._offered: int | None = None  # the step of the version that is on its way
-        self._model: Transformer | None = None
         self._device = torch.device("cpu")
+        self._trained: Trained | None = None
         self._optimizer: AdamW | None = None
 
     @property
     def model(self) -> Transformer:
         """The live model. Raises `CheckpointError` before `load`."""
-        if self._model is None:
+        return self.trained.model
+
+    @property
+    def trained(self) -> Trained:
+        """The live model, and what of it trains. Raises `CheckpointError` before `load`."""
+        if self._trained is None:
             raise CheckpointError("the learner holds no weights", hint="load a checkpoint first")
-        return self._model
+        return self._trained
 
     @property
     def optimizer(self) -> AdamW:
@@ -277,7 +284,8 @@ class TorchLearner:
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
         )
         with self._group.waited("optimiser step"):
-            norm = stepped(self.optimizer, self.model, lr=lr, step=self.step + 1, agreed=self._group.agreed)
+            norm = stepped(self.optimizer, self.trained.views, lr=lr, step=self.step + 1, agreed=self._group.agreed)
+        self.trained.settle()
         self._group.add(self._balance.load_LE)
         self._balance.move()
         self.step += 1
@@ -294,8 +302,8 @@ class TorchLearner:
     # weights in and out
 
     def exported(self) -> dict[str, Tensor]:
-        """The live weights as this rank publishes them. Views of them may be among it: copy what is kept."""
-        return self._group.exported(self.model, self.optimizer, self.config.weights, self.numerics.quantise)
+        """The live weights as they are published. Views of them may be among it: copy what is kept."""
+        return self.trained.exported()
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
         """Hand the live weights to the channel as the version of this step. Raises `WeightsError`, `StoreError`."""
@@ -350,10 +358,11 @@ class TorchLearner:
         """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient
         is not part of it. Raises `CheckpointError`, and `NotFinite` instead of saving weights that are none."""
         with self._group.agreed("weights"):
-            check_weights(self.optimizer, self.model, f"at step {self.step}")
+            check_weights(self.trained.views(), f"at step {self.step}")
         about = described(self.config, self.step, self.version)
         with self._group.directory(Path(path)) as folder:
-            self._group.write(folder, self.model, self.optimizer, self.config.weights, self._assets)
+            self.trained.write(folder)
+            self._group.keep(folder, self.optimizer)
             if self._group.rank == 0:
                 (folder / ABOUT).write_text(about)
 
@@ -361,19 +370,25 @@ class TorchLearner:
         """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
         and then the learner holds what it held."""
         path = Path(path)
+        resumed, step, version = (path / ABOUT).is_file(), 0, None
+        if resumed:
+            step, version = read_about(path / ABOUT, self.config)
         device = self._group.device(self.config.device)
         operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
-        model = self._group.load(path, operators, device, recompute=self.config.recompute)
-        optimizer = self._optimizer_of(model)
-        step, version = 0, None
-        if (path / ABOUT).is_file():
-            step, version = read_about(path / ABOUT, self.config)
+        quantise, seed = self.numerics.quantise, self._seed
+        trained = self._group.load(path, self.config, operators, device, quantise=quantise, seed=seed, resumed=resumed)
+        optimizer = self._optimizer_of(trained)
+        if resumed:
             self._group.restore(path, optimizer)
+        trained.settle()
         self.close()
-        self._model, self._optimizer, self._assets, self._device = model, optimizer, path, device
-        self._balance = Balance(model, speed=self.config.balance_bias)
+        self._trained, self._optimizer, self._device = trained, optimizer, device
+        self._balance = Balance(trained.model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 
-    def _optimizer_of(self, model: Transformer) -> AdamW:
+    def _optimizer_of(self, trained: Trained) -> AdamW:
         make = functools.partial(Muon, between=self._group) if self.config.optimizer is OptimizerKind.MUON else AdamW
-        return make(model, weights=self.config.weights, grad_clip=self.config.grad_clip, norm=self._group.norm)
+        settings = self.config
+        return make(
+            trained.parameters_of, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.norm
+        )

@@ -23,7 +23,7 @@ from etude.training.sharded.mesh import free_port
 
 def troubled(ranks: Ranks, job: Job) -> tuple[str, Trained]:
     """A batch that one rank refuses, then the job: what each was told, and how it went."""
-    group = Sharded(join(job.config, deadline_s=60.0), job.config)
+    group = Sharded(join(job.config, deadline_s=60.0))
     channel = group.channel(DirectoryStore(job.store))
     learner = TorchLearner(job.config, channel=channel, numerics=job.numerics, group=group)
     learner.load(job.start)
@@ -58,7 +58,7 @@ def lose_one(job: Job, folder: Path, way: str) -> str:
 def _lose(rank: int, job: Job, at: str, folder: Path, way: str) -> None:
     torch.set_num_threads(1)
     mesh = join(job.config, at=at, rank=rank, deadline_s=4.0 if way == "hung" else 60.0)
-    learner = TorchLearner(job.config, numerics=job.numerics, refuse_mismatch=False, group=Sharded(mesh, job.config))
+    learner = TorchLearner(job.config, numerics=job.numerics, refuse_mismatch=False, group=Sharded(mesh))
     learner.load(job.start)
     learner.forward_backward(job.batches[0])
     if rank == 1:

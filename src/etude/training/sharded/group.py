@@ -16,25 +16,24 @@ from torch import distributed
 
 from etude.errors import CheckpointError, ConfigError, EtudeError
 from etude.models.attention import Cache, Packed
-from etude.models.checkpoint import complete, load_model, load_tensors, save_tensors, sync, write_about, write_index
-from etude.models.naming import hf_views
+from etude.models.checkpoint import complete, load_model, load_tensors, sync
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
 from etude.seams import BlobStore
 from etude.training.config import LearnerConfig, LiveWeights
-from etude.training.exports import coded
-from etude.training.group import SHARDS, STATE, recomputing
+from etude.training.group import SHARDS, STATE
 from etude.training.optimizer import AdamW, places
 from etude.training.rows import Rows
 from etude.training.sharded import checkpoint
 from etude.training.sharded.context import TextPart, part_of
 from etude.training.sharded.mesh import Mesh
-from etude.training.sharded.shards import Cut, Named, cuts_of, names_of, shard
+from etude.training.sharded.shards import Cut, cuts_of, names_of, shard
+from etude.training.sharded.trained import Shards
 from etude.training.sharded.wholes import Wholes
+from etude.training.trained import Trained, recomputing
 from etude.weights.shards.sharded import ShardedChannel
-from etude.weights.tensors import Tensor
 
 T = TypeVar("T")
 NAMED_WITHIN_S = 5.0  # the others are waited for so long to say that they wait, too
@@ -47,12 +46,9 @@ class RankMissing(RankLost):
 class Sharded:
     """One rank of a learner. Holds nothing of a model but how it is cut."""
 
-    def __init__(self, mesh: Mesh, config: LearnerConfig) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
-        self._weights = config.weights
         self._cuts: dict[str, Cut] = {}
-        self._named: dict[str, list[Named]] = {}
-        self._others: dict[str, torch.Tensor] = {}
         self._wholes: Wholes | None = None
 
     def channel(self, store: BlobStore, **settings: Any) -> ShardedChannel:
@@ -136,21 +132,35 @@ class Sharded:
 
     # weights in and out
 
-    def load(self, path: Path, operators: Operators, device: torch.device, *, recompute: bool) -> Transformer:
+    def load(
+        self,
+        path: Path,
+        config: LearnerConfig,
+        operators: Operators,
+        device: torch.device,
+        *,
+        quantise: Quantise,
+        seed: int,
+        resumed: bool,
+    ) -> Trained:
         mesh = self.mesh
         with self.agreed("checkpoint"):
+            if quantise is not Quantise.NONE:
+                raise ConfigError(
+                    f"numerics.quantise = {str(quantise)!r} with learner.ranks = {self.size}",
+                    "a format packs matrices that no rank has whole",
+                    hint="train in one process, or without a format",
+                )
             model = load_model(path, operators=operators, held=torch.float32, parallel=mesh.expert).to(device)
-        recomputing(model, recompute)
+        recomputing(model, config.recompute)
         self._cuts = cuts_of(model, mesh)
-        self._named, others = names_of(model, self._cuts, mesh)
-        views = hf_views(model)
-        self._others = {name: views[name] for name in others}
         self._wholes = Wholes(self._cuts, mesh)
-        lossless = operators.dtype is torch.bfloat16 and self._weights is LiveWeights.BF16
+        trained = Shards(model, self, self._cuts, names_of(model, self._cuts, mesh), config.weights, path)
+        lossless = operators.dtype is torch.bfloat16 and config.weights is LiveWeights.BF16
         with self.waited("shards"):
             gathered = torch.bfloat16 if lossless and not operators.exact else None
             shard(model, mesh, exact=operators.exact, gathered=gathered)
-        return model
+        return trained
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         with self.agreed("optimiser"):
@@ -200,54 +210,9 @@ class Sharded:
             if self.rank == 0:
                 shutil.rmtree(hidden, ignore_errors=True)
 
-    def write(
-        self, folder: Path, model: Transformer, optimizer: AdamW, weights: LiveWeights, assets: Path | None
-    ) -> None:
-        kind = torch.bfloat16 if weights is LiveWeights.BF16 else torch.float32
-        tensors = self._views(optimizer, kind)
-        tensors |= {name: one.clone() for name, one in self._others.items()} if self.rank == 0 else {}
-        file = f"model-{self.rank + 1:05}-of-{self.size:05}.safetensors"
-        with self.agreed("weights"):
-            save_tensors(tensors, folder / file)
-        there = self.gathered((file, {name: one.nbytes for name, one in tensors.items()}))
-        with self.agreed("weights"):
-            if self.rank == 0:
-                write_about(model.config, folder, dtype=weights, assets=assets)
-                write_index(
-                    {name: f for f, sizes in there for name in sizes}, sum(sum(s.values()) for _, s in there), folder
-                )
+    def keep(self, folder: Path, optimizer: AdamW) -> None:
         with self.waited("optimiser"):
             checkpoint.save(folder / SHARDS, optimizer, self._cuts, self.mesh.control)
-
-    def exported(
-        self, model: Transformer, optimizer: AdamW, weights: LiveWeights, quantise: Quantise
-    ) -> dict[str, Tensor]:
-        if quantise is not Quantise.NONE:
-            raise ConfigError(
-                f"numerics.quantise = {str(quantise)!r} with learner.ranks = {self.size}",
-                "a format packs matrices that no rank has whole",
-                hint="train in one process, or without a format",
-            )
-        kind = torch.bfloat16 if weights is LiveWeights.BF16 else torch.float32
-        found = {
-            name: Tensor(str(weights), tuple(view.shape), coded(view, weights))
-            for name, view in self._views(optimizer, kind).items()
-        }
-        if self.rank == 0:
-            f32 = LiveWeights.F32
-            found |= {name: Tensor(str(f32), tuple(one.shape), coded(one, f32)) for name, one in self._others.items()}
-        return found
-
-    def _views(self, optimizer: AdamW, kind: torch.dtype) -> dict[str, torch.Tensor]:
-        """The live weights that this rank has whole, by Hugging Face's names."""
-        found = {}
-        for parameter, whole in self.together(optimizer.named(optimizer.live.to(kind))).items():
-            cut, flat = self._cuts[parameter], whole.flatten()
-            first = cut.start * torch.Size(cut.shape[1:]).numel() if cut.expert else 0
-            for one in self._named[parameter]:
-                if first <= one.start and one.stop <= first + len(flat):
-                    found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
-        return found
 
     def together(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         assert self._wholes is not None, "load comes first"
