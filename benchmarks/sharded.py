@@ -32,7 +32,7 @@ from etude.training import LearnerConfig
 from etude.training.config import OptimizerKind
 from etude.training.ranks import run_ranks
 
-LENGTHS = [181, 350, 96, 240, 410, 77, 128, 300]
+LENGTHS = [90, 160, 48, 120, 70, 110]
 EXACT, NATIVE = NumericsConfig(), NumericsConfig(mode=Mode.NATIVE)
 RUN = ["learner.ranks=2", "learner.expert_parallel=2"]
 Row = dict[str, Any]
