@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from etude.numerics.adapted import Pairs  # made of operators
 
 Causal = Callable[..., torch.Tensor]
-"""(q_HTA, k_GTA, v_GTC, scale or None) -> o_HTC: each token sees itself and those before it."""
+"""(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC: each token sees itself and those before it. The
+queries are those of positions from `start` on, to the last key's."""
 
 
 class Operators:
@@ -308,8 +309,10 @@ class Exact(Operators):
     def causal(self) -> Causal:
         inner = exact.Causal()
 
-        def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-            return inner(_wide(q), _wide(k), _wide(v), scale).to(self.dtype)
+        def causal(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, start: int = 0
+        ) -> torch.Tensor:
+            return inner(_wide(q), _wide(k), _wide(v), scale, start).to(self.dtype)
 
         return causal
 
@@ -334,10 +337,16 @@ def _forwarded(name: str) -> Any:
     return property(lambda self: getattr(self.inner, name))
 
 
-def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True) -> Operators:
-    """What engine and learner of a run build their models with. `rounds_weights` False: whoever holds the weights has
-    rounded them."""
-    inner = Exact(dtype, degree=numerics.degree) if numerics.mode is Mode.EXACT else Native(dtype)
+def operators_for(
+    numerics: NumericsConfig,
+    dtype: torch.dtype,
+    *,
+    rounds_weights: bool = True,
+    device: torch.device | None = None,
+) -> Operators:
+    """What engine and learner of a run build their models with, for a device (None: the CPU). `rounds_weights` False:
+    whoever holds the weights has rounded them. Raises `ConfigError` for what is not built there."""
+    inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner
     from etude.numerics.low import Quantised  # which is made of operators
@@ -345,12 +354,32 @@ def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weight
     return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
 
 
+def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | None) -> Operators:
+    if device is None or device.type == "cpu":
+        return Exact(dtype, degree=numerics.degree)
+    if numerics.quantise is not Quantise.NONE:
+        raise ConfigError(
+            f"exact mode in {numerics.quantise} on {device}", "it is built for CPUs", hint='set device = "cpu"'
+        )
+    try:
+        from etude.numerics.gpu import ExactGpu
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"exact mode on {device}", str(error), hint="pip install 'etude[gpu]'") from None
+    return ExactGpu(dtype, degree=numerics.degree)
+
+
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def _causal(
+    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+) -> torch.Tensor:
     gqa = q_HTA.shape[0] != k_GTA.shape[0]
+    hidden = None
+    if start:
+        positions = torch.arange(start, k_GTA.shape[1], device=k_GTA.device)
+        hidden = exact.causal_mask(positions, k_GTA.shape[1]).to(q_HTA.dtype)
     return F.scaled_dot_product_attention(
-        q_HTA[None], k_GTA[None], v_GTC[None], is_causal=True, enable_gqa=gqa, scale=scale
+        q_HTA[None], k_GTA[None], v_GTC[None], hidden, is_causal=hidden is None, enable_gqa=gqa, scale=scale
     )[0]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 
 from etude.numerics.gpu import products, routing, rows
 from etude.numerics.gpu.attention import attend_packed
@@ -91,7 +92,11 @@ class ExactGpu(Operators):
         return rows.log_softmax(logits_RV)
 
 
-def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def _causal(
+    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+) -> torch.Tensor:
+    if start:  # the kernel wants a query for each key
+        return _causal(F.pad(q_HTA, (0, 0, start, 0)), k_GTA, v_GTC, scale)[:, start:]
     whole = Groups(torch.tensor([0, q_HTA.shape[1]], dtype=torch.int32, device=q_HTA.device), q_HTA.shape[1])
     q, k, v = (t.transpose(0, 1) for t in (q_HTA, k_GTA, v_GTC))
     return attend_packed(q, k, v, whole, scale).transpose(0, 1)
