@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import os
 import socket
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 
 from etude.errors import EtudeError
-from etude.inference.adapters import adapted_weights
+from etude.inference.adapters import AdaptedWeights
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following, initial_version
@@ -105,7 +104,7 @@ def _build(
     engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
     if chain is None:
         return engine, None
-    adapted = functools.partial(adapted_weights, model, args.quantise)
+    adapted = AdaptedWeights(model, args.quantise)
     return engine, Following(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
 
 
