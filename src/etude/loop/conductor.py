@@ -81,7 +81,7 @@ class Conductor:
         )
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
-        self.rolling = Rolling(self.ledger, crew, telemetry, max_running=config.max_running)
+        self.rolling = Rolling(self.ledger, crew, telemetry)
         self.signals = Signals(self.ledger.recall("signals"))
         self.step = 0  # of the version committed last
         self.trained = 0  # of the live weights: one ahead while their version is on its way
@@ -135,6 +135,8 @@ class Conductor:
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         self.probe.learner_class = await self._call("parity", str)
+        if self.config.numerics.mode is Mode.EXACT:
+            self.crew.wants_parity(self.probe.learner_class)
         if (taken := self.ledger.recall("defence")) is not None:
             await self._call("defend", type(None), taken)
         mine, _ = await self._offer(())
@@ -145,7 +147,9 @@ class Conductor:
             reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"
             self.telemetry.event("weights.mend", step=self.step, reason=reason)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
+        self.crew.head(published.version)
         await self._adopted(published)
+        await self.crew.some_engine()
         await self.probe.ask(dict(self.crew.engines), published, mine)
 
     def _ledger_said(self, words: str) -> None:
@@ -220,6 +224,7 @@ class Conductor:
         """Wait until the pointer names the batch's version, and let everybody know."""
         published = await self._call("published", Published)
         self.ledger.commit(batch.rollout_ids, published.version)
+        self.crew.head(published.version)
         self.step = published.version.step
         self._published.set()
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
@@ -333,7 +338,6 @@ class Conductor:
             tries=tries,
             seed=self.config.seed,
             temperature=self.config.evals.temperature,
-            max_running=self.config.max_running,
             out=self.run_folder / "evals",
             telemetry=self.telemetry,
         )

@@ -52,10 +52,16 @@ class FleetConfig:
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
     hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
+    listen: str = ""  # "HOST:PORT": where engines from elsewhere join the run; "": nowhere
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.engines) <= MAX_ENGINES:
-            raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}")
+        host, _, port = self.listen.rpartition(":")
+        if self.listen and not (host and port.isdigit() and int(port) < 65_536):
+            raise ValueError(f"listen = {self.listen!r} is no HOST:PORT")
+        least = 0 if self.listen else 1  # with a registry all of them may join from elsewhere
+        if not least <= len(self.engines) <= MAX_ENGINES:
+            why = "" if self.engines or self.listen else "; none where others can join: listen = 'HOST:PORT'"
+            raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}{why}")
 
 
 @dataclass(frozen=True)
@@ -175,13 +181,23 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """Rollouts under way at once. Each keeps its context's KV between its turns, so there are fewer than engines
-        have room for: with more, they would drop and compute contexts again."""
+        """Rollouts under way at once on the run's own engines."""
+        return rollouts_on(self.own_contexts)
+
+    @property
+    def own_contexts(self) -> int:
+        """How many contexts the run's own engines have room for."""
         room = {
             EngineKind.REFERENCE: self.engine.max_sequences,
             EngineKind.VLLM: self.vllm.max_contexts(self.engine),
         }
-        return max(1, sum(room[kind] for kind in self.fleet.engines) * 3 // 4)
+        return sum(room[kind] for kind in self.fleet.engines)
+
+
+def rollouts_on(num_contexts: int) -> int:
+    """How many rollouts are under way at once on engines that have room for so many contexts. Each keeps its context's
+    KV between its turns, so there are fewer: with more, engines would drop and compute contexts again."""
+    return max(1, num_contexts * 3 // 4) if num_contexts else 0
 
 
 def read_config(run: RunFolder) -> RunConfig:

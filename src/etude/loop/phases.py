@@ -122,7 +122,6 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
                 kind,
                 num_tasks=evals.baseline_tasks,
                 seed=config.seed,
-                max_running=config.max_running,
             )
         telemetry.event("eval.baselines", **rates)
         return {"rate": result.rate, "baselines": rates}

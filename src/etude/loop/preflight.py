@@ -22,6 +22,7 @@ from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
 from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.joining import check_listen
 from etude.loop.places import check_store, has_published, ledger_place, read_ledger
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
@@ -54,6 +55,7 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
         check_store(url)
     if config.experience.ledger:
         check_server(config.experience.ledger)
+    check_listen(config)
     check_vllm(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:

@@ -1,7 +1,8 @@
 """One engine and the gateway before it: how a checkpoint, or a run that is still learning, is talked to.
 
 The engine is a child, supervised as in a run. For a run it follows the chain of weights, so that an answer comes from
-the newest version; for a checkpoint it holds what the directory holds.
+the newest version; for a checkpoint it holds what the directory holds. Or there is no engine of its own: the gateway
+asks the engines of a run whose registry listens, before their rollouts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from etude.errors import CheckpointError, NoCheckpoint
 from etude.gateway import GatewayConfig, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
+from etude.inference.membership import environment_token
+from etude.inference.registering import wanted
+from etude.inference.roster import RosterFollower
 from etude.loop.config import read_config
 from etude.loop.crew import read_url
 from etude.loop.places import has_published, weights_place
@@ -58,7 +62,7 @@ async def serve_checkpoint(
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
 
         async def on_up(child: Child) -> None:
-            engines.append(HttpEngine(await read_url(ready_file, child.pid)))
+            engines.append(HttpEngine(await read_url(ready_file, child.pid), token=environment_token()))
             fleet.add("engine", engines[-1])
 
         async def answers(_: Child) -> None:
@@ -75,6 +79,27 @@ async def serve_checkpoint(
             for served in engines:
                 await served.close()
             await supervisor.close()
+
+
+@contextlib.asynccontextmanager
+async def serve_fleet(
+    checkpoint: Path, *, registry: str, model: str, gateway: GatewayConfig, key: str | None
+) -> AsyncIterator[str]:
+    """Serve from the engines of a run while the block runs: production beside its rollouts. `checkpoint`: whose chat
+    format is spoken. Raises what `inference.registering.wanted` does."""
+    chat, token = ChatFormat.load(checkpoint), environment_token()
+    asked = await asyncio.to_thread(wanted, registry, token, wait_s=0.0)
+    fleet = Fleet({})
+    follower = RosterFollower(fleet, token=token)
+    following = asyncio.create_task(follower.follow_registry(registry), name="follow the fleet")
+    try:
+        app = create_app(fleet, chat, model=model, context_tokens=asked.context_tokens, config=gateway, key=key)
+        async with serving(app, config=gateway) as url:
+            yield url
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await follower.close()
 
 
 def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
