@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,20 +15,22 @@ from tests.parity.test_low_precision import DEEPSEEK, QWEN, rollout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.errors import CheckpointError, WeightsError
-from etude.inference.adapters import AdaptedWeights
+from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following
+from etude.inference.follow import NO_VERSION, Following
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.parts import Family, Latent
 from etude.numerics import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
-from etude.records.adapter import B, names
+from etude.records.adapter import BASE_CHANNEL, B, names
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, LiveWeights, TorchLearner
 from etude.training.config import LoraOn
 from etude.weights import Channel, Follower
+from etude.weights.chain.channel import publish_once
+from etude.weights.chain.history import stored
 
 DENSE = replace(QWEN, num_kv_heads=2, family=Family.QWEN3, num_experts=0, top_k=0, dense_size=48, expert_size=48)
 FAMILIES = {"qwen3_moe": replace(QWEN, num_kv_heads=2), "deepseek_v3": DEEPSEEK, "qwen3": DENSE}
@@ -89,6 +92,34 @@ def test_what_an_engine_samples_with_an_adapter_has_exactly_the_learners_probabi
     moved = {name for name, view in now.items() if not torch.equal(view, start_views[name].bfloat16().float())}
     assert moved == {name for name in now if "_proj" in name}, "and only those"
     assert len(published.tensors) == 2 * len(moved) + 1
+
+
+def test_an_engine_without_a_checkpoint_takes_the_base_from_the_store(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    start, store = start_of(tmp_path, DEEPSEEK), MemoryStore()
+    learner = TorchLearner(LORA, channel=Channel(store))
+    learner.load(start)
+    shape_b_as_trained(learner)
+    version = learner.publish([]).version
+    model = Transformer(DEEPSEEK, seed=9)
+    engine = ReferenceEngine(model, version=NO_VERSION, config=EngineConfig(context_tokens=96))
+    adapted = AdaptedWeights(model, base=partial(fetched_base, store))
+    following = Following(engine, hf_views(model), Follower(store), adapted=adapted)
+
+    async def story() -> None:
+        async with engine:
+            with pytest.raises(WeightsError, match="channel 'base' has no version"):
+                await asyncio.to_thread(following.step)
+            base = learner.trained.base()
+            assert base is not None
+            for _ in range(2):
+                publish_once(store, BASE_CHANNEL, base)
+            assert await asyncio.to_thread(following.step) == version
+
+    asyncio.run(story())
+    assert len(list(stored(store, BASE_CHANNEL))) == 1, "it is published once"
+    for name, view in hf_views(model).items():
+        assert torch.equal(view, hf_views(learner.model)[name]), name
 
 
 def test_a_native_engine_in_bf16_holds_the_learners_merged_weights(tmp_path: Path) -> None:

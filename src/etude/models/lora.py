@@ -68,6 +68,7 @@ class Adapters(nn.Module):
     ) -> None:
         super().__init__()
         self.dtype = dtype
+        self._model = (model,)  # no part of this module
         found = digest or base_digest(model, dtype)
         if config.base not in ("", found):
             raise CheckpointError(
@@ -103,6 +104,15 @@ class Adapters(nn.Module):
     def views(self) -> dict[str, torch.Tensor]:
         """A and B by PEFT's names, as contiguous detached views."""
         return {name: view for one in self._adapters for name, view in one.views.items()}
+
+    @property
+    def base(self) -> dict[str, torch.Tensor]:
+        """Every weight of the base by Hugging Face's names. What is not adapted is the model's own."""
+        found = hf_views(*self._model)
+        for one in self._adapters:
+            rows = [found[name].shape[0] for name in one.names]
+            found |= zip(one.names, torch.split(one.base.flatten(0, -2), rows), strict=True)
+        return found
 
     @property
     def derived(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
