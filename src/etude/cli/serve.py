@@ -22,12 +22,12 @@ def serve(args: argparse.Namespace) -> int:
     model = existing(args.model) if args.model else newest_run().path
     gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY")))
+        asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY"), args.fleet))
     return 0
 
 
-async def _serve(model: Path, gateway: GatewayConfig, key: str | None) -> None:
-    from etude.loop.serving import forever, parts_of, serve_checkpoint
+async def _serve(model: Path, gateway: GatewayConfig, key: str | None, fleet: str | None) -> None:
+    from etude.loop.serving import forever, parts_of, serve_checkpoint, serve_fleet
 
     work = asyncio.current_task()
     assert work is not None, "runs in a task"
@@ -36,8 +36,12 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None) -> None:
     checkpoint, store, numerics = parts_of(model)
     name = model.resolve().name
     said = partial(print, file=sys.stderr)
-    served = serve_checkpoint(
-        checkpoint, store=store, numerics=numerics, model=name, gateway=gateway, key=key, said=said
+    served = (
+        serve_fleet(checkpoint, registry=fleet, model=name, gateway=gateway, key=key)
+        if fleet
+        else serve_checkpoint(
+            checkpoint, store=store, numerics=numerics, model=name, gateway=gateway, key=key, said=said
+        )
     )
     async with served as url:
         print(f"serving {name} at {url} ({'with' if key else 'without'} a key); end with Ctrl-C", flush=True)

@@ -28,6 +28,8 @@ from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, Codes, DType
 
 TROUBLE_REST_S = 0.5
+NO_VERSION = Version(step=-1, incarnation="00000000", digest="0" * 64)
+"""Of weights that are nobody's: under every step that can be asked for."""
 
 
 class Chain(Protocol):
@@ -69,6 +71,10 @@ class Following:
     def start_at_head(self) -> None:
         """Adopt what is there, so that the first request finds it, then follow. Trouble is told, not raised."""
         self._try()
+        self.start()
+
+    def start(self) -> None:
+        """Follow from now on."""
         self._thread.start()
 
     def stop(self) -> None:

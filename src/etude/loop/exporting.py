@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from etude.errors import CheckpointError
+from etude.loop.places import weights_store
 from etude.models.checkpoint import load_model, save_model
 from etude.models.headers import tell_left_out
 from etude.models.naming import hf_views
 from etude.models.packed import stored
 from etude.numerics.config import Quantise
 from etude.run import RunFolder
-from etude.stores import DirectoryStore
 from etude.weights import Tensor
 from etude.weights.chain import inspect
 from etude.weights.chain.plans import rebuild
@@ -48,7 +48,7 @@ def export_version(
 ) -> Path:
     """Write the version of a run that has this step, rebuilt from its chain and proven by its digests. `said` is told
     of layers of its start that are left out."""
-    store = DirectoryStore(run / "weights")
+    store = weights_store(run)
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
     model = load_model(start)

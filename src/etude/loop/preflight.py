@@ -17,11 +17,13 @@ from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import runtime_of
 from etude.environments.images import ImageStore
 from etude.errors import CheckpointError, ConfigError, RunError, TaskError
-from etude.experience import Ledger
+from etude.experience.database import NoLedger, check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
 from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.joining import check_listen
+from etude.loop.places import check_store, has_published, ledger_place, read_ledger
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
 from etude.models.headers import check_blocks, check_weights, tell_left_out
@@ -47,6 +49,11 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         config.model.shared(config.numerics.degree)
+    for url in filter(None, (config.stores.weights, config.stores.traces)):
+        check_store(url)
+    if config.experience.ledger:
+        check_server(config.experience.ledger)
+    check_listen(config)
     check_vllm(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
@@ -105,19 +112,25 @@ def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
 def check_ledger(run: RunFolder) -> None:
     """A run that published weights goes on with the ledger that accounts for them: `RunError` when it is gone,
     `LedgerError` when it is damaged."""
-    if not (run / "weights" / "pointers" / "policy").exists():
+    if not has_published(run):
         return  # nothing to account for: a ledger that is cut off was never used
-    if not (run / "ledger.sqlite").exists():
+    try:
+        ledger = read_ledger(run)
+    except NoLedger as error:
         raise RunError(
-            f"{run.path} has published weights and no ledger.sqlite",
-            "which rollouts they were trained on is not known",
+            f"{run.path} has published weights and no {_name(run)}",
+            f"which rollouts they were trained on is not known; {error.what}: {error.facts}",
             hint=f"put it back; or begin anew from a checkpoint: --set start={run.path}/checkpoints/mid",
-        )
-    ledger = Ledger.reading(run / "ledger.sqlite")
+        ) from None
     try:
         ledger.prove()
     finally:
         ledger.close()
+
+
+def _name(run: RunFolder) -> str:
+    place = ledger_place(run)
+    return place.name if isinstance(place, Path) else "ledger on its server"
 
 
 def check_start(
