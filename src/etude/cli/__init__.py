@@ -298,3 +298,4 @@ def _model_commands(commands: Commands[Parser]) -> None:
     export.add_argument("--dtype", choices=["bf16", "f32"], default="bf16")
     formats = ["none", "mxfp8", "nvfp4", "mxfp4"]
     export.add_argument("--quantise", choices=formats, default="none", help="the format of large matrices")
+    export.add_argument("--adapter", action="store_true", help="the adapter alone, as peft and vLLM read it")

@@ -50,10 +50,12 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None, fleet: st
 
 def export(args: argparse.Namespace) -> int:
     """Write a Hugging Face directory of a checkpoint, a run's result, or one of its published versions."""
-    from etude.loop.exporting import export_checkpoint, export_version
+    from etude.loop.exporting import export_adapter, export_checkpoint, export_version, export_version_adapter
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise InputError(f"{args.out} is not an empty directory", hint="export into a new one")
+    if args.adapter and args.quantise != "none":
+        raise InputError("--adapter and --quantise", "an adapter is not rounded", hint="leave one of them out")
     path, at, step = args.source.rpartition("@")
     settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "said": partial(print, file=sys.stderr)}
     if at:
@@ -61,7 +63,10 @@ def export(args: argparse.Namespace) -> int:
             raise InputError(
                 f"no step {step!r}", "a version is named by its step", hint="write RUN@30; see etude weights log"
             )
-        print(export_version(open_run(Path(path)), int(step), args.out, **settings))
+        run = open_run(Path(path))
+        adapter = args.adapter and export_version_adapter(run, int(step), args.out)
+        print(adapter or export_version(run, int(step), args.out, **settings))
     else:
-        print(export_checkpoint(existing(Path(args.source)), args.out, **settings))
+        source = existing(Path(args.source))
+        print(export_adapter(source, args.out) if args.adapter else export_checkpoint(source, args.out, **settings))
     return 0

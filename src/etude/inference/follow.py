@@ -11,7 +11,7 @@ an engine that cannot follow keeps serving what it holds, and refuses what deman
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol
 
@@ -20,6 +20,7 @@ import torch
 
 from etude.errors import EtudeError, WeightsError
 from etude.inference.engine import ReferenceEngine, Swapped
+from etude.records.adapter import modules
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
@@ -44,9 +45,16 @@ class Chain(Protocol):
     def tensors(self) -> Mapping[str, Tensor]: ...
 
 
+Live = tuple[Mapping[str, torch.Tensor], Sequence[Derived]]
+"""Live memory under its published names, and what is computed of it."""
+Adapted = Callable[[Mapping[str, Tensor]], Live]
+"""Live memory for an adapter, by its published tensors. Raises `EtudeError` for one that cannot be served."""
+
+
 class Following:
     """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names;
-    `derived` says what is computed of them, such as what packed ones decode to.
+    `derived` says what is computed of them, such as what packed ones decode to. `adapted`: what is live instead, where
+    adapters are published.
 
     `poll_s`: the rest between two questions to the chain; 0 for one that waits for news itself.
     """
@@ -58,11 +66,14 @@ class Following:
         chain: Chain,
         *,
         derived: Sequence[Derived] = (),
+        adapted: Adapted | None = None,
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
         self.engine, self.chain, self.poll_s = engine, chain, poll_s
-        self._target = Target(Map(named(views), derived=derived))
+        self._live: Live = views, derived
+        self._adapted = adapted
+        self._target_made: Target | None = None
         self._telemetry = telemetry
         self._written = False  # whether the live weights are what the chain last gave
         self._stop = threading.Event()
@@ -107,6 +118,15 @@ class Following:
                 num_running=swapped.num_running,
             )
         return swap.version
+
+    @property
+    def _target(self) -> Target:
+        """What the chain's versions are written to; which of two it is, its first version says."""
+        if self._target_made is None:
+            tensors = self.chain.tensors
+            views, derived = self._adapted(tensors) if self._adapted and modules(tensors) else self._live
+            self._target_made = Target(Map(named(views), derived=derived))
+        return self._target_made
 
     def _refuse_what_is_no_number(self, update: Update | None) -> None:
         """Raises `WeightsError` where what is to be written, an update or everything, holds NaN or an infinity."""

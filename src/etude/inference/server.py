@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ from pathlib import Path
 import torch
 
 from etude.errors import EngineError, EtudeError
+from etude.inference.adapters import adapted_weights
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import NO_VERSION, Following, initial_version
@@ -134,7 +136,8 @@ def _build(
     engine = ReferenceEngine(model, version=version, name=args.name, config=config)
     if chain is None:
         return engine, None
-    return engine, Following(engine, views, chain, derived=derived, poll_s=0.0, telemetry=telemetry)
+    adapted = functools.partial(adapted_weights, model, args.quantise)
+    return engine, Following(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:

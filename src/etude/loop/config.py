@@ -127,6 +127,11 @@ class RunConfig:
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
                 f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
             )
+        if self.learner.lora_rank and self.numerics.quantise is not Quantise.NONE:
+            raise ValueError(
+                f"learner.lora_rank = {self.learner.lora_rank} and numerics.quantise = "
+                f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
+            )
         self._engines_must_compute_so()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(

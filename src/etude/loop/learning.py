@@ -49,6 +49,7 @@ def make_learner(
         refuse_mismatch=refuse_mismatch and stops,
         reference=reference,
         numerics=config.numerics,
+        seed=config.seed,
     )
 
 

@@ -26,7 +26,7 @@ from etude.loop.joining import check_listen
 from etude.loop.places import check_store, has_published, ledger_place, read_ledger
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
-from etude.models.headers import check_blocks, check_weights, tell_left_out
+from etude.models.headers import check_blocks, check_rank, check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -45,9 +45,11 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     is told of what takes longer, an image that was built, and of layers of the checkpoint that are left out."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
-        check_start(config.start, context_tokens=context_tokens, numerics=numerics, said=said)
+        rank = config.learner.lora_rank
+        check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, said=said)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
+        check_rank(config.model, config.learner.lora_rank)
         config.model.shared(config.numerics.degree)
     for url in filter(None, (config.stores.weights, config.stores.traces)):
         check_store(url)
@@ -138,15 +140,17 @@ def check_start(
     *,
     context_tokens: int,
     numerics: NumericsConfig | None = None,
+    lora_rank: int = 0,
     said: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Whether a Hugging Face directory is of the architecture that is computed here, holds every weight of it (by the
-    headers of its files), in widths that `numerics` can round and share, and can be talked to. `said` is told of layers
-    that are left out."""
+    headers of its files), in widths that `numerics` can round and share and adapters of `lora_rank` are smaller than,
+    and can be talked to. `said` is told of layers that are left out."""
     numerics = numerics or NumericsConfig()
     model = _read_config(checkpoint)
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
+    check_rank(model, lora_rank)
     model.shared(numerics.degree)
     if context_tokens > model.context_tokens:
         raise ConfigError(
