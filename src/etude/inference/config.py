@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etude.config import ranged
-from etude.numerics.config import ComputeDtype
+from etude.numerics.config import ComputeDtype, check_device
 
 
 @dataclass(frozen=True)
@@ -24,3 +24,7 @@ class EngineConfig:
     pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
     stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer is a hang
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the learner's, too
+    device: str = "auto"  # of weights, keys and values, and sampling; in exact mode the learner's, too
+
+    def __post_init__(self) -> None:
+        check_device(self.device)

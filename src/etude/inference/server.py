@@ -36,6 +36,7 @@ from etude.models import Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.models.packed import PackedWeights
 from etude.numerics.config import Mode, NumericsConfig, Quantise
+from etude.numerics.device import device_for
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import operators_for
 from etude.stores import open_store
@@ -142,9 +143,10 @@ def _build(
 ) -> tuple[ReferenceEngine, Following | None]:
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
     config = build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
-    dtype = getattr(torch, config.dtype)
-    operators = operators_for(NumericsConfig(args.mode, args.quantise, args.degree), dtype, rounds_weights=False)
-    model = load_model(args.checkpoint, dtype=dtype, operators=operators)
+    dtype, device = getattr(torch, config.dtype), device_for(config.device)
+    numerics = NumericsConfig(args.mode, args.quantise, args.degree)
+    operators = operators_for(numerics, dtype, rounds_weights=False, device=device)
+    model = load_model(args.checkpoint, dtype=dtype, operators=operators, device=device)
     views, derived = live_weights(model, args.quantise)
     engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
     if chain is None:

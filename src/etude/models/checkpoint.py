@@ -131,9 +131,11 @@ def load_model(
     operators: Operators | None = None,
     held: torch.dtype | None = None,
     parallel: Parallel = ALONE,
+    device: torch.device | None = None,
 ) -> Transformer:
     """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
-    (None: as the operators like them); or a rank's share of it.
+    (None: as the operators like them), on a device (None: the CPU), where they go tensor by tensor; or a rank's share
+    of it.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
     weights that are NaN or infinite, and a head beside embeddings that are tied to it and others than it holds.
@@ -142,8 +144,10 @@ def load_model(
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before a wild config makes us allocate
     operators = Exact(dtype) if operators is None else operators
-    model = Transformer(config, seed=None, operators=operators, parallel=parallel)
-    views = hf_views(model)
+    device = device or torch.device("cpu")
+    with device:
+        model = Transformer(config, seed=None, operators=operators, parallel=parallel)
+    views = hf_views(model.to(device))
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
             view.copy_(share(name, _read(name, whole_shape(name, view, parallel), found, read), parallel))
@@ -155,7 +159,7 @@ def load_model(
 
 
 def _require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
-    if not torch.equal(head.to(embedding.dtype), embedding):
+    if not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(
             f"{HEAD} of {path} is not the embedding",
             "its config.json has tie_word_embeddings = true, by which the head is the embedding",

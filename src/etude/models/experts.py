@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from etude.models.parts import Routing, Scores
 from etude.models.replay import Recorded
 from etude.models.watch import Watch, unwatched
+from etude.numerics import mixtures
 from etude.numerics.operators import Exact, Operators
 from etude.numerics.parallel import ALONE, Parallel
 from etude.records.completion import route_dtype
@@ -75,9 +76,16 @@ def choose(
     loss = None
     if balance:
         num_experts = scores_NE.shape[-1]
-        share = torch.bincount(live.flatten(), minlength=num_experts).to(torch.float32) / live.numel()
+        share = _counts(live.flatten(), num_experts).to(torch.float32) / live.numel()
         loss = num_experts * (share * probs_NE.mean(0)).sum()
     return Choice(gates_NK=gates * routing.scaling, experts_NK=used, live_NK=live, balance=loss)
+
+
+def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How often each expert was chosen, int64 [E]."""
+    if experts.device.type == "cpu":
+        return torch.bincount(experts, minlength=num_experts)
+    return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would wait
 
 
 @torch.no_grad()
@@ -183,6 +191,10 @@ def mix(
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. The matrices are this rank's: a
     part of each expert, or some experts whole, of which `see` is shown only what comes back of them."""
+    if see is unwatched and parallel.degree == 1:
+        whole = operators.mixture(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
+        if whole is not None:
+            return whole
     tensor = parallel.tensor
     if tensor is parallel:
         to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows)
@@ -252,6 +264,8 @@ def _seen(see: Watch, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Te
 
 def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Each expert's slice of rows times its matrix; [S, O]."""
+    if mixtures.suits(x_SI, weight_EIO):
+        return mixtures.products(x_SI, weight_EIO.to(x_SI.dtype), mixtures.ends(rows, x_SI.device))
     out = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
     for x, w, o in zip(torch.split(x_SI, rows), weight_EIO.unbind(), torch.split(out, rows), strict=True):
         if len(x):
@@ -261,6 +275,8 @@ def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, rows: list[int]) -
 
 def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Each expert's weight gradient gᵀx; zero where no token came."""
+    if mixtures.suits(x_SI, like):
+        return mixtures.weight_gradient(g_SO, x_SI, mixtures.ends(rows, x_SI.device)).to(like.dtype)
     grad = torch.empty_like(like)
     for g, x, w in zip(torch.split(g_SO, rows), torch.split(x_SI, rows), grad.unbind(), strict=True):
         if len(g):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import exact
+from etude.numerics import exact, mixtures, varlen
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.exact.products import Product
 from etude.numerics.exact.windows import ANY, Windows
@@ -28,6 +28,9 @@ from etude.numerics.formats import FORMATS
 
 Causal = Callable[..., torch.Tensor]
 """(q_HTA, k_GTA, v_GTC, scale or None) -> o_HTC: each token sees itself and those before it."""
+
+PackedCausal = Callable[..., torch.Tensor]
+"""(q_NHA, k_NGA, v_NGC, scale or None) -> o_NHC: the same, of several sequences laid one after another."""
 
 
 class Operators:
@@ -58,6 +61,11 @@ class Operators:
     def exact(self) -> bool:
         """Whether a row's bits depend on that row alone."""
         return False
+
+    @property
+    def kernels(self) -> str:
+        """Which programs of our own compute, by version and digest; "" where they are torch's."""
+        return ""
 
     @property
     def held(self) -> torch.dtype:
@@ -95,6 +103,8 @@ class Operators:
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
         `models.experts` has the gradient, and needs both in it."""
+        if mixtures.suits(x_SI, weight_EOI):
+            return mixtures.products(x_SI, weight_EOI.to(x_SI.dtype).mT, mixtures.ends(rows, x_SI.device))
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True
@@ -163,6 +173,31 @@ class Operators:
         """Attention within whole sequences, for one forward."""
         return _causal
 
+    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+        """Attention within sequences of these lengths, for one forward: one after another."""
+        causal, lengths = self.causal(), list(lengths)
+
+        def attend(
+            q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
+        ) -> torch.Tensor:
+            q, k, v = (torch.split(t.transpose(0, 1), lengths, 1) for t in (q_NHA, k_NGA, v_NGC))
+            o = [causal(*qkv, scale) for qkv in zip(q, k, v, strict=True)]
+            return torch.cat(o, 1).transpose(0, 1)
+
+        return attend
+
+    def mixture(
+        self,
+        x_ND: torch.Tensor,
+        gates_NK: torch.Tensor,
+        experts_NK: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """A layer's experts in one, [N, D], differentiable, without asking a device how many rows an expert has. None:
+        not here; `models.experts` does it."""
+        return None
+
     def windows(self, heads: int, key_width: int) -> Windows:
         """In which sizes an engine's rows of queries see the kept keys and values."""
         return ANY
@@ -176,7 +211,9 @@ class Operators:
         of sampler, probe and learner."""
         logits_RV = logits_RV.float()
         if isinstance(temperature, torch.Tensor) or temperature != 1.0:
-            logits_RV = logits_RV / torch.as_tensor(temperature, dtype=torch.float32, device=logits_RV.device)
+            if not isinstance(temperature, torch.Tensor):
+                temperature = torch.full((), temperature, dtype=torch.float32, device=logits_RV.device)
+            logits_RV = logits_RV / temperature.to(logits_RV)
         return logits_RV.log_softmax(-1)
 
 
@@ -188,6 +225,34 @@ class Native(Operators):
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
         return torch.einsum("nhi,hoi->nho", x_NHI, weight_HOI.to(x_NHI.dtype))
+
+    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+        """On a device one kernel for all sequences, where it has one for the dtype and the width."""
+        each = super().packed(lengths, device)
+        if device.type == "cpu":
+            return each
+        starts, longest = varlen.starts(lengths, device), max(lengths)
+
+        def attend(
+            q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
+        ) -> torch.Tensor:
+            if not varlen.suits(device, q_NHA.dtype, q_NHA.shape[-1]):
+                return each(q_NHA, k_NGA, v_NGC, scale)
+            return varlen.attend(q_NHA, k_NGA, v_NGC, starts, starts, longest, longest, scale=scale)
+
+        return attend
+
+    def mixture(
+        self,
+        x_ND: torch.Tensor,
+        gates_NK: torch.Tensor,
+        experts_NK: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+    ) -> torch.Tensor | None:
+        if not mixtures.suits(x_ND, gate_up_E2FD, down_EDF):
+            return None
+        return mixtures.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
 
 
 class Exact(Operators):
@@ -313,15 +378,35 @@ class Exact(Operators):
         return self.router_scores(x_RD, weight_VD)
 
 
-def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True) -> Operators:
-    """What engine and learner of a run build their models with. `rounds_weights` False: whoever holds the weights has
-    rounded them."""
-    inner = Exact(dtype, degree=numerics.degree) if numerics.mode is Mode.EXACT else Native(dtype)
+def operators_for(
+    numerics: NumericsConfig,
+    dtype: torch.dtype,
+    *,
+    rounds_weights: bool = True,
+    device: torch.device | None = None,
+) -> Operators:
+    """What engine and learner of a run build their models with, for a device (None: the CPU). `rounds_weights` False:
+    whoever holds the weights has rounded them. Raises `ConfigError` for what is not built there."""
+    inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner
     from etude.numerics.low import Quantised  # which is made of operators
 
     return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
+
+
+def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | None) -> Operators:
+    if device is None or device.type == "cpu":
+        return Exact(dtype, degree=numerics.degree)
+    if numerics.quantise is not Quantise.NONE:
+        raise ConfigError(
+            f"exact mode in {numerics.quantise} on {device}", "it is built for CPUs", hint='set device = "cpu"'
+        )
+    try:
+        from etude.numerics.gpu import ExactGpu
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"exact mode on {device}", str(error), hint="pip install 'etude[gpu]'") from None
+    return ExactGpu(dtype, degree=numerics.degree)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
