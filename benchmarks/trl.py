@@ -34,7 +34,7 @@ from etude.config import load, to_toml
 from etude.dashboard.read import RunView
 from etude.loop.config import RunConfig
 
-ONE_CORE = ["fleet.num_engines=1", "engine.max_sequences=176"]
+ONE_CORE = ['fleet.engines=["reference"]', "engine.max_sequences=176"]
 VERSIONS = ["trl==1.16.0", "transformers>=5.17,<5.24"]
 
 

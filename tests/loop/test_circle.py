@@ -307,7 +307,7 @@ def test_the_openai_client_talks_to_the_result(served: str) -> None:
 def own(game: Any, tmp_path_factory: pytest.TempPathFactory, cli_in: Callable[[Path], Any]) -> Path:
     """A finished run from a checkpoint that half knows its tasks."""
     cwd = tmp_path_factory.mktemp("own")
-    done = cli_in(cwd)("run", game.config, "--name", "own", "--set", "fleet.num_engines=1")
+    done = cli_in(cwd)("run", game.config, "--name", "own", "--set", 'fleet.engines=["reference"]')
     assert done.returncode == 0, done.stdout + done.stderr
     return cwd / "runs" / "own"
 

@@ -28,6 +28,7 @@ from etude.cli.arguments import (
     step,
     written,
 )
+from etude.cli.engine_commands import engine_commands
 from etude.cli.machine_commands import backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
 from etude.errors import EtudeError, Exit, StoreError
@@ -92,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     _look_commands(commands)
     _task_commands(commands)
     machine_commands(commands)
+    engine_commands(commands)
     _weights_commands(commands)
     _model_commands(commands)
     return parser

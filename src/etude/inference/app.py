@@ -14,7 +14,7 @@ import contextlib
 import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,15 +24,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from etude.errors import EtudeError
-from etude.inference.engine import ReferenceEngine
+from etude.inference.config import EngineConfig
 from etude.inference.errors import MalformedRequest, Unauthorised, to_http
 from etude.inference.frames import MEDIA_TYPE, STREAM, frame
-from etude.inference.metrics import exposition
 from etude.inference.wire import (
     GENERATE,
     JSON,
     MSGPACK,
     AdoptRequest,
+    OperatorResult,
     OperatorResults,
     OperatorsRequest,
     Verified,
@@ -40,24 +40,53 @@ from etude.inference.wire import (
 )
 from etude.records.completion import Completion, CompletionRequest
 from etude.records.wire import from_json, pack, to_json, unpack
+from etude.seams import Engine, Streaming
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+class Served(Engine, Streaming, Protocol):
+    """An engine in this process: its seams, and what a server tells of it."""
+
+    name: str
+    config: EngineConfig
+    trouble: str  # why the latest adoption failed; "" when it did not
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still computes."""
+        ...
+
+    @property
+    def stalled_s(self) -> float:
+        """How long it has not moved."""
+        ...
+
+    async def metrics(self) -> str:
+        """The page behind GET /metrics, in Prometheus' text format."""
+        ...
+
+
+class Operators(Protocol):
+    """`ReferenceEngine.operators`."""
+
+    async def __call__(self, token_ids: list[int], *, prompt_tokens: int) -> list[OperatorResult]: ...
+
+
 def build_app(
-    engine: ReferenceEngine,
+    engine: Served,
     *,
     token: str | None = None,
     lifespan: AbstractAsyncContextManager[None] | None = None,
-    show_operators: bool = False,
+    operators: Operators | None = None,
 ) -> ASGIApp:
     """The application. `token`: what every POST must bear; None for an engine that only its own host reaches.
-    `show_operators`: whether its inner results may be asked for, which holds up everybody's requests.
+    `operators`: where its inner results may be asked for, which holds up everybody's requests.
 
     `lifespan` is entered before the first request and left after the last.
     """
-    face = _Face(engine, token, show_operators=show_operators)
+    face = _Face(engine, token, operators)
     generate = face.guarded(face.generate)
     others = Starlette(
         routes=[
@@ -86,8 +115,8 @@ def build_app(
 
 
 class _Face:
-    def __init__(self, engine: ReferenceEngine, token: str | None, *, show_operators: bool) -> None:
-        self.engine, self._token, self._show_operators = engine, token, show_operators
+    def __init__(self, engine: Served, token: str | None, operators: Operators | None) -> None:
+        self.engine, self._token, self._operators = engine, token, operators
         self._max_body = 64 * 1024 + 16 * engine.config.context_tokens
 
     def guarded(self, handler: Handler) -> Handler:
@@ -134,11 +163,11 @@ class _Face:
 
     async def operators(self, request: Request) -> Response:
         asked = await self._read(request, OperatorsRequest)
-        if not self._show_operators:
+        if self._operators is None:
             raise MalformedRequest(
                 f"{self.engine.name} does not show its operators", hint="start it with --show-operators"
             )
-        shown = await self.engine.operators(asked.token_ids, prompt_tokens=asked.prompt_tokens)
+        shown = await self._operators(asked.token_ids, prompt_tokens=asked.prompt_tokens)
         return _reply(request, OperatorResults(results=shown))
 
     async def health(self, request: Request) -> Response:
@@ -152,7 +181,7 @@ class _Face:
         return _reply(request, await self.engine.info())
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(exposition(self.engine.counters, await self.engine.info()))
+        return PlainTextResponse(await self.engine.metrics())
 
     def _authorise(self, request: Request) -> None:
         if self._token is None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from pathlib import Path
 
 from etude.config import ranged
 from etude.numerics.config import ComputeDtype, check_device
+
+BLOCK_TOKENS = 32  # of vLLM's KV cache; its CPU build's kernels want multiples of it
+
+
+class EngineKind(enum.StrEnum):
+    """What an engine of a run is."""
+
+    REFERENCE = "reference"  # ours: every mode, format and family
+    VLLM = "vllm"  # vLLM in an environment of its own; not exact
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,28 @@ class EngineConfig:
     pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
     stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer is a hang
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the learner's, too
-    device: str = "auto"  # of weights, keys and values, and sampling; in exact mode the learner's, too
+    device: str = "auto"  # auto, cpu, cuda, cuda:N: the reference engine's; in exact mode the learner's, too
 
     def __post_init__(self) -> None:
         check_device(self.device)
+
+
+@dataclass(frozen=True)
+class VllmConfig:
+    """The `[vllm]` section: what vLLM engines are told beside `[engine]`."""
+
+    environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it
+    kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # room for KV; none: max_sequences whole contexts
+    arguments: tuple[str, ...] = ()  # passed on: ["--tensor-parallel-size=8"]
+
+    def kv_room(self, engine: EngineConfig) -> int:
+        """Tokens whose keys and values there is room for.
+
+        >>> VllmConfig().kv_room(EngineConfig(max_sequences=8, context_tokens=512))
+        4096
+        """
+        return self.kv_tokens or engine.max_sequences * engine.context_tokens
+
+    def max_contexts(self, engine: EngineConfig) -> int:
+        """How many whole contexts there is room for, at most as many as are decoded together."""
+        return min(engine.max_sequences, self.kv_room(engine) // engine.context_tokens)

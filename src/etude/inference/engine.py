@@ -23,11 +23,13 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from etude.errors import ContextFull, EngineBehind, EngineError, WeightsError
+from etude.errors import EngineError, WeightsError
+from etude.inference.checks import Checks, behind
 from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
 from etude.inference.device_runner import runner_for
 from etude.inference.errors import EngineBusy, MalformedRequest
+from etude.inference.metrics import exposition
 from etude.inference.pins import Pins
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
@@ -81,7 +83,7 @@ class ReferenceEngine:
             )
         self.counters = Counters()
         self.trouble = ""  # why the latest adoption failed; "" when it did not
-        self._vocab_size = model.config.vocab_size
+        self._checks = Checks(name, model.config.vocab_size, self.config.context_tokens)
         self._scheduler = Scheduler(
             num_slots=self.config.max_sequences,
             chunk_tokens=self.config.chunk_tokens,
@@ -137,12 +139,12 @@ class ReferenceEngine:
 
     async def generate(self, request: CompletionRequest) -> Completion:
         """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
-        self._check(request)
+        self._checks.request(request)
         return await self._serve(Running(request, deadline=time.monotonic() + request.deadline_s))
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """See `seams.Streaming`. Left early, the request is cancelled."""
-        self._check(request)
+        self._checks.request(request)
         news = asyncio.Event()
         told = functools.partial(_tell, asyncio.get_running_loop(), news)
         running = Running(request, deadline=time.monotonic() + request.deadline_s, told=told)
@@ -207,14 +209,17 @@ class ReferenceEngine:
             parity=self.parity,
         )
 
+    async def metrics(self) -> str:
+        """See `app.Served`."""
+        return exposition(self.counters, await self.info())
+
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        ids = [t if 0 <= t < self._vocab_size else -1 for t in map(int, token_ids)]  # a wild one may not fit an int64
-        self._check_ids(np.array(ids, np.int64), least=2, most=self.config.context_tokens)
+        ids = self._checks.text(token_ids)
         return await self._ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
         """Every operator's results for a text (`watched`). Nobody's request is stepped meanwhile."""
-        self._check_ids(np.array(token_ids), least=2, most=self.config.context_tokens)
+        self._checks.ids(np.array(token_ids), least=2, most=self.config.context_tokens)
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(
                 f"{prompt_tokens} of {len(token_ids)} tokens are the prompt", hint="there is one at least"
@@ -275,39 +280,6 @@ class ReferenceEngine:
             hint="restart the engine; its requests can be sent again elsewhere",
         )
 
-    def _check(self, request: CompletionRequest) -> None:
-        """Raises `MalformedRequest` or `ContextFull`."""
-        asked, num_prompt = request.sampling, len(request.prompt_ids)
-        self._check_ids(request.prompt_ids, least=1, most=None)
-        if not (asked.max_tokens >= 1 and 0.0 <= asked.temperature < 1e4 and 0 <= asked.seed < 2**63):
-            raise MalformedRequest(
-                f"request {request.request_id} asks for impossible sampling",
-                f"max_tokens {asked.max_tokens}, temperature {asked.temperature}, seed {asked.seed}",
-                hint="max_tokens is at least 1, temperature not negative, seed in [0, 2**63)",
-            )
-        if not 0 <= (request.routes_from or 0) <= num_prompt or not 0.0 < request.deadline_s < 1e6:
-            raise MalformedRequest(
-                f"request {request.request_id} is out of range",
-                f"routes_from {request.routes_from} of {num_prompt} prompt tokens, deadline_s {request.deadline_s}",
-                hint="routes_from lies within the prompt; deadline_s is positive",
-            )
-        if num_prompt + asked.max_tokens > self.config.context_tokens:
-            raise ContextFull(
-                f"request {request.request_id} needs {num_prompt + asked.max_tokens} tokens of context",
-                f"{num_prompt} of prompt and {asked.max_tokens} to sample; {self.name} has "
-                f"{self.config.context_tokens}",
-                hint="shorten the prompt, lower max_tokens, or raise the engine's context_tokens",
-            )
-
-    def _check_ids(self, ids: np.ndarray[Any, Any], *, least: int, most: int | None) -> None:
-        whole = ids.ndim == 1 and ids.dtype.kind in "iu" and len(ids) >= least
-        if not whole or (most is not None and len(ids) > most) or ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise MalformedRequest(
-                "the token ids cannot be computed",
-                f"{ids.dtype} {list(ids.shape)}",
-                hint=f"send {least} to {most or self.config.context_tokens} ids in [0, {self._vocab_size}), one row",
-            )
-
     # -- on the thread
 
     def _run(self) -> None:
@@ -351,10 +323,9 @@ class ReferenceEngine:
         counters.busy_s += time.perf_counter() - begin
 
     def _submit(self, running: Running) -> None:
-        request, step = running.request, self.version.step
+        request = running.request
         try:
-            if step < request.min_step or (request.pin_step is not None and step != request.pin_step):
-                raise self._behind(request)
+            self._checks.version(request, self.version)
             self._scheduler.submit(running)
         except EngineError as error:
             self.counters.failed += 1
@@ -362,14 +333,6 @@ class ReferenceEngine:
             return
         if request.pin_step is not None:
             self._pins.enter(request.session_id)
-
-    def _behind(self, request: CompletionRequest) -> EngineBehind:
-        asked = f"step {request.pin_step}" if request.pin_step is not None else f"step {request.min_step} on"
-        return EngineBehind(
-            f"request {request.request_id} asks for {asked}",
-            f"{self.name} holds {self.version}",
-            hint="adopt first, or ask an engine that holds it",
-        )
 
     def _finish(self, running: Running) -> None:
         running.close_span(self.version)
@@ -417,7 +380,7 @@ class ReferenceEngine:
             self.version = swap.version
             for gone in self._scheduler.overtaken(self.version.step):
                 self._left(gone, failed=True)
-                _fail(gone.future, self._behind(gone.request))
+                _fail(gone.future, behind(gone.request, self.name, self.version))
             pause_s = time.perf_counter() - begin
             self.counters.swaps += 1
             future.set_result(Swapped(swap.version, pause_s, len(self._scheduler.running)))

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
+_libc = ctypes.CDLL(None, use_errno=True)  # before any fork
 _PR_SET_PDEATHSIG = 1
 POLL_S = 1.0
 
@@ -23,10 +24,15 @@ def die_with_parent(*, watch_stdin: bool = False) -> None:
     """From now on this process ends, at once and without ceremony, when its parent does."""
     parent = os.getppid()
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        when_parent_dies()
     _watch("parent", lambda: _until_orphaned(parent))
     if watch_stdin:
         _watch("stdin", _until_stdin_ends)
+
+
+def when_parent_dies() -> None:
+    """Have the kernel kill this process when the thread that started it ends. May be called between fork and exec."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _watch(what: str, until: Callable[[], None]) -> None:

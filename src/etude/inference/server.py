@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
-import gc
 import os
 import socket
 import sys
@@ -20,18 +18,15 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 import torch
-import uvicorn
 
-from etude.config import build
-from etude.errors import EngineError, EtudeError
+from etude.errors import EtudeError
 from etude.inference.app import build_app
-from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following, initial_version
 from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
+from etude.inference.serving import add_arguments, config_of, listen, read_token, serve
 from etude.models import Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.models.packed import PackedWeights
@@ -61,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
         token = read_token(args.host)
-        listener = _listen(args.host, args.port)
+        listener = listen(args.host, args.port)
         with _chain(args) as chain:
             _serve(args, listener, token, chain, telemetry)
     except EtudeError as error:
@@ -94,55 +89,14 @@ def _serve(
 ) -> None:
     engine, following = _build(args, chain, telemetry)
     lifespan = _lifespan(engine, following, telemetry)
-    app = build_app(engine, token=token, lifespan=lifespan, show_operators=args.show_operators)
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="on",
-        access_log=False,
-        log_level="warning",
-        timeout_keep_alive=75,
-        proxy_headers=False,  # it is on loopback, or its caller bears a token
-        server_header=False,
-        date_header=False,
-        timeout_graceful_shutdown=1,
-    )
-    server = _Server(config, ready=_ready(listener, args.name), ready_file=args.ready_file)
-    server.run(sockets=[listener])
-
-
-class _Server(uvicorn.Server):
-    """Says that it is ready when it is."""
-
-    def __init__(self, config: uvicorn.Config, *, ready: bytes, ready_file: Path | None) -> None:
-        super().__init__(config)
-        self._ready, self._ready_file = ready, ready_file
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.should_exit:
-            return
-        _spare_the_collector()
-        if self._ready_file is not None:
-            partial = self._ready_file.with_name(f"{self._ready_file.name}.{os.getpid()}")
-            partial.write_bytes(self._ready)
-            partial.replace(self._ready_file)
-        print(self._ready.decode(), flush=True)
-
-
-def _spare_the_collector() -> None:
-    """Take what is there now out of garbage collection: a full one walks all of torch, 100 ms between two tokens."""
-    gc.collect()
-    gc.freeze()
+    app = build_app(engine, token=token, lifespan=lifespan, operators=engine.operators if args.show_operators else None)
+    serve(app, listener, name=args.name, ready_file=args.ready_file)
 
 
 def _build(
     args: argparse.Namespace, chain: FollowerProcess | None, telemetry: Telemetry | None
 ) -> tuple[ReferenceEngine, Following | None]:
-    settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
-    config = build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
+    config = config_of(args)
     dtype, device = getattr(torch, config.dtype), device_for(config.device)
     numerics = NumericsConfig(args.mode, args.quantise, args.degree)
     operators = operators_for(numerics, dtype, rounds_weights=False, device=device)
@@ -200,59 +154,17 @@ async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None) -> None:
             telemetry.event("engine.load", **facts)
 
 
-def read_token(host: str) -> str | None:
-    """ETUDE_TOKEN; an engine that others can reach must have one."""
-    token = os.environ.get("ETUDE_TOKEN")
-    if not token and host not in ("127.0.0.1", "::1", "localhost"):
-        raise EngineError(
-            f"an engine on {host} without a token", "anybody could use it and stop it", hint="set ETUDE_TOKEN"
-        )
-    return token or None
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise EngineError(
-            f"cannot listen on {host}:{port}", str(error), hint="take another --port, or 0 for a free one"
-        ) from None
-    return listener
-
-
-def _ready(listener: socket.socket, name: str) -> bytes:
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    return msgspec.json.encode({"url": url, "pid": os.getpid(), "name": name})
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m etude.inference.server", description="One inference engine.")
-    parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a Hugging Face directory")
-    parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")
+    add_arguments(parser)
     parser.add_argument("--cache", type=Path, help="a directory in which the engines of a region share downloads")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
-    parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it answers")
-    for setting in dataclasses.fields(EngineConfig):
-        kind = type(setting.default)
-        parser.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, help=f"default {setting.default}")
     numerics = NumericsConfig()
     parser.add_argument("--mode", type=Mode, default=numerics.mode, help="of sums: exact or native")
     parser.add_argument("--quantise", type=Quantise, default=numerics.quantise, help="what large products round to")
     parser.add_argument(
         "--degree", type=int, default=numerics.degree, help="ranks up to which exact mode keeps its bits"
     )
-    parser.add_argument("--poll-s", type=float, default=0.05, help="how often the weight pointer is read")
-    parser.add_argument("--telemetry", type=Path, help="the events file")
-    parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")
     parser.add_argument("--show-operators", action="store_true", help="to etude parity, when it asks")
-    parser.add_argument("--watch-stdin", action="store_true", help="end at the end of standard input, too")
     return parser
 
 

@@ -15,11 +15,11 @@ from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig
+from etude.inference.config import EngineConfig, EngineKind, VllmConfig
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
-from etude.numerics.config import Mode, NumericsConfig
+from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.tasks import open_source
@@ -27,6 +27,8 @@ from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
 from etude.tasks.harbor import HarborSource
 from etude.training.config import LearnerConfig, MidTrainingConfig
+
+MAX_ENGINES = 64
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,16 @@ class EvalsConfig:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """The `[fleet]` section: how many processes of each kind, and how patient their supervisor is."""
+    """The `[fleet]` section: which processes, how many of each, and how patient their supervisor is."""
 
-    num_engines: int = ranged(2, low=1, high=64)
+    engines: tuple[EngineKind, ...] = (EngineKind.REFERENCE, EngineKind.REFERENCE)  # engine-0, engine-1, ...
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
     hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.engines) <= MAX_ENGINES:
+            raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}")
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ class RunConfig:
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -95,6 +102,7 @@ class RunConfig:
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
                 f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
             )
+        self._engines_must_compute_so()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "
@@ -104,6 +112,29 @@ class RunConfig:
             raise ValueError(
                 f"engine.context_tokens = {self.engine.context_tokens} is past "
                 f"model.context_tokens = {self.model.context_tokens}"
+            )
+
+    def _engines_must_compute_so(self) -> None:
+        """Raises `ConfigError` for a kind of engine that cannot compute what `[numerics]` asks for."""
+        if EngineKind.VLLM not in self.fleet.engines:
+            return
+        if not self.vllm.max_contexts(self.engine):
+            raise ValueError(
+                f"vllm.kv_tokens = {self.vllm.kv_tokens} holds no whole context: "
+                f"engine.context_tokens = {self.engine.context_tokens}"
+            )
+        what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
+        if self.numerics.mode is Mode.EXACT:
+            raise ConfigError(
+                what,
+                "vLLM computes in its own order, which numerics.mode = 'exact' cannot be",
+                hint="set numerics.mode = 'native': engines are held to the budget of engine.dtype, see [parity]",
+            )
+        if self.numerics.quantise is not Quantise.NONE:
+            raise ConfigError(
+                what,
+                f"vLLM does not round as numerics.quantise = {str(self.numerics.quantise)!r} does",
+                hint="set numerics.quantise = 'none', or take reference engines alone",
             )
 
     def settled(self) -> RunConfig:
@@ -120,9 +151,13 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """Rollouts under way at once. Each keeps a KV slot between its turns, so there are fewer than slots: with more,
-        engines would drop and compute contexts again."""
-        return max(1, self.fleet.num_engines * self.engine.max_sequences * 3 // 4)
+        """Rollouts under way at once. Each keeps its context's KV between its turns, so there are fewer than engines
+        have room for: with more, they would drop and compute contexts again."""
+        room = {
+            EngineKind.REFERENCE: self.engine.max_sequences,
+            EngineKind.VLLM: self.vllm.max_contexts(self.engine),
+        }
+        return max(1, sum(room[kind] for kind in self.fleet.engines) * 3 // 4)
 
 
 def read_config(run: RunFolder) -> RunConfig:

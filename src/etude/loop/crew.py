@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
+from etude.inference.config import EngineKind
+from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig
 from etude.loop.processes import KEEPS_MEMORY, NOTHING, READY_S, Child, Role, Supervisor
 from etude.loop.wire import Caller, Lost
@@ -85,7 +87,8 @@ class Crew:
     async def start_sampling(self) -> None:
         """Engines, workers and graders, all at once; returns when every one is ready."""
         await asyncio.gather(
-            *(self._start_engine(f"engine-{i}") for i in range(self.config.fleet.num_engines)), self.start_judged()
+            *(self._start_engine(f"engine-{i}", kind) for i, kind in enumerate(self.config.fleet.engines)),
+            self.start_judged(),
         )
 
     async def start_judged(self) -> None:
@@ -138,14 +141,9 @@ class Crew:
 
         await self.supervisor.add(self._child(name, argv, env=env), Role(on_up, answers, with_socket=True))
 
-    async def _start_engine(self, name: str) -> None:
-        config, ready_file = self.config.engine, self.run / "logs" / f"{name}.ready"
-        argv = ["-m", "etude.inference.server", "--name", name, "--checkpoint", str(self.run / "checkpoints" / "mid")]
-        argv += ["--store", str(self.run / "weights"), "--ready-file", str(ready_file)]
-        argv += ["--max-sequences", str(config.max_sequences), "--context-tokens", str(config.context_tokens)]
-        numerics = self.config.numerics
-        argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
-        argv += ["--dtype", config.dtype, "--telemetry", str(self.run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    async def _start_engine(self, name: str, kind: EngineKind) -> None:
+        ready_file = self.run / "logs" / f"{name}.ready"
+        argv = [*_engine_argv(self.run, self.config, name, kind), "--ready-file", str(ready_file)]
 
         async def on_up(child: Child) -> None:
             url = await read_url(ready_file, child.pid)
@@ -165,6 +163,22 @@ class Crew:
         for caller in list(self.workers.members.values()):
             with contextlib.suppress(DeadlineExceeded, Lost):
                 await caller.call("engines", type(None), self._urls, deadline_s=10.0)
+
+
+def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
+    """The command line of an engine, without its Python."""
+    module = {EngineKind.REFERENCE: "etude.inference.server", EngineKind.VLLM: "etude.inference.vllm.server"}[kind]
+    argv = ["-m", module, "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
+    argv += ["--store", str(run / "weights"), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
+    argv += ["--context-tokens", str(config.engine.context_tokens)]
+    if kind is EngineKind.REFERENCE:
+        numerics = config.numerics
+        return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
+    argv += ["--kv-tokens", str(config.vllm.kv_room(config.engine))]
+    argv += ["--environment", str(environment(config.vllm.environment).folder)]
+    argv += ["--needs-routes"] if config.wants_routes else []
+    return [*argv, *(f"--argument={argument}" for argument in config.vllm.arguments)]
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:

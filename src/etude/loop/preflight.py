@@ -19,6 +19,8 @@ from etude.environments.images import ImageStore
 from etude.errors import CheckpointError, ConfigError, RunError, TaskError
 from etude.experience import Ledger
 from etude.harness import ChatFormat, standard_tools
+from etude.inference.config import EngineKind
+from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
@@ -45,6 +47,7 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         config.model.shared(config.numerics.degree)
+    check_vllm(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(
@@ -54,6 +57,23 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
         )
     asyncio.run(build_images(config, said))
     asyncio.run(_prove(check_tasks(config, _used_splits(config)), config))
+
+
+def check_vllm(config: RunConfig, *, adopted: bool) -> None:
+    """Where an engine is vLLM: whether it is there, of a tested version, and can follow this model, unless the run was
+    started from it before. Raises `EngineError`, `ConfigError`."""
+    if EngineKind.VLLM not in config.fleet.engines:
+        return
+    environment(config.vllm.environment).require()
+    if config.start is None or adopted:
+        return
+    model = _read_config(config.start)
+    if model.family.is_latent:
+        raise ConfigError(
+            f"fleet.engines = {list(map(str, config.fleet.engines))}",
+            f"vLLM keeps products of the latent attention's weights, which versions of {model.family} do not reach",
+            hint="take reference engines for this model",
+        )
 
 
 async def build_images(config: RunConfig, said: Callable[[str], None]) -> None:
@@ -111,18 +131,7 @@ def check_start(
     headers of its files), in widths that `numerics` can round and share, and can be talked to. `said` is told of layers
     that are left out."""
     numerics = numerics or NumericsConfig()
-    path = checkpoint / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except OSError:
-        raise ConfigError(
-            f"start = {str(checkpoint)!r}", "no config.json there", hint="give a Hugging Face checkpoint directory"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint="copy or download the checkpoint again") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
-    model = _computable(checkpoint, raw)
+    model = _read_config(checkpoint)
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
     model.shared(numerics.degree)
@@ -134,6 +143,22 @@ def check_start(
         )
     ChatFormat.load(checkpoint)
     tell_left_out(checkpoint, model, said)
+
+
+def _read_config(checkpoint: Path) -> ModelConfig:
+    """The model that the config.json of a starting checkpoint describes. Raises `ConfigError`, `CheckpointError`."""
+    path = checkpoint / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError:
+        raise ConfigError(
+            f"start = {str(checkpoint)!r}", "no config.json there", hint="give a Hugging Face checkpoint directory"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged", str(error), hint="copy or download the checkpoint again") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
+    return _computable(checkpoint, raw)
 
 
 def _computable(checkpoint: Path, raw: dict[str, Any]) -> ModelConfig:

@@ -43,7 +43,7 @@ BUDGET = Budget(k3=1e-9, ratio_p99=1e-3)
 def our_server(served: torch.nn.Module, *, show_operators: bool) -> Iterator[str]:
     """Our engine on a port of loopback, in a thread of its own."""
     engine = ReferenceEngine(served, version=NO_VERSION, config=EngineConfig(context_tokens=64))  # type: ignore[arg-type]
-    app = build_app(engine, show_operators=show_operators)
+    app = build_app(engine, operators=engine.operators if show_operators else None)
     config = uvicorn.Config(app, ws="none", port=0, log_level="critical", lifespan="off")
     server = uvicorn.Server(config)
     up = threading.Event()

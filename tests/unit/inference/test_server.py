@@ -19,7 +19,8 @@ import torch
 
 from etude.errors import EngineError
 from etude.inference import EngineGone, HttpEngine
-from etude.inference.server import follower_deadline_s, read_token
+from etude.inference.server import follower_deadline_s
+from etude.inference.serving import read_token
 from etude.models import Transformer, hf_views
 from etude.models.checkpoint import save_model
 from etude.records import Version

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def test_a_default_that_changed_since_does_not_keep_a_run_from_being_resumed(run: RunFolder) -> None:
-    for given in (GIVEN, {}, {"rl": {"steps": 7}, "seed": 3, "fleet": {"num_engines": 2}}):
+    for given in (GIVEN, {}, {"rl": {"steps": 7}, "seed": 3, "fleet": {"engines": ["reference", "reference"]}}):
         assert resumed(run, given).rl.checkpoint_every == 4
         assert resumed(run, given).rl.steps == 7
 
@@ -147,3 +147,30 @@ def test_the_budget_of_parity_that_is_held_is_written_down() -> None:
 def test_dtypes_that_cannot_agree_are_refused_with_the_mode_in_which_they_may_differ() -> None:
     with pytest.raises(ConfigError, match="'exact' promises and 'native' does not"):
         build(RunConfig, {"engine": {"dtype": "bfloat16"}})
+
+
+@pytest.mark.parametrize(
+    ("fleet", "said"),
+    [
+        ([], "engines names 0 engines: a run has 1 to 64"),
+        (["reference"] * 65, "engines names 65 engines"),
+        (["vlm"], "fleet.engines[0] = 'vlm' is unknown\n  hint: did you mean 'vllm'?"),
+        ("vllm", 'a list is wanted, not "vllm"'),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused_by_name(fleet: object, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(RunConfig, {"fleet": {"engines": fleet}})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "hint"),
+    [({}, "numerics.mode = 'native'"), ({"mode": "native", "quantise": "mxfp8"}, "numerics.quantise = 'none'")],
+)
+def test_an_engine_that_cannot_compute_as_the_run_asks_is_refused(numerics: dict[str, str], hint: str) -> None:
+    fleet = {"engines": ["reference", "vllm"]}
+    with pytest.raises(ConfigError, match="'reference', 'vllm'") as caught:
+        build(RunConfig, {"fleet": fleet, "numerics": numerics})
+    assert hint in caught.value.hint
+    assert build(RunConfig, {"fleet": fleet, "numerics": {"mode": "native"}}).max_running == 96

@@ -1,0 +1,119 @@
+"""What every engine process does alike: its arguments, its socket, its ready file. No torch.
+
+``{"url", "pid", "name"}`` is written to the ready file once it answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+
+from etude.config import build
+from etude.errors import EngineError
+from etude.inference.config import EngineConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What an engine of any kind is told."""
+    parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a Hugging Face directory")
+    parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
+    parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it answers")
+    for setting in dataclasses.fields(EngineConfig):
+        kind = type(setting.default)
+        parser.add_argument(f"--{setting.name.replace('_', '-')}", type=kind, help=f"default {setting.default}")
+    parser.add_argument("--poll-s", type=float, default=0.05, help="how often the weight pointer is read")
+    parser.add_argument("--telemetry", type=Path, help="the events file")
+    parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")
+    parser.add_argument("--watch-stdin", action="store_true", help="end at the end of standard input, too")
+
+
+def config_of(args: argparse.Namespace) -> EngineConfig:
+    """The settings among the arguments. Raises `ConfigError`."""
+    settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
+    return build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
+
+
+def serve(app: ASGIApp, listener: socket.socket, *, name: str, ready_file: Path | None) -> None:
+    """Serve until told to stop."""
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=75,
+        proxy_headers=False,  # it is on loopback, or its caller bears a token
+        server_header=False,
+        date_header=False,
+        timeout_graceful_shutdown=1,
+    )
+    _Server(config, ready=_ready(listener, name), ready_file=ready_file).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Says that it is ready when it is."""
+
+    def __init__(self, config: uvicorn.Config, *, ready: bytes, ready_file: Path | None) -> None:
+        super().__init__(config)
+        self._ready, self._ready_file = ready, ready_file
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.should_exit:
+            return
+        _spare_the_collector()
+        if self._ready_file is not None:
+            partial = self._ready_file.with_name(f"{self._ready_file.name}.{os.getpid()}")
+            partial.write_bytes(self._ready)
+            partial.replace(self._ready_file)
+        print(self._ready.decode(), flush=True)
+
+
+def _spare_the_collector() -> None:
+    """Take what is there now out of garbage collection: a full one walks all of torch, 100 ms between two tokens."""
+    gc.collect()
+    gc.freeze()
+
+
+def read_token(host: str) -> str | None:
+    """ETUDE_TOKEN; an engine that others can reach must have one."""
+    token = os.environ.get("ETUDE_TOKEN")
+    if not token and host not in ("127.0.0.1", "::1", "localhost"):
+        raise EngineError(
+            f"an engine on {host} without a token", "anybody could use it and stop it", hint="set ETUDE_TOKEN"
+        )
+    return token or None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is bound, before anything slow begins."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise EngineError(
+            f"cannot listen on {host}:{port}", str(error), hint="take another --port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+def _ready(listener: socket.socket, name: str) -> bytes:
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return msgspec.json.encode({"url": url, "pid": os.getpid(), "name": name})

@@ -1,0 +1,351 @@
+"""`seams.Engine` before a vLLM server: who may begin, what is translated, and what a swap has to wait for.
+
+Everything happens in one event loop. Requests are handed to vLLM as they come, which batches, orders and preempts
+them; here is kept only what our protocol promises and vLLM does not know: the version a request may begin under,
+sessions that pin one, deadlines by name, room by slots, and which adoption each token belongs to. A swap (`follow`)
+holds back new requests while it writes; those in flight keep their keys and values, and say so in their spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from etude.errors import EngineError
+from etude.inference.checks import Checks
+from etude.inference.config import EngineConfig
+from etude.inference.counters import Counters
+from etude.inference.errors import EngineBusy
+from etude.inference.metrics import exposition
+from etude.inference.pins import Pins
+from etude.inference.vllm import protocol
+from etude.inference.vllm.process import CONTROL_S, Vllm
+from etude.inference.vllm.protocol import Part
+from etude.inference.vllm.routes import WANTED
+from etude.inference.wire import GENERATE
+from etude.models.config import ModelConfig
+from etude.records.completion import Completion, CompletionRequest, Sampling, Version
+from etude.records.wire import Routes
+from etude.seams import EngineInfo
+
+CAPABILITIES = ("adopt", "pause-keep", "spans", "stream", "verify")  # and "routes" where they come
+MAX_VERSIONS = 4096  # adoptions that are remembered, and a request may live through
+HELD_S = 0.02  # between two looks at whether sessions still pin the version
+
+
+@dataclass
+class _Begun:
+    """A request that vLLM has."""
+
+    adoption: int
+    name: str
+
+
+@dataclass(frozen=True)
+class RouteSource:
+    """Where routes come from: told with each answer by the build, kept by the worker extension, or nowhere."""
+
+    native: bool = False
+    kept: bool = False
+    missing: str = field(default="", compare=False)  # why there are none
+
+
+class VllmEngine:
+    """Serves `seams.Engine` and `seams.Streaming` through a vLLM that `vllm` speaks to, from `start` on."""
+
+    def __init__(
+        self,
+        vllm: Vllm,
+        *,
+        name: str,
+        model: ModelConfig,
+        config: EngineConfig,
+        version: Version,
+        kv_tokens: int,
+        parity: str,
+    ) -> None:
+        self.name, self.config, self.version, self.kv_tokens, self.parity = name, config, version, kv_tokens, parity
+        self.counters, self.trouble, self.routes = Counters(), "", RouteSource()
+        self.model, self.vllm = model, vllm
+        self._checks = Checks(name, model.vocab_size, config.context_tokens)
+        self._pins = Pins(lease_s=config.pin_lease_s)
+        self._versions, self.adoption = {0: version}, 0
+        self._salt = uuid.uuid4().hex[:8]
+        self._num = self._tokens = 0  # requests here, and the tokens of context that they may come to
+        self._paused = False
+        self._open = asyncio.Event()  # clear while a swap writes
+        self._open.set()
+        self._scoring = asyncio.Lock()  # a text is scored under one version
+        self._moved = asyncio.Condition()
+        self._beat = time.monotonic()
+
+    async def start(self) -> None:
+        """Have vLLM label its tokens, and see what this build can do. Raises `EngineError` where it cannot do what
+        every engine must."""
+        await self._label()
+        self.routes = await self._route_source()
+        prompt, told = list(range(1, min(8, self.model.vocab_size))), 3
+        trial = await self.generate(_trial(prompt, told))
+        version, logprobs = await self.verify(prompt)
+        if (self.routes.kept or self.routes.native) and protocol.any_missing(trial.routes):
+            self.routes = RouteSource(missing="its routers were listened to and said nothing")
+        if version != self.version or len(logprobs) != len(prompt) - 1 or len(trial.token_ids) != told:
+            raise EngineError(
+                f"{self.name} does not do what every engine must",
+                f"{len(trial.token_ids)} tokens of {told}, {len(logprobs)} log-probabilities, version {version}",
+                hint="etude engines check vllm says whether this installation is as it was tested",
+            )
+        self.counters = Counters()
+
+    # -- seams.Engine
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
+        return await self._serve(request, None)
+
+    async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
+        """See `seams.Streaming`. Left early, the request is cancelled."""
+        told: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most a part for each token
+        work = asyncio.ensure_future(self._serve(request, told.put_nowait))
+        work.add_done_callback(lambda _: told.put_nowait(None))
+        try:
+            while (ids := await told.get()) is not None:
+                yield ids
+            yield work.result()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self.freeze()
+
+    async def resume(self) -> None:
+        self._paused = False
+        if self._open.is_set():  # else the swap that is under way resumes
+            await self.thaw()
+
+    async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
+        """Wait until `follow` has come to `min_step` or later."""
+        try:
+            async with asyncio.timeout(deadline_s), self._moved:
+                await self._moved.wait_for(lambda: self.version.step >= min_step)
+                return self.version
+        except TimeoutError:
+            raise EngineError(
+                f"{self.name} did not reach step {min_step} within {deadline_s:g} s",
+                f"it holds {self.version}{'; ' + self.trouble if self.trouble else ''}",
+                hint="see whether the learner published that step, and the engine's log",
+            ) from None
+
+    async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
+        """Never waits for vLLM, so that a hung one can still be looked at."""
+        running = min(self._num, self.config.max_sequences)
+        return EngineInfo(
+            name=self.name,
+            version=self.version,
+            paused=self._paused,
+            context_tokens=self.config.context_tokens,
+            max_sequences=self.config.max_sequences,
+            num_running=running,
+            num_waiting=self._num - running,
+            kv_tokens_free=max(0, self.kv_tokens - self._tokens),
+            capabilities=(*CAPABILITIES, "routes") if self.routes.native or self.routes.kept else CAPABILITIES,
+            parity=self.parity,
+        )
+
+    async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
+        ids = self._checks.text(token_ids)
+        async with self._scoring:
+            body = protocol.scored(ids, f"text-{uuid.uuid4().hex}", salt=self._salted())
+            status, data = await self.vllm.post(GENERATE, body, deadline_s=CONTROL_S)
+            if status != 200:
+                raise protocol.refused(status, data, engine=self.name)
+            adoption, logprobs = protocol.read_scores(data, ids, engine=self.name)
+            if adoption not in self._versions:
+                raise protocol.broken(self.name, f"a text of adoption {adoption}, which is not known")
+            return self._versions[adoption], logprobs
+
+    # -- app.Served
+
+    @property
+    def alive(self) -> bool:
+        return self.vllm.alive
+
+    @property
+    def stalled_s(self) -> float:
+        """How long vLLM has not said that it is well; `look` asks it."""
+        return time.monotonic() - self._beat
+
+    async def look(self, *, deadline_s: float) -> None:
+        """Ask vLLM how it is."""
+        with contextlib.suppress(EngineError):
+            if (await self.vllm.get("/health", deadline_s=deadline_s))[0] == 200:
+                self._beat = time.monotonic()
+
+    async def metrics(self) -> str:
+        """Ours, then vLLM's own."""
+        ours = exposition(self.counters, await self.info())
+        try:
+            status, theirs = await self.vllm.get("/metrics", deadline_s=5.0)
+        except EngineError:
+            return ours
+        return ours + theirs.decode(errors="replace") if status == 200 else ours
+
+    # -- for `follow`
+
+    @contextlib.asynccontextmanager
+    async def swapping(self) -> AsyncIterator[None]:
+        """While the block runs nothing decodes and nothing begins. Waits until no session pins the version. After a
+        block that raised everything stays as it is: what is written is no version's."""
+        async with self._scoring:
+            while self._pins.held(now=time.monotonic()):  # noqa: ASYNC110 - leases end by the clock
+                await asyncio.sleep(HELD_S)
+            self._open.clear()
+            await self.freeze()
+            yield
+            await self._label()
+            if not self._paused:
+                await self.thaw()
+            self._open.set()
+        async with self._moved:
+            self._moved.notify_all()
+
+    def moved(self, version: Version) -> None:
+        """Inside `swapping`: the weights are this version's from here on."""
+        self.adoption, self.version = self.adoption + 1, version
+        self._versions[self.adoption] = version
+        self._versions.pop(self.adoption - MAX_VERSIONS, None)
+        self.counters.swaps += 1
+
+    @property
+    def num_here(self) -> int:
+        """Requests that vLLM has."""
+        return self._num
+
+    async def freeze(self) -> None:
+        await self.vllm.ask("/pause?mode=keep&clear_cache=false", what="to pause")
+
+    async def thaw(self) -> None:
+        await self.vllm.ask("/resume", what="to resume")
+
+    # -- a request
+
+    async def _serve(self, request: CompletionRequest, told: Callable[[list[int]], None] | None) -> Completion:
+        async with self._served(request) as begun:
+            answer = protocol.NOTHING
+            async with contextlib.aclosing(self._answered(request, begun, stream=told is not None)) as parts:
+                async for part in parts:
+                    answer += part
+                    if told is not None and part.token_ids:
+                        told(part.token_ids)
+            return await self._completed(request, begun, answer)
+
+    @contextlib.asynccontextmanager
+    async def _served(self, request: CompletionRequest) -> AsyncIterator[_Begun]:
+        """A place, from a request's beginning to its end, however that comes; its deadline has a name."""
+        self._checks.request(request)
+        if self._num >= self.config.max_sequences + self.config.max_waiting:
+            raise EngineBusy(
+                f"{self.name} is full", f"{self._num} requests are here", hint="ask another engine, or a little later"
+            )
+        room = len(request.prompt_ids) + request.sampling.max_tokens
+        self._num, self._tokens = self._num + 1, self._tokens + room
+        pinned = done = False
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                while not self._open.is_set():
+                    await self._open.wait()
+                self._checks.version(request, self.version)
+                if request.pin_step is not None:
+                    self._pins.enter(request.session_id)
+                    pinned = True
+                wants = request.routes_from is not None and self.routes.kept
+                name = f"{WANTED}.{uuid.uuid4().hex}" if wants else uuid.uuid4().hex
+                yield _Begun(self.adoption, name)
+                done = True
+        except TimeoutError:
+            raise EngineError(
+                f"request {request.request_id} passed its deadline of {request.deadline_s:g} s",
+                f"{self.name} has {self._num} requests{', and is paused' if self._paused else ''}",
+                hint="give it more time, or fewer requests at once; where it hangs, restart it",
+            ) from None
+        finally:
+            self._num, self._tokens = self._num - 1, self._tokens - room
+            self.counters.requests += done
+            self.counters.failed += not done
+            if pinned:
+                self._pins.leave(request.session_id, now=time.monotonic(), coming_back=request.keep_session)
+
+    async def _answered(self, request: CompletionRequest, begun: _Begun, *, stream: bool) -> AsyncGenerator[Part]:
+        """The parts of vLLM's answer."""
+        native = self.routes.native
+        body = protocol.asked(request, begun.name, salt=self._salted(), native_routes=native, stream=stream)
+        async with self.vllm.answer(GENERATE, body, deadline_s=request.deadline_s + 1.0) as answer:
+            if answer.status != 200:
+                raise protocol.refused(answer.status, await answer.read(), engine=self.name)
+            if not stream:
+                yield protocol.read_answer(await answer.read(), engine=self.name)
+                return
+            async for line in answer.content:
+                if protocol.is_end(line):
+                    return
+                part = protocol.read_event(line, engine=self.name)
+                if part is not None:
+                    yield part
+            raise protocol.broken(self.name, "a stream without its end")
+
+    async def _completed(self, request: CompletionRequest, begun: _Begun, answer: Part) -> Completion:
+        routes = await self._routes(request, begun, answer)
+        self.counters.tokens += len(answer.token_ids)
+        self.counters.cached_tokens += answer.num_cached
+        self.counters.prefill_tokens += len(request.prompt_ids) - answer.num_cached
+        return protocol.completed(
+            request, answer, engine=self.name, versions=self._versions, adoption=begun.adoption, routes=routes
+        )
+
+    async def _routes(self, request: CompletionRequest, begun: _Begun, answer: Part) -> Routes:
+        start, stop = request.routes_from, len(request.prompt_ids) + len(answer.token_ids) - 1
+        if start is None:
+            return protocol.kept_routes(None, self.model, start=stop, stop=stop)
+        if self.routes.native:
+            try:
+                return protocol.given_routes(answer.routed, self.model, count=stop - start)
+            except ValueError as error:
+                raise protocol.broken(self.name, str(error)) from None
+        data = None
+        if self.routes.kept:
+            told = await self.vllm.call("etude_take_routes", [begun.name])
+            data = next((one[begun.name] for one in told if begun.name in one), None)
+        return protocol.kept_routes(data, self.model, start=start, stop=stop)
+
+    async def _route_source(self) -> RouteSource:
+        """By the build itself if it was started so, else by the hook."""
+        if not self.model.num_moe_layers:
+            return RouteSource(missing="the model has no routers")
+        if self.vllm.gives_routes:
+            return RouteSource(native=True)
+        told = await self.vllm.call("etude_keep_routes")
+        missing = next((one["missing"] for one in told if one["missing"]), "")
+        return RouteSource(missing=missing) if missing else RouteSource(kept=True)
+
+    async def _label(self) -> None:
+        """Tokens from here on carry the adoption's number."""
+        await self.vllm.ask("/update_weight_version", {"new_version": str(self.adoption)}, what="to label its tokens")
+
+    def _salted(self) -> str:
+        """Prefixes are shared among requests of one adoption, and never with any before."""
+        return f"{self._salt}-{self.adoption}"
+
+
+def _trial(prompt: list[int], num_tokens: int) -> CompletionRequest:
+    """A request whose answer shows what a build can do."""
+    sampling = Sampling(max_tokens=num_tokens, stop_token_ids=())
+    ids = np.array(prompt, np.int32)
+    return CompletionRequest(request_id="trial", session_id="trial", prompt_ids=ids, sampling=sampling)

@@ -1,0 +1,155 @@
+"""`etude engines install vllm`: the environment, step by step. What is killed goes on where it was, since pip keeps
+what it has; the mark that makes it an environment is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+
+from etude.errors import EngineError, InputError
+from etude.inference.vllm.environment import MARK, Environment, Mark, link_package, pins, tested_version
+
+DEVICES = ("cpu", "cuda")
+TELL_EVERY_S = 5.0
+Said = Callable[[str], None]
+
+
+def install(environment: Environment, device: str, *, said: Said) -> Mark:
+    """Make the environment whole; at once where it is. `said` is told of each step, and of the bytes it has brought.
+
+    Raises `EngineError` for a step that fails, a disk without room, and where another process installs there."""
+    if device not in DEVICES:
+        raise InputError(f"--device {device}", f"vLLM is installed for {' or '.join(DEVICES)}", hint="name one of them")
+    wanted = Mark(vllm=tested_version(), device=device)
+    if environment.mark == wanted and environment.version == wanted.vllm:
+        said(f"vLLM {wanted.vllm} for {device} is in {environment.folder}")
+        return wanted
+    _refuse_others(environment, wanted)
+    pinned = pins()[device]
+    _require_room(environment.folder, pinned["gib"])
+    environment.folder.mkdir(parents=True, exist_ok=True)
+    with _alone(environment.folder), _constraints(pinned["constraints"]) as constraints:
+        for number, (what, argv) in enumerate(steps := _steps(environment, device, constraints), 1):
+            said(f"{number}/{len(steps)} {what}")
+            _run(environment, argv, what, said=said)
+        (environment.folder / f"{MARK}.new").write_bytes(msgspec.json.encode(wanted))
+        (environment.folder / f"{MARK}.new").replace(environment.folder / MARK)
+    return wanted
+
+
+def _steps(environment: Environment, device: str, constraints: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(what, command line) of each step."""
+    pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check"]
+    steps = [("the environment", [sys.executable, "-m", "venv", str(environment.folder)])]
+    steps += [(", ".join(names), [*pip, "install", *constraints, *names]) for names in pins()[device]["install"]]
+    needs = [*pins()["etude"], *pins()["extras"]]
+    steps.append(("what etude needs there", [*pip, "install", *constraints, *needs]))
+    if removed := pins()[device]["remove"]:
+        steps.append((f"without {', '.join(removed)}", [*pip, "uninstall", "--yes", *removed]))
+    trial = "import vllm, etude.inference.vllm.worker; print(vllm.__version__)"
+    steps.append(("a first import", [str(environment.python), "-c", trial]))
+    return steps
+
+
+def _run(environment: Environment, argv: Sequence[str], what: str, *, said: Said) -> None:
+    log = environment.folder / "install.log"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    env["PYTHONPATH"] = str(link_package(environment.folder))
+    with log.open("ab") as output, _telling(environment.folder, said):
+        status = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env).returncode
+    if status:
+        words = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
+        raise EngineError(
+            f"{what} could not be installed into {environment.folder}",
+            words,
+            hint=f"the whole log is {log}; what is there is kept: run it again once the cause is mended",
+        )
+
+
+@contextlib.contextmanager
+def _telling(folder: Path, said: Said) -> Iterator[None]:
+    """Tell now and then how much there is, and since when."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(TELL_EVERY_S):
+            said(f"    {size_bytes(folder) / 1e9:.1f} GB, {time.monotonic() - began:.0f} s")
+
+    teller = threading.Thread(target=tell, name="install-progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        teller.join()
+
+
+def size_bytes(folder: Path) -> int:
+    """Of all files under it; those that go meanwhile are left out."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total
+
+
+def _refuse_others(environment: Environment, wanted: Mark) -> None:
+    held = environment.version
+    if environment.mark is not None and (held != wanted.vllm or environment.mark.device != wanted.device):
+        raise EngineError(
+            f"{environment.folder} holds vLLM {held} for {environment.mark.device}",
+            f"asked for is {wanted.vllm} for {wanted.device}",
+            hint="name another --folder, or take that one away first",
+        )
+    if environment.mark is None and environment.folder.exists():
+        ours = {"install.log", "install.lock", "pyvenv.cfg", "path"}
+        if (there := set(os.listdir(environment.folder))) and not there & ours:
+            raise EngineError(
+                f"{environment.folder} is no environment of ours",
+                f"it holds {', '.join(sorted(there)[:3])}",
+                hint="name a folder that is empty, or is not there",
+            )
+
+
+def _require_room(folder: Path, gib: float) -> None:
+    parent = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(parent).free + (size_bytes(folder) if folder.exists() else 0)
+    if free < gib * 2**30:
+        raise EngineError(
+            f"no room for vLLM at {folder}",
+            f"{free / 2**30:.1f} GiB are free, it takes {gib:g}",
+            hint="make room, or name a folder on another disk by --folder",
+        )
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    with (folder / "install.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "wait for it; what it brings is there for everybody"
+            raise EngineError(f"{folder} is being installed by another process", hint=hint) from None
+        yield
+
+
+@contextlib.contextmanager
+def _constraints(name: str) -> Iterator[list[str]]:
+    if not name:
+        yield []
+        return
+    with resources.as_file(resources.files("etude.inference.vllm").joinpath(name)) as path:
+        yield ["--constraint", str(path)]

@@ -1,0 +1,112 @@
+"""Which experts each token took, from a vLLM that does not tell them itself: its first model runner, as on a CPU.
+
+Uses what vLLM has for it: `set_capture_fn` of its routers is told every token's experts, and the forward pass's slot
+mapping says where each token's keys and values are kept. Routes are kept beside them, by slot: so those of a prefix
+that comes from the cache are there, too. `_on_request_state_removed`, which vLLM calls before the slots of a request
+can be written anew, is the one method that is replaced, on the runner's object; where any of these is not as in the
+tested version `RoutesMissing` is raised at the start, and the engine has no capability "routes".
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+MAX_KEPT = 4096  # requests that ended and whose routes nobody has fetched yet; the oldest go
+WANTED = "routes"  # begins the name of a request whose routes will be fetched
+_NAME = re.compile(r"(?:.*-)?(routes\.[0-9a-f]+)(?:-.*)?")
+
+
+class RoutesMissing(Exception):
+    """This vLLM is not as it was when this was written."""
+
+
+class RouteTable:
+    """Routes by slot of the KV cache, [slots, MoE layers, top_k] int16, of a model runner of vLLM 0.32."""
+
+    def __init__(self, runner: Any) -> None:
+        import torch
+        from vllm.forward_context import get_forward_context  # type: ignore[import-not-found]
+
+        self._runner, self._context = runner, get_forward_context
+        routers = _routers(runner.model)
+        for name in ("requests", "kv_cache_config", "_on_request_state_removed"):
+            if not hasattr(runner, name):
+                raise RoutesMissing(f"{type(runner).__name__} has no {name}")
+        groups = runner.kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise RoutesMissing(f"{len(groups)} groups of KV caches, and routes are kept by the slots of one")
+        self._block_size = int(groups[0].kv_cache_spec.block_size)
+        slots = runner.kv_cache_config.num_blocks * self._block_size
+        top_k = runner.model_config.get_num_experts_per_tok()
+        self._kept = torch.zeros((slots, len(routers), top_k), dtype=torch.int16)  # torch indexes no uint16
+        self._done: OrderedDict[str, bytes] = OrderedDict()
+        for layer, router in enumerate(routers):
+            router.set_capture_fn(partial(self._capture, layer))
+        self._was_removed = runner._on_request_state_removed
+        runner._on_request_state_removed = self._removed
+
+    def take(self, names: Sequence[str]) -> dict[str, str]:
+        """Base64 of the routes of requests that have ended, int16 [positions, MoE layers, top_k], from position 0 on;
+        once. Names that are not known are left out."""
+        living = {_name(req_id): state for req_id, state in self._runner.requests.items()}
+        found = {name: self._done.pop(name, None) or self._read(living.get(name)) for name in names}
+        return {name: base64.b64encode(data).decode() for name, data in found.items() if data is not None}
+
+    def _capture(self, layer: int, topk_ids: Any) -> None:
+        """Told by a router inside a forward pass: [tokens, top_k]."""
+        import torch
+
+        mapping = self._context().slot_mapping
+        if not mapping:
+            return  # a forward pass of nobody's tokens, at the start
+        slots = next(iter(mapping.values()))[: len(topk_ids)]
+        self._kept[slots, layer] = topk_ids[: len(slots)].to("cpu", torch.int16)
+
+    def _removed(self, req_id: str, state: Any) -> None:
+        """Told by the runner before its next forward pass: the request has ended, its slots hold what it computed."""
+        self._was_removed(req_id, state)
+        name = _name(req_id)
+        if name is None or state is None:
+            return
+        data = self._read(state)
+        if data is not None:
+            self._done[name] = data
+            while len(self._done) > MAX_KEPT:
+                self._done.popitem(last=False)
+
+    def _read(self, state: Any) -> bytes | None:
+        """Every position whose keys were computed; the token that was sampled last was not."""
+        import torch
+
+        if state is None or not state.block_ids:
+            return None
+        size, count = self._block_size, state.num_tokens - 1
+        blocks = torch.tensor(state.block_ids[0], dtype=torch.int64)
+        slots = (blocks[:, None] * size + torch.arange(size)).flatten()[:count]
+        return bytes(self._kept[slots].numpy().tobytes())
+
+
+def _routers(model: Any) -> list[Any]:
+    """The routers of the model's MoE layers, in their order."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner  # type: ignore[import-not-found]
+
+    found = [module for module in model.modules() if isinstance(module, MoERunner)]
+    found.sort(key=lambda module: module.layer_id)
+    if not found or not all(hasattr(module.router, "set_capture_fn") for module in found):
+        raise RoutesMissing(f"{len(found)} MoE layers, and not all of their routers can be listened to")
+    return [module.router for module in found]
+
+
+def _name(req_id: str) -> str | None:
+    """The adapter's name of a request in vLLM's; None for one whose routes nobody wants.
+
+    >>> _name("generate-tokens-routes.0a1f-9c2b7d10"), _name("generate-tokens-0a1f-9c2b7d10")
+    ('routes.0a1f', None)
+    """
+    found = _NAME.fullmatch(req_id)
+    return found[1] if found else None

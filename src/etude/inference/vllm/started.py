@@ -1,0 +1,58 @@
+"""A vLLM engine for a while: its process started, its URL read, its end seen to. For checks, tests and measurements."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import EngineError
+from etude.inference.client import HttpEngine
+from etude.inference.vllm.process import START_S
+
+POLL_S, STOP_S = 0.1, 20.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """An engine that serves, its process, and where it prints."""
+
+    engine: HttpEngine
+    process: asyncio.subprocess.Process
+    log: Path
+
+
+@contextlib.asynccontextmanager
+async def started(checkpoint: Path, folder: Path, *arguments: str, env: Sequence[str] = ()) -> AsyncIterator[Started]:
+    """A vLLM engine over a checkpoint while the block runs, with further arguments of `vllm.server`. `folder` is for
+    its log and ready file; `env`: variables of its environment, "A=b". Raises `EngineError` where it ends first."""
+    ready, log = folder / "vllm.ready", folder / "vllm.log"
+    ready.unlink(missing_ok=True)
+    argv = [sys.executable, "-m", "etude.inference.vllm.server", "--checkpoint", str(checkpoint)]
+    variables = dict(os.environ) | dict(one.split("=", 1) for one in env)
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *argv, "--ready-file", str(ready), *arguments, stdout=output, stderr=output, env=variables
+        )
+    try:
+        async with asyncio.timeout(START_S):
+            while not ready.exists():
+                if process.returncode is not None:
+                    said = log.read_text(errors="replace").rpartition("error: ")[2].strip()
+                    raise EngineError("a vLLM engine did not start", said[-1500:], hint=f"the whole log is {log}")
+                await asyncio.sleep(POLL_S)
+        async with HttpEngine(json.loads(ready.read_text())["url"]) as engine:
+            yield Started(engine, process, log)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
