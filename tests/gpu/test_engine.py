@@ -114,8 +114,8 @@ def test_natively_the_engine_is_close_to_training_by_graphs_and_without(dtype: t
     held = model(SMALL, Native(dtype))
     requests = [request(i, 3 + 40 * i, 40, SMALL.vocab_size, temperature=1.0) for i in range(4)]
     by_graph, plain = (DeviceRunner(held, num_slots=4, context_tokens=256) for _ in range(2))
-    assert [g.size for g in by_graph._graphs] == padded_sizes(4)
-    plain._graphs.clear()
+    assert [g.size for g in by_graph.graphs] == padded_sizes(4)
+    plain.graphs.clear()
     tolerance = 0.15 if dtype == torch.bfloat16 else 1e-3
     for runner in (by_graph, plain):
         together = served(runner, requests, chunk_tokens=64)

@@ -74,7 +74,7 @@ class DeviceRunner:
         self.next_tokens = torch.zeros(self.kv.num_slots, dtype=torch.int64, device=self.device)
         self._routes = torch.zeros(routes, dtype=kind, device=self.device)
         self._lost = Lost(model)
-        self._graphs: list[_Decode] = []
+        self.graphs: list[_Decode] = []
         if self.device.type == "cuda":
             self._capture(num_slots)
 
@@ -86,7 +86,7 @@ class DeviceRunner:
             for size in reversed(padded_sizes(num_slots)):
                 graph = _Decode(self, size)
                 graph.capture(pool)
-                self._graphs.insert(0, graph)
+                self.graphs.insert(0, graph)
 
     def settle(self) -> None:
         """Wait until all that was launched is done."""
@@ -123,7 +123,7 @@ class DeviceRunner:
         return [int(token) for token in tokens], logprobs
 
     def _decode(self, sequences: Many[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        graph = next((g for g in self._graphs if g.size >= len(sequences)), None) or _Decode(self, len(sequences))
+        graph = next((g for g in self.graphs if g.size >= len(sequences)), None) or _Decode(self, len(sequences))
         positions = _positions_of(sequences)
         graph.fill(_rows_of(sequences), positions, _draws(sequences, positions + 1))
         return graph.run()
