@@ -6,7 +6,7 @@ connections come from `wan`, a user-space relay at the home's end of a link, for
 TCP, so that setting up a connection costs no round trip of the simulated distance. Needs root, `ip`, `tc`, `nsenter`,
 `unshare`.
 
-    python -m benchmarks.regions_network LISTEN_PORT TARGET_PORT ONE_WAY_S CUT_MB   (inside the home: the relay)
+    python -m benchmarks.regions_network LISTEN_PORT TARGET_HOST:PORT ONE_WAY_S CUT_MB   (inside the home: the relay)
 """
 
 from __future__ import annotations
@@ -105,13 +105,20 @@ class Network:
                 space.run(*f"ip link set {device} up".split())
                 rate = f"rate {int(link.mbit * 1000)}kbit burst 64kb latency 200ms"
                 space.run(*f"tc qdisc add dev {device} root tbf {rate}".split())
-            wan = [sys.executable, "-m", "benchmarks.regions_network", str(8800 + number), str(self.relay_port)]
-            self._wans.append(self.home.spawn([*wan, str(link.rtt_s / 2), str(link.cut_mb)], self.env))
+            self.carry(name, 8800 + number, f"127.0.0.1:{self.relay_port}")
+
+    def carry(self, name: str, port: int, target: str) -> None:
+        """Connections to this port of the home go to a HOST:PORT of the home's or the region's, by the region's way."""
+        wan, link = [sys.executable, "-m", "benchmarks.regions_network", str(port), target], self.links[name]
+        self._wans.append(self.home.spawn([*wan, str(link.rtt_s / 2), str(link.cut_mb)], self.env))
+
+    def address(self, name: str, *, of_region: bool) -> str:
+        """An end of a region's link."""
+        return f"10.77.{list(self.links).index(name)}.{2 if of_region else 1}"
 
     def url(self, name: str) -> str:
         """Of the home's store, as a region sees it."""
-        number = list(self.links).index(name)
-        return f"http://10.77.{number}.1:{8800 + number}"
+        return f"http://{self.address(name, of_region=False)}:{8800 + list(self.links).index(name)}"
 
     def partition(self, name: str, *, whole: bool) -> None:
         """Take a region's link down, or bring it up again."""
@@ -131,13 +138,14 @@ class Network:
             space.close()
 
 
-async def wan(listen_port: int, target_port: int, one_way_s: float, cut_mb: float) -> None:
-    """Carry connections to the store, every byte later; cut some."""
+async def wan(listen_port: int, target: str, one_way_s: float, cut_mb: float) -> None:
+    """Carry connections to a target, every byte later; cut some."""
+    host, _, port = target.rpartition(":")
     draw = random.Random(listen_port)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target_port)
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
         except OSError:
             writer.transport.abort()
             return
@@ -188,4 +196,4 @@ def module_env() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    asyncio.run(wan(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])))
+    asyncio.run(wan(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), float(sys.argv[4])))

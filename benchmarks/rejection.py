@@ -36,7 +36,7 @@ from etude.seams import TaskSource
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training.config import LiveWeights
-from etude.training.learner import export
+from etude.training.exports import export
 from etude.training.optimizer import AdamW
 from etude.training.rows import lay_flat
 from etude.training.schedule import rate

@@ -49,7 +49,7 @@ from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.records import Completion, CompletionRequest, Sampling
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
-from etude.training.learner import export
+from etude.training.exports import export
 from etude.weights import Channel
 from etude.weights.chain.history import pointer_key
 

@@ -27,7 +27,7 @@ from etude.errors import DeadlineExceeded
 from etude.models import ModelConfig, Transformer, save_model
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
-from etude.training.learner import export
+from etude.training.exports import export
 from etude.training.optimizer import AdamW
 from etude.weights import Channel
 

@@ -28,7 +28,7 @@ from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
-from etude.training.learner import export
+from etude.training.exports import export
 from etude.training.optimizer import AdamW
 from etude.weights import Channel
 from etude.weights.chain.publisher import Publisher

@@ -7,6 +7,7 @@ to learn from its first step on.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.postgres_server import PostgresServer, programs
 
 settings.register_profile("busy hosts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy hosts")  # how long an example takes is no verdict
@@ -88,6 +90,19 @@ def s3() -> Iterator[str]:
             environment.setenv("AWS_REGION", "us-east-1")
             yield url
         server.communicate()
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PostgresServer]:
+    """A PostgreSQL server on loopback, and an environment with its password."""
+    bin = programs()
+    if bin is None or importlib.util.find_spec("psycopg") is None:
+        pytest.skip("no PostgreSQL here: pip install 'etude[dev]', or Debian's package postgresql")
+    server = PostgresServer(tmp_path_factory.mktemp("postgres"), bin)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PGPASSWORD", "a-password")
+        yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

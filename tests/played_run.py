@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,8 @@ class PlayedRun:
     def assert_sound(self, steps: int) -> None:
         """Every step is in the lineage once, and nothing was lost, trained twice or left holding a slot."""
         ledger = Ledger.reading(self.folder / "ledger.sqlite")
-        chain: Sequence[Sequence[str]] = [
-            m.rollout_ids for m in lineage(DirectoryStore(self.folder / "weights"), "policy")
-        ]
+        manifests = lineage(DirectoryStore(self.folder / "weights"), "policy")
+        chain = [(manifest.version.step, manifest.rollout_ids) for manifest in manifests]
         found = audit(ledger, self.folder / "traces", chain)
         ledger.close()
         found.require_sound()

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import secrets
+import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -84,6 +85,18 @@ class RunFolder:
         if not isinstance(result, dict):
             raise ValueError("run.json is not an object")
         return result
+
+    def setting(self, name: str) -> str:
+        """A setting of config.toml by its dotted name, of whatever etude wrote it; "" when it says nothing of it."""
+        try:
+            found: Any = tomllib.loads((self.path / "config.toml").read_text())
+        except FileNotFoundError:
+            return ""
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise RunError(f"{self.path}/config.toml is damaged", str(error), hint=HINT_COPY) from None
+        for part in name.split("."):
+            found = found.get(part, "") if isinstance(found, dict) else ""
+        return str(found)
 
     def lock(self) -> None:
         """Hold the run until this process ends. Raises `RunRefused` when another process does."""

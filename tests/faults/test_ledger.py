@@ -24,9 +24,9 @@ from etude.records import Graded, Rollout, RolloutSpec, Task, Trace, Version
 from etude.records.rollout import Ending
 from etude.records.task import Split, Trust
 
-folder = Path(sys.argv[1])
+folder, place = Path(sys.argv[1]), sys.argv[2]
 TASK = Task(source="t", split=Split.TRAIN, index=0, family="f", instruction="i", files={}, exports=())
-ledger = Ledger(folder / "ledger.sqlite", capacity=4)
+ledger = Ledger(place, capacity=4)
 
 def say(*words):  # one write: it is out before the next instruction
     os.write(1, (" ".join(words) + "\\n").encode())
@@ -62,9 +62,9 @@ def lineage_of(folder: Path) -> list[list[str]]:
     return [line.split(",") for line in (folder / "lineage").read_text().splitlines()]
 
 
-def run_and_kill(folder: Path, after_lines: int, rng: random.Random) -> list[str]:
+def run_and_kill(folder: Path, place: Path | str, after_lines: int, rng: random.Random) -> list[str]:
     """Start a conductor, let it finish some rollouts, kill it mid-instruction; what it said it finished."""
-    with subprocess.Popen([sys.executable, "-c", CHILD, str(folder)], stdout=subprocess.PIPE) as child:
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(folder), str(place)], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         said = [child.stdout.readline().decode().split() for _ in range(after_lines)]
         for _ in range(rng.randrange(20_000)):  # somewhere in the next transactions, by instruction count and not time
@@ -75,17 +75,21 @@ def run_and_kill(folder: Path, after_lines: int, rng: random.Random) -> list[str
     return [words[1] for words in said if len(words) == 2]
 
 
-def test_kill_9_at_random_points_loses_no_finished_rollout_and_trains_none_twice(tmp_path):
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+def test_kill_9_at_random_points_loses_no_finished_rollout_and_trains_none_twice(tmp_path, kind, request):
     rng = random.Random(7)
+    server = request.getfixturevalue("postgres").url if kind == "postgres" else None
+    place = f"{server}#{tmp_path.name}" if server else tmp_path / "ledger.sqlite"
     (tmp_path / "lineage").touch()
     finished: set[str] = set()
     for _ in range(8):
-        finished |= set(run_and_kill(tmp_path, after_lines=rng.randint(1, 15), rng=rng))
+        finished |= set(run_and_kill(tmp_path, place, after_lines=rng.randint(1, 15), rng=rng))
         lineage = lineage_of(tmp_path)
-        ledger = Ledger(tmp_path / "ledger.sqlite", capacity=4)
+        ledger = Ledger(place, capacity=4)
         consumed = [i for step in lineage for i in step]
-        ledger.reconcile(consumed)
-        audit(ledger, tmp_path / "traces", lineage).require_sound()
+        steps = [*enumerate(lineage, 1)]
+        ledger.reconcile(steps)
+        audit(ledger, tmp_path / "traces", steps).require_sound()
         assert len(consumed) == len(set(consumed))
         for rollout_id in finished - set(consumed):
             assert ledger.row(rollout_id).state is State.GRADED

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from benchmarks import regions
+from benchmarks import four_regions, regions
 from benchmarks.regions_network import Link, Network, module_env
 
 CAN = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc", "nsenter", "unshare")))
@@ -27,6 +28,18 @@ def test_four_regions_converge_and_none_serves_an_unproven_version(tmp_path: Pat
     assert numbers["regions"]["dies"]["starts"] == 2
     assert numbers["regions"]["late"]["versions"] < numbers["regions"]["slow"]["versions"]
     assert numbers["regions"]["apart"]["versions"] == regions.NUM_VERSIONS - 1
+
+
+def test_a_run_over_four_regions_loses_nothing_to_their_faults(game: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = four_regions.measure(game.config, ["evals.every=1000", "experience.groups_per_step=8"], 40, faults=True)
+    assert (told["lost"], told["trained_twice"], told["steps"]) == (0, 0, 40), told["audit"]
+    assert told["invalid"] == 0
+    states = {name: one["states"] for name, one in told["regions"].items()}
+    assert states["dies"] == ["catching-up", "serving", "lost"]
+    assert states["apart"][:3] == ["catching-up", "serving", "lost"]
+    assert states["late"] == ["catching-up", "serving"]
+    assert all(one["rollouts"] for one in told["regions"].values())
 
 
 def test_nothing_is_left_of_a_network_whose_maker_was_killed(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.played_run import PlayedRun
 from etude import cli
 from etude.errors import CheckpointError, EtudeError, InputError, LedgerError, RunError, RunRefused, WeightsError
 from etude.experience import Finished, Ledger, read_trace
-from etude.experience.ledger import FINISHED
+from etude.experience.looking import FINISHED
 from etude.experience.traces import SCHEMA, batch_digest, trace_path
 from etude.loop.redoing import redo
 from etude.loop.retention import keep_within, kept_from

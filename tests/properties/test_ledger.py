@@ -158,7 +158,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.close()
         self.ledger = Ledger(self.folder / "ledger.sqlite", capacity=CAPACITY)
         self.lineage = self.lineage[: data.draw(st.integers(max(0, len(self.lineage) - 2), len(self.lineage)))]
-        self.ledger.reconcile(i for step in self.lineage for i in step)
+        self.ledger.reconcile([*enumerate(self.lineage, 1)])
         kept = {i for step in self.lineage for i in step}
         self.settle(sorted(kept))
         for i, state in self.state.items():
@@ -167,7 +167,7 @@ class LedgerMachine(RuleBasedStateMachine):
             elif state in (State.BATCHED, State.NO_SIGNAL) and i not in kept:
                 self.state[i] = State.GRADED
         self.open_step, self.published = None, False
-        report = audit(self.ledger, self.folder / "traces", self.lineage)
+        report = audit(self.ledger, self.folder / "traces", [*enumerate(self.lineage, 1)])
         report.require_sound()
 
     @invariant()

@@ -29,6 +29,7 @@ from etude.cli.arguments import (
     written,
 )
 from etude.cli.engine_commands import engine_commands
+from etude.cli.fleet_commands import fleet_commands
 from etude.cli.machine_commands import backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
 from etude.errors import EtudeError, Exit, StoreError
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     engine_commands(commands)
     _weights_commands(commands)
     _model_commands(commands)
+    fleet_commands(commands)
     return parser
 
 
@@ -153,7 +155,9 @@ def _look_commands(commands: Commands[Parser]) -> None:
     ledger = commands.add_parser("ledger", help="the record of rollouts").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    _run_argument(add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice"))
+    audit = add(ledger, "audit", "look:ledger_audit", "recompute from traces and manifests: lost, trained twice")
+    _run_argument(audit)
+    audit.add_argument("--new", action="store_true", help="only what came after the last audit that found all sound")
 
 
 def _task_commands(commands: Commands[Parser]) -> None:
@@ -283,6 +287,7 @@ def _model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--port", type=port, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--max-concurrent", type=positive, default=32)
+    serve.add_argument("--fleet", metavar="URL", help="ask the engines of the run whose registry listens there")
     doctor = add(
         commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"
     )
@@ -293,3 +298,4 @@ def _model_commands(commands: Commands[Parser]) -> None:
     export.add_argument("--dtype", choices=["bf16", "f32"], default="bf16")
     formats = ["none", "mxfp8", "nvfp4", "mxfp4"]
     export.add_argument("--quantise", choices=formats, default="none", help="the format of large matrices")
+    export.add_argument("--adapter", action="store_true", help="the adapter alone, as peft and vLLM read it")

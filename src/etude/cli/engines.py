@@ -56,7 +56,7 @@ async def _check(where: Path, folder: Path) -> None:
     from etude.models.checkpoint import save_model
     from etude.stores import DirectoryStore
     from etude.training.config import LiveWeights
-    from etude.training.learner import export
+    from etude.training.exports import export
     from etude.weights import Channel
 
     sizes = ModelConfig(vocab_size=256, hidden_size=64, num_layers=2, num_experts=4, expert_size=64, context_tokens=256)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from rich.table import Table
 
@@ -11,10 +15,15 @@ from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
 from etude.experience.audit import steps_of
+from etude.experience.traces import Folder
+from etude.loop.places import traces_folder, weights_place, weights_store
 from etude.loop.retention import kept_from
-from etude.stores import DirectoryStore
-from etude.weights.chain.history import readable
+from etude.run import write_durably
+from etude.seams import BlobStore
+from etude.weights.chain.history import backward, head
 from etude.weights.chain.inspect import require_pointer
+from etude.weights.chain.manifest import Manifest
+from etude.weights.chain.steps import Steps
 
 
 def compare(args: argparse.Namespace) -> int:
@@ -53,28 +62,62 @@ def report(args: argparse.Namespace) -> int:
 def ledger_audit(args: argparse.Namespace) -> int:
     """Recompute from traces and manifests: lost, trained twice. Exit code 1 when anything is."""
     run = open_run(args.run)
-    ledger = open_ledger(run)
-    if not (run / "weights").exists():
+    ledger, place, traces = open_ledger(run), weights_place(run), traces_folder(run)
+    if isinstance(place, Path) and not place.exists():
         hint = "put it back: what was trained is what its manifests list"
         raise RunError(f"{run.path} has a ledger and no weights folder", "nothing can be audited against it", hint=hint)
-    store = DirectoryStore(run / "weights")
-    manifests, damaged = readable(store, "policy")
+    store, note = weights_store(run), run / "audit.json"
+    after = _proven(store, note) if args.new else 0
     require_pointer(store)
-    from_traces = steps_of(run / "traces", damaged.version.step) if damaged is not None else []
-    chain = [*from_traces, *(list(manifest.rollout_ids) for manifest in manifests)]
-    deleted = [list(manifest.rollout_ids) for manifest in manifests if manifest.version.step <= kept_from(ledger)]
-    found = audit(ledger, run / "traces", chain, deleted=deleted)
+    steps, everything = Steps(store, down_to=after), Steps(store)
+    chain = _Chained(steps, traces)
+    found = audit(ledger, traces, chain, deleted=kept_from(ledger), after=after, before=_Chained(everything, traces))
     unproven = len(found.missing) + len(found.ungraded)
     print(
         (f"not sound: {unproven} without a proof ({(*found.missing, *found.ungraded)[0]}); " if unproven else "")
         + f"{len(found.lost)} lost, {len(found.twice)} trained twice, {len(found.leaked)} slots leaked; "
         f"{found.num_consumed} of {found.num_rollouts} rollouts consumed by {found.num_steps} steps"
+        + (f" after step {after}, up to which it was sound before" if after else "")
     )
     found.require_sound()
-    if damaged is not None:
+    if steps.damaged is not None:
         raise LedgerError(
-            f"the manifest of {damaged.version} is damaged",
+            f"the manifest of {steps.damaged.version} is damaged",
             "what was trained up to it is known from the traces alone",
-            hint=f"copy {damaged.key} back into {run / 'weights'}: then the audit proves it again",
+            hint=f"copy {steps.damaged.key} back into {place}: then the audit proves it again",
         )
+    _note(store, note)
     return 0
+
+
+class _Chained:
+    """A lineage's steps; where a manifest is damaged, those before it by the traces."""
+
+    def __init__(self, steps: Steps, traces: Folder) -> None:
+        self._steps, self._traces = steps, traces
+
+    def __iter__(self) -> Iterator[tuple[int, Collection[str]]]:
+        yield from self._steps
+        if self._steps.damaged is not None:
+            yield from steps_of(self._traces, self._steps.believed())
+
+
+def _proven(store: BlobStore, note: Path) -> int:
+    """The step up to which an audit found this very lineage sound; 0 when none did."""
+    try:
+        said = json.loads(note.read_text())
+        step, version = int(said["step"]), str(said["version"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+    for one in backward(store, "policy"):
+        if isinstance(one, Manifest) and one.version.step <= step:
+            return step if str(one.version) == version else 0
+    return 0
+
+
+def _note(store: BlobStore, note: Path) -> None:
+    """Remember what was proven; a run folder that may not be written forgets."""
+    pointer = head(store, "policy")
+    if pointer is not None and os.access(note.parent, os.W_OK):
+        version = pointer.head.version
+        write_durably(note, json.dumps({"format": 1, "step": version.step, "version": str(version)}).encode())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from etude.errors import LedgerError, NoCheckpoint, NoRun
+from etude.errors import NoCheckpoint, NoRun
 from etude.run import RunFolder
 
 if TYPE_CHECKING:
@@ -26,15 +26,16 @@ def open_run(path: Path | None) -> RunFolder:
 def open_ledger(run: RunFolder) -> Ledger:
     """A run's ledger, to be read. Raises `RunError` where it is gone, `LedgerError` where it is damaged or not there
     yet."""
-    from etude.experience import Ledger
+    from etude.experience.database import NoLedger
+    from etude.loop.places import read_ledger
     from etude.loop.preflight import check_ledger
 
     check_ledger(run)
-    path = run / "ledger.sqlite"
-    if not path.exists():
+    try:
+        return read_ledger(run)
+    except NoLedger as error:
         hint = f"ask again once it has: etude status {run.path} says where it is"
-        raise LedgerError(f"{run.path} has no ledger", "it has not begun RL", hint=hint)
-    return Ledger.reading(path)
+        raise NoLedger(f"{run.path} has no ledger", f"it has not begun RL ({error.facts})", hint=hint) from None
 
 
 def existing(path: Path) -> Path:

@@ -17,11 +17,13 @@ from etude.cli.places import console, open_ledger, open_run
 from etude.errors import EtudeError, InputError, nearest
 from etude.evals import EvalRow, read_rows
 from etude.experience import Finished, Ledger
-from etude.experience.ledger import FINISHED
+from etude.experience.database import NoLedger
+from etude.experience.looking import FINISHED
 from etude.experience.rows import Row
 from etude.experience.traces import read_rollout, trace_path
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
+from etude.loop.places import read_ledger, traces_folder
 from etude.records import Graded, Outcome
 from etude.records.wire import I32, unpack
 from etude.run import RunFolder
@@ -37,7 +39,7 @@ def listed(args: argparse.Namespace) -> int:
         return 0
     ledger = open_ledger(run)
     table = Table("rollout", "state", "reward", "step", "attempt", "reason")
-    for row in [row for row in ledger.rows() if args.state in (None, row.state)][-args.limit :]:
+    for row in ledger.rows(states=None if args.state is None else [State(args.state)], limit=args.limit):
         reward = "" if row.reward is None else f"{row.reward:g}"
         table.add_row(row.rollout_id, row.state, reward, str(row.step or ""), str(row.attempt), row.reason)
     console().print(table)
@@ -73,9 +75,10 @@ def show(args: argparse.Namespace) -> int:
 
 def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
     """Print a rollout of training; False when the ledger has none of that name."""
-    if not (run / "ledger.sqlite").exists():
+    try:
+        ledger = read_ledger(run)
+    except NoLedger:
         return False
-    ledger = Ledger.reading(run / "ledger.sqlite")
     history = ledger.history(rollout_id)
     for move in history:
         screen.print(f"{move['t']:.2f} {move['origin'] or '-'} -> {move['state']} {move['reason']}")
@@ -105,7 +108,7 @@ def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, lis
         return finished.outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()] if trace is not None else []
     if row.step is None:
         return None
-    return read_rollout(trace_path(run / "traces", row.step), row.rollout_id)
+    return read_rollout(trace_path(traces_folder(run), row.step), row.rollout_id)
 
 
 def _show_evaluated(run: RunFolder, rollout_id: str, screen: Console) -> Iterator[bool]:

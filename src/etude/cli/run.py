@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
 import os
 import signal
@@ -20,8 +21,10 @@ from etude.config import build, leaves, overridden, read, to_toml
 from etude.dashboard import RunView, explained, plain_line, render
 from etude.dashboard.glossary import legend
 from etude.dashboard.terminal import words_in
-from etude.errors import ConfigError, DeadlineExceeded, Exit, RunError
+from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, RunError
+from etude.experience.database import NoLedger
 from etude.loop.config import RunConfig, resumed
+from etude.loop.places import read_ledger
 from etude.loop.preflight import check_ledger, preflight
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
@@ -135,8 +138,21 @@ def status(args: argparse.Namespace) -> int:
     console, view = Console(), RunView(folder.path)
     console.print(render(view))
     console.print(explained(view) if args.words else "[dim]what the words mean: etude status --words[/dim]")
+    console.print(_rollouts(folder), end="")
     console.print(f"{folder.path}: " + (f"running, process {holder}" if holder else "not running"))
     return 0
+
+
+def _rollouts(folder: RunFolder) -> str:
+    """A line: how many rollouts of training are in which state, as the ledger has it; nothing before there is one."""
+    try:
+        with contextlib.closing(read_ledger(folder)) as ledger:
+            states = ledger.states()
+    except NoLedger:
+        return ""
+    except EtudeError as error:
+        return f"rollouts: not known, {error.what}: {error.facts}\n"
+    return f"rollouts: {', '.join(f'{count:,} {state}' for state, count in sorted(states.items()))}\n" if states else ""
 
 
 def stop(args: argparse.Namespace) -> int:

@@ -22,12 +22,12 @@ def serve(args: argparse.Namespace) -> int:
     model = existing(args.model) if args.model else newest_run().path
     gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY")))
+        asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY"), args.fleet))
     return 0
 
 
-async def _serve(model: Path, gateway: GatewayConfig, key: str | None) -> None:
-    from etude.loop.serving import forever, parts_of, serve_checkpoint
+async def _serve(model: Path, gateway: GatewayConfig, key: str | None, fleet: str | None) -> None:
+    from etude.loop.serving import forever, parts_of, serve_checkpoint, serve_fleet
 
     work = asyncio.current_task()
     assert work is not None, "runs in a task"
@@ -36,8 +36,12 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None) -> None:
     checkpoint, store, numerics = parts_of(model)
     name = model.resolve().name
     said = partial(print, file=sys.stderr)
-    served = serve_checkpoint(
-        checkpoint, store=store, numerics=numerics, model=name, gateway=gateway, key=key, said=said
+    served = (
+        serve_fleet(checkpoint, registry=fleet, model=name, gateway=gateway, key=key)
+        if fleet
+        else serve_checkpoint(
+            checkpoint, store=store, numerics=numerics, model=name, gateway=gateway, key=key, said=said
+        )
     )
     async with served as url:
         print(f"serving {name} at {url} ({'with' if key else 'without'} a key); end with Ctrl-C", flush=True)
@@ -46,10 +50,12 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Write a Hugging Face directory of a checkpoint, a run's result, or one of its published versions."""
-    from etude.loop.exporting import export_checkpoint, export_version
+    from etude.loop.exporting import export_adapter, export_checkpoint, export_version, export_version_adapter
 
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         raise InputError(f"{args.out} is not an empty directory", hint="export into a new one")
+    if args.adapter and args.quantise != "none":
+        raise InputError("--adapter and --quantise", "an adapter is not rounded", hint="leave one of them out")
     path, at, step = args.source.rpartition("@")
     settings = {"dtype": args.dtype, "quantise": Quantise(args.quantise), "said": partial(print, file=sys.stderr)}
     if at:
@@ -57,7 +63,10 @@ def export(args: argparse.Namespace) -> int:
             raise InputError(
                 f"no step {step!r}", "a version is named by its step", hint="write RUN@30; see etude weights log"
             )
-        print(export_version(open_run(Path(path)), int(step), args.out, **settings))
+        run = open_run(Path(path))
+        adapter = args.adapter and export_version_adapter(run, int(step), args.out)
+        print(adapter or export_version(run, int(step), args.out, **settings))
     else:
-        print(export_checkpoint(existing(Path(args.source)), args.out, **settings))
+        source = existing(Path(args.source))
+        print(export_adapter(source, args.out) if args.adapter else export_checkpoint(source, args.out, **settings))
     return 0

@@ -13,9 +13,9 @@ from etude.cli.places import console, open_run
 from etude.dashboard import RunView
 from etude.dashboard.glossary import legend
 from etude.errors import InputError, NoRun, WeightsError
+from etude.loop import places
 from etude.run import RunFolder
 from etude.seams import BlobStore
-from etude.stores import DirectoryStore
 from etude.weights.chain import fsck, inspect, signing
 
 
@@ -100,11 +100,11 @@ def verify(args: argparse.Namespace) -> int:
             f"{args.run} is a file", hint=f"say what it applies to: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
-    check = fsck.verify(DirectoryStore(run / "weights"))
+    check = fsck.verify(places.weights_store(run))
     weights_store.tell(check)
     if check.problems:
         raise WeightsError(
-            f"{len(check.problems)} problems in {run / 'weights'}",
+            f"{len(check.problems)} problems in {places.weights_place(run)}",
             check.problems[0],
             hint=_cure(run, check.problems),
         )
@@ -129,7 +129,7 @@ def repair(args: argparse.Namespace) -> int:
         run.lock()
         told = [str(event.get("version")) for event in RunView(run.path).of("weights.publish")]
         try:
-            version = inspect.repair(DirectoryStore(run / "weights"), args.name, told, signer=signer)
+            version = inspect.repair(places.weights_store(run), args.name, told, signer=signer)
         finally:
             run.unlock()
     print(f"the pointer names {version} again" if version else "the pointer is whole: nothing to repair")

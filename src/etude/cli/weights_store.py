@@ -17,8 +17,9 @@ from etude.cli.places import open_run
 from etude.cli.watched import Watched
 from etude.dashboard.words import size
 from etude.errors import EtudeError, InputError, StoreError, WeightsError
+from etude.loop.places import weights_store
 from etude.seams import BlobStore
-from etude.stores import BucketStore, DirectoryStore, open_store
+from etude.stores import BucketStore, open_store
 from etude.stores.http import HttpStore
 from etude.weights import Channel, Follower
 from etude.weights.chain import branches, fsck, garbage, history, inspect, signing
@@ -219,7 +220,7 @@ def named_store(text: str | None) -> BlobStore:
     """The store that a RUN|STORE argument means: a URL, a store's directory, or a run's weights."""
     if text is not None and is_store(text):
         return watched_store(text, sys.stderr)
-    return DirectoryStore(open_run(None if text is None else Path(text)) / "weights")
+    return weights_store(open_run(None if text is None else Path(text)))
 
 
 def is_store(text: str | None) -> bool:

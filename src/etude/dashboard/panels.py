@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from etude.dashboard import regions
 from etude.dashboard.plot import WIDE, Estimate, LaneRow, Series, bar_chart, lane_chart, legend, line_chart
 from etude.dashboard.read import Event, RunView, counts, number, text
 from etude.dashboard.summary import is_delta, quantile, weights
@@ -88,6 +89,28 @@ def utilisation(view: RunView) -> Panel | None:
         "CPU time in all.",
         lane_chart(
             rows, spans, title="CPU share of each process over time", x_range=(0.0, now - began), x_format=clock
+        ),
+        wide=True,
+    )
+
+
+def fleet(view: RunView) -> Panel | None:
+    """Engines from elsewhere, where some joined."""
+    found, began, now = regions.engines(view), view.began, view.now
+    if not found or began is None or now is None:
+        return None
+    spans = [(s.name, s.start - began, (s.end or now) - began) for s in view.phases()]
+    return Panel(
+        "Regions",
+        "Engines that joined from elsewhere, three lanes each. Its state: full while it was given work, half while it "
+        "caught up or stood by, empty while it was lost. Its running requests, a full bar being all its room. The step "
+        "of the version that it held, the run's last one being full.",
+        lane_chart(
+            regions.rows(found, began, now),
+            spans,
+            title="State, load and version of each engine from elsewhere over time",
+            x_range=(0.0, now - began),
+            x_format=clock,
         ),
         wide=True,
     )
@@ -320,7 +343,7 @@ waiting = _step_panel(
 
 PANELS: tuple[tuple[str, tuple[Callable[[RunView], Panel | None], ...]], ...] = (
     ("Learning", (learning, no_signal, lengths)),
-    ("Asynchrony", (utilisation, lag_histogram, waiting)),
+    ("Asynchrony", (utilisation, fleet, lag_histogram, waiting)),
     ("Weights", (deltas, pauses)),
     ("Sampler and trainer", (parity, shares, replay, correction)),
     ("Optimisation", (entropy, gradient)),

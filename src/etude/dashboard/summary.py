@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ FORMAT = 1
 _HELDOUT = ("num_tasks", "solved", "rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean")
 
 
-def summarise(run_dir: Path | str) -> dict[str, Any]:
-    """summary.json of a run folder, also of one that is under way. Raises `NoRun` where there is none."""
-    return summarise_view(RunView(run_dir))
+def summarise(run_dir: Path | str, *, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """summary.json of a run folder, also of one that is under way. `rollouts`: by state, of a ledger that is not in the
+    folder. Raises `NoRun` where there is none."""
+    return summarise_view(RunView(run_dir), rollouts)
 
 
-def summarise_view(view: RunView) -> dict[str, Any]:
+def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
     """summary.json of a view."""
     identity = view.identity()
     ended = {span.name for span in view.phases() if span.end is not None}
@@ -43,7 +44,7 @@ def summarise_view(view: RunView) -> dict[str, Any]:
         "weights": weights(view),
         "parity": parity(view),
         "invalid": invalid(view),
-        "rollouts": rollout_states(view.path / "ledger.sqlite"),
+        "rollouts": rollout_states(view.path / "ledger.sqlite") if rollouts is None else dict(rollouts),
         "rl": _rl(view.by_step("rl.step")),
         "peak_memory_bytes": peak_memory_bytes(view),
     }

@@ -3,7 +3,7 @@
 The ledger keeps every rollout's state and bytes; the window says who may start and who is trained next; the
 curriculum which tasks are worth it; credit turns
 rewards into advantages; packing makes batches; traces record them; the audit checks it all afterwards. Usable alone:
-numpy, pyarrow and SQLite, no torch and no other folder of etude.
+numpy, pyarrow and SQLite (or PostgreSQL, with psycopg), no torch and no other folder of etude.
 
 >>> from etude.experience import Window, advantages
 >>> Window(max_lag=2, groups_per_step=16).room(num_admitted=0, published_step=0)

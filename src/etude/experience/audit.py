@@ -1,21 +1,25 @@
 """The audit: was any rollout lost, or trained twice? Recomputed, not believed.
 
 What was trained comes from the lineage (the rollout ids that the manifests of the current weights list) and from the
-traces; what is stored comes from the stored bytes themselves. The ledger's own states are the thing under audit.
-Knows nothing of manifests: the lineage is handed in as plain lists, oldest step first.
+traces; what is stored comes from the stored bytes themselves. The ledger's own states are the thing under audit. It
+goes step by step and keeps nothing of a sound one, so a run of any length is audited in the same memory; `after` a step
+up to which an audit was sound before, it looks at what is new and at open work alone. Knows nothing of manifests: the
+lineage is handed in as plain steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
 from etude.errors import LedgerError
-from etude.experience.ledger import FINISHED, Ledger
+from etude.experience.ledger import Ledger
+from etude.experience.lineage import Lineage
+from etude.experience.looking import FINISHED
 from etude.experience.rows import Row
-from etude.experience.traces import Index, read_index
+from etude.experience.traces import Folder, Index, read_index, recorded, trace_path
 from etude.experience.transitions import HOLDING, State
 
 
@@ -52,36 +56,89 @@ class Report:
 
 
 def audit(
-    ledger: Ledger, traces: Path, lineage: Sequence[Sequence[str]], *, deleted: Sequence[Sequence[str]] = ()
+    ledger: Ledger, traces: Folder, lineage: Lineage, *, deleted: int = 0, after: int = 0, before: Lineage = ()
 ) -> Report:
-    """Recompute. `traces` is the folder of trace files; `lineage` the rollout ids of each step, oldest first; `deleted`
-    those steps of it whose traces were deleted on purpose: their manifests are believed.
+    """Recompute. `traces` is where the trace files are; `lineage` the rollout ids of each step; `deleted` the last step
+    whose traces may have been deleted on purpose: where one was, its manifest is believed. `after`: only steps after
+    this one, of a run that an audit found sound up to there; `before` are the others, which are read only where a
+    rollout was taken twice, in a lost lineage or not.
 
     Damaged traces count as missing. Run it on a run that stands still; a batch in flight is no fault.
     """
-    rows = {row.rollout_id: row for row in ledger.rows()}
-    consumed = Counter(rollout_id for step in lineage for rollout_id in set(step))
-    indices = _indices(traces)
-    used, missing = _match(lineage, indices, {frozenset(step) for step in deleted})
-    samples = Counter(rollout_id for index in used for rollout_id in index.trained)
-    graded = {rollout_id for index in used for rollout_id in index.graded}
+    found = _Found(held={row.rollout_id for row in ledger.rows(states=HOLDING)})
+    steps: set[int] = set()
+    for step, ids in lineage:
+        if ids and step > after:
+            found.twice |= _again(ids) if step not in steps else set(ids)
+            steps.add(step)
+            _look(ledger, _index(traces, step, ids), step, ids, found, deleted=step <= deleted)
+    beyond = [step for step in ledger.steps(after) if step not in steps]
+    outside = [row for step in beyond for row in ledger.rows(step=step)]
+    found.spare += [row for row in (*outside, *ledger.rows(open_only=True)) if row.rollout_id not in found.elsewhere]
     return Report(
-        num_rollouts=len(rows),
-        num_consumed=len(consumed),
-        num_steps=sum(bool(step) for step in lineage),
-        lost=tuple(i for i, row in rows.items() if i not in consumed and _is_lost(ledger, row)),
-        twice=_sorted(i for i in {*consumed, *samples} if consumed[i] > 1 or samples[i] > 1),
-        ungraded=_sorted(i for i in samples if i not in graded),
-        leaked=_leaked(ledger, rows, set(consumed)),
-        missing=(*missing, *_sorted(i for i in consumed if i not in rows)),
+        num_rollouts=ledger.count(after=after if after else None),
+        num_consumed=found.num_consumed,
+        num_steps=len(steps),
+        lost=tuple(row.rollout_id for row in found.spare if _is_lost(ledger, row)),
+        twice=_sorted(found.twice | _counted(chain(lineage, before), found.elsewhere)),
+        ungraded=_sorted(found.ungraded),
+        # A step whose version is out has no claim on a slot, whatever the ledger's state says.
+        leaked=_sorted(set(ledger.slot_holders()) ^ found.held),
+        missing=(*found.without_trace, *_sorted(found.unknown)),
     )
 
 
-def steps_of(traces: Path, step: int) -> list[list[str]]:
-    """The rollout ids of each step up to a version step, oldest first, by the traces: what stands in for manifests that
-    are damaged."""
-    indices = sorted((index for index in _indices(traces) if index.step <= step), key=lambda index: index.step)
-    return [sorted(index.rollout_ids) for index in indices]
+@dataclass
+class _Found:
+    """What an audit has met so far: in a sound run, open work."""
+
+    held: set[str]  # in a state that holds a slot, and in no step met
+    num_consumed: int = 0
+    elsewhere: set[str] = field(default_factory=set)  # consumed by a step that is not the ledger's: perhaps by two
+    twice: set[str] = field(default_factory=set)
+    ungraded: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
+    without_trace: list[str] = field(default_factory=list)
+    spare: list[Row] = field(default_factory=list)  # in no step of the lineage
+
+
+def _look(
+    ledger: Ledger, index: Index | None, step: int, ids: Collection[str], found: _Found, *, deleted: bool
+) -> None:
+    """One step: the manifest's rollouts beside the ledger's and the trace's."""
+    wanted, rows = set(ids), {row.rollout_id: row for row in ledger.rows(step=step)}
+    strangers = wanted - rows.keys()
+    known = {row.rollout_id for row in ledger.found(strangers)}
+    found.unknown |= strangers - known
+    found.elsewhere |= known | ledger.batched_again(wanted)
+    found.num_consumed += len(wanted)
+    found.held -= wanted
+    found.spare += [row for i, row in rows.items() if i not in wanted]
+    if index is not None:
+        found.ungraded |= index.trained - index.graded
+    elif not deleted:
+        found.without_trace.append(f"trace of step {step} ({min(ids)} …)")
+
+
+def _again(ids: Collection[str]) -> set[str]:
+    return {i for i, count in Counter(ids).items() if count > 1} if len(set(ids)) < len(ids) else set()
+
+
+def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:
+    """Which of some rollouts more than one step consumed."""
+    if not suspects:
+        return set()
+    met = Counter(i for _, ids in lineage for i in suspects.intersection(ids))
+    return {i for i, count in met.items() if count > 1}
+
+
+def steps_of(traces: Folder, step: int) -> Iterator[tuple[int, list[str]]]:
+    """The rollout ids of each step up to a version step, by the traces: what stands in for manifests that are
+    damaged."""
+    for at in recorded(traces):
+        index = _index(traces, at) if at <= step else None
+        if index is not None:
+            yield at, sorted(index.rollout_ids)
 
 
 def _is_lost(ledger: Ledger, row: Row) -> bool:
@@ -93,36 +150,13 @@ def _is_lost(ledger: Ledger, row: Row) -> bool:
     return row.state in (State.INVALID, State.QUARANTINED, State.CANCELLED) and not row.reason
 
 
-def _leaked(ledger: Ledger, rows: dict[str, Row], consumed: set[str]) -> tuple[str, ...]:
-    holders = set(ledger.slot_holders())
-    # A step whose version is out has no claim on a slot, whatever the ledger's state says.
-    entitled = {i for i, row in rows.items() if row.state in HOLDING and i not in consumed}
-    return _sorted(holders ^ entitled)
-
-
-def _indices(traces: Path) -> list[Index]:
-    found = []
-    for path in sorted(traces.glob("batch-*.parquet")):
-        try:
-            found.append(read_index(path))
-        except LedgerError:
-            continue  # a step of the lineage that needed it is reported as missing
-    return found
-
-
-def _match(
-    lineage: Sequence[Sequence[str]], indices: Sequence[Index], deleted: set[frozenset[str]]
-) -> tuple[list[Index], list[str]]:
-    """The trace of each step of the lineage, found by what it holds, and the steps that have none."""
-    by_content = {index.rollout_ids: index for index in indices}
-    used, missing = [], []
-    for number, step in enumerate(lineage):
-        index = by_content.get(frozenset(step))
-        if index is not None:
-            used.append(index)
-        elif step and frozenset(step) not in deleted:
-            missing.append(f"trace of step {number} of the lineage ({min(step)} …)")
-    return used, missing
+def _index(traces: Folder, step: int, ids: Collection[str] | None = None) -> Index | None:
+    """What the trace of a step says, where there is a sound one, of these very rollouts."""
+    try:
+        index = read_index(trace_path(traces, step))
+    except LedgerError:
+        return None
+    return index if ids is None or index.rollout_ids == frozenset(ids) else None
 
 
 def _sorted(names: Iterable[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from etude.config import ranged
 from etude.experience.admission import Straggler
 from etude.experience.credit import Credit
 from etude.experience.curriculum import Curriculum
+from etude.experience.database import check_url
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class ExperienceConfig:
 
     groups_per_step: int = ranged(16, low=1, high=4096)
     group_size: int = ranged(8, low=2, high=1024)
+    ledger: str = ""  # a file in the run folder; or a server that runs share: "postgresql://host/database"
     max_lag: int = ranged(2, low=0, high=64)
     straggler: Straggler = Straggler.WAIT
     credit: Credit = Credit.DR_GRPO
@@ -24,3 +26,7 @@ class ExperienceConfig:
     max_attempts: int = ranged(3, low=1, high=100)  # of a rollout whose worker dies, before it is invalid
     quarantine: bool = True  # what bears signs of cheating does not train
     review_share: float = ranged(0.0, low=0.0, high=1.0)  # of solved, unsuspicious ones, shown to a person
+
+    def __post_init__(self) -> None:
+        if self.ledger:
+            check_url(self.ledger)

@@ -1,190 +1,125 @@
-"""The ledger's SQLite file: its schema, its transactions, and its failures in words.
+"""What the ledger asks of a database, and which one stands behind a place: a path, or a server's URL.
 
-WAL, so that `status` and `audit` read while the conductor writes. `synchronous=NORMAL`: a killed process loses
-nothing, a power cut may lose the last transactions; where that would hurt (before a batch is trained) the caller
-asks for `sync`. Transactions nest: an inner one that fails undoes only itself. Knows nothing of what a state means.
+Two implement it and pass one suite (`tests/contracts/test_ledger.py`): `sqlite` in the run folder, `postgres` on a
+server that runs share. The ledger's statements are written once, in the SQL that both read, with `?` for a value.
+Knows nothing of what a state means.
 """
 
 from __future__ import annotations
 
-import os
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
+from urllib.parse import parse_qs, urlsplit
 
-from etude.errors import EtudeError, LedgerError, StoreError
+from etude.errors import LedgerError
 
 FORMAT = 1
-BUSY_TIMEOUT_S = 10.0
-_HINT_COPY = "restore the run folder from a copy"
+"""Of the tables, the same in both."""
+SERVERS = ("postgresql://", "postgres://")
 
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-CREATE TABLE rollouts (
-    position INTEGER PRIMARY KEY AUTOINCREMENT,
-    rollout_id TEXT NOT NULL UNIQUE,
-    group_id TEXT NOT NULL,
-    state TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
-    reason TEXT NOT NULL DEFAULT '',
-    reward REAL,
-    boundary TEXT,
-    batch_id TEXT,
-    step INTEGER,
-    has_sample INTEGER,
-    version TEXT
-) STRICT;
-CREATE INDEX rollouts_by_state ON rollouts (state);
-CREATE INDEX rollouts_by_group ON rollouts (group_id);
-CREATE INDEX rollouts_by_batch ON rollouts (batch_id);
-CREATE TABLE slots (slot INTEGER PRIMARY KEY, rollout_id TEXT UNIQUE REFERENCES rollouts (rollout_id)) STRICT;
-CREATE TABLE blobs (
-    rollout_id TEXT NOT NULL REFERENCES rollouts (rollout_id),
-    name TEXT NOT NULL,
-    data BLOB NOT NULL,
-    PRIMARY KEY (rollout_id, name)
-) STRICT;
-CREATE TABLE transitions (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
-    t REAL NOT NULL,
-    rollout_id TEXT NOT NULL REFERENCES rollouts (rollout_id),
-    origin TEXT,
-    state TEXT NOT NULL,
-    attempt INTEGER NOT NULL,
-    reason TEXT NOT NULL,
-    facts TEXT NOT NULL
-) STRICT;
-CREATE INDEX transitions_by_rollout ON transitions (rollout_id);
-"""
+INDEXES = (
+    "CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, position)",
+    "CREATE INDEX IF NOT EXISTS rollouts_by_group ON rollouts (group_id)",
+    "CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step)",
+    "CREATE INDEX IF NOT EXISTS rollouts_open ON rollouts (group_id, position) WHERE batch_id IS NULL",
+    "CREATE INDEX IF NOT EXISTS transitions_by_rollout ON transitions (rollout_id)",
+)
+"""Each question that is asked while a run goes on looks at open work only; made where they are missing, so that a
+ledger of an earlier etude has them, too."""
+
+T = TypeVar("T")
 
 
-class Database:
-    """One connection. `check` runs before each outermost commit and may refuse it by raising."""
+class NoLedger(LedgerError):
+    """There is none at the place that was opened to be read."""
 
-    def __init__(self, path: Path, *, readonly: bool = False, check: Callable[[], None] | None = None) -> None:
-        self.path, self._check, self._depth, self._sync_due = path, check, 0, False
-        try:
-            where = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
-            self._connection = sqlite3.connect(
-                where, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
-        except (sqlite3.DatabaseError, OSError) as error:
-            raise _in_words(path, error) from error
-        try:
-            self._prepare(readonly)
-        except EtudeError:
-            self._connection.close()
-            raise
 
-    def _prepare(self, readonly: bool) -> None:
-        self.execute("PRAGMA foreign_keys=ON")
-        if not readonly:
-            self.execute("PRAGMA journal_mode=WAL")
-            self.execute("PRAGMA synchronous=NORMAL")
-            if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
-                self._create()
-        found = self.value("SELECT value FROM meta WHERE key = 'format'")
-        if found != str(FORMAT):
-            raise LedgerError(
-                f"{self.path} has ledger format {found}",
-                f"this etude reads {FORMAT}",
-                hint="use the etude version that wrote the run",
-            )
+class Database(Protocol):
+    """One connection. The check that it was opened with runs before each outermost commit and may refuse it."""
 
-    def _create(self) -> None:
-        script = f"BEGIN IMMEDIATE; {_SCHEMA} INSERT INTO meta VALUES ('format', '{FORMAT}'); COMMIT;"
-        try:
-            self._connection.executescript(script)
-        except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+    def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
+        """All of `work`'s statements, or none; nested: an inner one that fails undoes only itself. A server that went
+        away in between has an outermost `work` run again from its beginning. `sync`: on the disk when it returns,
+        whatever happens to the machine."""
+        ...
 
-    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
-        """Run one statement. Outside `atomic` it commits by itself."""
-        try:
-            return self._connection.execute(sql, values)
-        except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+    def execute(self, sql: str, *values: Any) -> int:
+        """One statement; the number of rows that it changed. Outside `transact` it commits by itself."""
+        ...
 
     def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
-        """Run one statement for every row of values."""
-        try:
-            self._connection.executemany(sql, values)
-        except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
+        """One statement for every row of values."""
+        ...
 
-    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        try:
-            return self._connection.execute(sql, values).fetchall()
-        except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
-
-    def value(self, sql: str, *values: Any) -> Any:
-        """The first column of the first row; None when there is none."""
-        rows = self.rows(sql, *values)
-        return rows[0][0] if rows else None
-
-    @contextmanager
-    def atomic(self, *, sync: bool = False) -> Iterator[None]:
-        """All of the block's statements, or none. `sync`: on the disk, not only in the kernel, when it returns."""
-        level, self._depth = self._depth, self._depth + 1
-        self._sync_due = self._sync_due or sync
-        try:
-            self.execute(f"SAVEPOINT level{level}" if level else "BEGIN IMMEDIATE")
-            try:
-                yield
-                if not level and self._check:
-                    self._check()
-                self.execute(f"RELEASE level{level}" if level else "COMMIT")
-            except BaseException:
-                self._undo(level)
-                raise
-            if not level and self._sync_due:
-                self._sync()
-        finally:
-            self._depth = level
-            self._sync_due = self._sync_due and level > 0
-
-    def _undo(self, level: int) -> None:
-        if self._connection.in_transaction:  # a full disk may have rolled back already
-            self._connection.execute(f"ROLLBACK TO level{level}" if level else "ROLLBACK")
-            if level:
-                self._connection.execute(f"RELEASE level{level}")
-
-    def _sync(self) -> None:
-        try:
-            file = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise _in_words(self.path, error) from error
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
 
     def prove(self) -> None:
-        """Walk the whole file once. Raises `LedgerError` where a page, a row or a constraint is damaged."""
-        found = [said for (said,) in self.rows("PRAGMA quick_check(1)")]
-        if found != ["ok"]:
-            raise LedgerError(f"{self.path} is not a sound ledger", "; ".join(map(str, found)), hint=_HINT_COPY)
+        """Walk everything once. Raises `LedgerError` where it is damaged."""
+        ...
 
     def close(self) -> None:
         """Idempotent. An open transaction is undone."""
-        self._connection.close()
+        ...
 
 
-def _in_words(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
-    text = str(error)
-    if isinstance(error, OSError):
-        return StoreError(f"{path} refused", text, hint="look at the disk")
-    if not isinstance(error, sqlite3.OperationalError):
-        return LedgerError(f"{path} is not a sound ledger", text, hint=_HINT_COPY)
-    if "full" in text or "I/O" in text:
-        return StoreError(f"{path} cannot be written", text, hint="free disk space, then etude run --resume")
-    if "locked" in text:
-        return LedgerError(
-            f"waited {BUSY_TIMEOUT_S:g} s for the write lock of {path}",
-            text,
-            hint="another process writes this run: stop it, or wait",
+def open_database(
+    place: Path | str, *, readonly: bool = False, check: Callable[[], None] | None = None, said: Callable[[str], None]
+) -> Database:
+    """A path is an SQLite file, `postgresql://host/db#run_id` a schema on a server (`pip install 'etude[postgres]'`).
+    One that is not there is made, or with `readonly` a `NoLedger`. `said` is told of a server that was waited for."""
+    if is_server(place):
+        from etude.experience.postgres import PostgresDatabase
+
+        return PostgresDatabase(str(place), readonly=readonly, check=check, said=said)
+    from etude.experience.sqlite import SqliteDatabase
+
+    return SqliteDatabase(Path(place), readonly=readonly, check=check)
+
+
+def check_server(url: str) -> None:
+    """Raise what a run would end with whose config names this server: it is not there, lets nobody in, gives no right
+    to make a schema."""
+    from etude.experience.postgres import check
+
+    check(url)
+
+
+def is_server(place: Path | str) -> bool:
+    """Whether a place is a server's URL.
+
+    >>> is_server("postgresql://db.internal/etude#laptop-1a2b3c4d"), is_server(Path("ledger.sqlite"))
+    (True, False)
+    """
+    return isinstance(place, str) and place.startswith(SERVERS)
+
+
+def check_url(url: str) -> None:
+    """Raise `ValueError` for a server that a config may not name. The message quotes no secret."""
+    try:
+        parts = urlsplit(url)
+        options = parse_qs(parts.query)
+        _ = parts.port
+    except ValueError:
+        raise ValueError("experience.ledger cannot be read: write 'postgresql://host/database'") from None
+    if not url.startswith(SERVERS) or parts.fragment:
+        raise ValueError(
+            "experience.ledger is '' for a file in the run folder, or 'postgresql://host/database' "
+            "(more in its query, as libpq has it: '?service=NAME')"
         )
-    return LedgerError(f"{path} cannot be used", text, hint="check that the run folder exists and may be written")
+    if parts.password is not None or any(re.search("passw", name) for name in options):
+        raise ValueError(
+            "experience.ledger holds a password, and a run writes its config down: leave it out and put it into "
+            "PGPASSWORD, ~/.pgpass or a service file"
+        )
+
+
+def check_format(where: object, found: Any) -> None:
+    """Raise `LedgerError` unless the tables are those that this etude reads."""
+    if found != str(FORMAT):
+        raise LedgerError(
+            f"{where} has ledger format {found}",
+            f"this etude reads {FORMAT}",
+            hint="use the etude version that wrote the run",
+        )

@@ -1,5 +1,6 @@
 """The ledger: every rollout's state, durable, and what it produced. The conductor is its only writer.
 
+It lives in an SQLite file of the run folder, or in a schema of a PostgreSQL server: the statements are the same.
 A finished rollout and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained"
 means *in the lineage of the current weights*: after a restart `reconcile` is told the lineage and mends the rest.
 Slots are rows of their own (double entry): a rollout in a holding state has exactly one, checked at every commit.
@@ -8,30 +9,28 @@ See `docs/formats/ledger.md`. Knows nothing of how rollouts are run, of weights,
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any, TypeVar, cast
 
 from etude.errors import LedgerError
-from etude.experience.database import Database
-from etude.experience.groups import Finished, Group
-from etude.experience.rows import COLUMNS, Row, as_row
+from etude.experience.database import open_database
+from etude.experience.groups import Finished
+from etude.experience.lineage import Lineage, by_step
+from etude.experience.looking import FINISHED, SPEC, Looking
+from etude.experience.rows import Row
 from etude.experience.transitions import HOLDING, SETTLED, State, check
 from etude.records.completion import Version
 from etude.records.rollout import Graded, Invalid, Outcome, Rollout, RolloutSpec
 from etude.records.sample import Batch
-from etude.records.wire import pack, unpack
+from etude.records.wire import pack
 
-SPEC, FINISHED = "spec", "finished"
-"""Names of the blobs that the ledger itself keeps: a packed `RolloutSpec` and a packed `Finished`."""
-
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _LINEAGE = frozenset({State.BATCHED, State.TRAINED, State.NO_SIGNAL})
 _HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
@@ -47,8 +46,18 @@ class Reconciled:
     requeued: int  # were running
 
 
-class Ledger:
-    """An `ExperienceStore` in one SQLite file.
+def _atomic(method: F) -> F:
+    """All of a method's changes, or none; part of the transaction that it is called in, if there is one."""
+
+    @functools.wraps(method)
+    def whole(ledger: Ledger, *args: Any, **named: Any) -> Any:
+        return ledger._db.transact(lambda: method(ledger, *args, **named))
+
+    return cast("F", whole)
+
+
+class Ledger(Looking):
+    """An `ExperienceStore` in one SQLite file, or in one schema of a PostgreSQL server.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -58,30 +67,31 @@ class Ledger:
     ({}, (0, 8))
     """
 
-    def __init__(self, path: Path, *, capacity: int) -> None:
-        """Open or create. `capacity` is the number of slots; reopening with another one is a `LedgerError`."""
+    def __init__(self, place: Path | str, *, capacity: int, said: Callable[[str], None] = lambda _: None) -> None:
+        """Open or create, at a path or at `postgresql://host/database#run_id`. `capacity` is the number of slots;
+        reopening with another one is a `LedgerError`, as is a place that somebody else writes. `said` is told of a
+        server that was waited for."""
         self._capacity = capacity
-        self._db = Database(path, check=self._check_slots)
+        self._db = open_database(place, check=self._check_slots, said=said)
         found = self.recall("capacity")
         if found is None:
             self._create_slots()
         elif found != capacity:
             self.close()
             raise LedgerError(
-                f"{path} has {found} slots", f"asked for {capacity}", hint="resume a run with the config it began with"
+                f"{place} has {found} slots", f"asked for {capacity}", hint="resume a run with the config it began with"
             )
 
+    @_atomic
     def _create_slots(self) -> None:
-        with self._db.atomic():
-            self.remember("capacity", self._capacity)
-            for slot in range(self._capacity):
-                self._db.execute("INSERT INTO slots VALUES (?, NULL)", slot)
+        self.remember("capacity", self._capacity)
+        self._db.each("INSERT INTO slots VALUES (?, NULL)", [(slot,) for slot in range(self._capacity)])
 
     @classmethod
-    def reading(cls, path: Path) -> Ledger:
-        """Open to read only, beside a writer. Raises `LedgerError` when there is none."""
+    def reading(cls, place: Path | str) -> Ledger:
+        """Open to read only, beside a writer. Raises `NoLedger` when there is none."""
         ledger = cls.__new__(cls)
-        ledger._db = Database(path, readonly=True)
+        ledger._db = open_database(place, readonly=True, said=lambda _: None)
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
@@ -94,78 +104,54 @@ class Ledger:
 
     # The seam: ExperienceStore
 
+    @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
         """One transition. `LedgerError` when the table forbids it, or when a slot is needed and none is free."""
-        with self._db.atomic():
-            self._move(self.row(rollout_id), State(to), reason, facts)
+        self._move(self.row(rollout_id), State(to), reason, facts)
 
+    @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
         """Keep bytes under a rollout's name, durable with the transaction; the last put wins."""
-        with self._db.atomic():
-            self.row(rollout_id)
-            self._put(rollout_id, name, data)
+        self.row(rollout_id)
+        self._put(rollout_id, name, data)
 
-    def get(self, rollout_id: str, name: str) -> bytes | None:
-        data: bytes | None = self._db.value(
-            "SELECT data FROM blobs WHERE rollout_id = ? AND name = ?", rollout_id, name
-        )
-        return data
-
-    def states(self) -> dict[str, int]:
-        return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
-
+    @_atomic
     def transaction(self, work: Callable[[], None]) -> None:
-        """All of `work`'s changes, or none. May be nested."""
-        with self._db.atomic():
-            work()
+        """All of `work`'s changes, or none. May be nested. Where a server went away in between `work` is called again:
+        it changes nothing but the ledger."""
+        work()
 
     # The life of a rollout
 
+    @_atomic
     def admit(self, spec: RolloutSpec) -> None:
         """A new rollout takes a slot. Its place in the order of admission is final."""
-        with self._db.atomic():
-            if self._db.value("SELECT 1 FROM rollouts WHERE rollout_id = ?", spec.rollout_id):
-                raise LedgerError(f"rollout {spec.rollout_id} was admitted before", hint="count groups on, never reuse")
-            self._db.execute(
-                "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES (?, ?, ?, ?)",
-                *(spec.rollout_id, spec.group_id, State.ADMITTED, spec.attempt),
-            )
-            self._take_slot(spec.rollout_id, grow=False)
-            self._log(spec.rollout_id, None, State.ADMITTED, spec.attempt, "", {})
-            self._put(spec.rollout_id, SPEC, pack(spec))
+        if self._value("SELECT 1 FROM rollouts WHERE rollout_id = ?", spec.rollout_id):
+            raise LedgerError(f"rollout {spec.rollout_id} was admitted before", hint="count groups on, never reuse")
+        if not self._value("SELECT 1 FROM rollouts WHERE group_id = ? LIMIT 1", spec.group_id):
+            self.remember("groups", self.num_groups() + 1)
+        self._db.execute(
+            "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES (?, ?, ?, ?)",
+            *(spec.rollout_id, spec.group_id, State.ADMITTED, spec.attempt),
+        )
+        self._take_slot(spec.rollout_id, grow=False)
+        self._log(spec.rollout_id, None, State.ADMITTED, spec.attempt, "", {})
+        self._put(spec.rollout_id, SPEC, pack(spec))
 
-    def spec(self, rollout_id: str) -> RolloutSpec:
-        """What to run, at the attempt that the ledger counts."""
-        spec = self._record(rollout_id, SPEC, RolloutSpec)
-        if spec is None:
-            raise LedgerError(f"rollout {rollout_id} has no spec left", "it was pruned", hint="it has ended: skip it")
-        return msgspec.structs.replace(spec, attempt=self.row(rollout_id).attempt)
-
-    def waiting(self) -> list[str]:
-        """Rollouts that want a worker, in order of admission."""
-        return self._ids("state IN (?, ?)", State.ADMITTED, State.REQUEUED)
-
-    def next_waiting(self) -> str | None:
-        """The first of `waiting`, without looking at the others."""
-        first = "SELECT min(position) AS position FROM rollouts WHERE state = ?"
-        sql = f"SELECT rollout_id FROM rollouts WHERE position = (SELECT min(position) FROM ({first} UNION {first}))"
-        found: str | None = self._db.value(sql, State.ADMITTED, State.REQUEUED)
-        return found
-
+    @_atomic
     def finish(self, rollout: Rollout, outcome: Outcome) -> bool:
         """Store what a worker returned and how it was judged. False: of an attempt that no longer counts; nothing
         is changed (the answer of a worker given up for dead, or a second delivery)."""
-        with self._db.atomic():
-            row = self.row(rollout.rollout_id)
-            if row.state is not State.RUNNING or row.attempt != rollout.attempt:
-                return False
-            self._end(row, Finished(rollout_id=row.rollout_id, outcome=outcome, rollout=rollout))
+        row = self.row(rollout.rollout_id)
+        if row.state is not State.RUNNING or row.attempt != rollout.attempt:
+            return False
+        self._end(row, Finished(rollout_id=row.rollout_id, outcome=outcome, rollout=rollout))
         return True
 
+    @_atomic
     def fail(self, rollout_id: str, invalid: Invalid) -> None:
         """A running or requeued rollout becomes invalid and left nothing: its worker died once too often."""
-        with self._db.atomic():
-            self._end(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))
+        self._end(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))
 
     def _end(self, row: Row, finished: Finished) -> None:
         outcome = finished.outcome
@@ -182,116 +168,92 @@ class Ledger:
 
     # Groups and batches
 
-    def open_groups(self) -> list[str]:
-        """Groups that no batch has taken, in order of admission."""
-        sql = "SELECT group_id FROM rollouts WHERE batch_id IS NULL GROUP BY group_id ORDER BY min(position)"
-        return [group_id for (group_id,) in self._db.rows(sql)]
-
-    def num_groups(self) -> int:
-        """Groups ever admitted: the index of the next one."""
-        return int(self._db.value("SELECT count(DISTINCT group_id) FROM rollouts"))
-
-    def group_ready(self, group_id: str) -> bool:
-        """Whether nothing is awaited any more from any member."""
-        states = [state for (state,) in self._db.rows("SELECT state FROM rollouts WHERE group_id = ?", group_id)]
-        return bool(states) and all(State(state) in SETTLED for state in states)
-
-    def was_batched(self, group_id: str) -> bool:
-        """Whether any batch ever took the group, one of a lost lineage included."""
-        sql = "SELECT 1 FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id = ? AND transitions.state = ?"
-        return bool(self._db.rows(f"{sql} LIMIT 1", group_id, State.BATCHED))
-
-    def group(self, group_id: str) -> Group:
-        """The group with what is stored of it. A record that cannot be read is a `LedgerError`."""
-        ids = sorted(self._ids("group_id = ?", group_id))
-        hidden = set(self._ids("group_id = ? AND state IN (?, ?)", group_id, State.QUARANTINED, State.CANCELLED))
-        found = [self._record(i, FINISHED, Finished) for i in ids if i not in hidden]
-        return Group(group_id=group_id, rollout_ids=tuple(ids), finished=tuple(f for f in found if f is not None))
-
     def batch(self, batch: Batch) -> None:
         """The batch takes its groups: graded members become batched. On the disk when it returns, so that what a
         version's manifest lists is known here even after a power cut."""
         sampled = {sample.rollout_id for sample in batch.samples}
-        with self._db.atomic(sync=True):
+
+        def take() -> None:
             for rollout_id in batch.rollout_ids:
-                row = self.row(rollout_id)
-                if row.batch_id is not None:
-                    raise LedgerError(
-                        f"rollout {rollout_id} is in batch {row.batch_id}",
-                        f"{batch.batch_id} wants it too",
-                        hint="a rollout is trained once: form batches from open_groups()",
-                    )
-                if row.state is State.GRADED:
-                    self._move(row, State.BATCHED, facts={"batch_id": batch.batch_id, "step": batch.step})
-                elif row.state not in SETTLED:
-                    raise LedgerError(
-                        f"batch {batch.batch_id} wants rollout {rollout_id}",
-                        f"which is {row.state}",
-                        hint="wait until its group is ready",
-                    )
+                self._take(self.row(rollout_id), batch)
                 self._db.execute(
                     "UPDATE rollouts SET batch_id = ?, step = ?, has_sample = ? WHERE rollout_id = ?",
                     *(batch.batch_id, batch.step, int(rollout_id in sampled), rollout_id),
                 )
 
-    def commit(self, rollout_ids: Iterable[str], version: Version) -> None:
+        self._db.transact(take, sync=True)
+
+    def _take(self, row: Row, batch: Batch) -> None:
+        if row.batch_id is not None:
+            raise LedgerError(
+                f"rollout {row.rollout_id} is in batch {row.batch_id}",
+                f"{batch.batch_id} wants it too",
+                hint="a rollout is trained once: form batches from open_groups()",
+            )
+        if row.state is State.GRADED:
+            self._move(row, State.BATCHED, facts={"batch_id": batch.batch_id, "step": batch.step})
+        elif row.state not in SETTLED:
+            raise LedgerError(
+                f"batch {batch.batch_id} wants rollout {row.rollout_id}",
+                f"which is {row.state}",
+                hint="wait until its group is ready",
+            )
+
+    @_atomic
+    def commit(self, rollout_ids: Collection[str], version: Version) -> None:
         """The version that learned from these is published: batched becomes trained, or no-signal without a sample."""
-        ids = list(rollout_ids)
-        with self._db.atomic():
-            for row in map(self.row, ids):
-                if row.state is State.BATCHED:
-                    self._trained(row, f"in {version}")
-            self._db.each("UPDATE rollouts SET version = ? WHERE rollout_id = ?", [(str(version), i) for i in ids])
+        for row in map(self.row, rollout_ids):
+            if row.state is State.BATCHED:
+                self._trained(row, f"in {version}")
+        self._db.each("UPDATE rollouts SET version = ? WHERE rollout_id = ?", [(str(version), i) for i in rollout_ids])
 
     def _trained(self, row: Row, reason: str) -> None:
         self._move(row, State.TRAINED if row.has_sample else State.NO_SIGNAL, reason, {"step": row.step})
 
-    def reconcile(self, lineage: Iterable[str]) -> Reconciled:
-        """Agree with the weights after a restart. `lineage` is every rollout id in the manifests of the lineage that
-        the learner goes on from. What was trained only outside of it is free again; what was running runs again."""
-        kept, trained, freed, requeued = set(lineage), 0, 0, 0
-        with self._db.atomic():
-            for row in self.rows():
-                if row.state is State.RUNNING:
-                    self.move(row.rollout_id, State.REQUEUED, reason="the run was interrupted")
-                    requeued += 1
-                elif row.batch_id is None:
-                    continue
-                elif row.rollout_id in kept:
+    @_atomic
+    def reconcile(self, lineage: Lineage, *, believed: Callable[[], int] = lambda: 0) -> Reconciled:
+        """Agree with the weights after a restart. `lineage` is what the manifests list of the lineage that the learner
+        goes on from: it is read again where a server went away. What was trained only outside of it is free again; what
+        was running runs again. `believed`, asked once the lineage was read: a step up to which the ledger itself stands
+        in for manifests."""
+        trained, freed, running = 0, 0, self.rows(states=[State.RUNNING])
+        for row in running:
+            self._move(row, State.REQUEUED, "the run was interrupted")
+        for step, kept in by_step(lineage, self.steps(), believed=believed):
+            for row in self.rows(step=step):
+                if kept is None or row.rollout_id in kept:
                     if row.state is State.BATCHED:
                         self._trained(row, "found in the lineage")
                         trained += 1
                 else:
                     freed += row.state in _LINEAGE
                     self._free(row)
-        return Reconciled(trained=trained, freed=freed, requeued=requeued)
-
-    def consumed(self, step: int) -> list[str]:
-        """Rollouts that a batch of this version step or an older one took, in order of admission."""
-        return self._ids("batch_id IS NOT NULL AND step <= ?", step)
+        return Reconciled(trained=trained, freed=freed, requeued=len(running))
 
     def _free(self, row: Row) -> None:
         """The step that took this rollout is not in the lineage: its group is open again."""
+        if row.step is not None and row.step <= int(self.recall("pruned") or 0):
+            self.remember("pruned", row.step - 1)  # the steps from here on will be made again
         if row.state in _LINEAGE:
-            self.move(row.rollout_id, State.REQUEUED, reason=f"{row.batch_id} is not in the lineage")
-            self.move(row.rollout_id, State.GRADED, reason="its stored outcome stands")
+            self._move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage")
+            self._move(self.row(row.rollout_id), State.GRADED, "its stored outcome stands")
         self._db.execute(
             "UPDATE rollouts SET batch_id = NULL, step = NULL, has_sample = NULL, version = NULL WHERE rollout_id = ?",
             row.rollout_id,
         )
 
+    @_atomic
     def prune(self, step: int) -> int:
         """Drop the blobs of rollouts consumed at or before a version step: call it with the oldest step that a
         restart can still go back to. Returns how many blobs went; their traces stay."""
-        sql = "DELETE FROM blobs WHERE rollout_id IN (SELECT rollout_id FROM rollouts WHERE step <= ? AND state != ?)"
-        with self._db.atomic():
-            return self._db.execute(sql, step, State.BATCHED).rowcount
+        before, batched = int(self.recall("pruned") or 0), State.BATCHED
+        spent = "SELECT rollout_id FROM rollouts WHERE step > ? AND step <= ? AND state != ?"
+        gone = self._db.execute(f"DELETE FROM blobs WHERE rollout_id IN ({spent})", before, step, batched)
+        left = self._value("SELECT min(step) FROM rollouts WHERE state = ? AND step <= ?", batched, step)
+        self.remember("pruned", max(before, step if left is None else left - 1))
+        return gone
 
     # Notes that must move together with the rollouts
-
-    def cursor(self, split: str) -> int:
-        """Index of the next task of a split."""
-        return int(self.recall(f"cursor.{split}") or 0)
 
     def move_cursor(self, split: str, index: int) -> None:
         """Call it in the transaction that admits the task at `index - 1`."""
@@ -299,61 +261,14 @@ class Ledger:
 
     def remember(self, key: str, value: Any) -> None:
         """Keep a small JSON value."""
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
-
-    def recall(self, key: str) -> Any:
-        """The value kept under `key`; None when there is none."""
-        text = self._db.value("SELECT value FROM meta WHERE key = ?", key)
-        return None if text is None else json.loads(text)
-
-    # Looking
-
-    def row(self, rollout_id: str) -> Row:
-        """`LedgerError` when there is no such rollout."""
-        found = self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id = ?", rollout_id)
-        if not found:
-            raise LedgerError(f"rollout {rollout_id} is not in the ledger", hint="list them: etude rollouts list RUN")
-        return as_row(found[0])
-
-    def rows(self) -> list[Row]:
-        """Every rollout, in order of admission."""
-        return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts ORDER BY position")]
-
-    def history(self, rollout_id: str) -> list[dict[str, Any]]:
-        """Every transition of a rollout, oldest first."""
-        sql = "SELECT t, origin, state, attempt, reason, facts FROM transitions WHERE rollout_id = ? ORDER BY number"
-        names = ("t", "origin", "state", "attempt", "reason")
-        return [
-            {**dict(zip(names, values, strict=True)), **json.loads(facts)}
-            for *values, facts in self._db.rows(sql, rollout_id)
-        ]
-
-    def slots(self) -> tuple[int, int]:
-        """(held, all). All is the capacity; it is more only while a lost lineage's rollouts are trained again."""
-        held, count = self._db.rows("SELECT count(rollout_id), count(*) FROM slots")[0]
-        return int(held), int(count)
-
-    def slot_holders(self) -> list[str]:
-        return [i for (i,) in self._db.rows("SELECT rollout_id FROM slots WHERE rollout_id IS NOT NULL")]
-
-    def _ids(self, where: str, *values: Any) -> list[str]:
-        return [
-            i for (i,) in self._db.rows(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY position", *values)
-        ]
-
-    def _record(self, rollout_id: str, name: str, kind: type[T]) -> T | None:
-        data = self.get(rollout_id, name)
-        try:
-            return None if data is None else unpack(data, kind)
-        except ValueError as error:
-            raise LedgerError(
-                f"the {name} of rollout {rollout_id} cannot be read", str(error), hint="quarantine it and go on"
-            ) from error
+        sql = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+        self._db.execute(sql, key, json.dumps(value))
 
     # Writing
 
     def _put(self, rollout_id: str, name: str, data: bytes) -> None:
-        self._db.execute("INSERT OR REPLACE INTO blobs VALUES (?, ?, ?)", rollout_id, name, data)
+        sql = "INSERT INTO blobs VALUES (?, ?, ?) ON CONFLICT (rollout_id, name) DO UPDATE SET data = excluded.data"
+        self._db.execute(sql, rollout_id, name, data)
 
     def _move(self, row: Row, to: State, reason: str = "", facts: Mapping[str, Any] = MappingProxyType({})) -> None:
         """One transition of a row that was just read, inside a transaction of the caller."""
@@ -386,11 +301,11 @@ class Ledger:
         )
 
     def _take_slot(self, rollout_id: str, *, grow: bool) -> None:
-        free = self._db.value("SELECT min(slot) FROM slots WHERE rollout_id IS NULL")
+        free = self._value("SELECT min(slot) FROM slots WHERE rollout_id IS NULL")
         if free is not None:
             self._db.execute("UPDATE slots SET rollout_id = ? WHERE slot = ?", rollout_id, free)
         elif grow:
-            self._db.execute("INSERT INTO slots (rollout_id) VALUES (?)", rollout_id)
+            self._db.execute("INSERT INTO slots SELECT max(slot) + 1, CAST(? AS text) FROM slots", rollout_id)
         else:
             raise LedgerError(
                 f"no slot is free for rollout {rollout_id}",
@@ -399,7 +314,7 @@ class Ledger:
             )
 
     def _release_slot(self, rollout_id: str) -> None:
-        if self._db.value("SELECT count(*) FROM slots") > self._capacity:
+        if self._value("SELECT count(*) FROM slots") > self._capacity:
             self._db.execute("DELETE FROM slots WHERE rollout_id = ?", rollout_id)
         else:
             self._db.execute("UPDATE slots SET rollout_id = NULL WHERE rollout_id = ?", rollout_id)

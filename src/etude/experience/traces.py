@@ -11,13 +11,14 @@ work was done. Knows nothing of SQLite and of what made the batch.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +31,7 @@ from etude.records.rollout import Boundary, Graded, Invalid, Path
 from etude.records.sample import Batch, Sample
 from etude.records.task import Trust
 from etude.records.wire import I32, pack
+from etude.seams import BlobStore
 
 FORMAT = 1
 _KEY = b"etude.batch"
@@ -91,7 +93,7 @@ class Recorded:
 class Index:
     """What an audit needs of a trace file."""
 
-    path: FilePath
+    path: File
     batch_id: str
     step: int
     rollout_ids: frozenset[str]
@@ -99,9 +101,56 @@ class Index:
     graded: frozenset[str]
 
 
-def trace_path(folder: FilePath, step: int) -> FilePath:
-    """Where the batch of a version step is kept."""
-    return folder / f"batch-{step:06d}.parquet"
+@dataclass(frozen=True)
+class InStore:
+    """A trace in a blob store: as much of a path as is asked of one here."""
+
+    store: BlobStore
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.store!r}"
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        """All of its bytes. `FileNotFoundError` when it is not there."""
+        try:
+            return io.BytesIO(self.store.get(self.name))
+        except KeyError:
+            raise FileNotFoundError(self.name) from None
+
+    def exists(self) -> bool:
+        try:
+            self.store.get(self.name, 0, 1)
+        except KeyError:
+            return False
+        return True
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        self.store.delete(self.name)
+
+    def replace(self, data: bytes) -> None:
+        """Objects are immutable: other bytes are put once the old ones are gone. A step whose trace is neither has not
+        been trained yet."""
+        if self.exists() and self.store.get(self.name) != data:
+            self.store.delete(self.name)
+        self.store.put(self.name, data)
+
+
+Folder = FilePath | BlobStore
+File = FilePath | InStore
+
+
+def trace_path(folder: Folder, step: int) -> File:
+    """Where the batch of a version step is kept, in a folder or a store."""
+    name = f"batch-{step:06d}.parquet"
+    return folder / name if isinstance(folder, FilePath) else InStore(folder, name)
+
+
+def recorded(folder: Folder) -> list[int]:
+    """The steps that there are traces of, in order."""
+    names = [path.name for path in folder.glob("batch-*")] if isinstance(folder, FilePath) else folder.list("batch-")
+    found = [name.removeprefix("batch-").removesuffix(".parquet") for name in names if name.endswith(".parquet")]
+    return sorted(int(digits) for digits in found if digits.isdigit())
 
 
 def batch_digest(batch: Batch) -> str:
@@ -112,13 +161,13 @@ def batch_digest(batch: Batch) -> str:
 
 
 def write_trace(
-    folder: FilePath,
+    folder: Folder,
     batch: Batch,
     groups: Sequence[Group],
     *,
     computed_by: Mapping[str, str] | None = None,
     settings: Mapping[str, Any] | None = None,
-) -> FilePath:
+) -> File:
     """Write a batch and the groups it was made of; complete or absent, and durable when it returns. `computed_by`: what
     the learner that will train on it says of itself; `settings`: those of its settings that are not the config's."""
     samples: dict[str, list[Sample]] = {}
@@ -184,7 +233,11 @@ def _columns(path: Path) -> dict[str, Any]:
     }
 
 
-def _write(path: FilePath, table: pa.Table) -> None:
+def _write(path: File, table: pa.Table) -> None:
+    if isinstance(path, InStore):
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
+        return path.replace(buffer.getvalue())
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +258,7 @@ def _write(path: FilePath, table: pa.Table) -> None:
         ) from error
 
 
-def read_trace(path: FilePath) -> Recorded:
+def read_trace(path: File) -> Recorded:
     """The batch, equal to what was written, and every rollout's outcome. A damaged file is a `LedgerError`."""
     table, facts = _read(path)
     try:
@@ -236,7 +289,7 @@ def read_trace(path: FilePath) -> Recorded:
     return Recorded(batch, tuple(judged.values()), computed_by, settings)
 
 
-def read_rollout(path: FilePath, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
+def read_rollout(path: File, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
     """A rollout's outcome and the tokens of each of its paths, [T] int32; None when the file has none of that name. A
     damaged file is a `LedgerError`."""
     table, _ = _read(path, columns=[*_JUDGED, "token_ids"])
@@ -250,7 +303,7 @@ def read_rollout(path: FilePath, rollout_id: str) -> tuple[Graded | Invalid | No
         raise _damaged(path, error) from error
 
 
-def read_index(path: FilePath) -> Index:
+def read_index(path: File) -> Index:
     """Which rollouts a trace file holds, without reading their tokens."""
     table, facts = _read(path, columns=["rollout_id", "in_batch", "reward"])
     rows = table.to_pylist()
@@ -264,7 +317,7 @@ def read_index(path: FilePath) -> Index:
     )
 
 
-def _read(path: FilePath, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
+def _read(path: File, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
     try:
         with (
             path.open("rb") as handle,
@@ -288,7 +341,7 @@ def _read(path: FilePath, columns: list[str] | None = None) -> tuple[pa.Table, d
         raise _damaged(path, error) from error
 
 
-def _damaged(path: FilePath, error: Exception) -> LedgerError:
+def _damaged(path: File, error: Exception) -> LedgerError:
     return LedgerError(
         f"{path} is not a sound trace",
         f"{type(error).__name__}: {error}",

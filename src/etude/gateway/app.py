@@ -35,7 +35,7 @@ from etude.gateway.requests import Asked, ChatRequest, TextRequest, read_request
 from etude.gateway.seam import Chat
 from etude.gateway.streams import ChatStream, TextStream, broken
 from etude.gateway.tree import Node, TokenTree, chain
-from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason
+from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic
 from etude.records.wire import I32
 from etude.seams import Policy, told
 
@@ -258,6 +258,7 @@ class Gateway:
             routes_from=None,
             deadline_s=self.config.deadline_s,
             keep_session=keep,
+            traffic=Traffic.PRODUCTION,
         )
 
     def _told(self, asking: Asking, completion: Completion) -> Answer:

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 class Counters:
     """Totals; written by the stepping thread only, read by anybody."""
 
-    requests: int = 0  # completed
+    requests: int = 0  # completed, of both classes
+    production_requests: int = 0  # of those, production's
+    production_tokens: int = 0  # decoded for production
+    production_wait_s: float = 0.0  # from arrival to the first token, of production's in all
+    rollouts_preempted: int = 0  # had to start again, for production
     failed: int = 0  # cancelled, late, or refused
     steps: int = 0
     tokens: int = 0  # decoded

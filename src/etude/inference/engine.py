@@ -315,7 +315,13 @@ class ReferenceEngine:
         sampled = self._runner.step(plan)
         counters.tokens += len(sampled)
         counters.steps += 1
+        counters.rollouts_preempted = self._scheduler.num_preempted
         for running in sampled:
+            if running.production:
+                counters.production_tokens += 1
+                if len(running.token_ids) == 1:
+                    arrived = running.deadline - running.request.deadline_s
+                    counters.production_wait_s += time.monotonic() - arrived
             if running.finished:
                 self._finish(running)
             elif running.told is not None:
@@ -359,6 +365,7 @@ class ReferenceEngine:
         request = running.request
         self.counters.failed += failed
         self.counters.requests += not failed
+        self.counters.production_requests += running.production and not failed
         if request.pin_step is not None:
             self._pins.leave(request.session_id, now=time.monotonic(), coming_back=request.keep_session)
 

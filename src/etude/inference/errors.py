@@ -24,6 +24,10 @@ class EngineBusy(EngineError):
     """The engine's queue is full (HTTP 503); a little later, or elsewhere, the request may be served."""
 
 
+class NotRegistered(EngineError):
+    """An engine whose lease has ended, or that never joined (HTTP 410): it joins again."""
+
+
 class EngineGone(EngineError):
     """Nobody answers at the engine's address, or the connection broke. Raised by clients only."""
 
@@ -32,6 +36,7 @@ _KINDS: dict[str, tuple[int, type[EngineError]]] = {
     "malformed": (400, MalformedRequest),
     "unauthorised": (401, Unauthorised),
     "behind": (409, EngineBehind),
+    "not-registered": (410, NotRegistered),
     "context": (413, ContextFull),
     "busy": (503, EngineBusy),
     "failed": (503, EngineError),

@@ -4,6 +4,10 @@ A session stays with its engine, whose KV it extends. An engine that is gone, or
 holds a request, is left alone for a while and its work is sent elsewhere under the same request id: sampling is
 keyed, so a repeat is the same completion. Everything ends at the request's deadline, with an error that names what
 was waited for. Nothing runs in the background; engines may come and go at any time.
+
+What a registry knows of an engine (`tell`) bounds what it is given: nothing new to one that is drained or stands by, no
+new session where its free KV tokens are spoken for, and rather not what it would have to catch up for. Production goes
+before rollouts: no bound holds it back here, and engines take it first.
 """
 
 from __future__ import annotations
@@ -13,18 +17,21 @@ import contextlib
 import enum
 import hashlib
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference.errors import EngineBusy, EngineGone, MalformedRequest, Unauthorised
-from etude.records.completion import Completion, CompletionRequest
+from etude.inference.membership import Listed, State
+from etude.records.completion import Completion, CompletionRequest, Traffic
 from etude.seams import Engine, told
 
 REST_S = 2.0  # how long an engine that was gone is left alone
 RETRY_S = 0.05  # between two tries when nobody could serve
+PACE_WEIGHT = 0.1  # of the newest request in a member's pace
 MAX_SESSIONS = 65_536  # remembered at most; the one unused for longest is forgotten
 
 
@@ -40,8 +47,46 @@ class _Member:
     name: str
     engine: Engine
     num_running: int = 0
+    num_production: int = 0  # of those
     rests_until: float = 0.0  # on the monotonic clock
     probe: asyncio.Task[bool] | None = None  # one question at a time, whoever waits
+    takes_new: bool = True
+    step: int | None = None  # None: unknown
+    size: int = 1  # sequences that it decodes together
+    region: str = ""
+    pace_s: float = 0.0  # a moving average of how long a request takes, from here; 0: none has been served yet
+    kv_tokens: int | None = None  # free when it was last told of, less what it was given since; None: unbounded
+
+    def rank(self, request: CompletionRequest, typical_s: float) -> tuple[bool, float, float, str]:
+        """Whom a new session goes to: the member for which this is least. The requests that run count for as long as
+        one takes here, so that a far or slow region gets fewer; `typical_s` stands in where none was served yet."""
+        behind = self.step is not None and self.step < request.min_step
+        production = self.num_production if request.traffic is Traffic.PRODUCTION else 0
+        pace_s = (self.pace_s or typical_s) if self.region else 1.0
+        return behind, production / self.size, (self.num_running + 1) / self.size * pace_s, self.name
+
+    def served(self, seconds: float) -> None:
+        """A request was served from beginning to end."""
+        self.pace_s += (seconds - self.pace_s) * (PACE_WEIGHT if self.pace_s else 1.0)
+
+    def has_room(self, request: CompletionRequest) -> bool:
+        return self.kv_tokens is None or self.kv_tokens >= needed(request)
+
+    @contextlib.contextmanager
+    def serving(self, request: CompletionRequest) -> Iterator[None]:
+        """Counted while the block runs."""
+        production = request.traffic is Traffic.PRODUCTION
+        self._count(1, production, needed(request))
+        try:
+            yield
+        finally:
+            self._count(-1, production, -needed(request))
+
+    def _count(self, number: int, production: bool, kv_tokens: int) -> None:
+        self.num_running += number
+        self.num_production += number * production
+        if self.kv_tokens is not None:
+            self.kv_tokens -= kv_tokens
 
 
 @dataclass
@@ -75,6 +120,7 @@ class Fleet:
         self.assignment, self.heartbeat_s = assignment, heartbeat_s
         self._members = {name: _Member(name, engine) for name, engine in engines.items()}
         self._sessions: dict[str, str] = {}  # session -> engine's name, the one unused for longest first
+        self._regions: dict[str, str] = {}  # group -> region of its newest session, the same way
         self._changed = asyncio.Event()
 
     @property
@@ -91,6 +137,22 @@ class Fleet:
     def remove(self, name: str) -> None:
         """It gets nothing new; what it still serves goes on. Unknown names are fine."""
         self._members.pop(name, None)
+
+    def tell(self, name: str, listed: Listed) -> None:
+        """What a registry knows of a member by now. Unknown names are fine."""
+        member = self._members.get(name)
+        if member is not None:
+            member.takes_new, member.step = listed.state is State.SERVING, listed.step
+            member.region = listed.region
+            member.size, member.kv_tokens = max(1, listed.max_sequences), listed.kv_tokens_free
+
+    def sessions(self) -> dict[str, int]:
+        """How many sessions each engine has, those between two calls included."""
+        return dict(Counter(self._sessions.values()))
+
+    def forget(self, session_id: str) -> None:
+        """The session will not come back. Unknown ones are fine."""
+        self._sessions.pop(session_id, None)
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `seams.Policy`. `MalformedRequest` and `ContextFull` are the caller's own and raised at once."""
@@ -130,6 +192,8 @@ class Fleet:
         while at.left_s > 0:
             member = self._choose(at)
             if member is not None:
+                self._regions.pop(group_of(at.request), None)
+                self._regions[group_of(at.request)] = member.region
                 return member
             if at.hopeless and at.hopeless >= self._members.keys():
                 raise next(iter(at.refused.values()))
@@ -138,35 +202,43 @@ class Fleet:
         raise _nobody(at)
 
     def _choose(self, at: _Try) -> _Member | None:
-        """The session's engine if it may be asked, else the assignment's; None: nobody may be asked now."""
+        """The session's engine if it may be asked, else the assignment's, in the region of the session's group where
+        that has room: what a region loses are whole groups, and few. None: nobody may be asked now."""
         now, out = time.monotonic(), at.skipped | at.hopeless
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
         home = self._sessions.get(at.request.session_id)
         for member in able:
             if member.name == home:
                 return member
+        able, group = [m for m in able if m.takes_new], group_of(at.request)
         if self.assignment is Assignment.STABLE:
-            group = at.request.session_id.rpartition(".")[0] or at.request.session_id
             return max(able, key=lambda m: hashlib.sha256(f"{group}\0{m.name}".encode()).digest(), default=None)
-        return min(able, key=lambda m: (m.num_running, m.name), default=None)
+        if at.request.traffic is Traffic.ROLLOUT:
+            able = [m for m in able if m.has_room(at.request)]
+            able = [m for m in able if m.region == self._regions.get(group)] or able
+        paces = [m.pace_s for m in able if m.pace_s]
+        typical_s = sum(paces) / len(paces) if paces else 1.0
+        return min(able, key=lambda m: m.rank(at.request, typical_s), default=None)
 
     async def _serve(self, member: _Member, at: _Try) -> Completion:
         """Ask one engine, and while it works, whether it still answers."""
-        member.num_running += 1
         asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
-        work = asyncio.ensure_future(member.engine.generate(asked))
-        try:
-            while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
-                if not await self._answers(member):
-                    raise EngineGone(
-                        f"{member.name} holds request {at.request.request_id} and does not answer",
-                        f"asked for its state, with {self.heartbeat_s:g} s of patience",
-                        hint="it hangs or its host is gone: restart it",
-                    )
-            return work.result()
-        finally:
-            member.num_running -= 1
-            work.cancel()
+        with member.serving(asked):
+            began = time.monotonic()
+            work = asyncio.ensure_future(member.engine.generate(asked))
+            try:
+                while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
+                    if not await self._answers(member):
+                        raise EngineGone(
+                            f"{member.name} holds request {at.request.request_id} and does not answer",
+                            f"asked for its state, with {self.heartbeat_s:g} s of patience",
+                            hint="it hangs or its host is gone: restart it",
+                        )
+                completion = work.result()
+                member.served(time.monotonic() - began)
+                return completion
+            finally:
+                work.cancel()
 
     async def _answers(self, member: _Member) -> bool:
         if member.probe is None or member.probe.done():
@@ -211,20 +283,28 @@ class Fleet:
         self._sessions.pop(request.session_id, None)
         if request.keep_session:
             self._sessions[request.session_id] = member.name
-        if len(self._sessions) > MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        for remembered in (self._sessions, self._regions):
+            if len(remembered) > MAX_SESSIONS:
+                del remembered[next(iter(remembered))]
 
 
 async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Completion]:
     """What one engine tells, counted as running there meanwhile."""
     asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
-    member.num_running += 1
-    try:
+    with member.serving(asked):
         async with contextlib.aclosing(told(member.engine, member.engine.generate, asked)) as parts:
             async for part in parts:
                 yield part
-    finally:
-        member.num_running -= 1
+
+
+def group_of(request: CompletionRequest) -> str:
+    """The group of its session."""
+    return request.session_id.rpartition(".")[0] or request.session_id
+
+
+def needed(request: CompletionRequest) -> int:
+    """KV tokens that a request may come to fill."""
+    return len(request.prompt_ids) + request.sampling.max_tokens
 
 
 async def _is_well(engine: Engine, patience_s: float) -> bool:

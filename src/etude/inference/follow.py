@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol
 
@@ -21,6 +21,7 @@ import torch
 
 from etude.errors import EtudeError, WeightsError
 from etude.inference.engine import ReferenceEngine, Swapped
+from etude.records.adapter import modules
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights import Tensor, Update, content_digest, tensor_digest
@@ -29,6 +30,8 @@ from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, Codes, DType
 
 TROUBLE_REST_S = 0.5
+NO_VERSION = Version(step=-1, incarnation="00000000", digest="0" * 64)
+"""Of weights that are nobody's: under every step that can be asked for."""
 
 
 class Chain(Protocol):
@@ -43,9 +46,16 @@ class Chain(Protocol):
     def tensors(self) -> Mapping[str, Tensor]: ...
 
 
+Live = tuple[Mapping[str, torch.Tensor], Sequence[Derived]]
+"""Live memory under its published names, and what is computed of it."""
+Adapted = Callable[[Mapping[str, Tensor]], Live]
+"""Live memory for an adapter, by its published tensors. Raises `EtudeError` for one that cannot be served."""
+
+
 class Following:
     """Follows from `start_at_head` to `stop`. `views` are the live weights under their published names;
-    `derived` says what is computed of them, such as what packed ones decode to.
+    `derived` says what is computed of them, such as what packed ones decode to. `adapted`: what is live instead, where
+    adapters are published.
 
     `poll_s`: the rest between two questions to the chain; 0 for one that waits for news itself. On a device what is
     prepared and compared runs on a stream of its own, beside the steps.
@@ -58,11 +68,14 @@ class Following:
         chain: Chain,
         *,
         derived: Sequence[Derived] = (),
+        adapted: Adapted | None = None,
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
         self.engine, self.chain, self.poll_s = engine, chain, poll_s
-        self._target = Target(Map(named(views), derived=derived))
+        self._live: Live = views, derived
+        self._adapted = adapted
+        self._target_made: Target | None = None
         devices = {view.device for view in views.values() if view.device.type == "cuda"}
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None  # type: ignore[no-untyped-call]
         self._telemetry = telemetry
@@ -73,6 +86,10 @@ class Following:
     def start_at_head(self) -> None:
         """Adopt what is there, so that the first request finds it, then follow. Trouble is told, not raised."""
         self._try()
+        self.start()
+
+    def start(self) -> None:
+        """Follow from now on."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -109,6 +126,15 @@ class Following:
                 num_running=swapped.num_running,
             )
         return swap.version
+
+    @property
+    def _target(self) -> Target:
+        """What the chain's versions are written to; which of two it is, its first version says."""
+        if self._target_made is None:
+            tensors = self.chain.tensors
+            views, derived = self._adapted(tensors) if self._adapted and modules(tensors) else self._live
+            self._target_made = Target(Map(named(views), derived=derived))
+        return self._target_made
 
     def _refuse_what_is_no_number(self, update: Update | None) -> None:
         """Raises `WeightsError` where what is to be written, an update or everything, holds NaN or an infinity."""

@@ -4,7 +4,11 @@ Continuous batching at token granularity: every step is one flat batch of one de
 sequence that has its prompt behind it, and chunks of the prompts that have not. Sequences join and leave between
 any two steps. Where a prompt is cut depends on its positions alone, never on what else is in the batch.
 
-Bounded: slots, prompt tokens a step, and the waiting queue, past which a request is refused.
+Production goes before rollouts, strictly: it gets the first slot, an idle session's or in the end a running rollout's,
+which starts again later (its tokens are keyed: they come out the same under the same weights); and while a prompt of
+production is computed, rollouts stand still with their KV kept. Behind its prompt it shares the steps with them.
+
+Bounded: slots, prompt tokens a step, and the waiting queue of each class, past which a request is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import numpy as np
 from etude.errors import EngineError
 from etude.inference.errors import EngineBusy
 from etude.inference.slots import Slot, SlotTable
-from etude.records.completion import Completion, CompletionRequest, Version, VersionSpan
+from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
 from etude.records.wire import I32
 
 
@@ -64,6 +68,15 @@ class Sequence:
         if self.num_computed < self.num_prompt:
             return f"{self.num_computed} of {self.num_prompt} prompt tokens computed"
         return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
+
+    @property
+    def production(self) -> bool:
+        return self.request.traffic is Traffic.PRODUCTION
+
+    def start_again(self) -> None:
+        """Forget everything that was computed and sampled."""
+        self.slot, self.num_cached, self.num_computed, self.kv_epoch = None, 0, 0, 0
+        self.token_ids, self.logprobs, self.spans, self.num_spanned = [], [], [], 0
 
     def close_span(self, version: Version) -> None:
         """Everything sampled since the last span was sampled by `version`. One that only computed has an empty span, if
@@ -111,13 +124,15 @@ class Scheduler:
         self.chunk_tokens, self.step_tokens, self.max_waiting = chunk_tokens, step_tokens, max_waiting
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_preempted = 0  # rollouts that gave up their slot
 
     def submit(self, sequence: Sequence) -> None:
         """Join the queue; who will get a slot at the next plan does not count. Raises `EngineBusy` when it is full."""
-        if len(self.waiting) >= self.max_waiting + self.slots.num_available:
+        num_waiting = sum(s.production == sequence.production for s in self.waiting)
+        if num_waiting >= self.max_waiting + self.slots.num_available:
             raise EngineBusy(
                 f"request {sequence.request.request_id} was refused",
-                f"{len(self.waiting)} requests wait for {len(self.running)} running ones",
+                f"{num_waiting} requests of its class wait for {len(self.running)} running ones",
                 hint="send it to another engine or a little later; or raise max_waiting",
             )
         self.waiting.append(sequence)
@@ -125,11 +140,13 @@ class Scheduler:
     def plan(self) -> Plan:
         """Admit what fits, then the next step's work. Empty when there is none."""
         self._admit()
-        decode = [s for s in self.running if s.num_computed >= s.num_prompt]
+        first = [s for s in self.running if s.production and s.num_computed < s.num_prompt]
+        running = [s for s in self.running if s.production] if first else self.running
+        decode = [s for s in running if s.num_computed >= s.num_prompt]
         decode.sort(key=lambda s: s.row)
         chunks: list[Chunk] = []
         budget = self.step_tokens
-        for sequence in self.running:
+        for sequence in running:
             if sequence.num_computed < sequence.num_prompt:
                 chunk = self._next_chunk(sequence)
                 if chunks and chunk.stop - chunk.start > budget:
@@ -172,20 +189,43 @@ class Scheduler:
         self.slots.swapped()
 
     def _admit(self) -> None:
-        """First the calls of sessions that hold a slot (it costs nobody anything), then in order of arrival."""
+        """Production, then the calls of sessions that hold a slot (it costs nobody anything), then by arrival."""
         if not self.waiting:
             return
+        for sequence in [s for s in self.waiting if s.production]:
+            if not (self._take_slot(sequence) or (self._preempt() and self._take_slot(sequence))):
+                return
         for only_kept in (True, False):
             for sequence in list(self.waiting):
                 if only_kept and not self.slots.keeps(sequence.request.session_id):
                     continue
-                got = self.slots.acquire(sequence.request.session_id, sequence.request.prompt_ids)
-                if got is None:
+                if not self._take_slot(sequence):
                     return
-                sequence.slot, sequence.num_cached = got
-                sequence.num_computed = sequence.num_cached
-                self.waiting.remove(sequence)
-                self.running.append(sequence)
+
+    def _take_slot(self, sequence: Sequence) -> bool:
+        got = self.slots.acquire(sequence.request.session_id, sequence.request.prompt_ids)
+        if got is None:
+            return False
+        sequence.slot, sequence.num_cached = got
+        sequence.num_computed = sequence.num_cached
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        return True
+
+    def _preempt(self) -> bool:
+        """Have the rollout that loses least start again, before the others that wait. One whose tokens were told while
+        they came cannot."""
+        able = [s for s in self.running if not s.production and s.told is None]
+        if not able:
+            return False
+        victim = min(able, key=lambda s: s.num_computed)
+        assert victim.slot is not None, "it runs"
+        self.running.remove(victim)
+        self.slots.release(victim.slot)
+        victim.start_again()
+        self.waiting.appendleft(victim)
+        self.num_preempted += 1
+        return True
 
     def _next_chunk(self, sequence: Sequence) -> Chunk:
         start = sequence.num_computed

@@ -4,6 +4,10 @@ It loads the checkpoint (architecture, and weights until the store has some), fo
 serves `app` on a socket, and writes ``{"url", "pid", "name"}`` to the ready file once it answers. It dies with its
 parent, and it ends itself when its stepping thread is dead or stuck: a restarted engine is worth more than a hung one.
 ETUDE_TOKEN in the environment is the bearer token that every POST must carry.
+
+With ``--register URL`` it joins the fleet of a run elsewhere: the registry there says which model and numerics are
+wanted, the weights come from the store, and no checkpoint is needed. It holds no version until the chain has given one,
+so it refuses everything until then; it ends when it was drained.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
+import json
 import os
 import socket
 import sys
@@ -20,14 +26,17 @@ from pathlib import Path
 
 import torch
 
-from etude.errors import EtudeError
+from etude.errors import EngineError, EtudeError
+from etude.inference.adapters import adapted_weights
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following, initial_version
+from etude.inference.follow import NO_VERSION, Following, initial_version
 from etude.inference.lifetime import die_with_parent
+from etude.inference.membership import Join
 from etude.inference.metrics import Load
+from etude.inference.registering import Registration, address_towards, wanted
 from etude.inference.serving import add_arguments, config_of, listen, read_token, serve
-from etude.models import Transformer, hf_views
+from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.models.packed import PackedWeights
 from etude.numerics.config import Mode, NumericsConfig, Quantise
@@ -44,6 +53,7 @@ SWITCH_S = 0.0005
 """How long a thread may keep the interpreter from another. A step gives it up in each of its hundreds of operations,
 and waits for it while a swap is prepared or checked in another thread: at Python's 5 ms a step beside that takes up to
 200 ms more in a model of 1 GB, at this 100 (`benchmarks.swap_client --model 1gb`)."""
+FETCH_S = 3_600.0  # for an answer of the follower whose engine has nothing yet: an anchor over a slow link
 FOLLOWER_S, FOLLOWER_BYTES_PER_S = 30.0, 20e6  # a busy core from a slow disk does several times as much
 
 
@@ -56,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
         token = read_token(args.host)
+        _take_wanted(args, token)
         listener = listen(args.host, args.port)
         with _chain(args) as chain:
             _serve(args, listener, token, chain, telemetry)
@@ -65,11 +76,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _take_wanted(args: argparse.Namespace, token: str | None) -> None:
+    """Where there is a registry, what it wants stands in for what was not given. Raises `EngineError` where an engine
+    would have no weights."""
+    args.model = None
+    if args.register:
+        asked = wanted(args.register, token)
+        args.mode, args.quantise, args.degree = Mode(asked.mode), Quantise(asked.quantise), asked.degree
+        args.dtype, args.model = asked.dtype, ModelConfig.from_hf(json.loads(asked.model))
+        args.context_tokens = args.context_tokens or asked.context_tokens
+        args.max_sequences = args.max_sequences or asked.max_sequences
+    if args.checkpoint is None and (args.model is None or args.store is None):
+        hint = "give --checkpoint DIR, or --register URL with --store PLACE"
+        raise EngineError("an engine without weights", "neither a checkpoint nor a run's chain was named", hint=hint)
+
+
 def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[FollowerProcess | None]:
     """Started before the model is loaded, so that it is up by then."""
     if args.store is None:
         return contextlib.nullcontext()
-    deadline_s = follower_deadline_s(args.checkpoint)
+    deadline_s = follower_deadline_s(args.checkpoint) if args.checkpoint else FETCH_S
     return FollowerProcess(open_store(args.store, cache=args.cache), poll_s=args.poll_s, deadline_s=deadline_s)
 
 
@@ -88,7 +114,8 @@ def _serve(
     telemetry: Telemetry | None,
 ) -> None:
     engine, following = _build(args, chain, telemetry)
-    lifespan = _lifespan(engine, following, telemetry)
+    registration = _registration(args, listener, token)
+    lifespan = _lifespan(engine, following, telemetry, registration)
     app = build_app(engine, token=token, lifespan=lifespan, operators=engine.operators if args.show_operators else None)
     serve(app, listener, name=args.name, ready_file=args.ready_file)
 
@@ -100,12 +127,19 @@ def _build(
     dtype, device = getattr(torch, config.dtype), device_for(config.device)
     numerics = NumericsConfig(args.mode, args.quantise, args.degree)
     operators = operators_for(numerics, dtype, rounds_weights=False, device=device)
-    model = load_model(args.checkpoint, dtype=dtype, operators=operators, device=device)
-    views, derived = live_weights(model, args.quantise)
-    engine = ReferenceEngine(model, version=initial_version(views), name=args.name, config=config)
+    if args.checkpoint is None:
+        model = Transformer(args.model, dtype=dtype, operators=operators).to(device)
+        views, derived = live_weights(model, args.quantise)
+        version = NO_VERSION
+    else:
+        model = load_model(args.checkpoint, dtype=dtype, operators=operators, device=device)
+        views, derived = live_weights(model, args.quantise)
+        version = initial_version(views)
+    engine = ReferenceEngine(model, version=version, name=args.name, config=config)
     if chain is None:
         return engine, None
-    return engine, Following(engine, views, chain, derived=derived, poll_s=0.0, telemetry=telemetry)
+    adapted = functools.partial(adapted_weights, model, args.quantise)
+    return engine, Following(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
 
 
 def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
@@ -118,22 +152,53 @@ def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, t
     return held.tensors, [Derived(names, decode) for names, decode in held.decoders]
 
 
+def _registration(args: argparse.Namespace, listener: socket.socket, token: str | None) -> Registration | None:
+    """Its place in a fleet elsewhere, not yet taken."""
+    if not args.register:
+        return None
+    listener.listen()  # whoever calls before the engine serves waits for it, instead of being refused
+    host, port = listener.getsockname()[:2]
+    host = address_towards(args.register) if host in ("0.0.0.0", "::") else host
+    url = args.advertise or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    asked = Join(name=args.name, url=url, region=args.region, standby=args.standby)
+    return Registration(args.register, asked, token=token)
+
+
 def _lifespan(
-    engine: ReferenceEngine, following: Following | None, telemetry: Telemetry | None
+    engine: ReferenceEngine,
+    following: Following | None,
+    telemetry: Telemetry | None,
+    registration: Registration | None,
 ) -> contextlib.AbstractAsyncContextManager[None]:
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:
         engine.start()
-        if following is not None:
+        if following is not None and registration is None:
             await asyncio.to_thread(following.start_at_head)
+        elif following is not None:
+            following.start()  # a registry gives it no work until it has caught up
         watch = asyncio.create_task(_watch(engine, telemetry))
+        member = asyncio.create_task(_be_member(registration)) if registration else None
         yield
         watch.cancel()
+        if registration is not None and member is not None:
+            member.cancel()
+            await registration.leave()
         if following is not None:
             await asyncio.to_thread(following.stop)
         await asyncio.to_thread(engine.close)
 
     return span()
+
+
+async def _be_member(registration: Registration) -> None:
+    """Until it is drained, or the registry will not have it: then the process ends."""
+    try:
+        await registration.keep()
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+    os._exit(0)  # it has finished what it had; what it started ends with it
 
 
 async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None) -> None:
@@ -156,7 +221,11 @@ async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m etude.inference.server", description="One inference engine.")
-    add_arguments(parser)
+    add_arguments(parser, needs_checkpoint=False)
+    parser.add_argument("--register", metavar="URL", help="join the run whose registry listens there (fleet.listen)")
+    parser.add_argument("--advertise", metavar="URL", help="where the run reaches this engine, if not as it listens")
+    parser.add_argument("--region", default="", help="its lane in the report (default: its name)")
+    parser.add_argument("--standby", action="store_true", help="follow the weights; work when others are lost")
     parser.add_argument("--cache", type=Path, help="a directory in which the engines of a region share downloads")
     numerics = NumericsConfig()
     parser.add_argument("--mode", type=Mode, default=numerics.mode, help="of sums: exact or native")

@@ -19,12 +19,13 @@ from starlette.types import ASGIApp
 from etude.config import build
 from etude.errors import EngineError
 from etude.inference.config import EngineConfig
+from etude.inference.membership import environment_token
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What an engine of any kind is told."""
+def add_arguments(parser: argparse.ArgumentParser, *, needs_checkpoint: bool = True) -> None:
+    """What an engine of any kind is told. `needs_checkpoint`: one that joins a run may take all from there."""
     parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a Hugging Face directory")
+    parser.add_argument("--checkpoint", type=Path, required=needs_checkpoint, help="a Hugging Face directory")
     parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
@@ -90,12 +91,12 @@ def _spare_the_collector() -> None:
 
 def read_token(host: str) -> str | None:
     """ETUDE_TOKEN; an engine that others can reach must have one."""
-    token = os.environ.get("ETUDE_TOKEN")
+    token = environment_token()
     if not token and host not in ("127.0.0.1", "::1", "localhost"):
         raise EngineError(
             f"an engine on {host} without a token", "anybody could use it and stop it", hint="set ETUDE_TOKEN"
         )
-    return token or None
+    return token
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -42,6 +42,7 @@ from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
 from etude.loop.parity import Defence, Watch
+from etude.loop.places import ledger_place, traces_folder, weights_store
 from etude.loop.probing import Probe, Unreachable
 from etude.loop.retention import keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
@@ -52,9 +53,8 @@ from etude.records.sample import Published, StepReport
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
-from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
-from etude.weights.chain.history import readable
+from etude.weights.chain.steps import Steps
 
 STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # what a lost lineage still publishes is waited for first
@@ -73,14 +73,15 @@ class Conductor:
     ) -> None:
         self.run_folder, self.config, self.telemetry = run, config, telemetry
         self.crew, self.source, self.chat = crew, source, chat
+        self.traces = traces_folder(run)
         self.window = Window(
             max_lag=config.experience.max_lag,
             groups_per_step=config.experience.groups_per_step,
             straggler=config.experience.straggler,
         )
         capacity = self.window.num_groups * config.experience.group_size
-        self.ledger = Ledger(run / "ledger.sqlite", capacity=capacity)
-        self.rolling = Rolling(self.ledger, crew, telemetry, max_running=config.max_running)
+        self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
+        self.rolling = Rolling(self.ledger, crew, telemetry)
         self.signals = Signals(self.ledger.recall("signals"))
         self.step = 0  # of the version committed last
         self.trained = 0  # of the live weights: one ahead while their version is on its way
@@ -134,25 +135,25 @@ class Conductor:
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         self.probe.learner_class = await self._call("parity", str)
+        if self.config.numerics.mode is Mode.EXACT:
+            self.crew.wants_parity(self.probe.learner_class)
         if (taken := self.ledger.recall("defence")) is not None:
             await self._call("defend", type(None), taken)
         mine, _ = await self._offer(())
         published = await self._call("published", Published)
-        mended = self.ledger.reconcile(self._trained())
+        steps = Steps(weights_store(self.run_folder))
+        mended = self.ledger.reconcile(steps, believed=steps.believed)  # no lineage goes on from a step it lacks
+        if steps.damaged is not None:
+            reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"
+            self.telemetry.event("weights.mend", step=self.step, reason=reason)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
+        self.crew.head(published.version)
         await self._adopted(published)
+        await self.crew.some_engine()
         await self.probe.ask(dict(self.crew.engines), published, mine)
 
-    def _trained(self) -> list[str]:
-        """Every rollout of the lineage. Where a manifest of it is damaged, the ledger is believed about the steps up to
-        there: a checkpoint is saved after its step's commit, so no lineage goes on from a step the ledger lacks."""
-        manifests, damaged = readable(DirectoryStore(self.run_folder / "weights"), "policy")
-        trained = [i for manifest in manifests for i in manifest.rollout_ids]
-        if damaged is None:
-            return trained
-        reason = f"the manifest of {damaged.version} is damaged: the ledger says what was trained up to it"
-        self.telemetry.event("weights.mend", step=self.step, reason=reason)
-        return [*trained, *self.ledger.consumed(damaged.version.step)]
+    def _ledger_said(self, words: str) -> None:
+        self.telemetry.event("ledger", reason=words)
 
     async def _adopted(self, published: Published) -> None:
         """Wait until every engine that answers holds this very version: a step's number would let one go on with what
@@ -223,6 +224,7 @@ class Conductor:
         """Wait until the pointer names the batch's version, and let everybody know."""
         published = await self._call("published", Published)
         self.ledger.commit(batch.rollout_ids, published.version)
+        self.crew.head(published.version)
         self.step = published.version.step
         self._published.set()
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
@@ -261,15 +263,17 @@ class Conductor:
                 await self._call("defend", type(None), str(self._defence_due))
                 self._defence_due = None
             by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
-            write_trace(self.run_folder / "traces", batch, groups, computed_by=by, settings=settings)
+            write_trace(self.traces, batch, groups, computed_by=by, settings=settings)
             self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
             yield batch, groups, time.perf_counter() - began
 
     def _take_batch(self, batch: Batch, groups: list[Group]) -> None:
+        signals = Signals(self.ledger.recall("signals"))  # not this object's: this may be done again
         if self.config.experience.curriculum is Curriculum.SIGNAL:
-            self.signals.count(groups, self.ledger.was_batched)
+            signals.count(groups, self.ledger.was_batched)
         self.ledger.batch(batch)
-        self.ledger.remember("signals", self.signals.counts)
+        self.ledger.remember("signals", signals.counts)
+        self.signals = signals
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
@@ -334,7 +338,6 @@ class Conductor:
             tries=tries,
             seed=self.config.seed,
             temperature=self.config.evals.temperature,
-            max_running=self.config.max_running,
             out=self.run_folder / "evals",
             telemetry=self.telemetry,
         )
@@ -353,7 +356,7 @@ class Conductor:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
         self.ledger.prune(self.step)
-        freed = keep_within(self.run_folder, self.ledger, disk_gb=self.config.retention.disk_gb)
+        freed = keep_within(self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb)
         if freed:
             self.telemetry.event("retention", step=self.step, kept_from=kept_from(self.ledger), freed_bytes=freed)
 

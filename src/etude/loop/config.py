@@ -12,7 +12,7 @@ from etude import __version__
 from etude.config import build, leaves, load, ranged, to_plain
 from etude.environments.config import MachinesConfig
 from etude.environments.images import ImageStore
-from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused
+from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
 from etude.inference.config import EngineConfig, EngineKind, VllmConfig
@@ -22,6 +22,7 @@ from etude.models.config import ModelConfig
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
+from etude.stores.places import parse_place
 from etude.tasks import open_source
 from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
@@ -51,10 +52,16 @@ class FleetConfig:
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
     hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
+    listen: str = ""  # "HOST:PORT": where engines from elsewhere join the run; "": nowhere
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.engines) <= MAX_ENGINES:
-            raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}")
+        host, _, port = self.listen.rpartition(":")
+        if self.listen and not (host and port.isdigit() and int(port) < 65_536):
+            raise ValueError(f"listen = {self.listen!r} is no HOST:PORT")
+        least = 0 if self.listen else 1  # with a registry all of them may join from elsewhere
+        if not least <= len(self.engines) <= MAX_ENGINES:
+            why = "" if self.engines or self.listen else "; none where others can join: listen = 'HOST:PORT'"
+            raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}{why}")
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,23 @@ class RlConfig:
     steps: int = ranged(45, low=0)
     temperature: float = ranged(1.0, low=0.01, high=4.0)
     checkpoint_every: int = ranged(5, low=1)  # steps; a learner that dies loses at most so many
+
+
+@dataclass(frozen=True)
+class StoresConfig:
+    """The `[stores]` section: where weights and traces go instead of into the run folder, `s3://bucket/prefix`, gs://,
+    az:// or file://. Each run has a prefix of its own in it. Who may use a bucket is said by the environment."""
+
+    weights: str = ""
+    traces: str = ""
+
+    def __post_init__(self) -> None:
+        for name, url in (("weights", self.weights), ("traces", self.traces)):
+            if url and not url.startswith("file:///"):
+                try:
+                    parse_place(url)
+                except StoreError as error:
+                    raise ValueError(f"stores.{name}: {error.what}; {error.hint}") from None
 
 
 @dataclass(frozen=True)
@@ -93,6 +117,7 @@ class RunConfig:
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     rl: RlConfig = field(default_factory=RlConfig)
     parity: ParityConfig = field(default_factory=ParityConfig)
+    stores: StoresConfig = field(default_factory=StoresConfig)
     retention: RetentionConfig = field(default_factory=RetentionConfig)
     evals: EvalsConfig = field(default_factory=EvalsConfig)
 
@@ -101,6 +126,11 @@ class RunConfig:
             raise ValueError(
                 f"engine.dtype = {str(self.engine.dtype)!r} and learner.dtype = {str(self.learner.dtype)!r} cannot "
                 f"agree to the bit, which numerics.mode = 'exact' promises and 'native' does not"
+            )
+        if self.learner.lora_rank and self.numerics.quantise is not Quantise.NONE:
+            raise ValueError(
+                f"learner.lora_rank = {self.learner.lora_rank} and numerics.quantise = "
+                f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
             )
         self._engines_must_compute_so()
         if self.harness.context_tokens > self.engine.context_tokens:
@@ -151,13 +181,23 @@ class RunConfig:
 
     @property
     def max_running(self) -> int:
-        """Rollouts under way at once. Each keeps its context's KV between its turns, so there are fewer than engines
-        have room for: with more, they would drop and compute contexts again."""
+        """Rollouts under way at once on the run's own engines."""
+        return rollouts_on(self.own_contexts)
+
+    @property
+    def own_contexts(self) -> int:
+        """How many contexts the run's own engines have room for."""
         room = {
             EngineKind.REFERENCE: self.engine.max_sequences,
             EngineKind.VLLM: self.vllm.max_contexts(self.engine),
         }
-        return max(1, sum(room[kind] for kind in self.fleet.engines) * 3 // 4)
+        return sum(room[kind] for kind in self.fleet.engines)
+
+
+def rollouts_on(num_contexts: int) -> int:
+    """How many rollouts are under way at once on engines that have room for so many contexts. Each keeps its context's
+    KV between its turns, so there are fewer: with more, engines would drop and compute contexts again."""
+    return max(1, num_contexts * 3 // 4) if num_contexts else 0
 
 
 def read_config(run: RunFolder) -> RunConfig:

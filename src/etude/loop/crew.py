@@ -10,18 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.inference.config import EngineKind
+from etude.inference.membership import Listed, Roster, State, environment_token
+from etude.inference.registrar import Registrar
 from etude.inference.vllm.environment import environment
-from etude.loop.config import RunConfig
+from etude.loop.config import RunConfig, rollouts_on
+from etude.loop.joining import first_engine, joining
+from etude.loop.places import weights_place
 from etude.loop.processes import KEEPS_MEMORY, NOTHING, READY_S, Child, Role, Supervisor
+from etude.loop.room import Limit
 from etude.loop.wire import Caller, Lost
-from etude.records import Outcome, Rollout, RolloutSpec
+from etude.records import Outcome, Rollout, RolloutSpec, Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -81,11 +89,38 @@ class Crew:
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor) -> None:
         self.run, self.config, self.telemetry, self.supervisor = run, config, telemetry, supervisor
         self.workers, self.graders, self.learners = Pool("worker"), Pool("grader"), Pool("learner")
-        self.engines: dict[str, HttpEngine] = {}
-        self._urls: dict[str, str] = {}
+        self.max_running = Limit(config.max_running)  # rollouts under way; follows the live fleet
+        self.registrar: Registrar | None = None  # where engines from elsewhere join
+        self._own: dict[str, HttpEngine] = {}
+        self._opened = contextlib.AsyncExitStack()
+
+    @property
+    def engines(self) -> dict[str, HttpEngine]:
+        """The run's own engines, and those from elsewhere that are well."""
+        return self._own | (self.registrar.serving() if self.registrar else {})
+
+    def head(self, version: Version) -> None:
+        """What was published last: engines from elsewhere are to come to it before they are given work."""
+        if self.registrar is not None:
+            self.registrar.head(version)
+
+    async def some_engine(self) -> None:
+        """Wait until there is one. Raises `DeadlineExceeded`."""
+        if self.registrar is not None and not self._own:
+            await first_engine(self.registrar, self.config.fleet.listen)
+
+    def wants_parity(self, learner_class: str) -> None:
+        """From now on nobody joins who computes other bits than the learner."""
+        if self.registrar is not None:
+            self.registrar.wanted = msgspec.structs.replace(self.registrar.wanted, parity=learner_class)
 
     async def start_sampling(self) -> None:
-        """Engines, workers and graders, all at once; returns when every one is ready."""
+        """Engines, workers and graders, all at once; returns when every one is ready. Those from elsewhere join when
+        they do."""
+        if self.config.fleet.listen:
+            failed = self.supervisor.failed
+            door = joining(self.run, self.config, self.telemetry, self._beat, failed=failed)
+            self.registrar = await self._opened.enter_async_context(door)
         await asyncio.gather(
             *(self._start_engine(f"engine-{i}", kind) for i, kind in enumerate(self.config.fleet.engines)),
             self.start_judged(),
@@ -103,8 +138,9 @@ class Crew:
         await self._start_member("learner", 0, self.learners)
 
     async def close(self) -> None:
+        await self._opened.aclose()
         await self.supervisor.close()  # first: its questions would open new connections
-        for engine in self.engines.values():
+        for engine in self._own.values():
             await engine.close()
 
     async def rollout(self, spec: RolloutSpec) -> Rollout:
@@ -147,29 +183,46 @@ class Crew:
 
         async def on_up(child: Child) -> None:
             url = await read_url(ready_file, child.pid)
-            old = self.engines.get(name)
-            self.engines[name], self._urls[name] = HttpEngine(url), url
+            old = self._own.get(name)
+            self._own[name] = HttpEngine(url, token=environment_token())
             if old is not None:
                 await old.close()
             await self._tell_workers()
 
         async def answers(_: Child) -> None:
-            await self.engines[name].info(deadline_s=2 * self.supervisor.hung_s)
+            await self._own[name].info(deadline_s=2 * self.supervisor.hung_s)
 
         ready_file.unlink(missing_ok=True)
         await self.supervisor.add(self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers))
 
-    async def _tell_workers(self) -> None:
-        for caller in list(self.workers.members.values()):
+    async def _beat(self, joined: Roster) -> dict[str, int]:
+        """Engines from elsewhere are as told: how much may run follows, and workers hear of it. The sessions that each
+        engine has."""
+        theirs = sum(one.max_sequences for one in joined.values() if one.state is State.SERVING)
+        self.max_running.set(rollouts_on(self.config.own_contexts + theirs))
+        return await self._tell_workers()
+
+    async def _tell_workers(self) -> dict[str, int]:
+        """Who the engines are; how many sessions each has, in all workers."""
+        own = {n: Listed(url=e.url, max_sequences=self.config.engine.max_sequences) for n, e in self._own.items()}
+        roster = own | (self.registrar.roster if self.registrar else {})
+
+        async def tell(caller: Caller) -> dict[str, int]:
             with contextlib.suppress(DeadlineExceeded, Lost):
-                await caller.call("engines", type(None), self._urls, deadline_s=10.0)
+                return await caller.call("engines", dict[str, int], roster, deadline_s=10.0)
+            return {}
+
+        sessions: Counter[str] = Counter()
+        for told in await asyncio.gather(*(tell(caller) for caller in self.workers.members.values())):
+            sessions.update(told)
+        return sessions
 
 
 def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
     """The command line of an engine, without its Python."""
     module = {EngineKind.REFERENCE: "etude.inference.server", EngineKind.VLLM: "etude.inference.vllm.server"}[kind]
     argv = ["-m", module, "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
-    argv += ["--store", str(run / "weights"), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    argv += ["--store", str(weights_place(run)), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
     argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
     argv += ["--context-tokens", str(config.engine.context_tokens)]
     if kind is EngineKind.REFERENCE:

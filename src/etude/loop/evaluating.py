@@ -11,6 +11,7 @@ from etude.evals import evaluate as sum_up
 from etude.harness import ChatFormat
 from etude.loop.crew import Crew
 from etude.loop.rolling import judge, run_once, siblings
+from etude.loop.room import Room
 from etude.records import Outcome, Rollout, RolloutSpec
 from etude.records.task import Split
 from etude.seams import TaskSource
@@ -29,7 +30,6 @@ async def evaluate(
     tries: int,
     seed: int,
     temperature: float,
-    max_running: int,
     out: Path,
     telemetry: Telemetry,
 ) -> EvalResult:
@@ -39,10 +39,10 @@ async def evaluate(
     for validation tasks; replaced when done again.
     """
     began = time.perf_counter()
-    room = asyncio.Semaphore(max_running)
+    room = Room(crew.max_running)
 
     async def one(spec: RolloutSpec) -> tuple[Rollout, Outcome]:
-        async with room:
+        async with room.place():
             return await run_once(crew, spec)
 
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
@@ -55,12 +55,12 @@ async def evaluate(
     return result
 
 
-async def baseline(crew: Crew, source: TaskSource, kind: str, *, num_tasks: int, seed: int, max_running: int) -> float:
+async def baseline(crew: Crew, source: TaskSource, kind: str, *, num_tasks: int, seed: int) -> float:
     """Solve rate of a script that needs no model ("oracle", "random") on held-out tasks, by the same rollout code."""
-    room = asyncio.Semaphore(max_running)
+    room = Room(crew.max_running)
 
     async def one(spec: RolloutSpec) -> tuple[Rollout, Outcome]:
-        async with room:
+        async with room.place():
             rollout = await crew.workers.call("baseline", Rollout, spec, kind, deadline_s=120.0)
             return rollout, await judge(crew, rollout)
 

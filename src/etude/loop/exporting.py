@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from etude.errors import CheckpointError
-from etude.models.checkpoint import load_model, save_model
+from etude.loop.places import weights_store
+from etude.models.adapter_config import ADAPTER_CONFIG, next_base
+from etude.models.adapter_files import merged, read_adapter, write_adapter
+from etude.models.checkpoint import load_model, save_model, whole_directory
 from etude.models.headers import tell_left_out
+from etude.models.lora import Adapters
 from etude.models.naming import hf_views
 from etude.models.packed import stored
+from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
+from etude.records.adapter import PUBLISHED, modules
 from etude.run import RunFolder
-from etude.stores import DirectoryStore
 from etude.weights import Tensor
 from etude.weights.chain import inspect
 from etude.weights.chain.plans import rebuild
+from etude.weights.follow.adapter_map import published_config
 
 Said = Callable[[str], None]
 
@@ -48,16 +54,50 @@ def export_version(
 ) -> Path:
     """Write the version of a run that has this step, rebuilt from its chain and proven by its digests. `said` is told
     of layers of its start that are left out."""
-    store = DirectoryStore(run / "weights")
+    store = weights_store(run)
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
     model = load_model(start)
     tell_left_out(start, model.config, said)
-    with torch.no_grad():
-        for name, view in hf_views(model).items():
-            view.copy_(stored(name, tuple(view.shape), tensors, lambda part: _values(tensors[part])))
+    if modules(tensors):
+        _adapted(model, tensors)
+    else:
+        with torch.no_grad():
+            for name, view in hf_views(model).items():
+                view.copy_(stored(name, tuple(view.shape), tensors, lambda part: _values(tensors[part])))
     save_model(model, out, dtype=dtype, quantise=quantise, assets=start)
     return out
+
+
+def export_adapter(source: Path, out: Path) -> Path:
+    """Write the adapter of a checkpoint, or of a run's newest one, as peft and vLLM read it, in the dtype that it was
+    trained to. Raises `CheckpointError`."""
+    source = newest_checkpoint(RunFolder.open(source)) if (source / "run.json").is_file() else source
+    if not (source / ADAPTER_CONFIG).is_file():
+        hint = "export it without --adapter; learner.lora_rank trains adapters"
+        raise CheckpointError(f"{source} is no adapter", f"it has no {ADAPTER_CONFIG}", hint=hint)
+    config, tensors = read_adapter(source)
+    with whole_directory(out) as folder:
+        write_adapter(folder, tensors, config, next_base(source), dtype=next(iter(tensors.values())).dtype)
+    return out
+
+
+def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
+    """The same of a version that a run published. Raises `CheckpointError`."""
+    store, start = weights_store(run), run / "checkpoints" / "mid"
+    tensors = rebuild(store, inspect.find(store, str(step)))
+    if not modules(tensors):
+        raise CheckpointError(f"step {step} of {run.path} is no adapter", hint="export it without --adapter")
+    adapters = _adapted(load_model(start), tensors)
+    with whole_directory(out) as folder:
+        write_adapter(folder, adapters.views, adapters.config, start, dtype=adapters.dtype)
+    return out
+
+
+def _adapted(model: Transformer, tensors: Mapping[str, Tensor]) -> Adapters:
+    """What was published of adapters, on their base, which holds the merged weights then."""
+    pairs = {name: _values(tensor) for name, tensor in tensors.items() if name != PUBLISHED}
+    return merged(model, published_config(tensors), pairs, "what was published")
 
 
 _KINDS = {

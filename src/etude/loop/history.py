@@ -14,10 +14,10 @@ from pathlib import Path
 from etude.errors import CheckpointError, InputError, LedgerError, WeightsError
 from etude.experience import read_trace
 from etude.experience.traces import Recorded, trace_path
+from etude.loop.places import traces_folder, weights_store
 from etude.loop.retention import steps_in
 from etude.records import Version
 from etude.run import RunFolder
-from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 from etude.weights.chain.history import readable
 from etude.weights.chain.manifest import Manifest
@@ -35,7 +35,7 @@ class History:
 
     @classmethod
     def read(cls, run: RunFolder) -> History:
-        manifests, damaged = readable(DirectoryStore(run / "weights"), "policy")
+        manifests, damaged = readable(weights_store(run), "policy")
         ids: dict[int, frozenset[str]] = {}
         for manifest in manifests:
             step = manifest.version.step
@@ -62,7 +62,9 @@ class History:
             )
         facts = f"its current lineage has steps {min(steps)} to {max(steps)}" if steps else "it has published no step"
         lost = (
-            "; that one was trained in a lineage that is lost" if trace_path(self.run / "traces", step).exists() else ""
+            "; that one was trained in a lineage that is lost"
+            if trace_path(traces_folder(self.run), step).exists()
+            else ""
         )
         raise InputError(f"{self.run.path} has no step {step}", facts + lost, hint="name one of its lineage's steps")
 
@@ -96,7 +98,7 @@ class History:
 
     def batch(self, step: int) -> Recorded:
         """The record of a step of the lineage. Raises `LedgerError`."""
-        recorded = read_trace(trace_path(self.run / "traces", step))
+        recorded = read_trace(trace_path(traces_folder(self.run), step))
         known = self.rollout_ids.get(step)
         if known and known != frozenset(recorded.batch.rollout_ids):
             raise LedgerError(

@@ -21,12 +21,12 @@ from etude.config import to_plain
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
+from etude.loop.places import weights_store
 from etude.loop.wire import Handler
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder, host_facts
-from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
 from etude.training.reference import Reference
@@ -49,6 +49,7 @@ def make_learner(
         refuse_mismatch=refuse_mismatch and stops,
         reference=reference,
         numerics=config.numerics,
+        seed=config.seed,
     )
 
 
@@ -94,7 +95,7 @@ class Learning:
         writers of one channel would refuse each other."""
         if self._learner is not None:
             self._learner.close()
-        self._channel = Channel(DirectoryStore(self.run / "weights"))
+        self._channel = Channel(weights_store(self.run))
         reference = self.reference if self.config.learner.kl else None
         self._learner = make_learner(self.config, self._channel, reference)
         self._learner.load(checkpoint)

@@ -24,6 +24,7 @@ from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew, crew
 from etude.loop.evaluating import baseline
+from etude.loop.places import read_ledger
 from etude.loop.processes import AGAIN, KEEPS_MEMORY, NOTHING, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
@@ -121,7 +122,6 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
                 kind,
                 num_tasks=evals.baseline_tasks,
                 seed=config.seed,
-                max_running=config.max_running,
             )
         telemetry.event("eval.baselines", **rates)
         return {"rate": result.rate, "baselines": rates}
@@ -170,5 +170,9 @@ async def _report(run: RunFolder) -> Mapping[str, Any]:
 
 def leave_report(run: RunFolder) -> Path:
     """Write summary.json and report.html from what the run folder holds, also of a run that has not ended."""
-    write_durably(run / "summary.json", json.dumps(summarise(run.path), indent=2).encode())
+    states: dict[str, int] | None = None
+    if run.setting("experience.ledger"):
+        with contextlib.suppress(EtudeError), contextlib.closing(read_ledger(run)) as ledger:
+            states = ledger.states()
+    write_durably(run / "summary.json", json.dumps(summarise(run.path, rollouts=states), indent=2).encode())
     return write_report(run.path)

@@ -17,14 +17,16 @@ from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import runtime_of
 from etude.environments.images import ImageStore
 from etude.errors import CheckpointError, ConfigError, RunError, TaskError
-from etude.experience import Ledger
+from etude.experience.database import NoLedger, check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
 from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.joining import check_listen
+from etude.loop.places import check_store, has_published, ledger_place, read_ledger
 from etude.loop.task_images import with_images
 from etude.models.config import ModelConfig
-from etude.models.headers import check_blocks, check_weights, tell_left_out
+from etude.models.headers import check_blocks, check_rank, check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
 from etude.records.task import Split
 from etude.run import RunFolder
@@ -43,10 +45,17 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
     is told of what takes longer, an image that was built, and of layers of the checkpoint that are left out."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
-        check_start(config.start, context_tokens=context_tokens, numerics=numerics, said=said)
+        rank = config.learner.lora_rank
+        check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, said=said)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
+        check_rank(config.model, config.learner.lora_rank)
         config.model.shared(config.numerics.degree)
+    for url in filter(None, (config.stores.weights, config.stores.traces)):
+        check_store(url)
+    if config.experience.ledger:
+        check_server(config.experience.ledger)
+    check_listen(config)
     check_vllm(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
@@ -105,19 +114,25 @@ def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
 def check_ledger(run: RunFolder) -> None:
     """A run that published weights goes on with the ledger that accounts for them: `RunError` when it is gone,
     `LedgerError` when it is damaged."""
-    if not (run / "weights" / "pointers" / "policy").exists():
+    if not has_published(run):
         return  # nothing to account for: a ledger that is cut off was never used
-    if not (run / "ledger.sqlite").exists():
+    try:
+        ledger = read_ledger(run)
+    except NoLedger as error:
         raise RunError(
-            f"{run.path} has published weights and no ledger.sqlite",
-            "which rollouts they were trained on is not known",
+            f"{run.path} has published weights and no {_name(run)}",
+            f"which rollouts they were trained on is not known; {error.what}: {error.facts}",
             hint=f"put it back; or begin anew from a checkpoint: --set start={run.path}/checkpoints/mid",
-        )
-    ledger = Ledger.reading(run / "ledger.sqlite")
+        ) from None
     try:
         ledger.prove()
     finally:
         ledger.close()
+
+
+def _name(run: RunFolder) -> str:
+    place = ledger_place(run)
+    return place.name if isinstance(place, Path) else "ledger on its server"
 
 
 def check_start(
@@ -125,15 +140,17 @@ def check_start(
     *,
     context_tokens: int,
     numerics: NumericsConfig | None = None,
+    lora_rank: int = 0,
     said: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Whether a Hugging Face directory is of the architecture that is computed here, holds every weight of it (by the
-    headers of its files), in widths that `numerics` can round and share, and can be talked to. `said` is told of layers
-    that are left out."""
+    headers of its files), in widths that `numerics` can round and share and adapters of `lora_rank` are smaller than,
+    and can be talked to. `said` is told of layers that are left out."""
     numerics = numerics or NumericsConfig()
     model = _read_config(checkpoint)
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
+    check_rank(model, lora_rank)
     model.shared(numerics.degree)
     if context_tokens > model.context_tokens:
         raise ConfigError(

@@ -18,11 +18,11 @@ import torch
 
 from etude.config import build, to_plain
 from etude.errors import CheckpointError, LedgerError, RunError
-from etude.experience import Ledger
 from etude.experience.traces import trace_path
 from etude.loop.config import must_be_unchanged, read_config
 from etude.loop.history import History
 from etude.loop.learning import NUM_THREADS, computed_by, make_learner, starting_point
+from etude.loop.places import read_ledger, traces_folder
 from etude.loop.retention import kept_from
 from etude.records import Version
 from etude.run import RunFolder
@@ -150,10 +150,11 @@ def _begin(learner: TorchLearner, history: History, step: int, start: Path) -> N
 
 def _require_batches(run: RunFolder, steps: range) -> None:
     """Raise when a batch that is needed is gone, before hours of work lead there."""
-    absent = next((at for at in steps if not trace_path(run / "traces", at).exists()), None)
+    traces = traces_folder(run)
+    absent = next((at for at in steps if not trace_path(traces, at).exists()), None)
     if absent is None:
         return
-    ledger = Ledger.reading(run / "ledger.sqlite")
+    ledger = read_ledger(run)
     kept = kept_from(ledger)
     ledger.close()
     if absent <= kept:
@@ -164,6 +165,6 @@ def _require_batches(run: RunFolder, steps: range) -> None:
         )
     raise LedgerError(
         f"the batch of step {absent} is gone",
-        f"there is no {trace_path(run / 'traces', absent)}",
+        f"there is no {trace_path(traces, absent)}",
         hint="copy it back, or begin after it with --from CHECKPOINT",
     )

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from etude.experience import Ledger
+from etude.experience.traces import File, Folder, recorded, trace_path
 from etude.run import RunFolder
 
 NOTE, GONE = "kept_from", ".gone"
@@ -24,24 +25,27 @@ def kept_from(ledger: Ledger) -> int:
     return int(ledger.recall(NOTE) or 0)
 
 
-def keep_within(run: RunFolder, ledger: Ledger, *, disk_gb: float) -> int:
-    """Delete the oldest stretches until checkpoints and traces fit. Returns the bytes that went. Call it when no
+def keep_within(run: RunFolder, ledger: Ledger, traces: Folder, *, disk_gb: float) -> int:
+    """Delete the oldest stretches until checkpoints and traces fit; traces in a bucket take no disk, and go with the
+    rest of their stretch. Returns the bytes that went. Call it when no
     checkpoint is being written; a kill at any moment leaves what the next call deletes."""
     for left in (run / "checkpoints").glob(f".*{GONE}"):
         shutil.rmtree(left)
     checkpoints = dict(sorted(steps_in(run / "checkpoints", "step-*")))
-    traces = dict(sorted(steps_in(run / "traces", "batch-*.parquet")))
-    sizes = {path: _size(path) for path in (*checkpoints.values(), *traces.values())}
+    batches = {step: trace_path(traces, step) for step in recorded(traces)}
+    sizes = {path: _size(path) for path in (*checkpoints.values(), *batches.values()) if isinstance(path, Path)}
     excess = sum(sizes.values()) - int(disk_gb * 1e9)
     freed = 0
     for step in list(checkpoints)[: 1 - STRETCHES]:  # each ends the stretch before it
-        gone = [path for at, path in traces.items() if at <= step] + [p for at, p in checkpoints.items() if at < step]
+        gone: list[File] = [path for at, path in batches.items() if at <= step]
+        gone += [path for at, path in checkpoints.items() if at < step]
         if step > kept_from(ledger):
             if freed >= excess:
                 break
             ledger.transaction(lambda step=step: ledger.remember(NOTE, step))  # type: ignore[misc]
         for path in gone:
-            freed += sizes.pop(path, 0)
+            if isinstance(path, Path):
+                freed += sizes.pop(path, 0)
             _delete(path)
     return freed
 
@@ -59,9 +63,9 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _delete(path: Path) -> None:
+def _delete(path: File) -> None:
     """A directory under another name first: half of a checkpoint is never taken for one."""
-    if path.is_dir():
+    if isinstance(path, Path) and path.is_dir():
         hidden = path.with_name(f".{path.name}{GONE}")
         path.rename(hidden)
         shutil.rmtree(hidden)

@@ -23,6 +23,7 @@ from etude.errors import DeadlineExceeded, EtudeError
 from etude.experience import Ledger
 from etude.experience.transitions import State
 from etude.loop.crew import Crew
+from etude.loop.room import Room
 from etude.loop.wire import Lost
 from etude.records import Graded, Invalid, Outcome, Rollout, RolloutSpec, Task
 from etude.records.rollout import Boundary
@@ -98,9 +99,8 @@ async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Rollout, Outcome]:
 class Rolling:
     """Runs what the ledger has admitted."""
 
-    def __init__(self, ledger: Ledger, crew: Crew, telemetry: Telemetry, *, max_running: int) -> None:
+    def __init__(self, ledger: Ledger, crew: Crew, telemetry: Telemetry) -> None:
         self.ledger, self.crew, self.telemetry = ledger, crew, telemetry
-        self._max_running = max_running
         self._settled = asyncio.Event()
         self._lost: Counter[str] = Counter()  # workers that died under a rollout
 
@@ -111,7 +111,7 @@ class Rolling:
 
     async def run(self, next_waiting: Callable[[], str | None], more: asyncio.Event) -> None:
         """Start waiting rollouts in order, for ever; cancel to stop. `more` is set when there may be new ones."""
-        room = asyncio.Semaphore(self._max_running)  # of this call: one that was cancelled takes its places with it
+        room = Room(self.crew.max_running)  # of this call: one that was cancelled takes its places with it
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await room.acquire()
@@ -121,7 +121,7 @@ class Rolling:
                 self.ledger.move(rollout_id, "running")
                 tasks.create_task(self._run_one(rollout_id, room, more), name=rollout_id)
 
-    async def _run_one(self, rollout_id: str, room: asyncio.Semaphore, more: asyncio.Event) -> None:
+    async def _run_one(self, rollout_id: str, room: Room, more: asyncio.Event) -> None:
         try:
             spec = self.ledger.spec(rollout_id)
             try:
@@ -200,4 +200,5 @@ class Rolling:
             malformed=rollout.num_malformed,
             wall_s=round(rollout.wall_s, 4),
             tool_s=round(rollout.tool_s, 4),
+            engines=sorted({turn.completion.engine for turn in rollout.trace.turns}),
         )

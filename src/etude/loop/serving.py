@@ -1,7 +1,8 @@
 """One engine and the gateway before it: how a checkpoint, or a run that is still learning, is talked to.
 
 The engine is a child, supervised as in a run. For a run it follows the chain of weights, so that an answer comes from
-the newest version; for a checkpoint it holds what the directory holds.
+the newest version; for a checkpoint it holds what the directory holds. Or there is no engine of its own: the gateway
+asks the engines of a run whose registry listens, before their rollouts.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from etude.errors import CheckpointError, NoCheckpoint
 from etude.gateway import GatewayConfig, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
+from etude.inference.membership import environment_token
+from etude.inference.registering import wanted
+from etude.inference.roster import RosterFollower
 from etude.loop.config import read_config
 from etude.loop.crew import read_url
+from etude.loop.places import has_published, weights_place
 from etude.loop.processes import Child, Role, Supervisor
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
-from etude.stores import DirectoryStore
+from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
 
@@ -33,7 +38,7 @@ from etude.weights.chain.inspect import require_pointer
 async def serve_checkpoint(
     checkpoint: Path,
     *,
-    store: Path | None,
+    store: Path | str | None,
     numerics: NumericsConfig,
     model: str,
     gateway: GatewayConfig,
@@ -57,7 +62,7 @@ async def serve_checkpoint(
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
 
         async def on_up(child: Child) -> None:
-            engines.append(HttpEngine(await read_url(ready_file, child.pid)))
+            engines.append(HttpEngine(await read_url(ready_file, child.pid), token=environment_token()))
             fleet.add("engine", engines[-1])
 
         async def answers(_: Child) -> None:
@@ -76,6 +81,27 @@ async def serve_checkpoint(
             await supervisor.close()
 
 
+@contextlib.asynccontextmanager
+async def serve_fleet(
+    checkpoint: Path, *, registry: str, model: str, gateway: GatewayConfig, key: str | None
+) -> AsyncIterator[str]:
+    """Serve from the engines of a run while the block runs: production beside its rollouts. `checkpoint`: whose chat
+    format is spoken. Raises what `inference.registering.wanted` does."""
+    chat, token = ChatFormat.load(checkpoint), environment_token()
+    asked = await asyncio.to_thread(wanted, registry, token, wait_s=0.0)
+    fleet = Fleet({})
+    follower = RosterFollower(fleet, token=token)
+    following = asyncio.create_task(follower.follow_registry(registry), name="follow the fleet")
+    try:
+        app = create_app(fleet, chat, model=model, context_tokens=asked.context_tokens, config=gateway, key=key)
+        async with serving(app, config=gateway) as url:
+            yield url
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await follower.close()
+
+
 def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
     """The model in a directory, once its files are seen to hold it. `said` is told of layers that are left out."""
     try:
@@ -87,18 +113,18 @@ def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
     return config
 
 
-def parts_of(model: Path) -> tuple[Path, Path | None, NumericsConfig]:
+def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig]:
     """(checkpoint, weight store, numerics) behind a path: a run's are followed and computed as its engines do, a
     checkpoint has no store. Raises `WeightsError` for a run whose newest version cannot be told: its first weights are
     not served in the place of it."""
     if not (model / "run.json").is_file():
         return model, None, NumericsConfig()
     run = RunFolder.open(model)
-    store, numerics = run / "weights", read_config(run).numerics
-    if not store.is_dir():
+    place, numerics = weights_place(run), read_config(run).numerics
+    if isinstance(place, Path) and not place.is_dir():
         return run / "checkpoints" / "mid", None, numerics
-    require_pointer(DirectoryStore(store))
-    return run / "checkpoints" / "mid", store if (store / "pointers").is_dir() else None, numerics
+    require_pointer(open_store(place))
+    return run / "checkpoints" / "mid", place if has_published(run) else None, numerics
 
 
 async def forever() -> None:

@@ -13,6 +13,7 @@ from etude.config import to_toml
 from etude.errors import CheckpointError
 from etude.evals import EvalResult
 from etude.harness import ChatFormat
+from etude.inference.config import EngineKind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import crew
 from etude.loop.evaluating import evaluate
@@ -63,12 +64,18 @@ def version_of(checkpoint: Path) -> Version | None:
         raise CheckpointError(f"{path} is damaged", f"it names no version ({error!r})", hint=hint) from None
 
 
+def alone(config: RunConfig) -> RunConfig:
+    """The config without engines from elsewhere: those follow a run's weights, not a checkpoint's."""
+    engines = config.fleet.engines or (EngineKind.REFERENCE,)
+    return dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, engines=engines, listen=""))
+
+
 async def evaluate_checkpoint(
     checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None
 ) -> EvalResult:
     """Solve rate of a checkpoint by the rollout code of a run, under the step of its version. `out`: where the rollouts
     are kept."""
-    version = version_of(checkpoint)
+    version, config = version_of(checkpoint), alone(config)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as scratch:
         run = RunFolder.create(Path(scratch) / "run", config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
@@ -86,7 +93,6 @@ async def evaluate_checkpoint(
                 tries=tries,
                 seed=config.seed,
                 temperature=config.evals.temperature,
-                max_running=config.max_running,
                 out=out or run / "evals",
                 telemetry=telemetry,
             )

@@ -1,25 +1,32 @@
 """The rollout worker process: harness and machines. It holds no weights and no answers.
 
-Its policy is the fleet of engines, whose URLs the conductor tells it again whenever one was restarted.
+Its policy is the fleet of engines, of which the conductor tells it again whenever something is new. How many rollouts
+run here is the conductor's to bound.
 """
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 from etude.environments.backends import runtime_of
 from etude.harness import ChatFormat
-from etude.inference import Assignment, Fleet, HttpEngine
+from etude.inference import Assignment, Fleet
+from etude.inference.membership import Roster
+from etude.inference.roster import RosterFollower
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
 from etude.records import Rollout, RolloutSpec
 from etude.rollouts import ScriptedPolicy, run_rollout
+from etude.rollouts.rollout import session_of
 from etude.run import RunFolder
 from etude.seams import TaskSource
 from etude.tasks import RepairSource, Script, write_reference
 from etude.tasks.repair.demonstrations import oracle, random_agent
 from etude.telemetry import Telemetry
+
+HEARTBEAT_S, FAR_HEARTBEAT_S = 5.0, 2.0
+"""How often an engine that holds a request is asked whether it still answers. A line to another region breaks more
+often than a process of this host hangs, and what is asked twice comes out the same."""
 
 
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
@@ -27,35 +34,34 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     runtime = runtime_of(config.machines)
     chat = ChatFormat.load(run / "tokenizer")
     stable = config.experience.max_lag == 0
-    fleet = Fleet({}, assignment=Assignment.STABLE if stable else Assignment.LEAST_LOADED)
-    room = asyncio.Semaphore(config.max_running)
-    known: dict[str, HttpEngine] = {}
+    fleet = Fleet(
+        {},
+        assignment=Assignment.STABLE if stable else Assignment.LEAST_LOADED,
+        heartbeat_s=FAR_HEARTBEAT_S if config.fleet.listen else HEARTBEAT_S,
+    )
+    following = RosterFollower(fleet)
 
-    async def engines(urls: dict[str, str]) -> None:
-        """The fleet as it is now: engine name → URL."""
-        for name, url in urls.items():
-            old = known.get(name)
-            if old is None or old.url != url:
-                known[name] = HttpEngine(url)
-                fleet.add(name, known[name])
-                if old is not None:
-                    await old.close()
+    async def engines(roster: Roster) -> dict[str, int]:
+        """The fleet as it is now; how many sessions each engine has."""
+        await following.follow(roster)
+        return fleet.sessions()
 
     async def rollout(spec: RolloutSpec) -> Rollout:
-        async with room:
+        try:
             return await run_rollout(spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness)
+        finally:
+            fleet.forget(session_of(spec))
 
     async def baseline(spec: RolloutSpec, kind: str) -> Rollout:
         """A rollout of a script that needs no model: "oracle" or "random"."""
         policy = ScriptedPolicy(_script(kind, open_tasks(config, canaries=False), spec), chat)
-        async with room:
-            return await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
+        return await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
 
     async def ready() -> bool:
         return True
 
     return {
-        "engines": ((dict[str, str],), engines),
+        "engines": ((Roster,), engines),
         "rollout": ((RolloutSpec,), rollout),
         "baseline": ((RolloutSpec, str), baseline),
         "ready": ((), ready),

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from etude.errors import CheckpointError
+from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.config import ModelConfig
 from etude.models.finite import not_finite
 from etude.models.headers import HEAD, HINT_DAMAGED, INDEX, WEIGHTS, check_weights, shard_names
@@ -135,16 +136,19 @@ def load_model(
 ) -> Transformer:
     """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
     (None: as the operators like them), on a device (None: the CPU), where they go tensor by tensor; or a rank's share
-    of it.
+    of it. Of an adapter's directory its base, merged.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
     weights that are NaN or infinite, and a head beside embeddings that are tied to it and others than it holds.
     """
-    path = Path(path)
+    path, device = Path(path), device or torch.device("cpu")
+    if (path / ADAPTER_CONFIG).is_file():
+        from etude.models.adapter_files import load_merged  # which loads its base by this
+
+        return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before a wild config makes us allocate
     operators = Exact(dtype) if operators is None else operators
-    device = device or torch.device("cpu")
     with device:
         model = Transformer(config, seed=None, operators=operators, parallel=parallel)
     views = hf_views(model.to(device))

@@ -26,6 +26,7 @@ from etude.models.parts import Routing, Scores
 from etude.models.replay import Recorded
 from etude.models.watch import Watch, unwatched
 from etude.numerics import mixtures
+from etude.numerics.adapted import Pairs
 from etude.numerics.operators import Exact, Operators
 from etude.numerics.parallel import ALONE, Parallel
 from etude.records.completion import route_dtype
@@ -191,7 +192,8 @@ def mix(
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. The matrices are this rank's: a
     part of each expert, or some experts whole, of which `see` is shown only what comes back of them."""
-    if see is unwatched and parallel.degree == 1:
+    pairs = (operators.pairs(gate_up_E2FD), operators.pairs(down_EDF))
+    if see is unwatched and parallel.degree == 1 and pairs == (None, None):
         whole = operators.mixture(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
         if whole is not None:
             return whole
@@ -200,9 +202,11 @@ def mix(
         to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows)
     else:
         to = Exchanged.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows, parallel)
+    trained = [part for pair in pairs for part in ((None, None) if pair is None else (pair.a, pair.b))]
     x_ND, gate_up_E2FD, down_EDF = operators.taken(x_ND), operators.weights(gate_up_E2FD), operators.weights(down_EDF)
+    products = (choice.gates_NK, gate_up_E2FD, down_EDF)
     y: torch.Tensor = _Mix.apply(  # type: ignore[no-untyped-call]
-        tensor.entered(operators, x_ND), choice.gates_NK, gate_up_E2FD, down_EDF, to, operators, see, tensor
+        tensor.entered(operators, x_ND), *products, to, operators, see, tensor, pairs, *trained
     )
     return y
 
@@ -219,6 +223,8 @@ class _Mix(torch.autograd.Function):
         operators: Operators,
         see: Watch,
         tensor: Parallel,
+        pairs: tuple[Pairs | None, Pairs | None],
+        *trained: torch.Tensor | None,
     ) -> torch.Tensor:
         inside, ranks = see if to.here else unwatched, tensor.degree
         x_S = to.sent(x.index_select(0, to.source_S), "rows for experts")
@@ -228,7 +234,7 @@ class _Mix(torch.autograd.Function):
         out_S = to.returned(tensor.summed(operators, part_S, "experts.down"), "rows of experts")
         out_S = _seen(see, "down", out_S, to)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
-        ctx.to, ctx.wide = to, operators.held
+        ctx.to, ctx.wide, ctx.pairs = to, operators.held, pairs
         return operators.combine(out_S, to.slot_NK, gates)
 
     @staticmethod
@@ -243,16 +249,18 @@ class _Mix(torch.autograd.Function):
         dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
         dout_S = to.sent(dy_S.mul_(gate_S[:, None]), "gradients for experts")
         dact_S = _per_expert(dout_S, down, to.rows)
-        ddown = _per_expert_weight(dout_S, act_S, down, to.rows)
+        ddown = _per_expert_weight(dout_S, act_S, down, to.rows) if ctx.needs_input_grad[3] else None
+        low_down = _per_expert_pairs(dout_S, act_S, ctx.pairs[1], to.rows)
         a, b = h_S.chunk(2, -1)
         dh_S = torch.empty_like(h_S)
         da, db = dh_S.chunk(2, -1)
         torch.mul(dact_S, F.silu(a), out=db)
         da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
-        dgate_up = _per_expert_weight(dh_S, x_S, gate_up, to.rows)
+        dgate_up = _per_expert_weight(dh_S, x_S, gate_up, to.rows) if ctx.needs_input_grad[2] else None
+        low_gate_up = _per_expert_pairs(dh_S, x_S, ctx.pairs[0], to.rows)
         dx_S = to.returned(_per_expert(dh_S, gate_up, to.rows), "gradients of experts")
         dx = F.embedding(to.slot_NK, dx_S).sum(1)
-        return dx, dgates, dgate_up, ddown, None, None, None, None
+        return dx, dgates, dgate_up, ddown, None, None, None, None, None, *low_gate_up, *low_down
 
 
 def _seen(see: Watch, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Tensor:
@@ -284,3 +292,18 @@ def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tenso
         else:
             w.zero_()
     return grad
+
+
+def _per_expert_pairs(
+    g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: Pairs | None, rows: list[int]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What each expert's pairs get instead: scale · (gB)ᵀx and scale · gᵀ(xAᵀ), in which no matrix's size occurs."""
+    if pairs is None:
+        return None, None
+    a_EQI, b_EOr, part = pairs.a.detach().flatten(1, 2), pairs.b.detach(), list(pairs.rows)
+    g_SO, x_SI = g_SO.to(b_EOr.dtype), x_SI.to(b_EOr.dtype)
+    inner_SP = torch.split(_per_expert(x_SI, a_EQI.mT, rows), b_EOr.shape[-1], -1)
+    parts = zip(torch.split(g_SO, part, -1), torch.split(b_EOr, part, 1), inner_SP, strict=True)
+    found = [(_per_expert(g, b, rows), _per_expert_weight(g, xa, b, rows)) for g, b, xa in parts]
+    da_EQI = _per_expert_weight(torch.cat([gb for gb, _ in found], -1), x_SI, a_EQI, rows)
+    return da_EQI.view_as(pairs.a).mul_(pairs.scale), torch.cat([db for _, db in found], 1).mul_(pairs.scale)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError, ConfigError
+from etude.models.adapter_config import base_of
 from etude.models.config import ModelConfig
 from etude.models.low import is_rounded, parts, stored_as, unused
 from etude.models.parts import Latent, Scores
@@ -76,6 +77,17 @@ def check_blocks(config: ModelConfig, kind: Quantise) -> None:
                 f"numerics.quantise = {str(kind)!r}",
                 f"{name} {list(shape)} has no whole blocks of {block}",
                 hint=f'give the model widths that are multiples of {block}, or set numerics.quantise = "none"',
+            )
+
+
+def check_rank(config: ModelConfig, rank: int) -> None:
+    """Raises `ConfigError` for adapters that would have more numbers than what they adapt."""
+    for name, shape in hf_shapes(config):
+        if is_rounded(name) and rank > (most := math.prod(shape) // sum(shape)):
+            raise ConfigError(
+                f"learner.lora_rank = {rank}",
+                f"{name} is {list(shape)}: an adapter of more than {most} is no smaller than it",
+                hint="lower it: 1 to 32 are usual; or set learner.lora_rank = 0, and all weights train",
             )
 
 
@@ -219,7 +231,9 @@ def _mlp_shapes(at: str, width: int, hidden: int) -> Iterator[tuple[str, Shape]]
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a directory, in one file or in shards with an index. Raises `CheckpointError`."""
+    """Every tensor of a directory, in one file or in shards with an index; of an adapter's, those of its base. Raises
+    `CheckpointError`."""
+    folder = base_of(folder)
     if not (folder / INDEX).is_file():
         return read_header(folder / WEIGHTS)
     tensors: dict[str, Stored] = {}

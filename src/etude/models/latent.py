@@ -20,6 +20,7 @@ from etude.models.attention import Cache
 from etude.models.config import ModelConfig
 from etude.models.rope import Rope, halves
 from etude.models.watch import Watch
+from etude.numerics.adapted import adapted
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 
@@ -81,11 +82,13 @@ class LatentAttention(nn.Module):
         see: Watch,
     ) -> torch.Tensor:
         keys_HMR, values_HBR = self._up()
-        q_NHR = see("attention.absorbed", self.operators.per_head(plain_NHM, keys_HMR.transpose(1, 2)))
+        q_NHR = self.operators.per_head(plain_NHM, keys_HMR.transpose(1, 2))
+        q_NHR = see("attention.absorbed", self._trained(q_NHR, plain_NHM, keys=True))
         q, k = torch.cat([q_NHR, q_NHP], -1), torch.cat([latent_NR[:, None], k_N1P], -1)
         o_NHR = cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale)
         o_NHR = see("attention.attended_latent", o_NHR)
-        return see("attention.attended", self.operators.per_head(o_NHR, values_HBR))
+        o_NHB = self._trained(self.operators.per_head(o_NHR, values_HBR), o_NHR, keys=False)
+        return see("attention.attended", o_NHB)
 
     def _expanded(
         self,
@@ -108,3 +111,17 @@ class LatentAttention(nn.Module):
         """What makes keys [H, M, R] and values [H, B, R] of a latent."""
         up = self.operators.weights(self.kv_up).view(self.heads, -1, self.latent.kv_rank)
         return up[:, : self.latent.nope_dim], up[:, self.latent.nope_dim :]
+
+    def _trained(self, y_NHO: torch.Tensor, x_NHI: torch.Tensor, *, keys: bool) -> torch.Tensor:
+        """What absorbed keys or values made of `x_NHI`, where pairs train in the place of their product (`numerics.
+        adapted`): a head's keys are turned, and so are its A and B."""
+        pairs = self.operators.pairs(self.kv_up)
+        if pairs is None:
+            return y_NHO
+        of = slice(None, self.latent.nope_dim) if keys else slice(self.latent.nope_dim, None)
+        a_HrR = pairs.a.expand(self.heads, -1, -1)
+        b_HOr = pairs.b.view(self.heads, -1, pairs.b.shape[-1])[:, of]
+        a, b = (b_HOr.mT, a_HrR.mT) if keys else (a_HrR, b_HOr)
+        one = (y_NHO.shape[-1],)
+        y_HNO = adapted(y_NHO.transpose(0, 1), x_NHI.transpose(0, 1), a[:, None], b, one, pairs.scale)
+        return y_HNO.transpose(0, 1)

@@ -26,7 +26,7 @@ from etude.numerics.low import Packed, pack, unpack
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """One parameter, [O, I] or [E, O, I], and the Hugging Face names of its rows, in order."""
 
     weight: torch.Tensor
@@ -62,7 +62,7 @@ class PackedWeights:
 
     def __init__(self, model: Transformer, format: Format) -> None:
         self.format = format
-        self._matrices = [(matrix, matrix.packed(format)) for matrix in _matrices(model)]
+        self._matrices = [(matrix, matrix.packed(format)) for matrix in matrices(model)]
         named: dict[str, dict[str, torch.Tensor]] = {}
         for matrix, bytes_ in self._matrices:
             named |= _named(matrix, bytes_, format)
@@ -101,7 +101,7 @@ def stored(
     return unpack(bytes_, FORMATS[kind])
 
 
-def _named(matrix: _Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str, torch.Tensor]]:
+def _named(matrix: Matrix, bytes_: Packed, format: Format) -> dict[str, dict[str, torch.Tensor]]:
     """Hugging Face name → its parts, as views of the parameter's."""
     found, start = {}, 0
     for i, (name, rows) in enumerate(matrix.rows.items()):
@@ -116,13 +116,13 @@ def _named(matrix: _Matrix, bytes_: Packed, format: Format) -> dict[str, dict[st
     return found
 
 
-def _matrices(model: Transformer) -> list[_Matrix]:
+def matrices(model: Transformer) -> list[Matrix]:
     """The parameters that are rounded: those that rounded names are views of."""
     parameters = sorted(model.parameters(), key=torch.Tensor.data_ptr)
     starts = [parameter.data_ptr() for parameter in parameters]
-    found: dict[int, _Matrix] = {}
+    found: dict[int, Matrix] = {}
     for name, view in hf_views(model).items():
         if is_rounded(name):
             at = bisect_right(starts, view.data_ptr()) - 1
-            found.setdefault(at, _Matrix(parameters[at], {})).rows[name] = view.shape[0]
+            found.setdefault(at, Matrix(parameters[at], {})).rows[name] = view.shape[0]
     return list(found.values())

@@ -156,11 +156,14 @@ class _Mix(torch.autograd.Function):
         dact = products(dy_S, down.to(x.dtype), to.ends_E)  # before the gate
         act = rows.gated(h)
         dgates = torch.linalg.vecdot(dact.float(), act.float()).index_select(0, to.slot_NK.view(-1)).view_as(gates)
-        ddown = weight_gradient(dy_S, act * gate_S1, to.ends_E)
+        ddown = dgate_up = None
+        if ctx.needs_input_grad[3]:
+            ddown = weight_gradient(dy_S, act * gate_S1, to.ends_E).to(down.dtype)
         dh = rows.gated_gradient(dact.mul_(gate_S1), h)
-        dgate_up = weight_gradient(dh, x.index_select(0, to.token_S), to.ends_E)
+        if ctx.needs_input_grad[2]:
+            dgate_up = weight_gradient(dh, x.index_select(0, to.token_S), to.ends_E).to(gate_up.dtype)
         dx = rows.combine(products(dh, gate_up.to(x.dtype), to.ends_E), to.slot_NK, None)
-        return dx, dgates.to(gates.dtype), dgate_up.to(gate_up.dtype), ddown.to(down.dtype), None, None
+        return dx, dgates.to(gates.dtype), dgate_up, ddown, None, None
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

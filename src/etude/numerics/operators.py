@@ -15,6 +15,7 @@ sorted by expert, K experts a token, R rows of logits, V vocabulary, T tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,9 @@ from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.exact.products import Product
 from etude.numerics.exact.windows import ANY, Windows
 from etude.numerics.formats import FORMATS
+
+if TYPE_CHECKING:
+    from etude.numerics.adapted import Pairs  # made of operators
 
 Causal = Callable[..., torch.Tensor]
 """(q_HTA, k_GTA, v_GTC, scale or None) -> o_HTC: each token sees itself and those before it."""
@@ -95,6 +99,10 @@ class Operators:
     def weights(self, weight: torch.Tensor) -> torch.Tensor:
         """What a large product takes of a matrix, or of a stack of them. `linear` asks by itself."""
         return weight
+
+    def pairs(self, weight: torch.Tensor) -> Pairs | None:
+        """What trains in the place of a matrix, or of a stack of them, that is merged (`numerics.adapted`)."""
+        return None
 
     def rows(self, num_rows: int) -> int:
         """How many rows an expert computes for so many; the others are copies."""
@@ -376,6 +384,19 @@ class Exact(Operators):
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """float32: rounding them would add noise to the log-probabilities of both sides, and save nothing."""
         return self.router_scores(x_RD, weight_VD)
+
+
+def asked_of_inner(kind: type[Operators]) -> None:
+    """Have operators that wrap an `inner` ask it for all that they have no own of: methods, and facts as `exact`."""
+    for name in vars(Operators).keys() - vars(kind).keys():
+        if not name.startswith("_"):
+            setattr(kind, name, _forwarded(name))
+
+
+def _forwarded(name: str) -> Any:
+    if callable(vars(Operators)[name]):
+        return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
+    return property(lambda self: getattr(self.inner, name))
 
 
 def operators_for(

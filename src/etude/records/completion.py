@@ -63,6 +63,13 @@ class StopReason(enum.StrEnum):
     CANCELLED = "cancelled"  # the caller went away
 
 
+class Traffic(enum.StrEnum):
+    """Whose request it is. Production goes before any rollout."""
+
+    ROLLOUT = "rollout"
+    PRODUCTION = "production"
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample. `seed` keys the randomness together with the token's position in the context, so the same
     request gives the same tokens on any engine, in any batch."""
@@ -90,6 +97,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     routes_from: int | None = 0
     deadline_s: float = 60.0
     keep_session: bool = True  # False: the last call of a session, its KV may go at once
+    traffic: Traffic = Traffic.ROLLOUT
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -98,9 +98,14 @@ def settle(rollout: Rollout, outcome: Outcome, *, require_submit: bool) -> Outco
     return Graded(reward=0.0, terms=terms, trust=outcome.trust, reason=reason)
 
 
+def session_of(spec: RolloutSpec) -> str:
+    """The session under which its requests go to an engine."""
+    return f"{spec.rollout_id}/{spec.attempt}"
+
+
 def _ask(spec: RolloutSpec) -> Ask:
     return Ask(
-        session_id=f"{spec.rollout_id}/{spec.attempt}",
+        session_id=session_of(spec),
         seed=spec.seed,
         temperature=spec.temperature,
         min_step=spec.min_step,

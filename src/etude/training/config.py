@@ -34,6 +34,14 @@ class CorrectionKind(enum.StrEnum):
     MASKED_SEQUENCES = "masked-sequences"
 
 
+class LoraOn(enum.StrEnum):
+    """Which matrices have adapters. Never the router, the embedding, the head, or norms."""
+
+    ALL = "all"  # attention's, and MLP's: less of them learns less (Thinking Machines, "LoRA Without Regret", 2025)
+    ATTENTION = "attention"
+    MLP = "mlp"  # of experts, shared experts, and layers without a router
+
+
 _BOUNDS: dict[CorrectionKind, tuple[float, float]] = {  # as published; those of sequences for 0.01 nats a token
     CorrectionKind.NONE: (0.0, math.inf),
     CorrectionKind.TRUNCATED: (0.0, 2.0),
@@ -68,6 +76,15 @@ class LearnerConfig:
     correction_high: float | None = ranged(None, low=1.0)  # none: the correction's own; the cap of one that truncates
     weights: LiveWeights = LiveWeights.BF16
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # of activations; gradients add up in float32
+    lora_rank: int = ranged(0, low=0, high=4096)  # 0: all weights train; else adapters do, which want about 10 times lr
+    lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)  # an adapter's product is multiplied by alpha / rank
+    lora_on: LoraOn = LoraOn.ALL
+
+    def __post_init__(self) -> None:
+        if self.lora_rank and self.balance_bias:
+            raise ValueError(
+                f"lora_rank = {self.lora_rank} and balance_bias = {self.balance_bias}: adapters leave routers alone"
+            )
 
     def replays(self, mode: Mode) -> bool:
         """Whether routes are replayed, and so whether engines need send them.

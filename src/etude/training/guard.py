@@ -9,19 +9,20 @@ Everything here raises `NotFinite`. Knows nothing of who saves what is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from etude.errors import NotFinite
 from etude.models.finite import described, is_finite, not_finite, origin
-from etude.models.naming import hf_views
-from etude.models.transformer import Transformer
 from etude.models.watch import Watch
 from etude.records import Sample
 from etude.training.optimizer import AdamW
 from etude.training.rows import Rows
+
+Views = Callable[[], Mapping[str, torch.Tensor]]
+"""What trains, by the names that it is saved under; made when it is asked for."""
 
 HINT = "what the step began with is as it was: go on from there with a lower lr, or see what is named here"
 
@@ -75,12 +76,12 @@ def check_loss(
     )
 
 
-def stepped(optimizer: AdamW, model: Transformer, *, lr: float, step: int) -> float:
-    """Apply the gradient; its norm. A gradient that is not finite changes nothing, and is named."""
+def stepped(optimizer: AdamW, views: Views, *, lr: float, step: int) -> float:
+    """Apply the gradient; its norm. A gradient that is not finite changes nothing, and is named by `views`."""
     try:
         norm = optimizer.step(lr)
     except NotFinite as error:
-        bad = not_finite(_gradients(optimizer, model))
+        bad = not_finite(_gradients(optimizer, views()))
         if not bad:  # its square overflows
             raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None
         first = list(bad)[-1]  # a backward pass goes from the last layer to the first
@@ -90,13 +91,13 @@ def stepped(optimizer: AdamW, model: Transformer, *, lr: float, step: int) -> fl
             hint=HINT,
         ) from None
     if not is_finite(optimizer.live):
-        check_weights(model, f"after step {step}")
+        check_weights(views(), f"after step {step}")
     return norm
 
 
-def check_weights(model: Transformer, when: str) -> None:
-    """The live weights, by Hugging Face's names."""
-    bad = not_finite(hf_views(model))
+def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
+    """Live weights, by the names that they are saved under."""
+    bad = not_finite(views)
     if bad:
         first = next(iter(bad))
         raise NotFinite(
@@ -106,11 +107,11 @@ def check_weights(model: Transformer, when: str) -> None:
         )
 
 
-def _gradients(optimizer: AdamW, model: Transformer) -> dict[str, torch.Tensor]:
-    """The gradient by Hugging Face's names: laid out as the live weights are, whose views say where each lies."""
+def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradient by the same names: laid out as the live weights are, whose views say where each lies."""
     return {
         name: optimizer.grad[view.storage_offset() : view.storage_offset() + view.numel()]
-        for name, view in hf_views(model).items()
+        for name, view in views.items()
         if view.untyped_storage().data_ptr() == optimizer.live.untyped_storage().data_ptr()
     }
 

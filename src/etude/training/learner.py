@@ -16,18 +16,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
 from etude.models.attention import Packed
-from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
-from etude.models.naming import hf_views, stays_float32
-from etude.models.packed import packed
+from etude.models.checkpoint import load_tensors, read_json, save_tensors, whole_directory
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
-from etude.numerics.config import Mode, NumericsConfig, Quantise
-from etude.numerics.formats import FORMATS
+from etude.numerics.config import Mode, NumericsConfig
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
@@ -42,9 +38,9 @@ from etude.training.report import Tally
 from etude.training.routes import Replay
 from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
+from etude.training.trained import Trained, load_trained
 from etude.weights.chain.publisher import Publisher, Writer
-from etude.weights.delta.arrays import name_of
-from etude.weights.tensors import Codes, Tensor
+from etude.weights.tensors import Tensor
 
 FORMAT = 1
 SAMPLED_ANEW = 64
@@ -58,7 +54,7 @@ class TorchLearner:
     rollouts were sampled with, since the ratio is of the distribution sampled from. `reference` is what
     `config.kl` is taken to. `numerics` is what the engines have, too: in exact mode the ratio on the learner's own
     weights must be 1, to the bit, or the step is refused (`refuse_mismatch` False, and native mode: it is reported);
-    in low precision what is published is packed (`models.packed`).
+    in low precision what is published is packed (`models.packed`). `seed` keys what adapters begin with.
     """
 
     step: int
@@ -77,23 +73,28 @@ class TorchLearner:
         reference: Reference | None = None,
         numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
         refuse_mismatch: bool = True,
+        seed: int = 0,
     ) -> None:
         self.numerics, self._held_to_one = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
-        self.config, self.step, self.version = config, 0, None
+        self.config, self.step, self.version, self._seed = config, 0, None, seed
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
-        self._assets: Path | None = None
         self._publisher: Publisher | None = None
         self._offered: int | None = None  # the step of the version that is on its way
-        self._model: Transformer | None = None
+        self._trained: Trained | None = None
         self._optimizer: AdamW | None = None
 
     @property
     def model(self) -> Transformer:
         """The live model. Raises `CheckpointError` before `load`."""
-        if self._model is None:
+        return self.trained.model
+
+    @property
+    def trained(self) -> Trained:
+        """The live model, and what of it trains. Raises `CheckpointError` before `load`."""
+        if self._trained is None:
             raise CheckpointError("the learner holds no weights", hint="load a checkpoint first")
-        return self._model
+        return self._trained
 
     @property
     def optimizer(self) -> AdamW:
@@ -253,7 +254,8 @@ class TorchLearner:
         lr = self.config.lr * rate(
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
         )
-        norm = stepped(self.optimizer, self.model, lr=lr, step=self.step + 1)
+        norm = stepped(self.optimizer, self.trained.views, lr=lr, step=self.step + 1)
+        self.trained.settle()
         self._balance.move()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
@@ -270,7 +272,7 @@ class TorchLearner:
 
     def exported(self) -> dict[str, Tensor]:
         """The live weights as they are published. Views of them may be among it: copy what is kept."""
-        return export(self.model, self.config.weights, self.numerics.quantise)
+        return self.trained.exported()
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
         """Hand the live weights to the channel as the version of this step. Raises `WeightsError`, `StoreError`."""
@@ -319,11 +321,11 @@ class TorchLearner:
     def save(self, path: Path | str) -> None:
         """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient
         is not part of it. Raises `CheckpointError`, and `NotFinite` instead of saving weights that are none."""
-        check_weights(self.model, f"at step {self.step}")
+        check_weights(self.trained.views(), f"at step {self.step}")
         version = None if self.version is None else [self.version.step, self.version.incarnation, self.version.digest]
         about = {"format": FORMAT, "step": self.step, "version": version, "weights": str(self.config.weights)}
         with whole_directory(path) as folder:
-            write_model(self.model, folder, dtype=self.config.weights, assets=self._assets)
+            self.trained.write(folder)
             save_tensors(self.optimizer.state(), folder / STATE)
             (folder / ABOUT).write_text(json.dumps(about) + "\n")
 
@@ -331,52 +333,21 @@ class TorchLearner:
         """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
         and then the learner holds what it held."""
         path = Path(path)
-        model = load_model(
-            path,
-            operators=operators_for(self.numerics, getattr(torch, self.config.dtype)),
-            held=torch.float32,
-        )
-        optimizer = AdamW(model, weights=self.config.weights, grad_clip=self.config.grad_clip)
-        step, version = 0, None
-        if (path / ABOUT).is_file():
+        resumed, step, version = (path / ABOUT).is_file(), 0, None
+        if resumed:
             step, version = _read_about(path / ABOUT, self.config.weights)
+        operators = operators_for(self.numerics, getattr(torch, self.config.dtype))
+        trained = load_trained(
+            path, self.config, operators, quantise=self.numerics.quantise, seed=self._seed, resumed=resumed
+        )
+        optimizer = AdamW(trained.parameters_of, weights=self.config.weights, grad_clip=self.config.grad_clip)
+        if resumed:
             optimizer.restore(load_tensors(path / STATE))
+        trained.settle()
         self.close()
-        self._model, self._optimizer, self._assets = model, optimizer, path
-        self._balance = Balance(model, speed=self.config.balance_bias)
+        self._trained, self._optimizer = trained, optimizer
+        self._balance = Balance(trained.model, speed=self.config.balance_bias)
         self.step, self.version = step, version
-
-
-_CODES = {
-    LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
-    LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
-}
-
-
-def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
-    """Every Hugging Face tensor of a model as raw codes; bf16 is exact when the live weights are rounded. What
-    `stays_float32` does. `quantise` packs the large matrices.
-
-    Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
-    codes are views of the live weights: copy what is kept.
-    """
-    memory: dict[int, Codes] = {}  # by address
-    tensors = {}
-    views = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
-    for name, view in views.items():
-        if view.itemsize == 1:  # packed
-            codes = view.view(torch.uint8).flatten().numpy(force=True)
-            tensors[name] = Tensor(name_of(str(view.dtype)), tuple(view.shape), codes)
-            continue
-        stored = LiveWeights.F32 if stays_float32(name) else weights
-        kind, (signed, unsigned) = _CODES[stored]
-        storage, start = view.untyped_storage(), view.storage_offset()
-        if storage.data_ptr() not in memory:
-            whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
-            memory[storage.data_ptr()] = whole.to(kind).view(signed).numpy(force=True).view(unsigned)
-        own = memory[storage.data_ptr()][start : start + view.numel()]
-        tensors[name] = Tensor(str(stored), tuple(view.shape), own)
-    return tensors
 
 
 def _read_about(path: Path, weights: LiveWeights) -> tuple[int, Version | None]:

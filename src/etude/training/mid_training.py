@@ -28,6 +28,7 @@ from etude.errors import CheckpointError, ParityError, RunError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.config import ModelConfig
+from etude.models.naming import hf_views
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
 from etude.telemetry import Telemetry
@@ -187,7 +188,7 @@ class _Run:
         self.ranks.add(self.optimizer.grad)
         self.ranks.add(sums)
         lr = config.lr * rate(step, len(self.batches), warmup_steps=config.warmup_steps, decay_from=0.6, final=0.03)
-        norm = stepped(self.optimizer, self.model, lr=lr, step=step + 1)
+        norm = stepped(self.optimizer, functools.partial(hf_views, self.model), lr=lr, step=step + 1)
         self.ranks.add(self.balance.load_LE)
         self.balance.move()
         self.loss = float(sums[0])

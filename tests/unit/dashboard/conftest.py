@@ -125,11 +125,22 @@ class RunWriter:
                 self.event(t + 0.3, f"engine-{engine}", "engine.adopt", step=step, pause_s=pause, num_running=running)
                 ratio = 2e-6 * math.exp(self.noise(0.4))
                 self.event(t + 0.4, "conductor", "engine.probe", engine=f"engine-{engine}", step=step, ratio_max=ratio)
+            self.region(step, t)
             if step:
                 self.step(step, t)
             if step and step % 10 == 0 and step < STEPS:
                 rate = 0.3 + 0.65 * (1 - math.exp(-step / 14))
                 self.evaluation("during", "validation", step, rate, 128, t + 0.1)
+
+    def region(self, step: int, t: float) -> None:
+        """An engine from elsewhere that is lost for a while."""
+        states = {0: "catching-up", 1: "serving", 20: "lost", 24: "catching-up", 26: "serving"}
+        facts = {"engine": "far", "region": "west"}
+        if step in states:
+            self.event(t, "conductor", "fleet.state", **facts, state=states[step], url="http://far:8000")
+        state = states[max(s for s in states if s <= step)]
+        load = {"num_running": 12, "num_waiting": 0, "max_sequences": 48, "kv_tokens_free": 18_432}
+        self.event(t, "conductor", "fleet.load", **facts, state=state, step=step, **load)
 
     def step(self, step: int, t: float) -> None:
         reward = min(1.0, max(0.0, 0.3 + 0.66 * (1 - math.exp(-step / 13)) + self.noise(0.035)))

@@ -63,7 +63,7 @@ def test_the_report_is_one_self_contained_page(report):
 def test_the_report_has_a_plot_for_every_panel_of_a_full_run(report):
     titles = re.findall(r"<h3>([^<]+)</h3>", report)
     expected = [
-        *("Solve rate", "Groups without signal", "Length of a rollout", "Utilisation", "Lag"),
+        *("Solve rate", "Groups without signal", "Length of a rollout", "Utilisation", "Regions", "Lag"),
         *("Where a step&#39;s time goes", "Weights on the wire", "Pauses", "Parity", "Clipped and rerouted"),
         *(
             "With and without replay",

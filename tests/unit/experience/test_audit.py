@@ -4,7 +4,7 @@ import pytest
 
 from etude.errors import LedgerError
 from etude.experience import audit, make_batch, write_trace
-from etude.experience.database import Database
+from etude.experience.sqlite import SqliteDatabase as Database
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def run(tmp_path, ledger, kit, finish_group):
         ledger.batch(batch)
         write_trace(tmp_path / "traces", batch, groups)
         ledger.commit(batch.rollout_ids, kit.version(step))
-        lineage.append(list(batch.rollout_ids))
+        lineage.append((step, list(batch.rollout_ids)))
     finish_group("g000003", [1.0, 0.0])
     return lineage
 
@@ -30,14 +30,14 @@ def tamper(tmp_path, sql):
 
 
 def test_a_sound_run_is_clean(tmp_path, ledger, run):
-    report = audit(ledger, tmp_path / "traces", [[], *run])
+    report = audit(ledger, tmp_path / "traces", [(0, []), *run])
     assert report.sound
     assert (report.num_rollouts, report.num_consumed, report.num_steps) == (8, 6, 2)
     report.require_sound()
 
 
 def test_a_rollout_in_two_steps_of_the_lineage_is_twice(tmp_path, ledger, run):
-    report = audit(ledger, tmp_path / "traces", [*run, ["g000001.0"]])
+    report = audit(ledger, tmp_path / "traces", [*run, (3, ["g000001.0"])])
     assert report.twice == ("g000001.0",)
     with pytest.raises(LedgerError, match=r"1 twice \(g000001\.0\)"):
         report.require_sound()
@@ -46,7 +46,7 @@ def test_a_rollout_in_two_steps_of_the_lineage_is_twice(tmp_path, ledger, run):
 def test_a_rollout_flagged_trained_outside_of_the_lineage_is_lost_until_reconciled(tmp_path, ledger, run):
     report = audit(ledger, tmp_path / "traces", run[:1])
     assert report.lost == ("g000002.0", "g000002.1")
-    ledger.reconcile(run[0])
+    ledger.reconcile(run[:1])
     assert audit(ledger, tmp_path / "traces", run[:1]).sound
 
 
@@ -77,11 +77,11 @@ def test_a_missing_or_damaged_trace_is_reported(tmp_path, ledger, run, content):
     else:
         path.write_bytes(content)
     missing = audit(ledger, tmp_path / "traces", run).missing
-    assert missing == ("trace of step 1 of the lineage (g000002.0 …)",)
+    assert missing == ("trace of step 2 (g000002.0 …)",)
 
 
 def test_a_rollout_of_the_lineage_that_the_ledger_never_saw_is_missing(tmp_path, ledger, run):
-    assert "g000099.0" in audit(ledger, tmp_path / "traces", [*run, ["g000099.0"]]).missing
+    assert "g000099.0" in audit(ledger, tmp_path / "traces", [*run, (3, ["g000099.0"])]).missing
 
 
 def test_trained_without_a_grade_is_found_from_the_trace(tmp_path, ledger, run, kit):

@@ -10,6 +10,7 @@ import torch
 
 from etude.errors import EngineBehind, EngineError
 from etude.models import ModelConfig, Transformer, hf_views
+from etude.records.completion import Traffic
 from etude.weights import Tensor
 
 from .helpers import TINY, ask, engine, everything, version
@@ -174,3 +175,25 @@ def test_logits_that_are_no_numbers_are_named_by_layer_in_the_log_and_marked_in_
     assert len(said) == 1
     assert "request a, 10 tokens" in said[0]
     assert "layers.1.attention.out" in said[0]
+
+
+def test_a_rollout_that_gave_way_to_production_says_what_it_would_have_said_and_is_counted() -> None:
+    rollouts = [ask(f"r{i}", 20, 60) for i in range(2)]
+
+    async def story() -> None:
+        async with engine(max_sequences=2) as served:
+            alone = [await served.generate(r) for r in rollouts]
+            working = [asyncio.ensure_future(served.generate(r)) for r in rollouts]
+            while (await served.info()).num_running < 2:  # noqa: ASYNC110  the state is the thread's
+                await asyncio.sleep(0)
+            first = await served.generate(ask("p", 20, 4, traffic=Traffic.PRODUCTION))
+            assert not all(work.done() for work in working)
+            for before, after in zip(alone, await asyncio.gather(*working), strict=True):
+                assert np.array_equal(before.token_ids, after.token_ids)
+                assert np.array_equal(before.logprobs, after.logprobs)
+                assert np.array_equal(before.routes, after.routes)
+        assert served.counters.rollouts_preempted == 1
+        assert (served.counters.production_requests, served.counters.production_tokens) == (1, len(first.token_ids))
+        assert 0 < served.counters.production_wait_s < served.counters.busy_s
+
+    asyncio.run(story())

@@ -9,7 +9,9 @@ import pytest
 
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference import Assignment, EngineBusy, EngineGone, Fleet
+from etude.inference.membership import Listed, State
 from etude.records import Completion, CompletionRequest
+from etude.records.completion import Traffic
 from etude.seams import EngineInfo, Policy
 from etude.testing import ScriptedEngine, make_version
 
@@ -258,5 +260,107 @@ def test_an_engine_that_cannot_stream_tells_everything_at_once() -> None:
         first, last = [part async for part in policy.stream(ask("a", max_tokens=1))]
         assert first == [7]
         assert isinstance(last, Completion)
+
+    asyncio.run(story())
+
+
+def listed(state: State = State.SERVING, **facts: object) -> Listed:
+    return Listed(url="http://e", state=state, **facts)  # type: ignore[arg-type]
+
+
+def test_a_drained_engine_keeps_its_sessions_and_gets_no_new_ones() -> None:
+    async def story() -> None:
+        policy, _ = fleet(2)
+        home = (await served_by(policy, "a"))[0]
+        policy.tell(home, listed(State.DRAINING))
+        other = {"engine-0": "engine-1", "engine-1": "engine-0"}[home]
+        assert await served_by(policy, "b", session="a") == [home]
+        assert await served_by(policy, "c", "d", "e") == [other] * 3
+        assert policy.sessions() == {home: 1, other: 3}
+        policy.forget("a")
+        assert home not in policy.sessions()
+
+    asyncio.run(story())
+
+
+def test_free_kv_tokens_bound_what_an_engine_is_given_until_it_is_told_of_again() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        for member in members.values():
+            await member.pause()
+        policy.tell("engine-0", listed(kv_tokens_free=18))  # a request here is of 10 and at most 8 tokens
+        policy.tell("engine-1", listed(kv_tokens_free=3 * 18))
+        tasks = [asyncio.ensure_future(policy.complete(ask(f"r{i}"))) for i in range(6)]
+        await asyncio.sleep(0.01)
+        assert [(await m.info()).num_waiting for m in members.values()] == [1, 3], "two wait for room"
+        first = ask("production", traffic=Traffic.PRODUCTION)
+        tasks.append(asyncio.ensure_future(policy.complete(first)))
+        await asyncio.sleep(0.01)
+        assert [(await m.info()).num_waiting for m in members.values()] == [2, 3], "production is held back by no bound"
+        policy.tell("engine-0", listed(kv_tokens_free=18))
+        for member in members.values():
+            await member.resume()
+        assert {c.request_id for c in await asyncio.gather(*tasks)} == {*(f"r{i}" for i in range(6)), "production"}
+
+    asyncio.run(story())
+
+
+def test_siblings_stay_in_the_region_of_their_group_while_it_has_room() -> None:
+    async def story() -> None:
+        policy, members = fleet(4)
+        for i in range(4):
+            policy.tell(f"engine-{i}", listed(region="north" if i < 2 else "south"))
+        for member in members.values():
+            await member.pause()
+        asking = [asyncio.ensure_future(policy.complete(ask(f"g{i % 3}.{i}/0"))) for i in range(24)]
+        await asyncio.sleep(0.01)
+        for member in members.values():
+            await member.resume()
+        regions: dict[str, set[str]] = {}
+        for done in await asyncio.gather(*asking):
+            region = "north" if done.engine in ("engine-0", "engine-1") else "south"
+            regions.setdefault(done.request_id.partition(".")[0], set()).add(region)
+        assert sorted(map(len, regions.values())) == [1, 1, 1]
+        assert set.union(*regions.values()) == {"north", "south"}
+        for name in ("engine-0", "engine-1"):
+            members[name].gone = True
+        served = await served_by(policy, "g7.0/0", "g7.1/0", session="x")
+        assert set(served) <= {"engine-2", "engine-3"}
+
+    asyncio.run(story())
+
+
+def test_a_new_session_goes_rather_to_an_engine_that_needs_not_catch_up() -> None:
+    async def story() -> None:
+        policy, members = fleet(2)
+        members["engine-1"] = Member("engine-1", step=5)
+        policy.add("engine-1", members["engine-1"])
+        policy.tell("engine-0", listed(step=0))
+        policy.tell("engine-1", listed(step=5))
+        assert await served_by(policy, "a", "b", min_step=5) == ["engine-1"] * 2
+        assert not members["engine-0"].requests
+
+    asyncio.run(story())
+
+
+def test_a_region_far_away_gets_fewer_sessions_than_one_that_is_near() -> None:
+    class Far(Member):
+        async def generate(self, request: CompletionRequest) -> Completion:
+            await asyncio.sleep(0.05)
+            return await super().generate(request)
+
+    async def story() -> None:
+        near, far = Member("near"), Far("far")
+        policy = Fleet({"near": near, "far": far})
+        for name in ("near", "far"):
+            policy.tell(name, listed(region=name, max_sequences=8))
+        await served_by(policy, "a", "b", "c", "d", session="home")
+        await asyncio.gather(*(policy.complete(ask(f"first{i}")) for i in range(4)))
+        await near.pause()
+        asking = [asyncio.ensure_future(policy.complete(ask(f"r{i}"))) for i in range(20)]
+        await asyncio.sleep(0.01)
+        assert (await near.info()).num_waiting > 15
+        await near.resume()
+        assert len({c.request_id for c in await asyncio.gather(*asking)}) == 20
 
     asyncio.run(story())

@@ -7,6 +7,7 @@ import pytest
 from etude.errors import EngineError
 from etude.inference.errors import EngineBusy
 from etude.inference.scheduler import Plan, Scheduler, Sequence
+from etude.records.completion import Traffic
 
 from .helpers import ask, version
 
@@ -160,3 +161,62 @@ def test_a_cached_prefix_that_lives_through_a_swap_before_anything_is_computed_c
     compute(queue.plan())
     again.close_span(version(4))
     assert [(s.version.step, s.num_tokens, s.kv_epoch) for s in again.spans] == [(3, 0, 0), (4, 1, 1)]
+
+
+def test_while_a_prompt_of_production_is_computed_rollouts_stand_still_and_share_its_steps_afterwards() -> None:
+    queue = scheduler(num_slots=4)
+    rollouts = [join(queue, f"r{i}", 10) for i in range(2)]
+    compute(queue.plan())
+    first = join(queue, "p", 40, traffic=Traffic.PRODUCTION)
+    while first.num_computed < 40:
+        plan = queue.plan()
+        assert [c.sequence for c in plan.chunks] == [first] * len(plan.chunks)
+        assert not plan.decode
+        compute(plan)
+    plan = queue.plan()
+    assert {*plan.decode} == {first, *rollouts}
+    assert all(r.num_computed == 10 and len(r.token_ids) == 1 for r in rollouts), "their KV was kept"
+
+
+def test_production_takes_the_slot_of_the_rollout_that_loses_least_and_that_one_is_next() -> None:
+    queue = scheduler(num_slots=2)
+    long, short = join(queue, "long", 30), join(queue, "short", 10)
+    compute(queue.plan())
+    waiting = join(queue, "waiting", 10)
+    first = join(queue, "p", 10, traffic=Traffic.PRODUCTION)
+    plan = queue.plan()
+    assert [c.sequence for c in plan.chunks] == [first]
+    assert list(queue.waiting) == [short, waiting]
+    assert (short.num_computed, short.token_ids, short.slot, queue.num_preempted) == (0, [], None, 1)
+    assert long.slot is not None
+    compute(plan)
+    queue.finish(first)
+    queue.plan()
+    assert short.slot is not None
+    assert list(queue.waiting) == [waiting]
+
+
+def test_production_takes_no_slot_of_production_nor_of_a_rollout_whose_tokens_were_told() -> None:
+    queue = scheduler(num_slots=2)
+    join(queue, "p0", 10, traffic=Traffic.PRODUCTION)
+    told = join(queue, "told", 10)
+    told.told = lambda: None
+    compute(queue.plan())
+    late = join(queue, "p1", 10, traffic=Traffic.PRODUCTION)
+    queue.plan()
+    assert late.slot is None
+    assert queue.num_preempted == 0
+
+
+def test_a_queue_full_of_rollouts_refuses_rollouts_and_takes_production() -> None:
+    queue = scheduler(num_slots=1, max_waiting=2)
+    join(queue, "running")
+    queue.plan()
+    for i in range(2):
+        join(queue, f"r{i}")
+    with pytest.raises(EngineBusy, match="2 requests of its class"):
+        join(queue, "r2")
+    for i in range(2):
+        join(queue, f"p{i}", traffic=Traffic.PRODUCTION)
+    with pytest.raises(EngineBusy):
+        join(queue, "p2", traffic=Traffic.PRODUCTION)

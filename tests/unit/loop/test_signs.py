@@ -14,6 +14,7 @@ from etude.experience import Ledger
 from etude.experience.config import ExperienceConfig
 from etude.loop.config import RunConfig
 from etude.loop.rolling import Rolling, siblings
+from etude.loop.room import Limit
 from etude.records import Graded, Outcome, Rollout, RolloutSpec, Task
 from etude.records.rollout import Ending, Trace
 from etude.records.task import Split, Trust
@@ -35,7 +36,7 @@ class Crew:
     """Workers whose first sibling cheats, and a grader that was fooled."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
+        self.config, self.max_running = config, Limit(4)
 
     async def rollout(self, spec: RolloutSpec) -> Rollout:
         return Rollout(
@@ -60,7 +61,7 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     for spec in siblings("g000000", TASK, 4, seed=0, temperature=1.0):
         ledger.admit(spec)
     telemetry = Telemetry(folder / "events.jsonl", process="test")
-    rolling = Rolling(ledger, Crew(config), telemetry, max_running=4)  # type: ignore[arg-type]
+    rolling = Rolling(ledger, Crew(config), telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
         running = asyncio.create_task(rolling.run(ledger.next_waiting, asyncio.Event()))

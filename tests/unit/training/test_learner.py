@@ -21,7 +21,7 @@ from etude.seams import Learner
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import CorrectionKind, LiveWeights
-from etude.training.learner import export
+from etude.training.exports import export
 from etude.weights import Channel, Follower, lineage
 from etude.weights.tensors import same_bits
 

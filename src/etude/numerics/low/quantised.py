@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from etude.errors import ConfigError
 from etude.numerics.formats import Format
 from etude.numerics.low.rounding import rounded
-from etude.numerics.operators import Operators
+from etude.numerics.operators import Operators, asked_of_inner
 
 
 class Quantised(Operators):
@@ -74,16 +74,7 @@ class Quantised(Operators):
         return self.inner.linear_partial(self.taken(x_NI), self.weights(weight_OI), ranks)
 
 
-def _asked_of_inner(name: str) -> Any:
-    """What is not rounded is `inner`'s, whatever operators there are: a method, or a fact such as `exact`."""
-    if callable(vars(Operators)[name]):
-        return lambda self, *args, **kwargs: getattr(self.inner, name)(*args, **kwargs)
-    return property(lambda self: getattr(self.inner, name))
-
-
-for _name in vars(Operators).keys() - vars(Quantised).keys():
-    if not _name.startswith("_"):
-        setattr(Quantised, _name, _asked_of_inner(_name))
+asked_of_inner(Quantised)
 
 
 def _round(x: torch.Tensor, format: Format, matrix: bool) -> torch.Tensor:

@@ -103,16 +103,24 @@ def chain(store: BlobStore, name: str) -> list[Manifest]:
 def readable(store: BlobStore, name: str, *, trained: bool = True) -> tuple[list[Manifest], Ref | None]:
     """`lineage` (or `chain`, with `trained` False) as far back from the head as manifests are whole, the oldest first;
     and the reference to the lost or damaged one at which it ends, None at the root."""
+    found = [*backward(store, name, trained=trained)]
+    ref = found.pop() if found and isinstance(found[-1], Ref) else None
+    return [one for one in reversed(found) if isinstance(one, Manifest)], ref if isinstance(ref, Ref) else None
+
+
+def backward(store: BlobStore, name: str, *, trained: bool = True) -> Iterator[Manifest | Ref]:
+    """The manifests of `lineage` (or of `chain`) from the head back, one at a time; at last the reference to a lost or
+    damaged one, if it ends at one."""
     pointer = head(store, name)
     ref = pointer.head if pointer else None
-    manifests: list[Manifest] = []
     while ref is not None:
         try:
-            manifests.append(load(store, ref))
+            manifest = load(store, ref)
         except WeightsError:
-            break
-        ref = manifests[-1].parent if trained else manifests[-1].base
-    return manifests[::-1], ref
+            yield ref
+            return
+        yield manifest
+        ref = manifest.parent if trained else manifest.base
 
 
 def stored(store: BlobStore, name: str, version: Version | None = None) -> Iterator[tuple[Ref, Manifest]]:

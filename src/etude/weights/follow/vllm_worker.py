@@ -18,11 +18,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from etude.errors import WeightsError
+from etude.records.adapter import modules
 from etude.records.completion import Version
 from etude.stores import open_store
+from etude.weights.files.checkpoint import read_checkpoint
+from etude.weights.follow.adapter_map import adapter_map
 from etude.weights.follow.engine_maps import fused_pieces, sharded
 from etude.weights.follow.follower import Follower
 from etude.weights.follow.live import Call
@@ -53,8 +57,9 @@ class WorkerExtension:
             hint = "give the public key's 64 hexadecimal digits"
             raise WeightsError(f"{public_key!r} is no public key", str(error), hint=hint) from None
         follower = partial(Follower, open_store(store), name, branch=branch, public_key=key, can_undo=False)
-        rows = _rows(self.vllm_config)
-        self.etude_following = _Following(follower, _memory(self.model_runner.model), rows, self.rank % rows.size)
+        rows, base = _rows(self.vllm_config), Path(self.vllm_config.model_config.model)
+        memory = _memory(self.model_runner.model)
+        self.etude_following = _Following(follower, memory, rows, self.rank % rows.size, base=base)
 
     def etude_prepare(self, version: Mapping[str, Any] | None = None) -> None:
         """Begin to fetch and prove the newest version, or this one, beside the requests, unless one is under way or
@@ -101,8 +106,10 @@ class _Memory:
 
 
 class _Following:
-    def __init__(self, make: Callable[[], Follower], memory: _Memory, rows: _Rows, rank: int) -> None:
-        self._make, self._memory, self._rows, self._rank = make, memory, rows, rank
+    def __init__(
+        self, make: Callable[[], Follower], memory: _Memory, rows: _Rows, rank: int, *, base: Path | None = None
+    ) -> None:
+        self._make, self._memory, self._rows, self._rank, self._base = make, memory, rows, rank, base
         self._follower = make()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="etude-follow")
         self._preparing: Future[Swap | None] | None = None
@@ -177,7 +184,7 @@ class _Following:
             raise
 
     def _made(self) -> Target:
-        specs = {name: tensor.spec for name, tensor in self._follower.tensors.items()}
+        published = self._follower.tensors
         parts = {
             name: fused_pieces({name: value}, query_rows=self._rows.query, key_rows=self._rows.key)
             for name, value in self._memory.parameters.items()
@@ -186,8 +193,14 @@ class _Following:
             Derived(frozenset(source for name in names for source in parts[name]), pack)
             for names, pack in self._memory.packing
         ]
-        pieces = sharded(joined(*parts.values()), specs, rank=self._rank, size=self._rows.size)
-        return Target(Map(pieces, derived=derived))
+        whole = joined(*parts.values())
+        of = partial(sharded, whole, rank=self._rank, size=self._rows.size)
+        if not modules(published):
+            return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
+        if self._base is None:
+            raise WeightsError("an adapter is published", "where its base lies is not known", hint="name it to vLLM")
+        packing = {source: one.compute for one in derived for source in one.sources}
+        return Target(adapter_map(of, read_checkpoint(self._base).tensors, published, packing))
 
 
 def _of(worker: Any) -> _Following:

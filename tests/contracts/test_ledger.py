@@ -1,19 +1,49 @@
+"""What every ledger promises, in a file and on a server. A further database joins with one line in PLACES."""
+
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.small_rollouts import Kit, finishing
 
-from etude.errors import LedgerError, StoreError
+from etude.errors import LedgerError
 from etude.experience import Finished, Ledger, make_batch
-from etude.experience.database import Database
+from etude.experience.database import NoLedger, open_database
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
 from etude.records import Rollout
 from etude.records.wire import unpack
 from etude.seams import ExperienceStore
 
-FORMAT = Path(__file__).parents[3] / "docs/formats/ledger.md"
+FORMAT = Path(__file__).parents[2] / "docs/formats/ledger.md"
+PLACES: dict[str, Callable[[pytest.FixtureRequest, Path], Path | str]] = {
+    "sqlite": lambda request, folder: folder / "ledger.sqlite",
+    "postgres": lambda request, folder: f"{request.getfixturevalue('postgres').url}#{folder.name}",
+}
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path | str:
+    return PLACES[request.param](request, tmp_path)
+
+
+@pytest.fixture
+def kit() -> Kit:
+    return Kit()
+
+
+@pytest.fixture
+def ledger(place: Path | str) -> Iterator[Ledger]:
+    opened = Ledger(place, capacity=8)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def finish_group(ledger):
+    return finishing(ledger)
 
 
 def batch_of(ledger, *group_ids, step=1):
@@ -147,7 +177,7 @@ def test_an_inner_failure_undoes_only_itself(ledger, kit):
     assert (ledger.states(), ledger.cursor("train")) == ({"admitted": 1}, 1)
 
 
-def test_after_a_restart_the_ledger_agrees_with_the_lineage(tmp_path, kit, finish_group, ledger):
+def test_after_a_restart_the_ledger_agrees_with_the_lineage(place, kit, finish_group, ledger):
     finish_group("g000000", [1.0, 0.0])
     finish_group("g000001", [1.0, 0.0])
     first, second = batch_of(ledger, "g000000"), batch_of(ledger, "g000001", step=2)
@@ -158,16 +188,17 @@ def test_after_a_restart_the_ledger_agrees_with_the_lineage(tmp_path, kit, finis
     ledger.move("g000002.0", "running")
     ledger.close()
 
-    reopened = Ledger(tmp_path / "ledger.sqlite", capacity=8)
-    mended = reopened.reconcile([*first.rollout_ids, *second.rollout_ids])  # killed between pointer and commit
+    reopened = Ledger(place, capacity=8)
+    mended = reopened.reconcile([(1, first.rollout_ids), (2, second.rollout_ids)])  # killed between pointer and commit
     assert (mended.trained, mended.freed, mended.requeued) == (2, 0, 1)
     assert reopened.waiting() == ["g000002.0"]
     assert reopened.spec("g000002.0").attempt == 1
 
-    mended = reopened.reconcile(first.rollout_ids)  # the learner goes back to step 1
+    mended = reopened.reconcile([(1, first.rollout_ids)])  # the learner goes back to step 1
     assert (mended.trained, mended.freed, mended.requeued) == (0, 2, 0)
     assert reopened.open_groups() == ["g000001", "g000002"]
     assert reopened.group("g000001").rewards == [1.0, 0.0]
+    reopened.close()
 
 
 def test_a_lost_lineage_borrows_slots_and_gives_them_back(ledger, kit, finish_group):
@@ -241,15 +272,15 @@ def test_blobs_of_a_rollout_come_back_and_unknown_rollouts_have_none(ledger, kit
         ledger.put("g000009.0", "log", b"x")
 
 
-def test_another_capacity_is_another_run(ledger, tmp_path):
+def test_another_capacity_is_another_run(ledger, place):
     ledger.close()
     with pytest.raises(LedgerError, match="has 8 slots"):
-        Ledger(tmp_path / "ledger.sqlite", capacity=9)
+        Ledger(place, capacity=9)
 
 
-def test_a_reader_sees_what_the_writer_committed(ledger, tmp_path, kit):
+def test_a_reader_sees_what_the_writer_committed(ledger, place, kit):
     ledger.admit(kit.spec("g000000.0"))
-    reader = Ledger.reading(tmp_path / "ledger.sqlite")
+    reader = Ledger.reading(place)
     assert reader.states() == {"admitted": 1}
     ledger.move("g000000.0", "running")
     assert reader.states() == {"running": 1}
@@ -258,33 +289,49 @@ def test_a_reader_sees_what_the_writer_committed(ledger, tmp_path, kit):
     reader.close()
 
 
-def test_a_slot_that_went_astray_stops_the_next_commit(ledger, kit, tmp_path):
+def test_a_slot_that_went_astray_stops_the_next_commit_of_any_writer(ledger, kit, place):
     ledger.admit(kit.spec("g000000.0"))
-    other = Database(tmp_path / "ledger.sqlite")
+    ledger.close()
+    other = open_database(place, said=print)
     other.execute("UPDATE slots SET rollout_id = NULL")
     other.close()
+    reopened = Ledger(place, capacity=8)
     with pytest.raises(LedgerError, match="do not add up"):
-        ledger.move("g000000.0", "running")
+        reopened.move("g000000.0", "running")
+    assert reopened.states() == {"admitted": 1}
+    reopened.close()
 
 
-@pytest.mark.parametrize("content", [b"not sqlite at all" * 100, b"SQLite format 3\0" + b"\xff" * 4096])
-def test_a_file_that_is_no_ledger_is_an_error_with_a_hint(tmp_path, content):
-    (tmp_path / "ledger.sqlite").write_bytes(content)
-    with pytest.raises((LedgerError, StoreError)) as caught:
-        Ledger(tmp_path / "ledger.sqlite", capacity=8)
-    assert caught.value.hint
+def test_reading_where_there_is_none_is_an_error_and_makes_none(place):
+    for _ in range(2):
+        with pytest.raises(NoLedger):
+            Ledger.reading(place)
 
 
-def test_reading_where_there_is_none_is_an_error(tmp_path):
-    with pytest.raises(LedgerError, match="cannot be used"):
-        Ledger.reading(tmp_path / "ledger.sqlite")
-
-
-def test_a_ledger_of_another_format_is_refused(ledger, tmp_path):
+def test_a_ledger_of_another_format_is_refused(ledger, place):
     ledger.remember("format", 99)
     ledger.close()
     with pytest.raises(LedgerError, match="format 99"):
-        Ledger(tmp_path / "ledger.sqlite", capacity=8)
+        Ledger(place, capacity=8)
+    with pytest.raises(LedgerError, match="format 99"):
+        Ledger.reading(place)
+
+
+def test_a_sound_ledger_is_proven(ledger, finish_group):
+    finish_group("g000000", [1.0, None])
+    ledger.prove()
+
+
+def test_work_that_fails_for_a_reason_of_its_own_is_undone_and_the_next_goes_through(ledger, kit):
+    def work():
+        ledger.admit(kit.spec("g000000.0"))
+        raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError):
+        ledger.transaction(work)
+    assert ledger.states() == {}
+    ledger.admit(kit.spec("g000000.0"))
+    assert ledger.states() == {"admitted": 1}
 
 
 def test_terminal_states_hold_no_slot_and_only_a_lost_lineage_reopens_them():
@@ -304,3 +351,14 @@ def test_the_stored_rollout_is_the_packed_record(ledger, kit, finish_group):
     finish_group("g000000", [1.0])
     data = ledger.get("g000000.0", "finished")
     assert isinstance(unpack(data, Finished).rollout, Rollout)
+
+
+def test_a_lineage_that_went_back_is_pruned_again_when_it_has_come_as_far(ledger, kit, finish_group):
+    for again in (False, True):
+        finish_group("g00000" + str(int(again)), [1.0, 0.0])
+        batch = batch_of(ledger, *ledger.open_groups(), step=2)
+        ledger.batch(batch)
+        ledger.commit(batch.rollout_ids, kit.version(2))
+        assert ledger.prune(2) == 4
+        ledger.reconcile([(1, ["none of them"])] if not again else [(2, batch.rollout_ids)])
+    assert ledger.get("g000001.0", "finished") is None

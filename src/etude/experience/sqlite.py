@@ -1,0 +1,177 @@
+"""The ledger's SQLite file: its schema, its transactions, and its failures in words.
+
+WAL, so that `status` and `audit` read while the conductor writes. `synchronous=NORMAL`: a killed process loses
+nothing, a power cut may lose the last transactions; where that would hurt (before a batch is trained) the caller
+asks for `sync`. One writer at a time: whoever holds the run folder's lock. Knows nothing of what a state means.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from etude.errors import EtudeError, LedgerError, StoreError
+from etude.experience.database import FORMAT, INDEXES, NoLedger, check_format
+
+BUSY_TIMEOUT_S = 10.0
+_HINT_COPY = "restore the run folder from a copy"
+T = TypeVar("T")
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+CREATE TABLE rollouts (
+    position INTEGER PRIMARY KEY AUTOINCREMENT,
+    rollout_id TEXT NOT NULL UNIQUE,
+    group_id TEXT NOT NULL,
+    state TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    reason TEXT NOT NULL DEFAULT '',
+    reward REAL,
+    boundary TEXT,
+    batch_id TEXT,
+    step INTEGER,
+    has_sample INTEGER,
+    version TEXT
+) STRICT;
+CREATE TABLE slots (slot INTEGER PRIMARY KEY, rollout_id TEXT UNIQUE REFERENCES rollouts (rollout_id)) STRICT;
+CREATE TABLE blobs (
+    rollout_id TEXT NOT NULL REFERENCES rollouts (rollout_id),
+    name TEXT NOT NULL,
+    data BLOB NOT NULL,
+    PRIMARY KEY (rollout_id, name)
+) STRICT;
+CREATE TABLE transitions (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    t REAL NOT NULL,
+    rollout_id TEXT NOT NULL REFERENCES rollouts (rollout_id),
+    origin TEXT,
+    state TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    facts TEXT NOT NULL
+) STRICT;
+"""
+
+
+class SqliteDatabase:
+    """A `Database` in one file."""
+
+    def __init__(self, path: Path, *, readonly: bool = False, check: Callable[[], None] | None = None) -> None:
+        self.path, self._check, self._depth, self._sync_due = path, check, 0, False
+        if readonly and not path.exists():
+            raise NoLedger(f"{path} cannot be used", "there is no such file", hint="a run makes it as its RL begins")
+        try:
+            where = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
+            self._connection = sqlite3.connect(
+                where, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+        except (sqlite3.DatabaseError, OSError) as error:
+            raise _in_words(path, error) from error
+        try:
+            self._prepare(readonly)
+        except EtudeError:
+            self._connection.close()
+            raise
+
+    def _prepare(self, readonly: bool) -> None:
+        self.execute("PRAGMA foreign_keys=ON")
+        if not readonly:
+            self.execute("PRAGMA journal_mode=WAL")
+            self.execute("PRAGMA synchronous=NORMAL")
+            if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
+                self._script(f"BEGIN IMMEDIATE; {_SCHEMA} INSERT INTO meta VALUES ('format', '{FORMAT}'); COMMIT;")
+        found = self.rows("SELECT value FROM meta WHERE key = 'format'")
+        check_format(self.path, found[0][0] if found else None)
+        if not readonly:
+            for sql in INDEXES:
+                self.execute(sql)
+
+    def _script(self, sql: str) -> None:
+        try:
+            self._connection.executescript(sql)
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
+
+    def execute(self, sql: str, *values: Any) -> int:
+        try:
+            return self._connection.execute(sql, values).rowcount
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
+
+    def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
+        try:
+            self._connection.executemany(sql, values)
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
+
+    def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(sql, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
+
+    def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
+        level, self._depth = self._depth, self._depth + 1
+        self._sync_due = self._sync_due or sync
+        try:
+            self.execute(f"SAVEPOINT level{level}" if level else "BEGIN IMMEDIATE")
+            try:
+                result = work()
+                if not level and self._check:
+                    self._check()
+                self.execute(f"RELEASE level{level}" if level else "COMMIT")
+            except BaseException:
+                self._undo(level)
+                raise
+            if not level and self._sync_due:
+                self._sync()
+            return result
+        finally:
+            self._depth = level
+            self._sync_due = self._sync_due and level > 0
+
+    def _undo(self, level: int) -> None:
+        if self._connection.in_transaction:  # a full disk may have rolled back already
+            self._connection.execute(f"ROLLBACK TO level{level}" if level else "ROLLBACK")
+            if level:
+                self._connection.execute(f"RELEASE level{level}")
+
+    def _sync(self) -> None:
+        try:
+            file = os.open(f"{self.path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise _in_words(self.path, error) from error
+
+    def prove(self) -> None:
+        """Walk the whole file once, a second for some hundred MB. Raises `LedgerError` where a page, a row or a
+        constraint is damaged."""
+        found = [said for (said,) in self.rows("PRAGMA quick_check(1)")]
+        if found != ["ok"]:
+            raise LedgerError(f"{self.path} is not a sound ledger", "; ".join(map(str, found)), hint=_HINT_COPY)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _in_words(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:
+    text = str(error)
+    if isinstance(error, OSError):
+        return StoreError(f"{path} refused", text, hint="look at the disk")
+    if not isinstance(error, sqlite3.OperationalError):
+        return LedgerError(f"{path} is not a sound ledger", text, hint=_HINT_COPY)
+    if "full" in text or "I/O" in text:
+        return StoreError(f"{path} cannot be written", text, hint="free disk space, then etude run --resume")
+    if "locked" in text:
+        return LedgerError(
+            f"waited {BUSY_TIMEOUT_S:g} s for the write lock of {path}",
+            text,
+            hint="another process writes this run: stop it, or wait",
+        )
+    return LedgerError(f"{path} cannot be used", text, hint="check that the run folder exists and may be written")

@@ -1,0 +1,257 @@
+"""A fleet's registry as a service: engines join over HTTP, and each is asked how it is, every `BEAT_S`.
+
+Joining is refused where it could not work: the engine does not answer at the URL that it gives, cannot do what the run
+needs, or has a name that a living engine holds. Whoever starts this serves `app` and runs `watch`, and is told of every
+beat, and of every engine whose state changed. Nothing here waits for a slow engine longer than a beat's patience, and
+for no engine on behalf of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Container
+from typing import TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etude.errors import EngineError, EtudeError
+from etude.inference.client import HttpEngine
+from etude.inference.errors import MalformedRequest, Unauthorised, to_http
+from etude.inference.membership import (
+    ALIVE,
+    DRAIN,
+    ENGINES,
+    JOIN,
+    LEAVE,
+    RENEW,
+    WANTED,
+    DrainRequest,
+    Join,
+    Listed,
+    Renewal,
+    Roster,
+    Standing,
+    State,
+    Wanted,
+    Welcome,
+)
+from etude.inference.registry import Registry
+from etude.inference.wire import JSON
+from etude.records.completion import Version
+from etude.seams import EngineInfo
+
+BEAT_S = 1.0
+PATIENCE_S = 3.0  # for one engine's answer about itself
+MAX_BODY = 16 * 1024
+T = TypeVar("T")
+Changed = Callable[[str, Listed], None]
+
+
+class Registrar:
+    """The registry, its HTTP face, and the questions.
+
+    `reserved`: names that nobody may join under. `token`: what every request bears, and what engines are asked with.
+    `changed` is told of an engine whose state is another than at the beat before; `beat` of every beat.
+    """
+
+    def __init__(
+        self,
+        wanted: Wanted,
+        *,
+        token: str | None,
+        reserved: Container[str] = (),
+        registry: Registry | None = None,
+        beat_s: float = BEAT_S,
+    ) -> None:
+        self.wanted, self.registry = wanted, registry or Registry()
+        self.engines: dict[str, HttpEngine] = {}  # of everybody who has not left
+        self.roster: Roster = {}  # as of the last beat
+        self._token, self._reserved, self._beat_s = token, reserved, beat_s
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def app(self) -> Starlette:
+        """The HTTP face."""
+        return Starlette(
+            routes=[
+                Route(WANTED, self._guarded(self._what_is_wanted)),
+                Route(ENGINES, self._guarded(self._listing)),
+                Route(JOIN, self._guarded(self._join), methods=["POST"]),
+                Route(RENEW, self._guarded(self._renew), methods=["POST"]),
+                Route(LEAVE, self._guarded(self._leave), methods=["POST"]),
+                Route(DRAIN, self._guarded(self._drain), methods=["POST"]),
+            ]
+        )
+
+    async def watch(
+        self, changed: Callable[[str, Listed], None], beat: Callable[[Roster], Awaitable[dict[str, int]]]
+    ) -> None:
+        """Ask everybody, tell what is, for ever. `beat` answers with the sessions that each engine still has; a
+        draining engine without any has finished."""
+        told: Roster = {}
+        while True:
+            began = time.monotonic()
+            self._ask_everybody()
+            roster = self.registry.roster(now=time.monotonic())
+            for name, listed in roster.items():
+                if name not in told or told[name].state is not listed.state:
+                    changed(name, listed)
+            for name in told.keys() - roster.keys():
+                changed(name, msgspec.structs.replace(told[name], state=State.LEFT))
+                await self._close(name)
+            told = self.roster = roster
+            sessions = await beat(roster)
+            for name, listed in roster.items():
+                if listed.state is State.DRAINING and not (sessions.get(name) or listed.num_running):
+                    self.registry.drained(name)
+            await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began)))
+
+    def head(self, version: Version) -> None:
+        """What was published last; whoever holds a lost lineage's is given nothing from now on."""
+        self.registry.head(version)
+        self.roster = self.registry.roster(now=time.monotonic())
+
+    def serving(self) -> dict[str, HttpEngine]:
+        """Engines that hold, or will come to, what is published: neither lost nor catching up."""
+        held = ALIVE - {State.CATCHING_UP}
+        return {n: self.engines[n] for n, one in self.roster.items() if one.state in held and n in self.engines}
+
+    async def close(self) -> None:
+        """Ask nobody any more."""
+        for name in list(self.engines):
+            await self._close(name)
+
+    def _ask_everybody(self) -> None:
+        """One question at a time to each; who is still asked from the beat before is not asked again."""
+        for name, engine in self.engines.items():
+            if name not in self._asking:
+                task = asyncio.create_task(self._ask(name, engine), name=f"how is {name}")
+                self._asking[name] = task
+                task.add_done_callback(functools.partial(self._asked, name))
+
+    def _asked(self, name: str, _: asyncio.Task[None]) -> None:
+        self._asking.pop(name, None)
+
+    async def _ask(self, name: str, engine: HttpEngine) -> None:
+        info: EngineInfo | None = None
+        with contextlib.suppress(EngineError):
+            info = await engine.info(deadline_s=PATIENCE_S)
+        if self.engines.get(name) is engine:
+            self.registry.saw(name, info)
+
+    async def _close(self, name: str) -> None:
+        engine, asking = self.engines.pop(name, None), self._asking.get(name)
+        if asking is not None:  # else it would open a connection anew
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        if engine is not None:
+            await engine.close()
+
+    # -- the face
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[object]]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            try:
+                given = request.headers.get("authorization", "").encode()
+                if self._token is not None and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+                    raise Unauthorised("the bearer token is missing or wrong", hint="set ETUDE_TOKEN as the run has it")
+                return Response(msgspec.json.encode(await handler(request)), media_type=JSON)
+            except EtudeError as error:
+                status, body = to_http(error)
+                return Response(body, status, media_type=JSON)
+
+        return answer
+
+    async def _what_is_wanted(self, _: Request) -> Wanted:
+        return self.wanted
+
+    async def _listing(self, _: Request) -> Roster:
+        return self.registry.roster(now=time.monotonic())
+
+    async def _join(self, request: Request) -> Welcome:
+        asked = await _read(request, Join)
+        if not asked.name or len(asked.name) > 100 or not asked.url.startswith(("http://", "https://")):
+            raise MalformedRequest("an engine joins with a name and a URL", repr(asked), hint="http://host:port")
+        await self._refuse_if_taken(asked)
+        engine = HttpEngine(asked.url, token=self._token)
+        try:
+            info = await engine.info(deadline_s=PATIENCE_S)
+            refuse_unfit(asked.name, info, self.wanted)
+        except EngineError as error:
+            await engine.close()
+            if isinstance(error, MalformedRequest):
+                raise
+            hint = "--advertise http://HOST:PORT says how the conductor and its workers reach it"
+            raise EngineError(f"{asked.name} does not answer at {asked.url}", error.what, hint=hint) from None
+        await self._close(asked.name)
+        lease = self.registry.join(asked, now=time.monotonic())
+        self.registry.saw(asked.name, info)
+        self.engines[asked.name] = engine
+        return Welcome(lease=lease, lease_s=self.registry.lease_s)
+
+    async def _refuse_if_taken(self, asked: Join) -> None:
+        member = self.registry.members.get(asked.name)
+        state = self.registry.states(now=time.monotonic()).get(asked.name)
+        taken = asked.name in self._reserved
+        if member is not None and state in ALIVE and member.joined.url != asked.url:
+            try:
+                await self.engines[asked.name].info(deadline_s=PATIENCE_S)
+                taken = True
+            except EngineError:
+                pass  # it was killed, and this is its successor
+        if taken:
+            raise MalformedRequest(f"there is an engine {asked.name!r}", "it answers", hint="take another --name")
+
+    async def _renew(self, request: Request) -> Standing:
+        asked = await _read(request, Renewal)
+        return Standing(state=self.registry.renew(asked.name, asked.lease, now=time.monotonic()))
+
+    async def _leave(self, request: Request) -> Standing:
+        asked = await _read(request, Renewal)
+        self.registry.leave(asked.name, asked.lease)
+        return Standing(state=State.LEFT)
+
+    async def _drain(self, request: Request) -> Standing:
+        name = (await _read(request, DrainRequest)).name
+        self.registry.drain(name)
+        return Standing(state=self.registry.states(now=time.monotonic())[name])
+
+
+def refuse_unfit(name: str, info: EngineInfo, wanted: Wanted) -> None:
+    """Raises `MalformedRequest` for an engine that cannot serve the run."""
+    needed = {"adopt", "spans", "verify"} | ({"routes"} if wanted.routes else set())
+    if missing := needed - set(info.capabilities):
+        facts = f"the run needs {', '.join(sorted(missing))}, it has {', '.join(sorted(info.capabilities))}"
+        raise MalformedRequest(f"{name} cannot serve this run", facts, hint="see docs/guides/regions.md")
+    if info.context_tokens < wanted.context_tokens:
+        raise MalformedRequest(
+            f"{name} has a context of {info.context_tokens} tokens",
+            f"the run's is {wanted.context_tokens}",
+            hint=f"start it with --context-tokens {wanted.context_tokens}",
+        )
+    if wanted.parity and info.parity != wanted.parity:
+        raise MalformedRequest(
+            f"{name} computes other bits than the learner",
+            f"its parity class is {info.parity!r}, the learner's {wanted.parity!r}",
+            hint="run it on the same kind of host and build, or set numerics.mode = 'native'",
+        )
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise MalformedRequest("the body is too large", f"over {MAX_BODY} bytes", hint=f"send a {kind.__name__}")
+    try:
+        return msgspec.json.decode(bytes(body), type=kind)
+    except ValueError as error:
+        raise MalformedRequest(f"the body is not a {kind.__name__}", str(error), hint="send it as JSON") from None

@@ -1,0 +1,105 @@
+"""Engines from elsewhere in a run: its registry listens at ``fleet.listen`` while the crew is up.
+
+The conductor holds the registry, since it alone knows what is published, who works and how much may run. What happens
+to an engine is an event (`fleet.state`), and so is how each is, every beat (`fleet.load`): the lanes of the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from etude.errors import ConfigError, DeadlineExceeded, EtudeError
+from etude.inference.membership import Listed, Roster, State, Wanted, environment_token
+from etude.inference.registrar import Registrar
+from etude.listening import bind, listening
+from etude.loop.config import RunConfig
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+
+FIRST_S, POLL_S = 600.0, 0.1
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+Beat = Callable[[Roster], Awaitable[dict[str, int]]]
+
+
+def check_listen(config: RunConfig) -> None:
+    """Raises `ConfigError` for a registry that others can reach and anybody may use."""
+    host = config.fleet.listen.rpartition(":")[0]
+    if host and host not in LOOPBACK and environment_token() is None:
+        what = f"fleet.listen = {config.fleet.listen!r} without a token"
+        raise ConfigError(what, "anybody could join and be sent rollouts", hint="set ETUDE_TOKEN, here and at engines")
+
+
+@contextlib.asynccontextmanager
+async def joining(
+    run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
+) -> AsyncIterator[Registrar]:
+    """A registry that engines join while the block runs. `failed` is told should its watch end."""
+    check_listen(config)
+    own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
+    registrar = Registrar(wanted_by(run, config), token=environment_token(), reserved=own)
+    host, _, port = config.fleet.listen.rpartition(":")
+
+    def changed(name: str, listed: Listed) -> None:
+        telemetry.event("fleet.state", engine=name, region=listed.region, state=str(listed.state), url=listed.url)
+
+    async def told(roster: Roster) -> dict[str, int]:
+        for name, one in roster.items():
+            telemetry.event("fleet.load", engine=name, **load_of(one))
+        return await beat(roster)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and not failed.done():
+            facts, hint = repr(task.exception()), "this is a defect of etude: report it; the run can be resumed"
+            failed.set_result(EtudeError("the fleet is watched no more", facts, hint=hint))
+
+    async with listening(registrar.app, bind(host.strip("[]"), int(port)), what="the registry of engines") as url:
+        telemetry.event("fleet.listen", url=url)
+        watch = asyncio.create_task(registrar.watch(changed, told), name="watch the fleet")
+        watch.add_done_callback(ended)
+        try:
+            yield registrar
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await registrar.close()
+
+
+def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
+    """What a run wants of an engine."""
+    return Wanted(
+        model=(run / "checkpoints" / "mid" / "config.json").read_text(),
+        mode=config.numerics.mode,
+        quantise=config.numerics.quantise,
+        degree=config.numerics.degree,
+        dtype=config.engine.dtype,
+        context_tokens=config.engine.context_tokens,
+        max_sequences=config.engine.max_sequences,
+        routes=config.wants_routes,
+    )
+
+
+def load_of(one: Listed) -> dict[str, object]:
+    """The facts of a `fleet.load` event."""
+    return {
+        "region": one.region,
+        "state": str(one.state),
+        "step": one.step,
+        "num_running": one.num_running,
+        "num_waiting": one.num_waiting,
+        "max_sequences": one.max_sequences,
+        "kv_tokens_free": one.kv_tokens_free,
+    }
+
+
+async def first_engine(registrar: Registrar, listen: str) -> None:
+    """Wait for an engine that may be given work. Raises `DeadlineExceeded`."""
+    try:
+        async with asyncio.timeout(FIRST_S):
+            while not any(one.state is State.SERVING for one in registrar.roster.values()):  # noqa: ASYNC110  elsewhere
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        known = ", ".join(f"{name} is {one.state}" for name, one in registrar.roster.items()) or "none has joined"
+        hint = f"python -m etude.inference.server --register http://{listen} --store PLACE"
+        raise DeadlineExceeded("the run has no engine", f"{known}; waited {FIRST_S:g} s", hint=hint) from None

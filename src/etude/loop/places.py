@@ -1,0 +1,69 @@
+"""Where a run keeps what need not lie in its folder: its ledger, its weights, its traces.
+
+The one place that knows. It reads these settings alone, so what an older etude left can be looked at, whatever became
+of the other settings. In a bucket a run has a prefix of its own, by its id, so that runs can share one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+from etude.errors import StoreError
+from etude.experience import Ledger
+from etude.experience.traces import Folder
+from etude.run import RunFolder
+from etude.seams import BlobStore
+from etude.stores import open_store
+from etude.weights.chain.history import head
+
+
+def ledger_place(run: RunFolder) -> Path | str:
+    """As `Ledger` takes it."""
+    server = run.setting("experience.ledger")
+    return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
+
+
+def read_ledger(run: RunFolder) -> Ledger:
+    """To be read beside its writer. Raises `NoLedger`, `LedgerError`, `StoreError`."""
+    return Ledger.reading(ledger_place(run))
+
+
+def weights_place(run: RunFolder) -> Path | str:
+    """As `open_store` takes it."""
+    return _place(run, "weights")
+
+
+def weights_store(run: RunFolder) -> BlobStore:
+    return open_store(weights_place(run))
+
+
+def has_published(run: RunFolder) -> bool:
+    """Whether there is a version of this run's weights; nothing is made in order to look."""
+    place = weights_place(run)
+    return (
+        place.joinpath("pointers", "policy").exists()
+        if isinstance(place, Path)
+        else bool(head(open_store(place), "policy"))
+    )
+
+
+def traces_folder(run: RunFolder) -> Folder:
+    place = _place(run, "traces")
+    return place if isinstance(place, Path) else open_store(place)
+
+
+def _place(run: RunFolder, name: str) -> Path | str:
+    url = run.setting(f"stores.{name}")
+    return f"{url.rstrip('/')}/{run.identity()['run_id']}/{name}" if url else run / name
+
+
+def check_store(url: str) -> None:
+    """Put, read, list and delete a few bytes where a run will. Raises `StoreError`."""
+    store, key = open_store(url), f"preflight/{secrets.token_hex(8)}"
+    store.put(key, b"a run may write here")
+    try:
+        if store.get(key) != b"a run may write here" or store.list("preflight/").count(key) != 1:
+            raise StoreError(f"{url} does not give back what was put there", key, hint="name another store")
+    finally:
+        store.delete(key)

@@ -1,0 +1,56 @@
+"""An adapter's directory: which one it is, and where its base lies. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from etude.errors import CheckpointError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_MAX_BASES = 8
+
+
+def base_of(folder: Path) -> Path:
+    """The directory whose weights an adapter's directory belongs to; of any other directory itself. It is looked for
+    where adapter_config.json says, then beside the adapter, as `mid`: there a run keeps it, wherever the run is moved.
+    Raises `CheckpointError`."""
+    for _ in range(_MAX_BASES):
+        if not (folder / ADAPTER_CONFIG).is_file():
+            return folder
+        folder = next_base(folder)
+    raise CheckpointError(f"{folder} is an adapter of an adapter", f"{_MAX_BASES} deep", hint="export it merged")
+
+
+def next_base(folder: Path) -> Path:
+    """The base of an adapter's directory, which may be an adapter's itself. Raises `CheckpointError`."""
+    named = read_peft(folder).get("base_model_name_or_path")
+    places = [Path(str(named)), folder.parent / "mid"]
+    for place in places:
+        if (place / "config.json").is_file() and place.resolve() != folder.resolve():
+            return place
+    raise CheckpointError(
+        f"the base of the adapter {folder} is gone",
+        f"it is no checkpoint at {named!r}",
+        hint=f"copy it back, or write where it lies as base_model_name_or_path into {folder / ADAPTER_CONFIG}",
+    )
+
+
+def read_peft(folder: Path) -> dict[str, Any]:
+    """The content of a directory's adapter_config.json. Raises `CheckpointError`."""
+    path = folder / ADAPTER_CONFIG
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(str(path), str(error)) from None
+    if not isinstance(raw, dict):
+        raise damaged(str(path), "it is no object")
+    return raw
+
+
+def damaged(where: str, why: str) -> CheckpointError:
+    """What to raise of an adapter that cannot be used."""
+    hint = "export it again; or merge it into its base with the tool that trained it, and take what comes out"
+    return CheckpointError(f"{where} is damaged, or of another kind", why, hint=hint)

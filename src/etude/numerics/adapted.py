@@ -1,0 +1,134 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen matrix W, of which W + scale · B A is computed with.
+
+The sum is made before a forward, not in it: `merge` writes it, rounded once, where the model's matrix lies. It is one
+function of W, A and B with one order of summation, so whoever holds the same three computes with the same bits, every
+operator stays as it is, and a decoded token costs what it costs without adapters.
+
+A gradient never has the matrix's size. With y = x Wᵀ, dB = scale · dyᵀ (x Aᵀ) and dA = scale · (dy B)ᵀ x; dx comes
+through the merged matrix. So `Adapted` operators compute a product as ever, of a matrix that wants no gradient, and
+hang a node behind it that leaves y alone and gives A and B theirs (`adapted`). Rounding passes gradients straight
+through, as it does for the masters behind bf16 weights.
+
+Knows nothing of models. Shapes: N tokens, I and O width in and out, r rank, P parts of a fused matrix, E experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from etude.numerics import exact
+from etude.numerics.operators import Operators, asked_of_inner
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A and B of one matrix [O, I], or of a stack of them [E, O, I], whose rows are P parts with a pair each."""
+
+    a: torch.Tensor  # [P, r, I] or [E, P, r, I]
+    b: torch.Tensor  # [O, r] or [E, O, r]
+    rows: tuple[int, ...]  # of each part; O together
+    scale: float
+
+
+@torch.no_grad()
+def merge(base: torch.Tensor, pairs: Pairs, out: torch.Tensor, *, dtype: torch.dtype) -> None:
+    """Write W + scale · B A, summed in float32 and rounded once to `dtype`, into `out`, which has `base`'s shape."""
+    width, rank = base.shape[-1], pairs.b.shape[-1]
+    a_rI = pairs.a.float().reshape(-1, rank, width).unbind()
+    rows = list(pairs.rows) * (len(a_rI) // len(pairs.rows))
+    b_Or = torch.split((pairs.b.float() * pairs.scale).flatten(0, -2), rows)
+    places = zip(torch.split(base.flatten(0, -2), rows), torch.split(out.view(-1, width), rows), strict=True)
+    for (w_OI, out_OI), a, b in zip(places, a_rI, b_Or, strict=True):
+        product = exact.linear(b.cpu(), a.t().cpu().contiguous())  # in the one order that there is, a CPU's
+        out_OI.copy_((w_OI.float() + product.to(w_OI.device)).to(dtype))
+
+
+def adapted(
+    y_NO: torch.Tensor, x_NI: torch.Tensor, a_PrI: torch.Tensor, b_Or: torch.Tensor, rows: tuple[int, ...], scale: float
+) -> torch.Tensor:
+    """`y_NO`, which a merged matrix made of `x_NI`; its gradient reaches A and B, too. With one dimension more in
+    front, of all but `rows`, for products of their own."""
+    y: torch.Tensor = _Adapted.apply(y_NO, x_NI, a_PrI, b_Or, rows, scale)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        rows: tuple[int, ...],
+        scale: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, a, b)
+        ctx.rows, ctx.scale = list(rows), scale
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, a, b = ctx.saved_tensors
+        wide, flat = dy.to(b.dtype), a.flatten(-3, -2)
+        x = x.to(b.dtype)
+        inner = torch.split(x @ flat.mT, b.shape[-1], -1)
+        parts = list(zip(torch.split(wide, ctx.rows, -1), torch.split(b, ctx.rows, -2), inner, strict=True))
+        db = torch.cat([one.mT @ xa for one, _, xa in parts], -2)
+        da = torch.cat([one @ up for one, up, _ in parts], -1).mT @ x
+        return dy, None, da.view_as(a) * ctx.scale, db * ctx.scale, None, None
+
+
+class Adapted(Operators):
+    """`inner`, of a model some of whose matrices are merged: products with them pass gradients to their pairs.
+
+    Its numbers are `inner`'s, and so is its name. A matrix is known by the address of its memory, and so are the first
+    rows of each of its parts: what is told of it must stay where it is.
+    """
+
+    def __init__(self, inner: Operators) -> None:
+        super().__init__(inner.dtype)
+        self.inner = inner
+        self._whole: dict[int, Pairs] = {}
+        self._parts: dict[int, tuple[Pairs, int]] = {}
+
+    def train(self, weight: torch.Tensor, pairs: Pairs) -> None:
+        """From now on products with `weight` are of a merged matrix, whose gradient is that of its pairs."""
+        self._whole[weight.data_ptr()] = pairs
+        if weight.ndim == 2:
+            starts = itertools.accumulate((0, *pairs.rows[:-1]))
+            size = weight.shape[1] * weight.itemsize
+            self._parts |= {weight.data_ptr() + row * size: (pairs, i) for i, row in enumerate(starts)}
+
+    def pairs(self, weight: torch.Tensor) -> Pairs | None:
+        return self._whole.get(weight.data_ptr())
+
+    def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        return self._passed(self.inner.linear(x_NI, weight_OI), x_NI, weight_OI)
+
+    def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        return self._passed(self.inner.linear_columns(x_NI, weight_OI, ranks), x_NI, weight_OI)
+
+    def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
+        return self._passed(self.inner.linear_partial(x_NI, weight_OI, ranks), x_NI, weight_OI)
+
+    def _passed(self, y_NO: torch.Tensor, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() or (found := self._parts.get(weight_OI.data_ptr())) is None:
+            return y_NO
+        pairs, first = found
+        ends = [*itertools.accumulate(pairs.rows[first:])]
+        last = first + ends.index(weight_OI.shape[0]) + 1
+        a, b, rows = pairs.a, pairs.b, pairs.rows[first:last]
+        if len(rows) < len(pairs.rows):
+            start = sum(pairs.rows[:first])
+            a, b = a[first:last], b[start : start + sum(rows)]
+        return adapted(y_NO, self.inner.taken(x_NI), a, b, rows, pairs.scale)
+
+
+asked_of_inner(Adapted)

@@ -1,0 +1,56 @@
+"""What a learner publishes: live weights as raw codes, by the names that they have outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from etude.models.naming import hf_views, stays_float32
+from etude.models.packed import packed
+from etude.models.transformer import Transformer
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS
+from etude.training.config import LiveWeights
+from etude.weights.delta.arrays import name_of
+from etude.weights.tensors import Codes, Tensor
+
+_CODES = {
+    LiveWeights.BF16: (torch.bfloat16, (torch.int16, np.uint16)),
+    LiveWeights.F32: (torch.float32, (torch.int32, np.uint32)),
+}
+
+
+def export(model: Transformer, weights: LiveWeights, quantise: Quantise = Quantise.NONE) -> dict[str, Tensor]:
+    """Every Hugging Face tensor of a model as raw codes (`published`); `quantise` packs the large matrices."""
+    return published(hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise]), weights)
+
+
+def published(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[str, Tensor]:
+    """Tensors as raw codes; bf16 is exact when the live weights are rounded, and what `stays_float32` does.
+
+    Memory that several tensors share is converted once: under an optimiser that is all of it. In host memory float32
+    codes are views of the live weights: copy what is kept.
+    """
+    memory: dict[int, Codes] = {}  # by address
+    tensors = {}
+    for name, view in views.items():
+        if view.itemsize == 1:  # packed
+            codes = view.view(torch.uint8).flatten().numpy(force=True)
+            tensors[name] = Tensor(name_of(str(view.dtype)), tuple(view.shape), codes)
+            continue
+        stored = LiveWeights.F32 if stays_float32(name) else weights
+        kind, (signed, unsigned) = _CODES[stored]
+        storage, start = view.untyped_storage(), view.storage_offset()
+        if storage.data_ptr() not in memory:
+            whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
+            memory[storage.data_ptr()] = whole.to(kind).view(signed).numpy(force=True).view(unsigned)
+        own = memory[storage.data_ptr()][start : start + view.numel()]
+        tensors[name] = Tensor(str(stored), tuple(view.shape), own)
+    return tensors
+
+
+def stored_dtype(weights: LiveWeights) -> torch.dtype:
+    """Of what is published."""
+    return _CODES[weights][0]

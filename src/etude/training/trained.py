@@ -1,0 +1,157 @@
+"""What of a model an optimiser changes, and so what is saved and published: all of it, or adapters (LoRA).
+
+The learner knows no difference beyond this file. Knows nothing of losses and batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from etude.errors import CheckpointError
+from etude.models.adapter_config import ADAPTER_CONFIG, next_base
+from etude.models.adapter_files import merged, read_adapter, write_adapter
+from etude.models.checkpoint import load_model, write_model
+from etude.models.lora import Adapters, module_of, rounded
+from etude.models.naming import hf_views
+from etude.models.packed import matrices
+from etude.models.transformer import Transformer
+from etude.numerics.adapted import Adapted
+from etude.numerics.config import Quantise
+from etude.numerics.operators import Operators
+from etude.records.adapter import PUBLISHED, AdapterConfig
+from etude.training.config import LearnerConfig, LiveWeights, LoraOn
+from etude.training.exports import export, published, stored_dtype
+from etude.weights.tensors import Tensor
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+class Trained(Protocol):
+    """A model, and what of it trains."""
+
+    model: Transformer
+
+    @property
+    def parameters_of(self) -> nn.Module:
+        """The module whose parameters an optimiser takes over; `settle` comes after each time that it changed them."""
+        ...
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """What trains, by the names that it is saved under."""
+        ...
+
+    def settle(self) -> None:
+        """Have the model compute with what was trained."""
+        ...
+
+    def exported(self) -> dict[str, Tensor]:
+        """What is published. Views of live memory may be among it."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """A directory of it, beside which a learner's state goes."""
+        ...
+
+
+class Whole:
+    """All weights of a model."""
+
+    def __init__(self, model: Transformer, weights: LiveWeights, quantise: Quantise, assets: Path) -> None:
+        self.model, self._weights, self._quantise, self._assets = model, weights, quantise, assets
+
+    @property
+    def parameters_of(self) -> nn.Module:
+        return self.model
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        return hf_views(self.model)
+
+    def settle(self) -> None:
+        """The optimiser's memory is the model's."""
+
+    def exported(self) -> dict[str, Tensor]:
+        return export(self.model, self._weights, self._quantise)
+
+    def write(self, folder: Path) -> None:
+        write_model(self.model, folder, dtype=self._weights, assets=self._assets)
+
+
+class LowRank:
+    """Adapters on a frozen base, which is the checkpoint at `base`."""
+
+    def __init__(self, model: Transformer, adapters: Adapters, weights: LiveWeights, base: Path) -> None:
+        self.model, self.adapters, self._weights, self._base = model, adapters, weights, base
+
+    @property
+    def parameters_of(self) -> nn.Module:
+        return self.adapters
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        return self.adapters.views
+
+    def settle(self) -> None:
+        self.adapters.settle()
+
+    def exported(self) -> dict[str, Tensor]:
+        config = np.frombuffer(self.adapters.config.to_bytes(), np.uint8).copy()
+        return {**published(self.views(), self._weights), PUBLISHED: Tensor("u8", config.shape, config)}
+
+    def write(self, folder: Path) -> None:
+        kind = stored_dtype(self._weights)
+        write_adapter(folder, self.views(), self.adapters.config, self._base, dtype=kind)
+
+
+def load_trained(
+    path: Path, config: LearnerConfig, operators: Operators, *, quantise: Quantise, seed: int, resumed: bool
+) -> Trained:
+    """What trains of a checkpoint by a learner's settings: with `resumed` what a learner left there, else from its
+    start. Raises `CheckpointError`."""
+    if resumed and (path / ADAPTER_CONFIG).is_file() != bool(config.lora_rank):
+        was = "adapters" if not config.lora_rank else "all weights"
+        raise CheckpointError(
+            f"{path} is of a learner that trains {was}",
+            f"this one has lora_rank = {config.lora_rank}",
+            hint="set learner.lora_rank to the checkpoint's, or begin a new run with `start`",
+        )
+    if not config.lora_rank:
+        model = load_model(path, operators=operators, held=torch.float32)
+        return Whole(model, config.weights, quantise, path)
+    base = next_base(path) if resumed else path
+    model = load_model(base, operators=Adapted(operators), held=torch.float32)
+    wanted = AdapterConfig(config.lora_rank, config.lora_alpha, chosen_modules(model, config.lora_on), "")
+    if resumed:
+        found, tensors = read_adapter(path)
+        _check_same(path, wanted, found)
+        adapters = merged(model, found, tensors, str(path), held=True)
+    else:
+        kind = stored_dtype(config.weights)
+        adapters = Adapters(model, wanted, dtype=kind, held=torch.float32)
+        rounded(model, kind)
+        adapters.draw(seed)
+    return LowRank(model, adapters, config.weights, base)
+
+
+def chosen_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:
+    """The modules of a model that are adapted, by the last parts of their names."""
+    found = {module_of(name) for matrix in matrices(model) for name in matrix.rows}
+    return tuple(sorted(name for name in found if on is LoraOn.ALL or (name in MLP) == (on is LoraOn.MLP)))
+
+
+def _check_same(path: Path, wanted: AdapterConfig, found: AdapterConfig) -> None:
+    facts = [
+        f"{name} = {getattr(found, name)!r}, set is {getattr(wanted, name)!r}"
+        for name in ("rank", "alpha", "modules")
+        if getattr(found, name) != getattr(wanted, name)
+    ]
+    if facts:
+        raise CheckpointError(
+            f"{path} is of a learner with other adapters",
+            "; ".join(facts),
+            hint="set learner.lora_rank, lora_alpha and lora_on to the checkpoint's",
+        )

@@ -1,0 +1,247 @@
+"""A ledger's server on bad days: killed, away, silent, cut off around a COMMIT; a second conductor; no way in."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import psycopg
+import pytest
+from tests.faults.test_ledger import CHILD, lineage_of
+from tests.small_rollouts import Kit
+
+from etude.errors import LedgerError, StoreError
+from etude.experience import Ledger, audit
+from etude.experience import postgres as server_module
+from etude.experience.database import check_server
+
+
+class Between:
+    """A TCP relay before a server, that does a thing to the connection whose client sends `COMMIT`."""
+
+    def __init__(self, port: int, at_commit: str = "") -> None:
+        self._to, self.at_commit, self.num_commits = port, at_commit, 0
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.port = self._door.getsockname()[1]
+        self._held: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._door.accept()
+                server = socket.create_connection(("127.0.0.1", self._to))
+                self._held += [client, server]
+                threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
+                threading.Thread(target=self._back, args=(server, client), daemon=True).start()
+
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        with suppress(OSError):
+            while data := client.recv(1 << 16):
+                if b"COMMIT" in data and self.at_commit:
+                    self.num_commits += 1
+                    how, self.at_commit = self.at_commit, ""
+                    if how == "before":  # the server never hears of it, and does not hear that the client is gone
+                        return client.shutdown(socket.SHUT_RDWR)
+                    client.shutdown(socket.SHUT_WR)  # the server does it, and its answer goes nowhere
+                    server.sendall(data)
+                    return client.shutdown(socket.SHUT_RDWR)
+                server.sendall(data)
+            server.shutdown(socket.SHUT_WR)
+
+    def _back(self, server: socket.socket, client: socket.socket) -> None:
+        with suppress(OSError):
+            while data := server.recv(1 << 16):
+                client.sendall(data)
+            client.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for one in (self._door, *self._held):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+@contextmanager
+def between(server, folder, at_commit: str = "") -> Iterator[tuple[Between, str]]:
+    relay = Between(server.port, at_commit)
+    try:
+        yield relay, f"{server.url.replace(str(server.port), str(relay.port))}#{folder.name}"
+    finally:
+        relay.close()
+
+
+@pytest.fixture
+def kit() -> Kit:
+    return Kit()
+
+
+@pytest.fixture
+def place(postgres, tmp_path) -> str:
+    return f"{postgres.url}#{tmp_path.name}"
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_a_transaction_whose_commit_got_no_answer_is_found_out_and_done_once(postgres, tmp_path, kit, how):
+    said: list[str] = []
+    calls = 0
+    with between(postgres, tmp_path) as (relay, place):
+        ledger = Ledger(place, capacity=8, said=said.append)
+
+        def work() -> None:
+            nonlocal calls
+            calls += 1
+            ledger.admit(kit.spec("g000000.0"))
+            ledger.move_cursor("train", ledger.cursor("train") + 1)
+
+        relay.at_commit = how
+        ledger.transaction(work)
+        assert relay.num_commits == 1
+        assert len(said) == 1
+        assert calls == (1 if how == "after" else 2)
+        assert (ledger.states(), ledger.cursor("train"), ledger.num_groups()) == ({"admitted": 1}, 1, 1)
+        ledger.close()
+    reopened = Ledger(f"{postgres.url}#{tmp_path.name}", capacity=8)
+    assert (reopened.states(), reopened.cursor("train")) == ({"admitted": 1}, 1)
+    reopened.close()
+
+
+def test_a_server_that_is_killed_and_comes_back_costs_a_wait(postgres, place, kit):
+    said: list[str] = []
+    ledger = Ledger(place, capacity=8, said=said.append)
+    for number in range(3):
+        ledger.admit(kit.spec(f"g{number:06d}.0"))
+        postgres.kill()
+        postgres.start()
+        assert ledger.states() == {"admitted": number + 1}
+    assert len(said) == 3
+    ledger.close()
+
+
+def test_a_run_goes_on_through_kills_of_its_server_and_none_is_lost_or_trained_twice(postgres, tmp_path, place):
+    rng = random.Random(3)
+    (tmp_path / "lineage").touch()
+    argv = [sys.executable, "-c", CHILD, str(tmp_path), place]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as conductor:
+        assert conductor.stdout is not None
+        finished = set()
+        for _ in range(4):
+            for _ in range(rng.randint(3, 15)):
+                words = conductor.stdout.readline().decode().split()
+                assert len(words) == 2, "the conductor ended with its server"
+                finished.add(words[1])
+            postgres.kill()
+            postgres.start()
+        finished |= {conductor.stdout.readline().decode().split()[1]}
+        os.kill(conductor.pid, signal.SIGKILL)
+    lineage = [*enumerate(lineage_of(tmp_path), 1)]
+    ledger = Ledger(place, capacity=4)
+    ledger.reconcile(lineage)
+    audit(ledger, tmp_path / "traces", lineage).require_sound()
+    consumed = {i for _, step in lineage for i in step}
+    assert all(ledger.row(i).state == "graded" for i in finished - consumed)
+    assert len(lineage) >= 3
+    ledger.close()
+
+
+def test_a_second_conductor_is_refused_by_name_until_the_first_is_gone(place, kit):
+    script = "import sys; from etude.experience import Ledger; Ledger(sys.argv[1], capacity=8); print(1, flush=True)"
+    argv = [sys.executable, "-c", f"{script}; sys.stdin.read()", place]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline()
+        with pytest.raises(LedgerError, match="written by another conductor") as caught:
+            Ledger(place, capacity=8)
+        assert f":{first.pid}," in caught.value.facts
+        assert Ledger.reading(place).slots() == (0, 8)
+        os.kill(first.pid, signal.SIGKILL)
+    second = Ledger(place, capacity=8)
+    second.admit(kit.spec("g000000.0"))
+    second.close()
+
+
+def test_a_conductor_that_lost_its_lock_to_another_writes_no_more(postgres, tmp_path, kit):
+    with between(postgres, tmp_path) as (relay, place):
+        first = Ledger(place, capacity=8)
+        relay.close()  # cut off; the server notices at once
+        second = Ledger(f"{postgres.url}#{tmp_path.name}", capacity=8)
+        with between(postgres, tmp_path) as (way, _):
+            first._db._url = first._db._url.replace(str(relay.port), str(way.port))
+            with pytest.raises(LedgerError, match="written by another conductor"):
+                first.admit(kit.spec("g000000.0"))
+        assert second.states() == {}
+        first.close()
+        second.close()
+
+
+def test_confirmed_transactions_that_a_server_lost_end_the_run(postgres, place, tmp_path, kit):
+    ledger = Ledger(place, capacity=8)
+    ledger.admit(kit.spec("g000000.0"))
+    with psycopg.connect(postgres.url, autocommit=True) as other:  # as a standby that was behind would have it
+        schema = server_module.schema_of(tmp_path.name)
+        other.execute(f"UPDATE {schema}.meta SET value = '\"an older one\"' WHERE key = 'commit'".encode())
+    postgres.kill()
+    postgres.start()
+    with pytest.raises(LedgerError, match="not what it was before") as caught:
+        ledger.states()
+    assert "resume" in caught.value.hint
+    ledger.close()
+
+
+def test_a_server_that_stays_away_is_an_error_in_time_and_one_that_returns_goes_on(postgres, place, kit, monkeypatch):
+    monkeypatch.setattr(server_module, "RECONNECT_S", 0.5)
+    ledger = Ledger(place, capacity=8)
+    postgres.kill()
+    with pytest.raises(StoreError, match=r"waited 0\.5 s for the ledger's server") as caught:
+        ledger.admit(kit.spec("g000000.0"))
+    assert "--resume" in caught.value.hint
+    postgres.start()
+    ledger.admit(kit.spec("g000000.0"))
+    assert ledger.states() == {"admitted": 1}
+    ledger.close()
+
+
+def test_a_session_that_hangs_is_given_up_and_ended_and_the_work_done_once(place, kit, monkeypatch):
+    said: list[str] = []
+    ledger = Ledger(place, capacity=8, said=said.append)
+    backend = ledger._db._connection.info.backend_pid
+    monkeypatch.setattr(server_module, "ANSWER_S", 0.0)
+    monkeypatch.setattr(server_module, "PATIENCE_S", 0.5)
+    os.kill(backend, signal.SIGSTOP)
+    threading.Timer(2.0, os.kill, (backend, signal.SIGCONT)).start()
+    ledger.admit(kit.spec("g000000.0"))
+    assert (ledger.states(), len(said)) == ({"admitted": 1}, 1)
+    ledger.close()
+
+
+def refused(what: Callable[[], object], words: str, hint: str) -> None:
+    with pytest.raises((LedgerError, StoreError), match=words) as caught:
+        what()
+    assert hint in caught.value.hint
+    assert "a-password" not in str(caught.value)
+
+
+def test_what_keeps_a_run_from_its_server_is_told_before_it_begins(postgres, place, monkeypatch):
+    url = postgres.url
+    with psycopg.connect(url, autocommit=True) as owner:
+        owner.execute("CREATE ROLE guest LOGIN PASSWORD 'a-password'")
+        owner.execute("REVOKE CREATE ON DATABASE postgres FROM PUBLIC")
+    guest = url.replace("postgres@", "guest@")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = url.replace(str(postgres.port), str(free.getsockname()[1] ^ 1))
+    check_server(url)
+    refused(lambda: check_server(nobody), "does not answer", "start it")
+    refused(
+        lambda: check_server(guest), "no right to make a run's schema", "GRANT CREATE ON DATABASE postgres TO guest"
+    )
+    refused(lambda: Ledger(f"{guest}#a-run", capacity=1), "no right to what a ledger needs", "GRANT CREATE")
+    refused(lambda: check_server(url.replace("/postgres", "/elsewhere")), "lets nobody in", "PGPASSWORD")
+    monkeypatch.setenv("PGPASSWORD", "not it")
+    refused(lambda: check_server(url), "lets nobody in", "PGPASSWORD")

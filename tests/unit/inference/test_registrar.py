@@ -1,0 +1,230 @@
+"""The registry over HTTP with engines that answer, and an engine's side of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+import pytest
+
+from etude.errors import DeadlineExceeded, InputError
+from etude.inference import MalformedRequest, Unauthorised
+from etude.inference.app import build_app
+from etude.inference.engine import ReferenceEngine
+from etude.inference.fleet import Fleet
+from etude.inference.membership import DRAIN, JOIN, Join, Listed, Roster, State, Wanted
+from etude.inference.registering import Registration, address_towards, wanted
+from etude.inference.registrar import Registrar
+from etude.inference.registry import Registry
+from etude.inference.roster import RosterFollower
+from etude.listening import bind, listening
+
+from .helpers import ask, engine, version
+
+WANTED = Wanted(
+    model="{}",
+    mode="exact",
+    quantise="none",
+    degree=1,
+    dtype="float32",
+    context_tokens=512,
+    max_sequences=8,
+    routes=True,
+)
+
+
+@dataclass
+class World:
+    """A registry that listens, what it told, and the sessions that its engines are said to have."""
+
+    registrar: Registrar
+    url: str
+    told: list[tuple[str, State]] = field(default_factory=list)
+    sessions: dict[str, int] = field(default_factory=dict)
+
+    async def until(self, name: str, state: State) -> None:
+        async with asyncio.timeout(20):
+            while (name, state) not in self.told:  # noqa: ASYNC110  it is told from a beat
+                await asyncio.sleep(0.01)
+
+    def registration(self, name: str, url: str, **facts: bool) -> Registration:
+        return Registration(self.url, Join(name=name, url=url, **facts), token="t", said=lambda _: None)
+
+
+@asynccontextmanager
+async def world(what: Wanted = WANTED, *, lease_s: float = 1.0) -> AsyncIterator[World]:
+    registrar = Registrar(what, token="t", reserved={"engine-0"}, registry=Registry(lease_s=lease_s), beat_s=0.02)
+    async with listening(registrar.app, bind("127.0.0.1", 0), what="a registry") as url:
+        made = World(registrar, url)
+
+        def changed(name: str, listed: Listed) -> None:
+            made.told.append((name, listed.state))
+
+        async def beat(_: Roster) -> dict[str, int]:
+            return made.sessions
+
+        watch = asyncio.create_task(registrar.watch(changed, beat))
+        try:
+            yield made
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            await registrar.close()
+
+
+@asynccontextmanager
+async def served(port: int = 0, **settings: int) -> AsyncIterator[tuple[ReferenceEngine, str]]:
+    """An engine that answers over HTTP at step 3."""
+    async with engine(step=3, **settings) as made:
+        app = build_app(made, token="t")
+        async with listening(app, bind("127.0.0.1", port), what="an engine", grace_s=0) as url:  # type: ignore[arg-type]
+            yield made, url
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await story()
+
+    asyncio.run(bounded())
+
+
+def test_an_engine_joins_catches_up_works_is_drained_and_leaves() -> None:
+    async def story() -> None:
+        async with world() as home, served() as (_, url):
+            home.registrar.head(version(3))
+            member = home.registration("west", url)
+            keeping = asyncio.create_task(member.keep())
+            await home.until("west", State.SERVING)
+            fleet = Fleet({})
+            follower = RosterFollower(fleet, token="t")
+            following = asyncio.create_task(follower.follow_registry(home.url))
+            done = await fleet.complete(ask("r", min_step=3))
+            assert done.spans[0].version == version(3)
+            home.sessions = fleet.sessions()
+            async with aiohttp.ClientSession(headers={"authorization": "Bearer t"}) as session:
+                assert (await session.post(home.url + DRAIN, json={"name": "west"})).status == 200
+                assert (await session.post(home.url + DRAIN, json={"name": "east"})).status == 410
+            await home.until("west", State.DRAINING)
+            await asyncio.sleep(0.1)
+            assert ("west", State.LEFT) not in home.told, "a session of it is under way"
+            home.sessions = {}
+            await home.until("west", State.LEFT)
+            await keeping
+            assert member.state is State.LEFT
+            following.cancel()
+            await follower.close()
+
+    run(story)
+
+
+def test_an_engine_that_stops_answering_is_lost_a_standby_stands_in_and_back_it_catches_up() -> None:
+    async def story() -> None:
+        async with world() as home, served() as (_, standing_by):
+            home.registrar.head(version(3))
+            beside = asyncio.create_task(home.registration("spare", standing_by, standby=True).keep())
+            async with served() as (_, url):
+                port = int(url.rpartition(":")[2])
+                keeping = asyncio.create_task(home.registration("west", url).keep())
+                await home.until("west", State.SERVING)
+                await home.until("spare", State.STANDBY)
+            await home.until("west", State.LOST)
+            await home.until("spare", State.SERVING)
+            home.told.clear()
+            async with served(port):
+                await home.until("west", State.SERVING)
+                await home.until("spare", State.STANDBY)
+            keeping.cancel()
+            beside.cancel()
+
+    run(story)
+
+
+def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again() -> None:
+    async def story() -> None:
+        async with world(lease_s=0.3) as home, served() as (_, url):
+            home.registrar.head(version(3))
+            cut_off = asyncio.create_task(home.registration("west", url).keep())
+            await home.until("west", State.SERVING)
+            cut_off.cancel()
+            await home.until("west", State.LOST)
+            assert "west" not in home.registrar.serving()
+            home.told.clear()
+            back = asyncio.create_task(home.registration("west", url).keep())
+            await home.until("west", State.SERVING)
+            back.cancel()
+
+    run(story)
+
+
+def test_what_cannot_work_is_refused_when_it_joins() -> None:
+    async def story() -> None:
+        async with world() as home, served() as (_, url), served(context_tokens=64) as (_, small):
+            refusals = [
+                (home.registration("engine-0", url), MalformedRequest, "there is an engine 'engine-0'"),
+                (home.registration("", url), MalformedRequest, "a name and a URL"),
+                (home.registration("west", "ftp://there"), MalformedRequest, "a name and a URL"),
+                (home.registration("small", small), MalformedRequest, "has a context of 64 tokens"),
+                (Registration(home.url, Join(name="west", url=url), token="other"), Unauthorised, "missing or wrong"),
+            ]
+            for registration, kind, said in refusals:
+                with pytest.raises(kind, match=said):
+                    await registration.keep()
+            keeping = asyncio.create_task(home.registration("west", url).keep())
+            await home.until("west", State.CATCHING_UP)
+            with pytest.raises(MalformedRequest, match="there is an engine 'west'"):
+                await home.registration("west", small).keep()
+            keeping.cancel()
+            async with aiohttp.ClientSession(headers={"authorization": "Bearer t"}) as session:
+                assert (await session.post(home.url + JOIN, data=b"{")).status == 400
+                assert (await session.post(home.url + JOIN, data=b" " * 20_000)).status == 400
+
+    run(story)
+
+
+def test_who_computes_other_bits_than_the_learner_is_refused_in_exact_mode() -> None:
+    other = msgspec.structs.replace(WANTED, parity="another")
+
+    async def story() -> None:
+        async with world(other) as home, served() as (_, url):
+            with pytest.raises(MalformedRequest, match="computes other bits"):
+                await home.registration("west", url).keep()
+
+    run(story)
+
+
+def test_an_engine_that_cannot_be_reached_is_told_how_to_say_where_it_is() -> None:
+    async def story() -> None:
+        said: list[str] = []
+        async with world() as home:
+            asked = Join(name="west", url="http://127.0.0.1:9")
+            keeping = asyncio.create_task(Registration(home.url, asked, token="t", said=said.append).keep())
+            async with asyncio.timeout(20):
+                while not said:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            keeping.cancel()
+        assert "west does not answer at http://127.0.0.1:9" in said[0]
+
+    run(story)
+
+
+def test_what_the_run_wants_is_asked_before_anything_is_loaded() -> None:
+    async def story() -> None:
+        async with world() as home:
+            assert await asyncio.to_thread(wanted, home.url, "t") == WANTED
+            with pytest.raises(Unauthorised):
+                await asyncio.to_thread(wanted, home.url, None)
+        with pytest.raises(DeadlineExceeded, match="no registry at"):
+            await asyncio.to_thread(wanted, home.url, "t", wait_s=0.0)
+
+    run(story)
+
+
+def test_an_engine_finds_its_own_address() -> None:
+    assert address_towards("http://127.0.0.1:8790") == "127.0.0.1"
+    with pytest.raises(InputError, match="is no registry"):
+        wanted("127.0.0.1:8790", None)

@@ -1,0 +1,73 @@
+"""Engines from elsewhere in a run: what its config may say, and how much may run."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from etude.config import build
+from etude.errors import ConfigError, DeadlineExceeded
+from etude.inference.config import EngineKind
+from etude.inference.membership import Listed, State, Wanted
+from etude.inference.registrar import Registrar
+from etude.loop import joining
+from etude.loop.config import RunConfig
+from etude.loop.crew import Crew
+from etude.loop.standalone import alone
+
+SIZES = {"engine": {"max_sequences": 40}}
+ELSEWHERE = {**SIZES, "fleet": {"engines": [], "listen": "127.0.0.1:0"}}
+WANTED = Wanted(
+    model="", mode="exact", quantise="none", degree=1, dtype="float32", context_tokens=8, max_sequences=8, routes=False
+)
+
+
+@pytest.mark.parametrize(
+    ("fleet", "said"),
+    [
+        ({"engines": []}, "none where others can join"),
+        ({"listen": "8790"}, "is no HOST:PORT"),
+        ({"listen": "host:99999"}, "is no HOST:PORT"),
+    ],
+)
+def test_a_fleet_that_could_have_no_engine_or_no_door_is_refused(fleet: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(RunConfig, {"fleet": fleet})
+
+
+def test_a_door_that_others_reach_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ETUDE_TOKEN", raising=False)
+    joining.check_listen(build(RunConfig, ELSEWHERE))
+    wide = build(RunConfig, {"fleet": {"listen": "0.0.0.0:8790"}})
+    with pytest.raises(ConfigError, match="without a token"):
+        joining.check_listen(wide)
+    monkeypatch.setenv("ETUDE_TOKEN", "t")
+    joining.check_listen(wide)
+
+
+def test_how_much_runs_follows_the_engines_that_serve() -> None:
+    async def story() -> None:
+        crew = Crew(None, build(RunConfig, ELSEWHERE), None, None)  # type: ignore[arg-type]
+        assert crew.max_running.value == 0
+        serving, other = (Listed(url="http://e", state=s, max_sequences=40) for s in (State.SERVING, State.STANDBY))
+        for roster, most in (({"a": serving, "b": other}, 30), ({"a": serving, "b": serving}, 60), ({}, 0)):
+            await crew._beat(roster)
+            assert crew.max_running.value == most
+        both = Crew(None, build(RunConfig, SIZES), None, None)  # type: ignore[arg-type]
+        assert both.max_running.value == 60
+
+    asyncio.run(story())
+
+
+def test_a_run_without_any_engine_says_where_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "FIRST_S", 0.01)
+    with pytest.raises(DeadlineExceeded, match="no engine") as raised:
+        asyncio.run(joining.first_engine(Registrar(WANTED, token=None), "home:8790"))
+    assert "--register http://home:8790" in raised.value.hint
+
+
+def test_a_checkpoint_of_a_run_is_evaluated_on_an_engine_of_its_own() -> None:
+    fleet = alone(build(RunConfig, ELSEWHERE)).fleet
+    assert (fleet.engines, fleet.listen) == ((EngineKind.REFERENCE,), "")
