@@ -86,6 +86,7 @@ def _take_wanted(args: argparse.Namespace, token: str | None) -> None:
         args.dtype, args.model = asked.dtype, ModelConfig.from_hf(json.loads(asked.model))
         args.context_tokens = args.context_tokens or asked.context_tokens
         args.max_sequences = args.max_sequences or asked.max_sequences
+        args.store = args.store or asked.store or None
     if args.checkpoint is None and (args.model is None or args.store is None):
         hint = "give --checkpoint DIR, or --register URL with --store PLACE"
         raise EngineError("an engine without weights", "neither a checkpoint nor a run's chain was named", hint=hint)

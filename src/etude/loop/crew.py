@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,15 +99,20 @@ class Crew:
         """The run's own engines, and those from elsewhere that are well."""
         return self._own | (self.registrar.serving() if self.registrar else {})
 
+    @property
+    def far(self) -> Collection[str]:
+        """Names of those from elsewhere."""
+        return self.registrar.engines if self.registrar else ()
+
     def head(self, version: Version) -> None:
         """What was published last: engines from elsewhere are to come to it before they are given work."""
         if self.registrar is not None:
             self.registrar.head(version)
 
     async def some_engine(self) -> None:
-        """Wait until there is one. Raises `DeadlineExceeded`."""
+        """Wait until there is one."""
         if self.registrar is not None and not self._own:
-            await first_engine(self.registrar, self.config.fleet.listen)
+            await first_engine(self.registrar)
 
     def wants_parity(self, learner_class: str) -> None:
         """From now on nobody joins who computes other bits than the learner."""
@@ -204,7 +209,9 @@ class Crew:
 
     async def _tell_workers(self) -> dict[str, int]:
         """Who the engines are; how many sessions each has, in all workers."""
-        own = {n: Listed(url=e.url, max_sequences=self.config.engine.max_sequences) for n, e in self._own.items()}
+        region = "home" if self.registrar else ""
+        size = self.config.engine.max_sequences
+        own = {n: Listed(url=e.url, region=region, max_sequences=size) for n, e in self._own.items()}
         roster = own | (self.registrar.roster if self.registrar else {})
 
         async def tell(caller: Caller) -> dict[str, int]:

@@ -53,9 +53,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 
 
-def _begin(nice: int) -> None:
-    """Die with the parent's thread, by the kernel, and be as nice as told. Runs between fork and exec."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent's thread ends. Runs between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _begin(nice: int) -> None:
+    """Die with the parent, and be as nice as told."""
+    die_with_parent()
     os.nice(nice)
 
 

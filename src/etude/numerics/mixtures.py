@@ -18,7 +18,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,9 +33,9 @@ def suits(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     return x.device.type != "cpu" and x.dtype == torch.bfloat16 and aligned
 
 
-def ends(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+def ends_on(ends: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 [E]: where each expert's rows end."""
-    return torch.tensor([*accumulate(rows)], dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor(ends, dtype=torch.int32).to(device)
 
 
 def products(x_SI: torch.Tensor, weight_EIO: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:

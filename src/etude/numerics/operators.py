@@ -15,6 +15,7 @@ sorted by expert, K experts a token, R rows of logits, V vocabulary, T tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from etude.numerics.adapted import Pairs  # made of operators
 
 Causal = Callable[..., torch.Tensor]
-"""(q_HTA, k_GTA, v_GTC, scale or None) -> o_HTC: each token sees itself and those before it."""
+"""(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC: each token sees itself and those before it. The
+queries are those of positions from `start` on, to the last key's."""
 
 PackedCausal = Callable[..., torch.Tensor]
 """(q_NHA, k_NGA, v_NGC, scale or None) -> o_NHC: the same, of several sequences laid one after another."""
@@ -112,7 +114,8 @@ class Operators:
         """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
         `models.experts` has the gradient, and needs both in it."""
         if mixtures.suits(x_SI, weight_EOI):
-            return mixtures.products(x_SI, weight_EOI.to(x_SI.dtype).mT, mixtures.ends(rows, x_SI.device))
+            ends = mixtures.ends_on([*accumulate(rows)], x_SI.device)
+            return mixtures.products(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True
@@ -373,8 +376,10 @@ class Exact(Operators):
     def causal(self) -> Causal:
         inner = exact.Causal()
 
-        def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-            return inner(_wide(q), _wide(k), _wide(v), scale).to(self.dtype)
+        def causal(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, start: int = 0
+        ) -> torch.Tensor:
+            return inner(_wide(q), _wide(k), _wide(v), scale, start).to(self.dtype)
 
         return causal
 
@@ -434,8 +439,14 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def _causal(
+    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+) -> torch.Tensor:
     gqa = q_HTA.shape[0] != k_GTA.shape[0]
+    hidden = None
+    if start:
+        positions = torch.arange(start, k_GTA.shape[1], device=k_GTA.device)
+        hidden = exact.causal_mask(positions, k_GTA.shape[1]).to(q_HTA.dtype)
     return F.scaled_dot_product_attention(
-        q_HTA[None], k_GTA[None], v_GTC[None], is_causal=True, enable_gqa=gqa, scale=scale
+        q_HTA[None], k_GTA[None], v_GTC[None], hidden, is_causal=hidden is None, enable_gqa=gqa, scale=scale
     )[0]

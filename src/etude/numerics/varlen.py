@@ -30,7 +30,7 @@ def suits(device: torch.device, dtype: torch.dtype, key_width: int) -> bool:
 
 def starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 [S + 1]: where each sequence begins, and where the last ends."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
 
 
 def attend(

@@ -18,8 +18,8 @@ class WorkerExtension(vllm_worker.WorkerExtension):
     """`etude.weights`' own, and routes."""
 
     def etude_keep_routes(self) -> dict[str, Any]:
-        """Keep the experts of every token from now on. `missing`: why it cannot be done; "" where it is."""
-        if self.rank:
+        """Keep the experts of every token from now on; `missing`: why that cannot be, "" where it can. Idempotent."""
+        if self.rank or hasattr(self, "etude_routes"):
             return {"missing": ""}
         try:
             self.etude_routes = RouteTable(self.model_runner)

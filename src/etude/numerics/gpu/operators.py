@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 import triton
 
 from etude.numerics.gpu import experts, products, routing, rows
@@ -128,7 +129,11 @@ def _packed(
     return attend_packed(q_NHA, k_NGA, v_NGC, tokens, scale)
 
 
-def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def _causal(
+    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+) -> torch.Tensor:
+    if start:  # the kernel wants a query for each key
+        return _causal(F.pad(q_HTA, (0, 0, start, 0)), k_GTA, v_GTC, scale)[:, start:]
     whole = Groups(torch.tensor([0, q_HTA.shape[1]], dtype=torch.int32).to(q_HTA.device), q_HTA.shape[1])
     q, k, v = (t.transpose(0, 1) for t in (q_HTA, k_GTA, v_GTC))
     return attend_packed(q, k, v, whole, scale).transpose(0, 1)
