@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import exact, mixtures, varlen
+from etude.numerics import exact, mixtures, varlen, vocabulary
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.exact.products import Product
 from etude.numerics.exact.windows import ANY, Windows
@@ -252,6 +252,18 @@ class Native(Operators):
             return varlen.attend(q_NHA, k_NGA, v_NGC, starts, starts, longest, longest, scale=scale)
 
         return attend
+
+    def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
+        """On a device without float32 copies of the logits."""
+        if logits_RV.device.type == "cpu":
+            return super().log_softmax(logits_RV, temperature)
+        if isinstance(temperature, torch.Tensor):
+            divisor = temperature.to(logits_RV.device, torch.float32).expand(len(logits_RV), 1)
+        elif temperature == 1.0:
+            divisor = None
+        else:
+            divisor = torch.full((len(logits_RV), 1), temperature, dtype=torch.float32, device=logits_RV.device)
+        return vocabulary.log_softmax(logits_RV, divisor)
 
     def mixture(
         self,
