@@ -282,6 +282,7 @@ def main() -> None:
     settings = [f"start={options.start}", *small, *options.set]
     told: dict[str, Any] = {"cores": os.cpu_count(), "settings": [*small, *options.set]}
     told["faults"] = measure(options.config, settings, options.steps, faults=True)
+    print(json.dumps(told), file=sys.stderr, flush=True)
     if not options.no_control:
         told["control"] = measure(options.config, settings, options.steps, faults=False)
     if options.dry:

@@ -1,4 +1,5 @@
-"""What every engine promises. A new one joins with one line in ENGINES.
+"""What every engine promises. A new one joins with one line in ENGINES; one that is not exact says so in its
+capabilities, and is then held to what it computes within `World.within`, to no bit.
 
 Each implementation serves the same tiny random model and follows the same weight chain. `World.publish` moves the
 chain; `World.hang` stops the engine from computing, without its leave.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,12 +20,15 @@ import numpy as np
 import pytest
 import torch
 import uvicorn
+from tests import vllm_server
 
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference import EngineBusy, EngineConfig, HttpEngine, MalformedRequest
 from etude.inference.app import build_app
+from etude.inference.config import BLOCK_TOKENS
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following, initial_version
+from etude.inference.vllm.process import Vllm
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model, save_model
 from etude.records import Completion, CompletionRequest, Sampling, Version
@@ -39,7 +43,7 @@ SIZES = ModelConfig(
     num_layers=2,
     num_heads=4,
     num_kv_heads=2,
-    head_dim=8,
+    head_dim=32,
     expert_size=32,
     num_experts=4,
     top_k=2,
@@ -61,16 +65,22 @@ class World:
     hang: Callable[[], None]
     unhang: Callable[[], None]
     last: Version | None = None
+    within: float = 1e-5  # of the model's own log-probabilities
+    block_tokens: int = 1  # KV is reused in whole ones
+    shares_prefixes: bool = False  # among sessions, of one version
 
     def publish(self, step: int) -> Transformer:
         """Another random model becomes version `step`."""
         model = Transformer(SIZES, seed=100 + step)
-        tensors = {
-            n: Tensor("f32", tuple(v.shape), v.contiguous().numpy().view(np.uint32).ravel())
-            for n, v in hf_views(model).items()
-        }
-        self.last = self.channel.publish(tensors, step=step, parent=self.last, rollout_ids=[]).version
+        self.last = self.channel.publish(_tensors(model), step=step, parent=self.last, rollout_ids=[]).version
         return model
+
+
+def _tensors(model: Transformer) -> dict[str, Tensor]:
+    return {
+        n: Tensor("f32", tuple(v.shape), v.contiguous().numpy().view(np.uint32).ravel())
+        for n, v in hf_views(model).items()
+    }
 
 
 @asynccontextmanager
@@ -106,14 +116,53 @@ async def over_http(folder: Path) -> AsyncIterator[World]:
         await server.shutdown(sockets=[listener])
 
 
-ENGINES = {"reference": in_process, "reference over http": over_http}
+@asynccontextmanager
+async def vllm(folder: Path) -> AsyncIterator[World]:
+    config = EngineConfig(max_sequences=MAX_SEQUENCES, context_tokens=CONTEXT_TOKENS, max_waiting=MAX_WAITING)
+    checkpoint, store, server = folder / "checkpoint", DirectoryStore(folder / "store"), SERVERS["vllm"]
+    model, (hang, unhang) = load_model(checkpoint), vllm_server.stopper(server)
+    first = Channel(store).publish(_tensors(model), step=0, parent=None, rollout_ids=[]).version
+    async with vllm_server.following(server, checkpoint, config, store, folder / "store") as engine:
+        yield World(
+            engine,
+            model,
+            Channel(store),
+            hang,
+            unhang,
+            first,
+            within=1e-4,
+            block_tokens=BLOCK_TOKENS,
+            shares_prefixes=True,
+        )
+        unhang()
+
+
+SERVERS: dict[str, Vllm] = {}  # one for all tests: it takes half a minute to start
+
+
+@pytest.fixture(scope="module")
+def vllm_up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("vllm")
+    save_model(Transformer(SIZES, seed=1), folder / "checkpoint", dtype="f32")
+    config = EngineConfig(max_sequences=MAX_SEQUENCES, context_tokens=CONTEXT_TOKENS)
+    with vllm_server.serving(folder / "checkpoint", config) as SERVERS["vllm"]:
+        vllm_server.wait(SERVERS["vllm"])
+        yield
+
+
+ENGINES = {"reference": in_process, "reference over http": over_http, "vllm": vllm}
+MARKS: dict[str, list[pytest.MarkDecorator]] = {
+    "vllm": [pytest.mark.slow, pytest.mark.timeout(900), vllm_server.NEEDS_VLLM]
+}
 Story = Callable[[World], Awaitable[None]]
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in ENGINES])
 def tell(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Story], None]:
     """Runs a story in a fresh world of one implementation."""
     torch.set_num_threads(1)
+    if request.param == "vllm":
+        request.getfixturevalue("vllm_up")
     save_model(Transformer(SIZES, seed=1), tmp_path / "checkpoint", dtype="f32")
 
     async def run(story: Story) -> None:
@@ -148,9 +197,16 @@ def spans(completion: Completion) -> list[tuple[int, int]]:
     return [(s.version.step, s.kv_epoch) for s in completion.spans]
 
 
-def same(a: Completion, b: Completion) -> bool:
-    """Whether two completions agree bit for bit in everything the model computed."""
-    return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in ("token_ids", "logprobs", "routes"))
+def same(a: Completion, b: Completion, *, within: float = 0.0) -> bool:
+    """Whether two completions agree in everything the model computed: bit for bit, or log-probabilities within so much
+    where sums have another order in another batch."""
+    near = np.array_equal(a.logprobs, b.logprobs) or np.allclose(a.logprobs, b.logprobs, rtol=0, atol=within)
+    return near and np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.routes, b.routes)
+
+
+async def slack(world: World) -> float:
+    """How far two log-probabilities may be apart that an exact engine has equal."""
+    return 0.0 if "exact" in (await world.engine.info()).capabilities else world.within
 
 
 def test_it_says_what_it_is(tell: Callable[[Story], None]) -> None:
@@ -178,7 +234,7 @@ def test_a_stream_tells_the_tokens_while_they_are_sampled_and_ends_with_the_same
         assert isinstance(done, Completion)
         assert told == done.token_ids.tolist()
         assert len(parts) > 10
-        assert same(done, await world.engine.generate(request))
+        assert same(done, await world.engine.generate(request), within=await slack(world))
 
     tell(story)
 
@@ -208,7 +264,7 @@ def test_log_probabilities_and_routes_are_those_of_the_model(tell: Callable[[Sto
         with torch.inference_mode():
             logits, routes = world.model.eval()(context)
         expected = logits.log_softmax(-1)[36:-1].gather(1, context[37:, None])[:, 0]
-        assert np.allclose(done.logprobs, expected.numpy(), atol=1e-5)
+        assert np.allclose(done.logprobs, expected.numpy(), atol=world.within)
         assert np.array_equal(done.routes, routes.numpy()[:-1])
         assert (done.routes_start, done.stop_reason, done.engine) == (0, StopReason.LENGTH, "engine-0")
         assert spans(done) == [(0, 0)]
@@ -221,7 +277,8 @@ def test_mixed_lengths_together_and_alone_give_the_same_bits(tell: Callable[[Sto
         requests = [ask(f"r{i}", 1 + 61 * i % 700, 5 + 17 * i % 90, keep_session=False) for i in range(12)]
         together = await asyncio.gather(*(world.engine.generate(r) for r in requests))
         alone = [await world.engine.generate(r) for r in requests]
-        assert all(same(a, b) for a, b in zip(together, alone, strict=True))
+        within = await slack(world)
+        assert all(same(a, b, within=within) for a, b in zip(together, alone, strict=True))
         assert [len(c.token_ids) for c in alone] == [r.sampling.max_tokens for r in requests]
 
     tell(story)
@@ -247,10 +304,10 @@ def test_the_next_turn_of_a_session_reuses_its_context_and_changes_no_bit(tell: 
         second = ask("two", [*context, *range(30)], 20, session="s", routes_from=len(context) - 1)
         hit = await world.engine.generate(second)
         miss = await world.engine.generate(ask("two", second.prompt_ids, 20, session="t"))
-        assert hit.num_cached == len(context) - 1
-        assert miss.num_cached == 0
+        assert len(context) - 1 - world.block_tokens < hit.num_cached <= len(context) - 1
+        assert miss.num_cached == 0 or world.shares_prefixes
         assert np.array_equal(hit.token_ids, miss.token_ids)
-        assert np.array_equal(hit.logprobs, miss.logprobs)
+        assert np.allclose(hit.logprobs, miss.logprobs, rtol=0, atol=await slack(world))
         assert hit.routes_start == len(context) - 1
         assert len(hit.routes) == 30 + 1 + 20 - 1
         assert np.array_equal(hit.routes, miss.routes[hit.routes_start :])
@@ -333,7 +390,7 @@ def test_a_paused_request_stays_alive_and_nothing_in_it_changes(tell: Callable[[
         assert info.num_running == 1
         assert not task.done()
         await world.engine.resume()
-        assert same(await task, whole)
+        assert same(await task, whole, within=await slack(world))
 
     tell(story)
 
@@ -365,7 +422,7 @@ def test_after_a_swap_the_probe_gives_the_new_models_log_probabilities(tell: Cal
                 scores = model.eval()(torch.tensor(text))[0].log_softmax(-1)
             expected = scores[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0]
             assert version.step == step
-            assert np.allclose(logprobs, expected.numpy(), atol=1e-6)
+            assert np.allclose(logprobs, expected.numpy(), atol=max(1e-6, await slack(world)))
 
     tell(story)
 
@@ -393,7 +450,7 @@ def test_a_prefix_of_another_version_is_computed_anew(tell: Callable[[Story], No
         with torch.inference_mode():
             scores = model.eval()(context)[0].log_softmax(-1)
         expected = scores[len(prompt) - 1 : -1].gather(1, context[len(prompt) :, None])[:, 0]
-        assert np.allclose(again.logprobs, expected.numpy(), atol=1e-5)
+        assert np.allclose(again.logprobs, expected.numpy(), atol=world.within)
 
     tell(story)
 

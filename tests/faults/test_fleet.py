@@ -36,8 +36,9 @@ class Home:
         self.started: list[subprocess.Popen[bytes]] = []
         self.run: subprocess.Popen[str] | None = None
 
-    def begin(self, *sets: str) -> None:
-        given = [f"fleet.listen=127.0.0.1:{self.port}", "fleet.engines=[]", *sets]
+    def begin(self, *sets: str, engines: str = "[]") -> None:
+        """`engines`: the run's own."""
+        given = [f"fleet.listen=127.0.0.1:{self.port}", f"fleet.engines={engines}", *sets]
         flags = [part for one in given for part in ("--set", one)]
         self.run = self.cli.start("run", self.config, "--name", "r", *flags, log=self.log)
 
@@ -154,7 +155,7 @@ def test_a_run_on_an_engine_from_elsewhere_whose_clock_is_a_year_off(home: Home)
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_engines_are_killed_drained_and_late_and_nothing_is_lost(home: Home) -> None:
-    home.begin("rl.steps=1000", "evals.every=1000", "rl.checkpoint_every=50")
+    home.begin("rl.steps=1000", "evals.every=1000", "rl.checkpoint_every=50", engines='["reference"]')
     kept, dies, drained = (home.engine(name) for name in ("kept", "dies", "drained"))
     home.engine("spare", "--standby")
     home.until(
@@ -179,7 +180,7 @@ def test_engines_are_killed_drained_and_late_and_nothing_is_lost(home: Home) -> 
     assert kept.poll() is None
     home.assert_sound(stop=True)
     served = {name for e in home.events("rollout") for name in e["engines"]}
-    assert served >= {"kept", "dies", "spare"}
+    assert served >= {"engine-0", "kept", "dies", "spare"}
     assert {e["outcome"] for e in home.events("rollout")} == {"graded"}
     assert home.cli("report", home.path).returncode == 0
     assert "<h3>Regions</h3>" in (home.path / "report.html").read_text()

@@ -15,11 +15,13 @@ from pathlib import Path
 
 from etude import __version__
 from etude.cli.arguments import (
+    LOCAL,
     Commands,
     Parser,
     add,
     branch,
     channel,
+    cluster,
     duration,
     place,
     port,
@@ -135,6 +137,13 @@ def _run_commands(commands: Commands[Parser]) -> None:
     run.add_argument("--dry-run", action="store_true", help="check everything, print the effective config, do nothing")
     run.add_argument(
         "--resume", nargs="?", const="", metavar="RUN", help="go on with a stopped run (default: the newest)"
+    )
+    run.add_argument(
+        "--on",
+        type=cluster,
+        default=LOCAL,
+        metavar="PLACE",
+        help="local (default), ray, HOST:PORT or ray://HOST:PORT: a Ray cluster",
     )
     run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
     status = add(commands, "status", "run:status", "what a run is doing now")

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from etude.errors import EngineError
-from etude.inference.vllm.environment import environment, tested_version
+from etude.inference.vllm.environment import environment, required_version
 from etude.inference.vllm.install import install, size_bytes
 from etude.inference.vllm.started import started
 from etude.records.completion import CompletionRequest, Sampling
@@ -35,7 +35,7 @@ def listed(args: argparse.Namespace) -> None:
     if mark is None:
         state = "not complete: etude engines install vllm goes on" if where.folder.exists() else "not installed"
     else:
-        tested = "" if version == tested_version() else f", not the tested {tested_version()}"
+        tested = "" if version == required_version() else f", not the tested {required_version()}"
         state = f"{version} for {mark.device}{tested}, {size_bytes(where.folder) / 1e9:.1f} GB"
     print(f"vllm       {state}  {where.folder}")
 

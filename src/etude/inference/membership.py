@@ -41,6 +41,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     max_sequences: int  # of the run's own engines; a default, no demand
     routes: bool  # whether completions must carry them
+    store: str = ""  # where the weights are, if engines elsewhere can reach it: a bucket
     parity: str = ""  # in exact mode the learner's parity class, once it is known
 
 

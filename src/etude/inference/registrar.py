@@ -94,23 +94,26 @@ class Registrar:
     async def watch(
         self, changed: Callable[[str, Listed], None], beat: Callable[[Roster], Awaitable[dict[str, int]]]
     ) -> None:
-        """Ask everybody, tell what is, for ever. `beat` answers with the sessions that each engine still has; a
-        draining engine without any has finished."""
+        """Ask everybody, tell what is, for ever. `beat` answers with the sessions that each engine still has; one that
+        drains, and had nothing to do a beat after it was told so, has finished."""
         told: Roster = {}
         while True:
             began = time.monotonic()
             self._ask_everybody()
             roster = self.registry.roster(now=time.monotonic())
+            draining = {n for n, one in roster.items() if n in told and one.state is told[n].state is State.DRAINING}
             for name, listed in roster.items():
                 if name not in told or told[name].state is not listed.state:
                     changed(name, listed)
-            for name in told.keys() - roster.keys():
+            gone = {name: self.engines.get(name) for name in told.keys() - roster.keys()}
+            for name, engine in gone.items():
                 changed(name, msgspec.structs.replace(told[name], state=State.LEFT))
-                await self._close(name)
+                if self.engines.get(name) is engine:  # else it has joined again just now
+                    await self._close(name)
             told = self.roster = roster
             sessions = await beat(roster)
-            for name, listed in roster.items():
-                if listed.state is State.DRAINING and not (sessions.get(name) or listed.num_running):
+            for name in draining:
+                if not (sessions.get(name) or roster[name].num_running):
                     self.registry.drained(name)
             await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began)))
 

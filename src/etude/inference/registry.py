@@ -88,8 +88,10 @@ class Registry:
         self.members[name].draining = True
 
     def drained(self, name: str) -> None:
-        """It has finished what it had."""
-        self.members[name].left = True
+        """It has finished what it had. One that joined anew meanwhile goes on."""
+        member = self.members.get(name)
+        if member is not None and member.draining:
+            member.left = True
 
     def saw(self, name: str, info: EngineInfo | None) -> None:
         """What it answered; None: nothing. Unknown names are fine: it may be gone by now."""

@@ -150,7 +150,7 @@ class Conductor:
         self.crew.head(published.version)
         await self._adopted(published)
         await self.crew.some_engine()
-        await self.probe.ask(dict(self.crew.engines), published, mine)
+        await self.probe.ask(dict(self.crew.engines), published, mine, far=self.crew.far)
 
     def _ledger_said(self, words: str) -> None:
         self.telemetry.event("ledger", reason=words)
@@ -228,7 +228,7 @@ class Conductor:
         self.step = published.version.step
         self._published.set()
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
-        asked = self.probe.ask(dict(self.crew.engines), published, mine)
+        asked = self.probe.ask(dict(self.crew.engines), published, mine, far=self.crew.far)
         tasks.create_task(asked, name=f"probe of {published.version}")
 
     async def _committed(self) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError
@@ -15,10 +16,11 @@ from etude.inference.membership import Listed, Roster, State, Wanted, environmen
 from etude.inference.registrar import Registrar
 from etude.listening import bind, listening
 from etude.loop.config import RunConfig
+from etude.loop.places import weights_place
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
-FIRST_S, POLL_S = 600.0, 0.1
+NONE_S, POLL_S = 600.0, 0.1
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 Beat = Callable[[Roster], Awaitable[dict[str, int]]]
 
@@ -35,7 +37,8 @@ def check_listen(config: RunConfig) -> None:
 async def joining(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
 ) -> AsyncIterator[Registrar]:
-    """A registry that engines join while the block runs. `failed` is told should its watch end."""
+    """A registry that engines join while the block runs. `failed` is told when the run has had no engine for too long,
+    and should the watch end."""
     check_listen(config)
     own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
     registrar = Registrar(wanted_by(run, config), token=environment_token(), reserved=own)
@@ -44,9 +47,16 @@ async def joining(
     def changed(name: str, listed: Listed) -> None:
         telemetry.event("fleet.state", engine=name, region=listed.region, state=str(listed.state), url=listed.url)
 
+    had_some = time.monotonic()
+
     async def told(roster: Roster) -> dict[str, int]:
+        nonlocal had_some
         for name, one in roster.items():
             telemetry.event("fleet.load", engine=name, **load_of(one))
+        if own or any(one.state is State.SERVING for one in roster.values()):
+            had_some = time.monotonic()
+        elif time.monotonic() - had_some > NONE_S and not failed.done():
+            failed.set_result(_no_engine(roster, config.fleet.listen))
         return await beat(roster)
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -68,6 +78,7 @@ async def joining(
 
 def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
     """What a run wants of an engine."""
+    place = weights_place(run)
     return Wanted(
         model=(run / "checkpoints" / "mid" / "config.json").read_text(),
         mode=config.numerics.mode,
@@ -77,6 +88,7 @@ def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
         context_tokens=config.engine.context_tokens,
         max_sequences=config.engine.max_sequences,
         routes=config.wants_routes,
+        store=place if isinstance(place, str) else "",
     )
 
 
@@ -93,13 +105,13 @@ def load_of(one: Listed) -> dict[str, object]:
     }
 
 
-async def first_engine(registrar: Registrar, listen: str) -> None:
-    """Wait for an engine that may be given work. Raises `DeadlineExceeded`."""
-    try:
-        async with asyncio.timeout(FIRST_S):
-            while not any(one.state is State.SERVING for one in registrar.roster.values()):  # noqa: ASYNC110  elsewhere
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        known = ", ".join(f"{name} is {one.state}" for name, one in registrar.roster.items()) or "none has joined"
-        hint = f"python -m etude.inference.server --register http://{listen} --store PLACE"
-        raise DeadlineExceeded("the run has no engine", f"{known}; waited {FIRST_S:g} s", hint=hint) from None
+async def first_engine(registrar: Registrar) -> None:
+    """Wait for an engine that may be given work. The watch ends the run where that takes too long."""
+    while not any(one.state is State.SERVING for one in registrar.roster.values()):  # noqa: ASYNC110  they are elsewhere
+        await asyncio.sleep(POLL_S)
+
+
+def _no_engine(roster: Roster, listen: str) -> DeadlineExceeded:
+    known = ", ".join(f"{name} is {one.state}" for name, one in roster.items()) or "none has joined"
+    hint = f"python -m etude.inference.server --register http://{listen} --store PLACE; then resume the run"
+    return DeadlineExceeded("the run has no engine", f"{known}; waited {NONE_S:g} s", hint=hint)

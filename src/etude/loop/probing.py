@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from etude.records.sample import Published
 from etude.telemetry import Telemetry
 
 PROBE_TOKENS = 128
-ADOPT_S = 30.0
+ADOPT_S, FAR_ADOPT_S = 30.0, 120.0
 
 
 class Unreachable(EtudeError):
@@ -44,10 +44,16 @@ class Probe:
         self.learner_class = ""  # the learner's parity class
         self._config, self._watch, self._telemetry, self._defend = config, watch, telemetry, defend
 
-    async def ask(self, engines: Mapping[str, HttpEngine], published: Published, mine: list[float]) -> None:
-        """Every engine, of a version that `mine` are the learner's log-probabilities of. Raises `ParityError`, and
-        `Unreachable` where every engine that is there cannot come to it."""
-        late = await asyncio.gather(*(self._ask_one(*item, published, mine) for item in engines.items()))
+    async def ask(
+        self, engines: Mapping[str, HttpEngine], published: Published, mine: list[float], *, far: Collection[str] = ()
+    ) -> None:
+        """Every engine, of a version that `mine` are the learner's log-probabilities of; those that are `far` are given
+        more time. Raises `ParityError`, and `Unreachable` where every engine that is there cannot come to it."""
+        asked = (
+            self._ask_one(name, engine, published, mine, FAR_ADOPT_S if name in far else ADOPT_S)
+            for name, engine in engines.items()
+        )
+        late = await asyncio.gather(*asked)
         if late and all(late):
             raise Unreachable(
                 f"no engine can come to {published.version}",
@@ -56,11 +62,11 @@ class Probe:
             )
 
     async def _ask_one(
-        self, name: str, engine: HttpEngine, published: Published, mine: list[float]
+        self, name: str, engine: HttpEngine, published: Published, mine: list[float], patience_s: float
     ) -> EngineError | None:
         """The error of an engine that is there and does not come to the version."""
         try:
-            await engine.adopt(published.version.step, deadline_s=ADOPT_S)
+            await engine.adopt(published.version.step, deadline_s=patience_s)
             version, theirs = await engine.verify(self.text)
             engine_class = (await engine.info()).parity
         except EngineGone:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from etude.config import build
-from etude.errors import ConfigError, DeadlineExceeded
+from etude.config import build, to_toml
+from etude.errors import ConfigError, EtudeError
 from etude.inference.config import EngineKind
-from etude.inference.membership import Listed, State, Wanted
-from etude.inference.registrar import Registrar
+from etude.inference.membership import Listed, Roster, State
 from etude.loop import joining
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.standalone import alone
+from etude.run import RunFolder
+from etude.telemetry import Telemetry, read_events
 
 SIZES = {"engine": {"max_sequences": 40}}
 ELSEWHERE = {**SIZES, "fleet": {"engines": [], "listen": "127.0.0.1:0"}}
-WANTED = Wanted(
-    model="", mode="exact", quantise="none", degree=1, dtype="float32", context_tokens=8, max_sequences=8, routes=False
-)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +60,29 @@ def test_how_much_runs_follows_the_engines_that_serve() -> None:
     asyncio.run(story())
 
 
-def test_a_run_without_any_engine_says_where_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "FIRST_S", 0.01)
-    with pytest.raises(DeadlineExceeded, match="no engine") as raised:
-        asyncio.run(joining.first_engine(Registrar(WANTED, token=None), "home:8790"))
-    assert "--register http://home:8790" in raised.value.hint
+def test_a_run_without_any_engine_ends_and_says_where_they_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "NONE_S", 0.01)
+    config = build(RunConfig, ELSEWHERE)
+    run = RunFolder.create(tmp_path / "run", config_toml=to_toml(config), seed=0)
+    (run / "checkpoints" / "mid").mkdir(parents=True)
+    (run / "checkpoints" / "mid" / "config.json").write_text("{}")
+    telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
+
+    async def beat(_: Roster) -> dict[str, int]:
+        return {}
+
+    async def story() -> EtudeError:
+        failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
+        async with asyncio.timeout(20), joining.joining(run, config, telemetry, beat, failed=failed):
+            return await failed
+
+    error = asyncio.run(story())
+    assert str(error).startswith("the run has no engine: none has joined")
+    assert "--register http://127.0.0.1:" in error.hint
+    [event] = [e for e in read_events(run / "events") if e["kind"] == "fleet.listen"]
+    assert event["url"].startswith("http://127.0.0.1:")
 
 
 def test_a_checkpoint_of_a_run_is_evaluated_on_an_engine_of_its_own() -> None:

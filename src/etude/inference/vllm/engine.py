@@ -25,7 +25,7 @@ from etude.inference.errors import EngineBusy
 from etude.inference.metrics import exposition
 from etude.inference.pins import Pins
 from etude.inference.vllm import protocol
-from etude.inference.vllm.process import CONTROL_S, Vllm
+from etude.inference.vllm.process import CONTROL_S, Calls
 from etude.inference.vllm.protocol import Part
 from etude.inference.vllm.routes import WANTED
 from etude.inference.wire import GENERATE
@@ -61,7 +61,7 @@ class VllmEngine:
 
     def __init__(
         self,
-        vllm: Vllm,
+        vllm: Calls,
         *,
         name: str,
         model: ModelConfig,

@@ -73,10 +73,10 @@ class Environment:
                 state,
                 hint=f"etude engines install vllm; or name another environment by {VARIABLE} or vllm.environment",
             )
-        if version != tested_version():
+        if version != required_version():
             raise EngineError(
                 f"vLLM {version} in {self.folder} was not tested",
-                f"this etude works with vLLM {tested_version()}: endpoints and the packing of weights differ between"
+                f"this etude works with vLLM {required_version()}: endpoints and the packing of weights differ between"
                 " versions, and wrong weights answer as if all were well",
                 hint="etude engines install vllm --folder ANOTHER, and name that one; or take it away first",
             )
@@ -92,7 +92,7 @@ def environment(folder: Path | None = None) -> Environment:
 def default_folder() -> Path:
     """In the user's cache: it can be installed again."""
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache_home / "etude" / "engines" / f"vllm-{tested_version()}"
+    return cache_home / "etude" / "engines" / f"vllm-{required_version()}"
 
 
 @cache
@@ -101,7 +101,7 @@ def pins() -> dict[str, Any]:
     return tomllib.loads(resources.files("etude.inference.vllm").joinpath("pins.toml").read_text())
 
 
-def tested_version() -> str:
+def required_version() -> str:
     return str(pins()["vllm"])
 
 

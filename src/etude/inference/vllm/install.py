@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from etude.errors import EngineError, InputError
-from etude.inference.vllm.environment import MARK, Environment, Mark, link_package, pins, tested_version
+from etude.inference.vllm.environment import MARK, Environment, Mark, link_package, pins, required_version
 
 DEVICES = ("cpu", "cuda")
 TELL_EVERY_S = 5.0
@@ -32,7 +32,7 @@ def install(environment: Environment, device: str, *, said: Said) -> Mark:
     Raises `EngineError` for a step that fails, a disk without room, and where another process installs there."""
     if device not in DEVICES:
         raise InputError(f"--device {device}", f"vLLM is installed for {' or '.join(DEVICES)}", hint="name one of them")
-    wanted = Mark(vllm=tested_version(), device=device)
+    wanted = Mark(vllm=required_version(), device=device)
     if environment.mark == wanted and environment.version == wanted.vllm:
         said(f"vLLM {wanted.vllm} for {device} is in {environment.folder}")
         return wanted

@@ -37,52 +37,23 @@ LAST_LINES = 40
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class Vllm:
-    """A vLLM server that was started: calls over its socket. Use as an async context manager."""
+class Calls:
+    """Calls to a vLLM server over its socket. `gives_routes`: it was started to tell routes with its answers."""
 
-    def __init__(
-        self, argv: Sequence[str], env: dict[str, str], *, name: str, socket: Path, gives_routes: bool
-    ) -> None:
+    def __init__(self, socket: Path, *, name: str, gives_routes: bool = False) -> None:
         self.name, self.socket, self.gives_routes = name, socket, gives_routes
-        self._last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-        self.process = subprocess.Popen(
-            argv,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            preexec_fn=when_parent_dies,
-        )
-        self._reader = threading.Thread(target=self._pass_on, name="vllm-output", daemon=True)
-        self._reader.start()
         self._session: aiohttp.ClientSession | None = None
-
-    async def __aenter__(self) -> Vllm:
-        try:
-            await self._until_well()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """End it, and everything that it started. Idempotent."""
-        if self._session is not None:
-            await self._session.close()
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                await asyncio.to_thread(self.process.wait, STOP_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                await asyncio.to_thread(self.process.wait)
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        """Whether there is a server, as far as can be told from here."""
+        return self.socket.exists()
+
+    async def disconnect(self) -> None:
+        """Close the connections; the next call opens others, in its own event loop. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
 
     async def post(self, path: str, body: bytes, *, deadline_s: float = CONTROL_S) -> tuple[int, bytes]:
         """(status, body). Raises `EngineError` where vLLM is gone or late."""
@@ -139,7 +110,53 @@ class Vllm:
             )
         return self._session
 
-    async def _until_well(self) -> None:
+
+class Vllm(Calls):
+    """A vLLM server as a child of this process. As an async context manager it waits until it serves, and ends it."""
+
+    def __init__(
+        self, argv: Sequence[str], env: dict[str, str], *, name: str, socket: Path, gives_routes: bool
+    ) -> None:
+        super().__init__(socket, name=name, gives_routes=gives_routes)
+        self._last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self.process = subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=when_parent_dies,
+        )
+        self._reader = threading.Thread(target=self._pass_on, name="vllm-output", daemon=True)
+        self._reader.start()
+
+    async def __aenter__(self) -> Vllm:
+        try:
+            await self.until_well()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End it, and everything that it started. Idempotent."""
+        await self.disconnect()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.to_thread(self.process.wait, STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                await asyncio.to_thread(self.process.wait)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    async def until_well(self) -> None:
         """Wait until it serves. Raises `EngineError` when it ends first, by its own last words."""
         end = time.monotonic() + START_S
         while True:
@@ -197,8 +214,7 @@ def start(
     argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--skip-tokenizer-init", "--seed", "0"]
     argv += ["--max-model-len", str(config.context_tokens + 1)]  # a text is scored with one token after it
     argv += ["--max-num-seqs", str(config.max_sequences), "--scheduling-policy", "priority"]
-    argv += ["--enable-chunked-prefill", "--max-num-batched-tokens", str(config.step_tokens + config.max_sequences)]
-    argv += ["--enable-prefix-caching", "--block-size", str(BLOCK_TOKENS)]
+    argv += ["--enable-prefix-caching", "--block-size", str(BLOCK_TOKENS), *_prefill(config, device)]
     blocks = -(-kv_tokens // BLOCK_TOKENS) + 1  # vLLM keeps one for itself
     argv += ["--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", extension]
@@ -208,6 +224,15 @@ def start(
     argv += ["--enable-return-routed-experts"] if gives_routes else []
     argv += ["--disable-uvicorn-access-log", *arguments]
     return Vllm(argv, _environ(folder, threads), name=name, socket=socket, gives_routes=gives_routes)
+
+
+def _prefill(config: EngineConfig, device: str) -> list[str]:
+    """How many tokens a step computes. In chunks on a GPU; whole prompts on a CPU, whose build (0.32) ends when a
+    request with a seed has not come to its prompt's end in a step: "CPU Generator does not use offset"."""
+    tokens = config.step_tokens + config.max_sequences
+    if device == "cpu":
+        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(tokens, config.context_tokens + 1))]
+    return ["--enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
 
 def _environ(folder: Path, threads: int) -> dict[str, str]:

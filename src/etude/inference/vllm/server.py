@@ -24,9 +24,9 @@ from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
 from etude.inference.serving import add_arguments, config_of, listen, read_token, serve
 from etude.inference.vllm.engine import VllmEngine
-from etude.inference.vllm.environment import environment, tested_version
+from etude.inference.vllm.environment import environment, required_version
 from etude.inference.vllm.follow import Following
-from etude.inference.vllm.process import start
+from etude.inference.vllm.process import Vllm, start
 from etude.models.config import ModelConfig
 from etude.records.completion import Version
 from etude.stores import open_store
@@ -77,14 +77,15 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         config=config,
         version=initial_version(args.checkpoint),
         kv_tokens=kv_tokens,
-        parity=f"vllm-{tested_version()}-{held.require().device}-{config.dtype}",
+        parity=f"vllm-{required_version()}-{held.require().device}-{config.dtype}",
     )
     following = None
     if args.store is not None:
-        following = Following(engine, Head(open_store(args.store), "policy"), args.store, poll_s=args.poll_s)
+        head = Head(open_store(args.store), "policy")
+        following = Following(engine, head, args.store, poll_s=args.poll_s, telemetry=telemetry)
     failed: list[EtudeError] = []
     needs_routes = args.needs_routes and model.num_moe_layers > 0
-    lifespan = _lifespan(engine, following, telemetry, failed, needs_routes=needs_routes)
+    lifespan = _lifespan(vllm, engine, following, telemetry, failed, needs_routes=needs_routes)
     serve(build_app(engine, token=token, lifespan=lifespan), listener, name=args.name, ready_file=args.ready_file)
     if failed:
         raise failed[0]
@@ -108,6 +109,7 @@ def initial_version(checkpoint: Path) -> Version:
 
 
 def _lifespan(
+    vllm: Vllm,
     engine: VllmEngine,
     following: Following | None,
     telemetry: Telemetry | None,
@@ -120,7 +122,7 @@ def _lifespan(
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:
         try:
-            async with engine.vllm:
+            async with vllm:
                 await engine.start()
                 _require_routes(engine, needs_routes)
                 if following is not None:

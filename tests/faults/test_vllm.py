@@ -1,0 +1,123 @@
+"""A real vLLM behind its adapter, and what goes wrong: kills, models it cannot load, weights that were not packed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tests import vllm_server
+
+from etude.errors import EngineError
+from etude.evals.parity import Parity, budget_of, compare
+from etude.inference.config import EngineConfig
+from etude.inference.vllm.process import Vllm
+from etude.inference.vllm.started import started
+from etude.models import ModelConfig, Transformer
+from etude.models.checkpoint import save_model
+from etude.records.completion import CompletionRequest, Sampling, Version
+from etude.stores import DirectoryStore
+from etude.training.config import LiveWeights
+from etude.training.exports import export
+from etude.weights import Channel
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), vllm_server.NEEDS_VLLM]
+SIZES = ModelConfig(vocab_size=256, hidden_size=64, num_layers=2, num_experts=4, expert_size=64, context_tokens=256)
+TEXT = [(7 * i * i + 3 * i) % 256 for i in range(128)]
+UNPACKED = """
+from etude.inference.vllm.worker import WorkerExtension as Usual
+from etude.weights.follow import vllm_worker
+
+
+class WorkerExtension(Usual):
+    def etude_follow(self, *args):
+        vllm_worker._pack_experts = lambda *_: None
+        super().etude_follow(*args)
+"""
+
+
+def checkpoint(folder: Path) -> list[str]:
+    """A tiny model's directory, and the arguments to serve it."""
+    save_model(Transformer(SIZES, seed=0), folder / "model", dtype="f32")
+    return ["--context-tokens", "256", "--max-sequences", "4"]
+
+
+def publish(folder: Path, seed: int) -> tuple[Version, list[float]]:
+    """A version, and the log-probabilities that it gives the text."""
+    model = Transformer(SIZES, seed=seed).eval()
+    channel = Channel(DirectoryStore(folder / "store"))
+    version = channel.publish(export(model, LiveWeights.F32), step=seed, parent=None, rollout_ids=[]).version
+    with torch.inference_mode():
+        scores = model(torch.tensor(TEXT))[0].log_softmax(-1)
+    return version, scores[:-1].gather(1, torch.tensor(TEXT)[1:, None])[:, 0].tolist()
+
+
+def test_experts_that_were_not_packed_again_are_found_by_the_probe_alone(tmp_path: Path) -> None:
+    async def probed(vllm: Vllm, store: DirectoryStore) -> tuple[Parity, list[str]]:
+        async with asyncio.timeout(400):
+            async with vllm_server.following(vllm, tmp_path / "model", config, store, tmp_path / "store") as engine:
+                held, logprobs = await engine.verify(TEXT)
+                assert held == version
+                (differing,) = await vllm.call("etude_check")
+                return compare(logprobs, right), differing
+
+    checkpoint(tmp_path)
+    config, store = EngineConfig(max_sequences=4, context_tokens=256), DirectoryStore(tmp_path / "store")
+    version, right = publish(tmp_path, seed=1)
+    budget = budget_of("float32")
+    with vllm_server.serving(tmp_path / "model", config) as vllm:
+        found, differing = asyncio.run(probed(vllm, store))
+        assert (budget.holds(found), differing) == (True, [])
+    bypassed = {"extension": "unpacked.WorkerExtension", "modules": {"unpacked": UNPACKED}}
+    with vllm_server.serving(tmp_path / "model", config, **bypassed) as vllm:
+        found, differing = asyncio.run(probed(vllm, store))
+        assert (budget.holds(found), differing) == (False, []), "every byte is right"
+        assert found.k3 > 100 * budget.k3
+
+
+def test_nothing_outlives_an_adapter_that_is_killed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with started(tmp_path / "model", tmp_path, *checkpoint(tmp_path)) as running:
+            processes = vllm_server.left(running.process.pid)
+            assert len(processes) >= 4, "the adapter, vLLM's server, its core, a worker"
+            os.kill(running.process.pid, signal.SIGKILL)
+            assert await vllm_server.gone(processes, within_s=10.0) == []
+
+    asyncio.run(run())
+
+
+def test_an_adapter_whose_vllm_was_killed_ends_and_fails_what_was_in_flight(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with started(tmp_path / "model", tmp_path, *checkpoint(tmp_path)) as running:
+            sampling = Sampling(max_tokens=200, stop_token_ids=())
+            ids = np.arange(8, dtype=np.int32)
+            request = CompletionRequest(request_id="r", session_id="r", prompt_ids=ids, sampling=sampling)
+            task = asyncio.ensure_future(running.engine.generate(request))
+            while not (await running.engine.info()).num_running:  # noqa: ASYNC110 - it is another process's
+                await asyncio.sleep(0.01)
+            for child in psutil.Process(running.process.pid).children(recursive=True):
+                child.kill()
+            with pytest.raises(EngineError):
+                await task
+            assert await asyncio.wait_for(running.process.wait(), 30.0) != 0
+
+    asyncio.run(run())
+
+
+def test_a_model_that_vllm_cannot_load_ends_the_start_with_vllms_own_words(tmp_path: Path) -> None:
+    async def run() -> None:
+        more = checkpoint(tmp_path)
+        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 3}))
+        with pytest.raises(EngineError, match="did not start") as caught:
+            async with started(tmp_path / "model", tmp_path, *more):
+                pass
+        assert "num_heads = 3" in caught.value.facts or "Error" in caught.value.facts
+
+    asyncio.run(run())

@@ -1,0 +1,219 @@
+"""The adapter before a server that answers as vLLM was recorded to, or does not: over a real socket, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.errors import EngineBehind, EngineError
+from etude.inference.config import EngineConfig
+from etude.inference.errors import EngineBusy
+from etude.inference.vllm.engine import VllmEngine
+from etude.inference.vllm.process import Calls
+from etude.models.config import ModelConfig
+from etude.records.completion import Completion, CompletionRequest, Sampling, Version
+
+ANSWERS = Path(__file__).parent / "answers"
+MODEL = ModelConfig(vocab_size=256, num_layers=2, num_experts=4)
+FIRST, SECOND = (Version(step=step, incarnation="0a1b2c3d", digest=f"{step:064d}") for step in (0, 1))
+GENERATED, STREAMED = (ANSWERS / "generate.json").read_bytes(), (ANSWERS / "stream.txt").read_bytes()
+
+
+class Server:
+    """Answers on a socket: `answer` is what a request for tokens gets, every other one gets {}."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.answer: Callable[[asyncio.StreamWriter], Awaitable[None]] = self.whole
+        self.body, self.status, self.gone = GENERATED, 200, asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                told = [line.split(b":") for line in head.lower().split(b"\r\n")]
+                size = next((int(line[1]) for line in told if line[0] == b"content-length"), 0)
+                body, path = await reader.readexactly(size), head.split()[1].decode()
+                self.asked.append((path, json.loads(body or b"null")))
+                if path.startswith("/inference"):
+                    await self.answer(writer)
+                else:
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.gone.set()
+        finally:
+            writer.close()
+
+    async def whole(self, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(self.body), self.body))
+
+    async def cut(self, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(self.body), self.body[:100]))
+        writer.close()
+
+    async def never(self, writer: asyncio.StreamWriter) -> None:
+        return
+
+
+Story = Callable[[VllmEngine, Server], Awaitable[None]]
+
+
+@asynccontextmanager
+async def world(folder: Path) -> AsyncIterator[tuple[VllmEngine, Server]]:
+    server = Server()
+    listening = await asyncio.start_unix_server(server.serve, folder / "s")
+    calls = Calls(folder / "s", name="engine-1")
+    config = EngineConfig(max_sequences=1, max_waiting=1, context_tokens=256, pin_lease_s=0.0)
+    engine = VllmEngine(calls, name="engine-1", model=MODEL, config=config, version=FIRST, kv_tokens=256, parity="vllm")
+    try:
+        yield engine, server
+    finally:
+        await calls.disconnect()
+        listening.close()
+
+
+@pytest.fixture
+def tell(tmp_path: Path) -> Callable[[Story], None]:
+    async def run(story: Story) -> None:
+        async with asyncio.timeout(20), world(tmp_path) as (engine, server):
+            await story(engine, server)
+
+    return lambda story: asyncio.run(run(story))
+
+
+def ask(**fields: Any) -> CompletionRequest:
+    sampling, ids = Sampling(max_tokens=5, stop_token_ids=()), np.arange(40, dtype=np.int32)
+    fields = {"routes_from": None, "deadline_s": 10.0} | fields
+    return CompletionRequest(request_id="r", session_id="s", prompt_ids=ids, sampling=sampling, **fields)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():  # noqa: ASYNC110 - the state is a server's
+        await asyncio.sleep(0.01)
+
+
+def test_an_answer_and_a_stream_become_the_same_completion(tell: Callable[[Story], None]) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        done = await engine.generate(ask())
+        server.body = STREAMED
+        parts = [part async for part in engine.stream(ask())]
+        assert parts[:-1] == [[token] for token in done.token_ids.tolist()]
+        assert isinstance(parts[-1], Completion)
+        assert np.array_equal(parts[-1].logprobs, done.logprobs)
+        assert (await engine.info()).num_running == 0
+
+    tell(story)
+
+
+def test_a_slow_answer_ends_at_its_deadline_by_name_and_vllm_hears_of_it(tell: Callable[[Story], None]) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        server.answer = server.never
+        with pytest.raises(EngineError, match=r"request r passed its deadline of 0\.2 s"):
+            await engine.generate(ask(deadline_s=0.2))
+        await server.gone.wait()
+
+    tell(story)
+
+
+def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_stream_without_an_end(
+    tell: Callable[[Story], None],
+) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        server.answer = server.cut
+        with pytest.raises(EngineError, match="broke off"):
+            await engine.generate(ask())
+        server.answer, server.body = server.whole, STREAMED.replace(b"data: [DONE]", b"")
+        with pytest.raises(EngineError) as caught:
+            [part async for part in engine.stream(ask())]
+        assert caught.value.facts == "a stream without its end"
+        server.status, server.body = 500, b"it fell over"
+        with pytest.raises(EngineError, match="answered 500"):
+            await engine.generate(ask())
+
+    tell(story)
+
+
+def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with world(tmp_path) as (engine, _):
+            engine.vllm.socket = tmp_path / "nobody"
+            with pytest.raises(EngineError, match="vLLM of engine-1 broke off"):
+                await engine.generate(ask())
+
+    asyncio.run(run())
+
+
+def test_one_more_than_there_is_room_for_is_refused(tell: Callable[[Story], None]) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        server.answer = server.never
+        held = [asyncio.ensure_future(engine.generate(ask())) for _ in range(2)]
+        await until(lambda: len(server.asked) == 2)
+        info = await engine.info()
+        assert (info.num_running, info.num_waiting, info.kv_tokens_free) == (1, 1, 256 - 90)
+        with pytest.raises(EngineBusy, match="engine-1 is full"):
+            await engine.generate(ask())
+        for one in held:
+            one.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        await server.gone.wait()
+
+    tell(story)
+
+
+def test_a_swap_holds_back_what_is_new_and_waits_for_sessions_that_pin(tell: Callable[[Story], None]) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        held = asyncio.Event()
+
+        async def when_told(writer: asyncio.StreamWriter) -> None:
+            await held.wait()
+            await server.whole(writer)
+
+        async def swap() -> None:
+            async with engine.swapping():
+                late = asyncio.ensure_future(engine.generate(ask(min_step=1)))
+                await asyncio.sleep(0.05)
+                assert not late.done()
+                engine.moved(SECOND)
+            server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
+            assert (await late).spans[0].version == SECOND
+
+        server.answer = when_told
+        pinned = asyncio.ensure_future(engine.generate(ask(pin_step=0)))
+        await until(lambda: bool(server.asked))
+        swapping = asyncio.ensure_future(swap())
+        await asyncio.sleep(0.05)
+        assert [path for path, _ in server.asked] == ["/inference/v1/generate"], "nothing is paused yet"
+        held.set()
+        assert (await pinned).spans[0].version == FIRST
+        await swapping
+        control = [path for path, _ in server.asked if not path.startswith("/inference")]
+        assert control == ["/pause?mode=keep&clear_cache=false", "/update_weight_version", "/resume"]
+        salts = {body["cache_salt"] for path, body in server.asked if path.startswith("/inference")}
+        assert len(salts) == 2, "no prefix is shared over a swap"
+        with pytest.raises(EngineBehind, match="asks for step 0"):
+            await engine.generate(ask(pin_step=0))
+        assert await engine.adopt(1, deadline_s=1.0) == SECOND
+
+    tell(story)
+
+
+def test_a_swap_that_fails_leaves_the_engine_frozen_until_one_succeeds(tell: Callable[[Story], None]) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        with pytest.raises(ZeroDivisionError):
+            async with engine.swapping():
+                raise ZeroDivisionError
+        with pytest.raises(EngineError, match="passed its deadline"):
+            await engine.generate(ask(deadline_s=0.1))
+        assert [path for path, _ in server.asked] == ["/pause?mode=keep&clear_cache=false"]
+        async with engine.swapping():
+            engine.moved(SECOND)
+        server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
+        assert (await engine.generate(ask())).spans[0].version == SECOND
+
+    tell(story)

