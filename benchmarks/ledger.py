@@ -267,7 +267,14 @@ def main() -> None:
                     rows.append(json.loads(line))
                     print(kind, line, file=sys.stderr, end="", flush=True)
             assert measuring.returncode == 0, kind
-        told = {"kind": kind, "rollouts_a_step": LIVE, "by_length": rows, "growth": growth(rows[0], rows[-1])}
+        command = f"python -m benchmarks.ledger --kinds {kind} --lengths {' '.join(map(str, args.lengths))}"
+        told = {
+            "command": command,
+            "kind": kind,
+            "rollouts_a_step": LIVE,
+            "by_length": rows,
+            "growth": growth(rows[0], rows[-1]),
+        }
         report(f"ledger_{kind}", told)
 
 
