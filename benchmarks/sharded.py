@@ -29,7 +29,7 @@ from benchmarks.sharded_ranks import Job, Trained, alone, batches, together
 from etude.evals.intervals import wilson
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.training import LearnerConfig
-from etude.training.config import OptimizerKind
+from etude.training.config import LiveWeights, OptimizerKind
 from etude.training.ranks import run_ranks
 
 LENGTHS = [90, 160, 48, 120, 70, 110]
@@ -48,6 +48,7 @@ def cases(start: Path, folder: Path, steps: int) -> dict[str, Job]:
         "FSDP2": (two, exact, EXACT),
         "FSDP2, expert parallel": (experts, exact, EXACT),
         "FSDP2, expert parallel, Muon": (replace(experts, optimizer=OptimizerKind.MUON), exact, EXACT),
+        "FSDP2, expert parallel, float32 weights": (replace(experts, weights=LiveWeights.F32), exact, EXACT),
         "FSDP2, context parallel": (replace(two, context_parallel=2), exact, EXACT),
         "FSDP2, expert parallel, native bf16": (replace(experts, dtype=ComputeDtype.BFLOAT16), bf16, NATIVE),
     }
@@ -58,10 +59,11 @@ def cases(start: Path, folder: Path, steps: int) -> dict[str, Job]:
 
 
 def apart(ranks: Trained, one: Trained) -> Row:
-    """Largest relative differences of two trainings, step by step."""
+    """Largest differences of two trainings, step by step, by the largest number that the one had: a loss may be 0."""
     pairs = {"loss": (ranks.losses, one.losses), "grad_norm": (ranks.norms, one.norms)}
     return {
-        what: max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(*both, strict=True)) for what, both in pairs.items()
+        what: max(abs(a - b) for a, b in zip(*both, strict=True)) / max(map(abs, both[1]))
+        for what, both in pairs.items()
     }
 
 

@@ -70,7 +70,7 @@ def make_learner(
 
 
 def starting_point(run: RunFolder, config: RunConfig, group: Group = ONE) -> Reference:
-    """The checkpoint that a run began with, as what KL is measured to, computed as the policy is: whole on each rank."""
+    """The checkpoint that a run began with, as what KL is measured to, computed as the policy is; whole on a rank."""
     device = group.device(config.learner.device)
     operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
     where = run / "checkpoints" / "mid"

@@ -188,6 +188,25 @@ def test_settings_that_ranks_cannot_share_are_refused(settings: dict[str, Any], 
 
 
 @pytest.mark.slow
+def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_path: Path) -> None:
+    """Experts over two pairs of ranks, their rows over the others; and texts over two ranks beside that."""
+    first = jobs_in(tmp_path)[SAVED]
+    four = replace(CONFIG, ranks=4)
+    experts = replace(first, config=four, save=tmp_path / "of-four")
+    texts = replace(first, config=replace(four, context_parallel=2), store=tmp_path / "texts", save=None)
+    alone = ranked.alone(replace(experts, store=tmp_path / "one", save=None))
+    apart = ranked.alone(replace(texts, store=tmp_path / "two"))
+    for one, other in run_ranks(ranked.together, [experts, texts], ranks=4, stall_s=200.0):
+        assert one == alone
+        assert other.fresh == apart.fresh
+        assert other.losses == pytest.approx(apart.losses, rel=1e-5)
+    learner = TorchLearner(replace(CONFIG, ranks=1, expert_parallel=1))
+    learner.load(tmp_path / "of-four")
+    assert learner.version is not None
+    assert learner.version.digest == alone.digests[-1]
+
+
+@pytest.mark.slow
 def test_the_guides_program_runs_under_torchrun_and_too_many_ranks_are_refused(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[3] / "docs/guides/sharded-learner.md").read_text()
     found = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
