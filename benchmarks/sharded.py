@@ -81,6 +81,7 @@ def compared(name: str, job: Job, ranks: list[Trained]) -> Row:
         "first_ratio_off_one": ranks[0].fresh[0],
         "largest_relative_difference_to_one_process": apart(ranks[0], shares),
         "largest_relative_difference_to_one_without_shares": apart(ranks[0], one),
+        "largest_relative_difference_of_those_two": apart(shares, one),
         "losses": {"ranks": [round(x, 7) for x in ranks[0].losses], "one": [round(x, 7) for x in one.losses]},
     }
 
