@@ -148,23 +148,26 @@ def load_model(
     operators: Operators | None = None,
     held: torch.dtype | None = None,
     parallel: Parallel = ALONE,
+    device: torch.device | None = None,
 ) -> Transformer:
     """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
-    (None: as the operators like them); or a rank's share of it. Of an adapter's directory its base, merged.
+    (None: as the operators like them), on a device (None: the CPU), where they go tensor by tensor; or a rank's share
+    of it. Of an adapter's directory its base, merged.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
     weights that are NaN or infinite, and a head beside embeddings that are tied to it and others than it holds.
     """
-    path = Path(path)
+    path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
         from etude.models.adapter_files import load_merged  # which loads its base by this
 
-        return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel)
+        return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before a wild config makes us allocate
     operators = Exact(dtype) if operators is None else operators
-    model = Transformer(config, seed=None, operators=operators, parallel=parallel)
-    views = hf_views(model)
+    with device:
+        model = Transformer(config, seed=None, operators=operators, parallel=parallel)
+    views = hf_views(model.to(device))
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
             view.copy_(share(name, _read(name, whole_shape(name, view, parallel), found, read), parallel))
@@ -176,7 +179,7 @@ def load_model(
 
 
 def _require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
-    if not torch.equal(head.to(embedding.dtype), embedding):
+    if not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(
             f"{HEAD} of {path} is not the embedding",
             "its config.json has tie_word_embeddings = true, by which the head is the embedding",

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from etude.models.parts import Routing, Scores
 from etude.models.replay import Recorded
 from etude.models.watch import Watch, unwatched
+from etude.numerics import mixtures
 from etude.numerics.adapted import Pairs
 from etude.numerics.exact import tree
 from etude.numerics.operators import Exact, Operators
@@ -78,9 +79,16 @@ def choose(
     loss = None
     if balance:
         num_experts = scores_NE.shape[-1]
-        share = torch.bincount(live.flatten(), minlength=num_experts).to(torch.float32) / live.numel()
+        share = _counts(live.flatten(), num_experts).to(torch.float32) / live.numel()
         loss = num_experts * (share * probs_NE.mean(0)).sum()
     return Choice(gates_NK=gates * routing.scaling, experts_NK=used, live_NK=live, balance=loss)
+
+
+def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How often each expert was chosen, int64 [E]."""
+    if experts.device.type == "cpu":
+        return torch.bincount(experts, minlength=num_experts)
+    return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would wait
 
 
 @torch.no_grad()
@@ -188,12 +196,16 @@ def mix(
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. The matrices are this rank's: a
     part of each expert, or some experts whole, of which `see` is shown only what comes back of them."""
+    pairs = (operators.pairs(gate_up_E2FD), operators.pairs(down_EDF))
+    if see is unwatched and parallel.degree == 1 and pairs == (None, None):
+        whole = operators.mixture(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
+        if whole is not None:
+            return whole
     tensor = parallel.tensor
     if tensor is parallel:
         to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows)
     else:
         to = Exchanged.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows, parallel)
-    pairs = (operators.pairs(gate_up_E2FD), operators.pairs(down_EDF))
     trained = [part for pair in pairs for part in ((None, None) if pair is None else (pair.a, pair.b))]
     x_ND, gate_up_E2FD, down_EDF = operators.taken(x_ND), operators.weights(gate_up_E2FD), operators.weights(down_EDF)
     products = (choice.gates_NK, gate_up_E2FD, down_EDF)
@@ -279,6 +291,12 @@ def _cut(to: Dispatch, operators: Operators) -> Cut:
     return found
 
 
+def _ends(cut: Cut) -> list[int]:
+    """Where each expert's rows end; empty where an expert's are not multiplied at once, as they are."""
+    plain = all(len(parts) == 1 and size == rows.stop - rows.start for parts in cut for rows, size in parts)
+    return [parts[0][0].stop for parts in cut] if plain else []
+
+
 def _padded(x_SI: torch.Tensor, rows: slice, size: int) -> torch.Tensor:
     x = x_SI[rows]
     return x if len(x) == size else F.pad(x, (0, 0, 0, size - len(x)))
@@ -286,6 +304,9 @@ def _padded(x_SI: torch.Tensor, rows: slice, size: int) -> torch.Tensor:
 
 def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Each expert's slice of rows times its matrix; [S, O]."""
+    ends = _ends(cut)
+    if ends and mixtures.suits(x_SI, weight_EIO):
+        return mixtures.products(x_SI, weight_EIO.to(x_SI.dtype), mixtures.ends_on(ends, x_SI.device))
     out = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
     for w, parts in zip(weight_EIO.unbind(), cut, strict=True):
         for rows, size in parts:
@@ -298,6 +319,9 @@ def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch
 
 def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Each expert's weight gradient gᵀx, of several parts their tree; zero where no token came."""
+    ends = _ends(cut)
+    if ends and mixtures.suits(x_SI, like):
+        return mixtures.weight_gradient(g_SO, x_SI, mixtures.ends_on(ends, x_SI.device)).to(like.dtype)
     grad = torch.empty_like(like)
     for w, parts in zip(grad.unbind(), cut, strict=True):
         if len(parts) == 1 and parts[0][1]:

@@ -233,7 +233,8 @@ class Transformer(nn.Module):
         """The parity class of its numbers, on this machine with this many threads: see `numerics.parity`. That of the
         whole model, whatever this rank's share."""
         kept = self.config.kept
-        return parity_class(self.operators, self.config.products, heads=kept.heads, key_width=kept.key_width)
+        sizes = {"heads": kept.heads, "key_width": kept.key_width}
+        return parity_class(self.operators, self.config.products, **sizes, device=self.embedding.device)
 
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Hold the parameters in `dtype`; what must stay float32 (biases of choosing) does."""
@@ -268,7 +269,7 @@ class Transformer(nn.Module):
         and `plausible` (see `replay.Recorded`). `rows` (int64 [R]) picks the tokens that get logits, in that order.
         `watch` sees each operator's result.
         """
-        cache = Packed([len(tokens_N)], self.operators) if cache is None else cache
+        cache = Packed([len(tokens_N)], self.operators, device=tokens_N.device) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
         x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))
