@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -112,12 +112,11 @@ def test_an_adapter_whose_vllm_was_killed_ends_and_fails_what_was_in_flight(tmp_
 
 def test_a_model_that_vllm_cannot_load_ends_the_start_with_vllms_own_words(tmp_path: Path) -> None:
     async def run() -> None:
-        more = checkpoint(tmp_path)
-        config = json.loads((tmp_path / "model" / "config.json").read_text())
-        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 3}))
+        save_model(Transformer(replace(SIZES, head_dim=24), seed=0), tmp_path / "model", dtype="f32")
         with pytest.raises(EngineError, match="did not start") as caught:
-            async with started(tmp_path / "model", tmp_path, *more):
+            async with started(tmp_path / "model", tmp_path, "--context-tokens", "256"):
                 pass
-        assert "num_heads = 3" in caught.value.facts or "Error" in caught.value.facts
+        assert "Unsupported CPU attention configuration: head_dim=24" in caught.value.facts
+        assert "hint:" in caught.value.facts
 
     asyncio.run(run())
