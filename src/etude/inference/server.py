@@ -15,19 +15,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from etude.errors import EngineError, EtudeError
-from etude.inference.adapters import adapted_weights
+from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import NO_VERSION, Following, initial_version
@@ -139,7 +139,8 @@ def _build(
     engine = ReferenceEngine(model, version=version, name=args.name, config=config)
     if chain is None:
         return engine, None
-    adapted = functools.partial(adapted_weights, model, args.quantise)
+    base = None if args.checkpoint else partial(fetched_base, open_store(args.store, cache=args.cache))
+    adapted = AdaptedWeights(model, args.quantise, base=base)
     return engine, Following(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
 
 

@@ -200,11 +200,11 @@ class RunConfig:
     @property
     def own_contexts(self) -> int:
         """How many contexts the run's own engines have room for."""
-        room = {
-            EngineKind.REFERENCE: self.engine.max_sequences,
-            EngineKind.VLLM: self.vllm.max_contexts(self.engine),
-        }
-        return sum(room[kind] for kind in self.fleet.engines)
+        return sum(map(self.contexts_of, self.fleet.engines))
+
+    def contexts_of(self, kind: EngineKind) -> int:
+        """How many contexts an engine has room for."""
+        return self.vllm.max_contexts(self.engine) if kind is EngineKind.VLLM else self.engine.max_sequences
 
 
 def rollouts_on(num_contexts: int) -> int:

@@ -29,6 +29,7 @@ from etude.numerics.device import device_for
 from etude.numerics.operators import operators_for
 from etude.numerics.parallel import RankLost
 from etude.records import Batch, Sample
+from etude.records.adapter import BASE_CHANNEL
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder, host_facts
 from etude.telemetry import Telemetry
@@ -36,6 +37,7 @@ from etude.training import TorchLearner
 from etude.training.group import ONE, Group
 from etude.training.reference import Reference
 from etude.weights import Channel
+from etude.weights.chain.channel import publish_once
 from etude.weights.chain.publisher import Writer
 from etude.weights.shards.sharded import ShardedChannel
 
@@ -122,6 +124,9 @@ class Learning:
         reference = self.reference if self.config.learner.kl else None
         self._learner = make_learner(self.config, self._channel, reference, group=self.group or ONE)
         self._learner.load(checkpoint)
+        base = self._learner.trained.base()
+        if base is not None:  # for engines that join without a checkpoint
+            publish_once(weights_store(self.run), BASE_CHANNEL, base)
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:

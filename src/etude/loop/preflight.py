@@ -38,11 +38,18 @@ from etude.tasks.verifiers import grader_for
 PROVEN_TASKS = 8
 
 
-def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str], None] = lambda _: None) -> None:
+def preflight(
+    config: RunConfig,
+    *,
+    adopted: bool = False,
+    proven: bool = False,
+    said: Callable[[str], None] = lambda _: None,
+) -> None:
     """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later.
 
-    `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more. `said`
-    is told of what takes longer, an image that was built, and of layers of the checkpoint that are left out."""
+    `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more.
+    `proven`: the tasks were proven where they will be judged. `said` is told of what takes longer, an image that was
+    built, and of layers of the checkpoint that are left out."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
@@ -66,6 +73,12 @@ def preflight(config: RunConfig, *, adopted: bool = False, said: Callable[[str],
             hint="add 'submit', or set harness.require_submit=false",
         )
     asyncio.run(build_images(config, said))
+    if not proven:
+        prove_tasks(config)
+
+
+def prove_tasks(config: RunConfig) -> None:
+    """Whether the first tasks prove themselves on machines that are made here. Raises `TaskError`, `MachineError`."""
     asyncio.run(_prove(check_tasks(config, _used_splits(config)), config))
 
 

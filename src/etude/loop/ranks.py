@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from etude.errors import EtudeError
+from etude.inference.lifetime import when_parent_dies
 from etude.loop.config import RunConfig, read_config
-from etude.loop.processes import AGAIN, die_with_parent
+from etude.loop.processes import AGAIN
 from etude.numerics.parallel import RankLost
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
@@ -53,7 +54,7 @@ class Leader:
         self._group: Sharded | None = None
         argv = [sys.executable, "-m", "etude.loop.ranks", "--run", str(run.path), "--at", self._at, "--rank"]
         for rank in range(1, config.learner.ranks):
-            started = subprocess.Popen([*argv, str(rank)], stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+            started = subprocess.Popen([*argv, str(rank)], stdin=subprocess.DEVNULL, preexec_fn=when_parent_dies)
             telemetry.event("process", name=f"learner rank {rank}", state="start", pid=started.pid)
             threading.Thread(target=self._watch, args=(rank, started), daemon=True).start()
 

@@ -54,6 +54,10 @@ class Trained(Protocol):
         """What is published. Views of live memory may be among it."""
         ...
 
+    def base(self) -> dict[str, Tensor] | None:
+        """What an engine computes with beside what is published, frozen; None: nothing."""
+        ...
+
     def write(self, folder: Path) -> None:
         """A directory of it, beside which a learner's state goes."""
         ...
@@ -78,6 +82,9 @@ class Whole:
     def exported(self) -> dict[str, Tensor]:
         return export(self.model, self._weights, self._quantise)
 
+    def base(self) -> None:
+        """All is published."""
+
     def write(self, folder: Path) -> None:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)
 
@@ -101,6 +108,9 @@ class LowRank:
     def exported(self) -> dict[str, Tensor]:
         config = np.frombuffer(self.adapters.config.to_bytes(), np.uint8).copy()
         return {**published(self.views(), self._weights), PUBLISHED: Tensor("u8", config.shape, config)}
+
+    def base(self) -> dict[str, Tensor]:
+        return published(self.adapters.base, self._weights)
 
     def write(self, folder: Path) -> None:
         kind = stored_dtype(self._weights)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,3 +170,41 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(
     said = ranked_learner.lose_one(replace(job, store=tmp_path, publish=False, save=None), tmp_path, way)
     assert "rank 1 did not come to the others'" in said
     assert "hint:" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ranks": 3, "expert_parallel": 2}, "ranks = 3 do not fill a mesh of expert_parallel = 2"),
+        ({"ranks": 2, "context_parallel": 4}, "ranks = 2 do not fill a mesh of context_parallel = 4"),
+        ({"ranks": 2, "context_parallel": 2, "kl": 0.1}, "kl with context_parallel"),
+        ({"ranks": 2, "lora_rank": 4}, "adapters train in one process"),
+        ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "adapters train in one process"),
+    ],
+)
+def test_settings_that_ranks_cannot_share_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LearnerConfig(**settings)
+
+
+@pytest.mark.slow
+def test_the_guides_program_runs_under_torchrun_and_too_many_ranks_are_refused(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/sharded-learner.md").read_text()
+    found = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert found is not None
+    (tmp_path / "train.py").write_text(found[1])
+    save_model(Transformer(SIZES, seed=4), tmp_path / "start", dtype="f32")
+
+    def torchrun(ranks: int) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "train.py", "start"]
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    done = torchrun(2)
+    assert done.returncode == 0, done.stderr
+    versions = dict(line.split() for line in done.stdout.splitlines())
+    assert versions.keys() == {"0", "1"}
+    assert len(set(versions.values())) == 1
+    assert load_model(tmp_path / "saved").config == SIZES
+    refused = torchrun(3)
+    assert refused.returncode != 0
+    assert "3 ranks do not fill a mesh of 2" in refused.stderr

@@ -62,6 +62,9 @@ class Shards:
             for name, view in views.items()
         }
 
+    def base(self) -> None:
+        """All is published."""
+
     def write(self, folder: Path) -> None:
         """Hugging Face's directory, its weights in a file a rank. Collective."""
         group = self._group
