@@ -30,7 +30,7 @@ from etude.models import ModelConfig, Transformer, save_model
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
-from etude.training.learner import export
+from etude.training.exports import export
 from etude.training.optimizer import AdamW
 from etude.weights import Channel
 
