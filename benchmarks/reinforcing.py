@@ -19,6 +19,7 @@ from etude.loop import usage
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew
+from etude.loop.placement import Placement
 from etude.loop.processes import Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
@@ -60,11 +61,13 @@ async def reinforce(
     notes: Mapping[str, str] | None = None,
     heldout: bool = False,
     deadline_s: float = 3600.0,
+    placement: Placement | None = None,
 ) -> dict[str, Any] | None:
     """Train from `config.start` until a step is enough or the last one is done.
 
     `instead`: as in `Recast`; `notes`: files of the run folder that tell those programs what to do. `heldout`:
-    evaluate the last version on the config's held-out tasks; the facts of that `eval.result`, else None.
+    evaluate the last version on the config's held-out tasks; the facts of that `eval.result`, else None. `placement`:
+    where the crew runs, if not here.
     Raises what the run raises, `DeadlineExceeded` when it takes too long.
     """
     assert config.start is not None, "reinforcement from a checkpoint needs one"
@@ -79,8 +82,8 @@ async def reinforce(
             enough.set()
 
     telemetry = Watched(run / "events" / "conductor.jsonl", process="conductor", step=step)
-    supervisor = Supervisor(telemetry)
-    watching = asyncio.create_task(usage.watch(supervisor.pids, telemetry), name="usage")
+    supervisor = Supervisor(telemetry, placement=placement)
+    watching = asyncio.create_task(usage.watch(supervisor.usage, telemetry), name="usage")
     members = Recast(run, config, telemetry, supervisor)
     members.instead = instead or {}
     try:

@@ -21,7 +21,7 @@ ALONE = {
     "weights": {"torch"},
     "gateway": {"torch"},
 }
-TORCH_FREE = {"records", "tasks", "rollouts", "evals", "inference", "dashboard", "training", "cli", *ALONE}
+TORCH_FREE = {"records", "tasks", "rollouts", "evals", "inference", "dashboard", "training", "plan", "cli", *ALONE}
 FOLDERS = sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").exists())
 
 
@@ -46,8 +46,8 @@ def test_importing_a_folder_that_agents_conductors_and_readers_use_loads_no_torc
 
 
 @pytest.mark.parametrize("module", ["conductor", "worker", "grading", "phases", "config", "serving"])
-def test_only_learners_and_engines_load_torch(module):
-    assert "torch" not in loaded_after(f"import etude.loop.{module}")
+def test_only_learners_and_engines_load_torch_and_only_a_run_on_a_cluster_loads_ray(module):
+    assert not {"torch", "ray"} & loaded_after(f"import etude.loop.{module}")
 
 
 @functools.cache

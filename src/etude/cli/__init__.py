@@ -15,11 +15,13 @@ from pathlib import Path
 
 from etude import __version__
 from etude.cli.arguments import (
+    LOCAL,
     Commands,
     Parser,
     add,
     branch,
     channel,
+    cluster,
     duration,
     place,
     port,
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _run_commands(commands)
+    _plan_command(commands)
     _look_commands(commands)
     _task_commands(commands)
     machine_commands(commands)
@@ -105,6 +108,28 @@ def _run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run folder (default: the newest in runs/)")
 
 
+def _plan_command(commands: Commands[Parser]) -> None:
+    plan = add(commands, "plan", "plan:planned", "what a run would need and take: memory, time, money, what bounds it")
+    plan.add_argument("config", type=Path, metavar="CONFIG", help="a config.toml, or a checkpoint directory")
+    plan.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override a setting")
+    plan.add_argument("--hardware", default="cpu", metavar="NAME", help="cpu (this one, measured), h100, h200, b200")
+    plan.add_argument("--learner-ranks", type=positive, default=1, metavar="N")
+    plan.add_argument("--engines", type=positive, metavar="N", help="(default: the config's)")
+    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine")
+    plan.add_argument("--link-gbits", type=float, default=10.0, metavar="N", help="from learner to engines (10)")
+    shares = (
+        ("signal-share", "of rollouts that are trained on"),
+        ("solved-share", "of rollouts that solve their task"),
+    )
+    means = (("turns", "of a rollout"), ("prompt-tokens", "before the first turn"), ("sampled-tokens", "of a rollout"))
+    more = (("tool-tokens", "that tools answer, of a rollout"), ("tool-s", "a turn waits for its tool"))
+    money = (("changed-share", "of the weights, a version"), ("dollars-an-hour", "of a device, or of this machine"))
+    for name, help in (*means, *more, *shares, *money):
+        plan.add_argument(f"--{name}", type=float, metavar="N", help=help)
+    plan.add_argument("--against", type=Path, metavar="RUN", help="take a run's rollouts, and tell how far it is off")
+    plan.add_argument("--json", action="store_true")
+
+
 def _run_commands(commands: Commands[Parser]) -> None:
     run = add(commands, "run", "run:run", "run a config from nothing to a better model")
     run.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="a config.toml (not needed to resume)")
@@ -112,6 +137,13 @@ def _run_commands(commands: Commands[Parser]) -> None:
     run.add_argument("--dry-run", action="store_true", help="check everything, print the effective config, do nothing")
     run.add_argument(
         "--resume", nargs="?", const="", metavar="RUN", help="go on with a stopped run (default: the newest)"
+    )
+    run.add_argument(
+        "--on",
+        type=cluster,
+        default=LOCAL,
+        metavar="PLACE",
+        help="local (default), ray, HOST:PORT or ray://HOST:PORT: a Ray cluster",
     )
     run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
     status = add(commands, "status", "run:status", "what a run is doing now")

@@ -12,6 +12,7 @@ from typing import NoReturn
 from etude.errors import Exit, InputError, StoreError, nearest
 
 MAX_PORT = 65_535
+LOCAL = "local"
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,6 +50,13 @@ def port(text: str) -> int:
     if not text.isdigit() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port: a number from 0 (any free one) to {MAX_PORT}")
     return int(text)
+
+
+def cluster(text: str) -> str:
+    """An argument that says on what to run: "local", or a Ray cluster."""
+    if text not in (LOCAL, "ray") and not re.fullmatch(r"(ray://)?[A-Za-z0-9.:_\[\]-]+:[0-9]{1,5}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is nowhere: local, ray, HOST:PORT or ray://HOST:PORT")
+    return text
 
 
 def duration(text: str) -> float:

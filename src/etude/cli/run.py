@@ -12,10 +12,12 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
 
+from etude.cli.arguments import LOCAL
 from etude.cli.places import RUNS, newest_run, open_run
 from etude.config import build, leaves, overridden, read, to_toml
 from etude.dashboard import RunView, explained, plain_line, render
@@ -28,6 +30,9 @@ from etude.loop.places import read_ledger
 from etude.loop.preflight import check_ledger, preflight
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
+
+if TYPE_CHECKING:
+    from etude.loop.placement import Placement
 
 REDRAW_S, PLAIN_EVERY_S = 1.0, 5.0
 
@@ -48,7 +53,10 @@ def run(args: argparse.Namespace) -> int:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
         config = resumed(folder, given, whole=args.config is not None)
         check_ledger(folder)
-    preflight(config, adopted=folder is not None and folder.ended("corpus"), said=partial(print, file=sys.stderr))
+    if args.on != LOCAL:
+        _join(args.on, config, RUNS if folder is None else folder.path.parent)
+    adopted = folder is not None and folder.ended("corpus")
+    preflight(config, adopted=adopted, proven=args.on != LOCAL, said=partial(print, file=sys.stderr))
     if args.dry_run:
         print(to_toml(config), end="")
         return 0
@@ -57,7 +65,11 @@ def run(args: argparse.Namespace) -> int:
         folder = RunFolder.create(path, config_toml=to_toml(config), seed=config.seed, given=leaves(given))
     folder.lock()
     print(f"run {folder.path}", flush=True)
-    interrupted = asyncio.run(_watched(folder, config))
+    try:
+        interrupted = asyncio.run(_watched(folder, config, on=args.on))
+    finally:
+        if args.on != LOCAL:
+            _leave()
     if interrupted:
         from etude.loop.phases import leave_report
 
@@ -75,12 +87,38 @@ def _new_name(config: Path) -> str:
     return f"{stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
 
 
-async def _watched(folder: RunFolder, config: RunConfig) -> bool:
+def _join(on: str, config: RunConfig, runs: Path) -> None:
+    """Connect to a Ray cluster whose nodes can take part. Raises `ConfigError`."""
+    try:
+        from etude.loop import ray_cluster
+    except ImportError:
+        hint = "pip install 'etude[ray]', here and on every node"
+        raise ConfigError(f"--on {on} needs Ray", "it is not installed", hint=hint) from None
+    ray_cluster.connect(on)
+    ray_cluster.check(config, runs)
+
+
+def _leave() -> None:
+    from etude.loop import ray_cluster
+
+    ray_cluster.disconnect()
+
+
+def _placement(on: str, folder: RunFolder) -> Placement | None:
+    if on == LOCAL:
+        return None
+    from etude.loop.on_ray import OnRay
+
+    return OnRay(folder.path)
+
+
+async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
     """Run the phases with a view of them; True when a signal stopped it."""
     from etude.loop.phases import run_phases
 
     telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
-    work = asyncio.create_task(run_phases(folder, config, telemetry), name="run")
+    placement = _placement(on, folder)
+    work = asyncio.create_task(run_phases(folder, config, telemetry, placement=placement), name="run")
     loop = asyncio.get_running_loop()
     stopped = False
 

@@ -133,6 +133,7 @@ class RunConfig:
                 f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
             )
         self._engines_must_compute_so()
+        self._ranks_must_share()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "
@@ -167,6 +168,18 @@ class RunConfig:
                 hint="set numerics.quantise = 'none', or take reference engines alone",
             )
 
+    def _ranks_must_share(self) -> None:
+        learner, experts = self.learner, self.model.num_experts
+        if learner.ranks > 1 and self.numerics.quantise is not Quantise.NONE:
+            raise ValueError(
+                f"learner.ranks = {learner.ranks} with numerics.quantise = {str(self.numerics.quantise)!r}: a format "
+                f"packs whole matrices, of which a rank has rows"
+            )
+        if self.start is None and (experts % learner.expert_parallel if experts else learner.expert_parallel > 1):
+            raise ValueError(
+                f"learner.expert_parallel = {learner.expert_parallel} does not divide model.num_experts = {experts}"
+            )
+
     def settled(self) -> RunConfig:
         """The same with the budget that its engines' dtype gives, where a budget is held: it is written down, too."""
         if self.numerics.mode is Mode.EXACT and self.parity.over_budget is not OverBudget.FALL_BACK:
@@ -187,11 +200,11 @@ class RunConfig:
     @property
     def own_contexts(self) -> int:
         """How many contexts the run's own engines have room for."""
-        room = {
-            EngineKind.REFERENCE: self.engine.max_sequences,
-            EngineKind.VLLM: self.vllm.max_contexts(self.engine),
-        }
-        return sum(room[kind] for kind in self.fleet.engines)
+        return sum(map(self.contexts_of, self.fleet.engines))
+
+    def contexts_of(self, kind: EngineKind) -> int:
+        """How many contexts an engine has room for."""
+        return self.vllm.max_contexts(self.engine) if kind is EngineKind.VLLM else self.engine.max_sequences
 
 
 def rollouts_on(num_contexts: int) -> int:

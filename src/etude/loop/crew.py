@@ -25,8 +25,9 @@ from etude.inference.registrar import Registrar
 from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, rollouts_on
 from etude.loop.joining import first_engine, joining
-from etude.loop.places import weights_place
-from etude.loop.processes import KEEPS_MEMORY, NOTHING, READY_S, Child, Role, Supervisor
+from etude.loop.placement import ADDRESS, NOTHING
+from etude.loop.places import poll_arguments, weights_place
+from etude.loop.processes import KEEPS_MEMORY, READY_S, Child, Role, Supervisor
 from etude.loop.room import Limit
 from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, Rollout, RolloutSpec, Version
@@ -92,6 +93,8 @@ class Crew:
         self.max_running = Limit(config.max_running)  # rollouts under way; follows the live fleet
         self.registrar: Registrar | None = None  # where engines from elsewhere join
         self._own: dict[str, HttpEngine] = {}
+        self._away: dict[str, EngineKind] = {}  # own engines that wait for a machine
+        self._theirs = 0  # contexts of engines from elsewhere
         self._opened = contextlib.AsyncExitStack()
 
     @property
@@ -126,21 +129,19 @@ class Crew:
             failed = self.supervisor.failed
             door = joining(self.run, self.config, self.telemetry, self._beat, failed=failed)
             self.registrar = await self._opened.enter_async_context(door)
-        await asyncio.gather(
-            *(self._start_engine(f"engine-{i}", kind) for i, kind in enumerate(self.config.fleet.engines)),
-            self.start_judged(),
-        )
+        engines = [self._engine(f"engine-{i}", kind) for i, kind in enumerate(self.config.fleet.engines)]
+        await asyncio.gather(self.supervisor.add_all(engines), self.start_judged())
 
     async def start_judged(self) -> None:
         """Workers and graders, without engines: enough for scripts."""
-        config = self.config
+        fleet = self.config.fleet
         await asyncio.gather(
-            *(self._start_member("worker", i, self.workers) for i in range(config.fleet.num_workers)),
-            *(self._start_member("grader", i, self.graders) for i in range(config.fleet.num_graders)),
+            self.supervisor.add_all(self._member("worker", i, self.workers) for i in range(fleet.num_workers)),
+            self.supervisor.add_all(self._member("grader", i, self.graders) for i in range(fleet.num_graders)),
         )
 
     async def start_learner(self) -> None:
-        await self._start_member("learner", 0, self.learners)
+        await self.supervisor.add(*self._member("learner", 0, self.learners))
 
     async def close(self) -> None:
         await self._opened.aclose()
@@ -160,9 +161,12 @@ class Crew:
         return graded
 
     def _child(self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING) -> Child:
-        return Child(name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env)
+        placement = self.supervisor.placement
+        return Child(
+            name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env, placement=placement
+        )
 
-    async def _start_member(self, role: str, index: int, pool: Pool) -> None:
+    def _member(self, role: str, index: int, pool: Pool) -> tuple[Child, Role]:
         module = {"worker": "worker", "grader": "grading", "learner": "learning"}[role]
         name = f"{role}-{index}" if role != "learner" else role
         argv = ["-m", f"etude.loop.{module}", "--run", str(self.run.path), "--name", name]
@@ -180,16 +184,25 @@ class Crew:
             assert child.caller is not None, "members are started with a socket"
             await child.caller.call("ready", bool, deadline_s=2 * self.supervisor.hung_s)
 
-        await self.supervisor.add(self._child(name, argv, env=env), Role(on_up, answers, with_socket=True))
+        return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
 
-    async def _start_engine(self, name: str, kind: EngineKind) -> None:
+    def _engine(self, name: str, kind: EngineKind) -> tuple[Child, Role]:
         ready_file = self.run / "logs" / f"{name}.ready"
-        argv = [*_engine_argv(self.run, self.config, name, kind), "--ready-file", str(ready_file)]
+        argv = [*_engine_argv(self.run, self.config, name, kind), "--host", ADDRESS, "--ready-file", str(ready_file)]
+
+        async def waits(_: Child) -> None:
+            self._away[name] = kind
+            self._bound()
+            if name in self._own:
+                await self._own.pop(name).close()
+                await self._tell_workers()
 
         async def on_up(child: Child) -> None:
             url = await read_url(ready_file, child.pid)
             old = self._own.get(name)
             self._own[name] = HttpEngine(url, token=environment_token())
+            self._away.pop(name, None)
+            self._bound()
             if old is not None:
                 await old.close()
             await self._tell_workers()
@@ -198,14 +211,19 @@ class Crew:
             await self._own[name].info(deadline_s=2 * self.supervisor.hung_s)
 
         ready_file.unlink(missing_ok=True)
-        await self.supervisor.add(self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers))
+        return self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers, waits=waits)
 
     async def _beat(self, joined: Roster) -> dict[str, int]:
         """Engines from elsewhere are as told: how much may run follows, and workers hear of it. The sessions that each
         engine has."""
-        theirs = sum(one.max_sequences for one in joined.values() if one.state is State.SERVING)
-        self.max_running.set(rollouts_on(self.config.own_contexts + theirs))
+        self._theirs = sum(one.max_sequences for one in joined.values() if one.state is State.SERVING)
+        self._bound()
         return await self._tell_workers()
+
+    def _bound(self) -> None:
+        """How much may run follows the engines that are there."""
+        away = sum(map(self.config.contexts_of, self._away.values()))
+        self.max_running.set(rollouts_on(self.config.own_contexts - away + self._theirs))
 
     async def _tell_workers(self) -> dict[str, int]:
         """Who the engines are; how many sessions each has, in all workers."""
@@ -229,7 +247,9 @@ def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind)
     """The command line of an engine, without its Python."""
     module = {EngineKind.REFERENCE: "etude.inference.server", EngineKind.VLLM: "etude.inference.vllm.server"}[kind]
     argv = ["-m", module, "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
-    argv += ["--store", str(weights_place(run)), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    place = weights_place(run)
+    argv += ["--store", str(place), *poll_arguments(place)]
+    argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
     argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
     argv += ["--context-tokens", str(config.engine.context_tokens)]
     if kind is EngineKind.REFERENCE:
@@ -242,13 +262,15 @@ def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind)
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:
-    """The URL that the engine with this pid writes when it serves. The supervisor bounds the wait."""
+    """The URL that the engine with this pid writes when it serves, taken out of the file: on another machine its
+    successor may have the same pid. The supervisor bounds the wait."""
     while True:
         try:
             ready = json.loads(ready_file.read_text())
         except (FileNotFoundError, ValueError):
             ready = {}
         if ready.get("pid") == pid:
+            ready_file.unlink(missing_ok=True)
             return str(ready["url"])
         await asyncio.sleep(0.02)
 

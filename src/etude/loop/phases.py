@@ -24,8 +24,9 @@ from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew, crew
 from etude.loop.evaluating import baseline
+from etude.loop.placement import NOTHING, Placement
 from etude.loop.places import read_ledger
-from etude.loop.processes import AGAIN, KEEPS_MEMORY, NOTHING, Child, Supervisor
+from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
@@ -34,11 +35,14 @@ from etude.telemetry import Telemetry
 Phase = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
-async def run_phases(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
-    """Everything that has not ended yet. Cancel to stop cleanly; the run can be resumed."""
-    supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s)
+async def run_phases(
+    run: RunFolder, config: RunConfig, telemetry: Telemetry, *, placement: Placement | None = None
+) -> None:
+    """Everything that has not ended yet. Cancel to stop cleanly; the run can be resumed. `placement`: where components
+    run, else as children of this process; closed at the end."""
+    supervisor = Supervisor(telemetry, hung_s=config.fleet.hung_s, placement=placement)
     telemetry.event("session")
-    watching = asyncio.create_task(usage.watch(supervisor.pids, telemetry), name="usage")
+    watching = asyncio.create_task(usage.watch(supervisor.usage, telemetry), name="usage")
     try:
         preparing = {"corpus": "etude.loop.corpus", "mid-training": "etude.loop.mid_training"}
         if config.start is not None:
@@ -81,7 +85,8 @@ async def _program(
 ) -> Mapping[str, Any]:
     """A program that runs to its end; one that dies is started again and goes on from what it left."""
     env = KEEPS_MEMORY if phase == "mid-training" else NOTHING
-    child = Child(phase, ["-m", module, "--run", str(run.path)], logs=run / "logs", telemetry=telemetry, env=env)
+    argv, placement = ["-m", module, "--run", str(run.path)], supervisor.placement
+    child = Child(phase, argv, logs=run / "logs", telemetry=telemetry, env=env, placement=placement)
     supervisor.children[phase] = child
     try:
         while True:

@@ -10,21 +10,15 @@ Knows nothing of what the children do.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import functools
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any
 
 from etude.errors import DeadlineExceeded, EtudeError
-from etude.loop.usage import Processes
+from etude.loop.placement import NOTHING, Here, NoRoom, Placement, Process, Program
 from etude.loop.wire import Caller, Lost
 from etude.telemetry import Telemetry
 
@@ -35,7 +29,6 @@ dies is seen at once."""
 BEAT_S = 2.0
 AGAIN = 75
 """Exit code of a program that lost a process of its own and should simply be started again (EX_TEMPFAIL)."""
-NOTHING: Mapping[str, str] = MappingProxyType({})
 KEEPS_MEMORY = {
     "GLIBC_TUNABLES": ":".join(
         f"glibc.malloc.{key}={value}"
@@ -49,19 +42,15 @@ KEEPS_MEMORY = {
 }
 """For children that train: what a step frees is kept for the next one, in huge pages, instead of going back to the
 kernel to be mapped and zeroed again. A fifth of a step's CPU time; glibc only, others ignore it."""
-_libc = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
 
 
-def _begin(nice: int) -> None:
-    """Die with the parent's thread, by the kernel, and be as nice as told. Runs between fork and exec."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.nice(nice)
+async def _pass(_: Child) -> None:
+    """For a child whose waiting matters to nobody."""
 
 
 class Child:
-    """One supervised process. `caller` is its socket when it was started with ``socket=True``; `env` is what its
-    environment should hold where ours says nothing."""
+    """One supervised component. `caller` is its socket when it was started with one; `env` is what its environment
+    should hold where its machine's says nothing. `placement`: where it runs, else on this machine."""
 
     def __init__(
         self,
@@ -72,42 +61,35 @@ class Child:
         telemetry: Telemetry,
         nice: int = 0,
         env: Mapping[str, str] = NOTHING,
+        placement: Placement | None = None,
     ) -> None:
         self.name, self.argv, self.nice, self.env = name, list(argv), nice, env
         self.log_path = logs / f"{name}.log"
         self.telemetry = telemetry
-        self.process: asyncio.subprocess.Process | None = None
-        self.caller: Caller | None = None
+        self.placement = placement or Here()
+        self.process: Process | None = None
+        self.is_waiting = False  # for a machine that has room
         self.starts: list[float] = []
 
-    async def start(self, *, with_socket: bool) -> None:
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        env = {**self.env, **os.environ} | {
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        argv, ours, theirs = [sys.executable, *self.argv], None, None
-        if with_socket:
-            ours, theirs = socket.socketpair()
-            argv += ["--socket", str(theirs.fileno())]
-        with self.log_path.open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=env,
-                process_group=0,  # Ctrl-C is the conductor's alone; no new session, or the kernel would ignore nice
-                pass_fds=[theirs.fileno()] if theirs else [],
-                preexec_fn=functools.partial(_begin, self.nice),
-            )
-        self.starts.append(time.monotonic())
+    async def start(self, *, with_socket: bool, waits: Callable[[Child], Awaitable[object]] = _pass) -> None:
+        """Start it; `waits` is awaited where there is no room for it now."""
+        program = Program(self.name, self.argv, self.log_path, self.nice, self.env, with_socket)
+
+        async def wait(reason: str) -> None:
+            self.is_waiting = True
+            self.telemetry.event("process", name=self.name, state="waiting", reason=reason)
+            await waits(self)
+
+        try:
+            self.process = await self.placement.start(program, wait)
+        finally:
+            self.is_waiting = False
+            self.starts.append(time.monotonic())
         self.telemetry.event("process", name=self.name, state="start", pid=self.process.pid)
-        if ours and theirs:
-            theirs.close()
-            self.caller = Caller(ours, self.name)
-            await self.caller.open()
+
+    @property
+    def caller(self) -> Caller | None:
+        return self.process.caller if self.process else None
 
     @property
     def pid(self) -> int | None:
@@ -133,29 +115,28 @@ class Child:
         return self.recent_starts <= MAX_RESTARTS
 
     def kill(self) -> None:
-        """Kill it and its process group, which a stopped process obeys too."""
-        if self.pid is not None:
-            _signal_group(self.pid, signal.SIGKILL)
+        """Kill it and its process group."""
+        if self.process is not None:
+            self.process.signal(signal.SIGKILL)
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """End it: terminate, then kill its whole process group. Idempotent."""
         process = self.process
         if process is None or process.returncode is not None:
             return
-        _signal_group(process.pid, signal.SIGTERM)
+        process.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
                 await process.wait()
         except TimeoutError:
-            _signal_group(process.pid, signal.SIGKILL)
+            process.signal(signal.SIGKILL)
             await process.wait()
 
-    @property
-    def state(self) -> str:
+    async def state(self) -> str:
         """Whether it lives and what it has done so far, for an error message."""
-        if self.pid is None:
+        if self.process is None or self.pid is None:
             return "it has ended"
-        cpu_s = Processes().cpu_s(self.pid)
+        cpu_s = await self.process.cpu_s()
         return f"it is alive and has used {cpu_s:.1f} s of CPU time in {time.monotonic() - self.starts[-1]:.0f} s"
 
     def last_words(self, lines: int = 12) -> str:
@@ -166,13 +147,6 @@ class Child:
             return ""
 
 
-def _signal_group(pid: int, signum: int) -> None:
-    try:
-        os.killpg(pid, signum)
-    except ProcessLookupError:
-        return
-
-
 @dataclass(frozen=True)
 class Role:
     """How a child is treated."""
@@ -181,32 +155,73 @@ class Role:
     answers: Callable[[Child], Awaitable[object]]  # a question that any healthy one answers at once; or raises
     with_socket: bool = False
     ready_s: float = READY_S
+    waits: Callable[[Child], Awaitable[object]] = _pass  # there is no room for it now
 
 
 class Supervisor:
-    """Keeps named children alive and answering. `hung_s`: how long one may stay silent."""
+    """Keeps named children alive and answering. `hung_s`: how long one may stay silent. `placement`: where they run;
+    closed with this."""
 
-    def __init__(self, telemetry: Telemetry, *, hung_s: float = 30.0) -> None:
+    def __init__(self, telemetry: Telemetry, *, hung_s: float = 30.0, placement: Placement | None = None) -> None:
         self.telemetry, self.hung_s = telemetry, hung_s
+        self.placement = placement or Here()
         self.children: dict[str, Child] = {}
         self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._joining: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[EtudeError] = asyncio.get_running_loop().create_future()
 
     async def add(self, child: Child, role: Role) -> None:
         """Start a child, wait until it is ready, and keep it so. One that says why it cannot start ends the wait; one
-        that is killed meanwhile is started again."""
+        that is killed or lost meanwhile is started again."""
         self.children[child.name] = child
         while True:
             try:
                 await self._bring_up(child, role)
                 break
-            except EtudeError:
-                if not (child.was_killed and child.may_restart()):
+            except EtudeError as error:
+                if not ((child.was_killed or isinstance(error, Lost)) and child.may_restart()):
                     raise
         self._watchers[child.name] = asyncio.create_task(self._watch(child, role), name=f"watch {child.name}")
 
+    async def add_all(self, members: Iterable[tuple[Child, Role]]) -> None:
+        """`add` children that do the same, at once. Those that wait for room join when there is some: this returns when
+        all others are ready, and one at least."""
+        changed = asyncio.Event()
+
+        def told(role: Role) -> Role:
+            async def waits(child: Child) -> None:
+                changed.set()
+                await role.waits(child)
+
+            return replace(role, waits=waits)
+
+        adding = {asyncio.create_task(self.add(child, told(role))): child for child, role in members}
+        for task in adding:
+            task.add_done_callback(lambda _: changed.set())
+        try:
+            while not (any(t.done() for t in adding) and all(t.done() or c.is_waiting for t, c in adding.items())):
+                changed.clear()
+                await changed.wait()  # each has deadlines of its own
+                for task in adding:
+                    if task.done():
+                        task.result()
+        except BaseException:
+            for task in adding:
+                task.cancel()
+            raise
+        for task in adding:
+            if not task.done():
+                self._joining.add(task)
+                task.add_done_callback(self._joined)
+
+    def _joined(self, task: asyncio.Task[None]) -> None:
+        self._joining.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            hint = "see the logs of the run"
+            self._fail(error if isinstance(error, EtudeError) else EtudeError("a child failed", repr(error), hint=hint))
+
     async def _bring_up(self, child: Child, role: Role) -> None:
-        await child.start(with_socket=role.with_socket)
+        await child.start(with_socket=role.with_socket, waits=role.waits)
         assert child.process is not None, "just started"
         up = asyncio.create_task(_within(role.on_up(child), role.ready_s, child, "to be ready"))
         gone = asyncio.create_task(child.process.wait())
@@ -244,7 +259,7 @@ class Supervisor:
             try:
                 await self._bring_up(child, role)
             except EtudeError as error:
-                if not child.may_restart():
+                if isinstance(error, NoRoom) or not child.may_restart():
                     self._fail(error)
                     return
                 await child.stop(grace_s=0.1)
@@ -286,13 +301,19 @@ class Supervisor:
         if child:
             await child.stop()
 
+    async def usage(self, with_memory: bool) -> dict[str, dict[str, Any]]:
+        """What this process and the children that run have used, as `usage.sample` has it."""
+        running = {name: child.process for name, child in self.children.items() if child.process and child.pid}
+        return await self.placement.usage(running, with_memory=with_memory)
+
     async def close(self) -> None:
-        """Stop every child."""
-        for watcher in self._watchers.values():
-            watcher.cancel()
+        """Stop every child, and let go of where they ran."""
+        for task in [*self._watchers.values(), *self._joining]:
+            task.cancel()
         self._watchers.clear()
         await asyncio.gather(*(c.stop() for c in self.children.values()))
         self.children.clear()
+        await self.placement.close()
 
 
 async def _within(work: Awaitable[object], seconds: float, child: Child, what: str) -> None:
@@ -302,6 +323,6 @@ async def _within(work: Awaitable[object], seconds: float, child: Child, what: s
     except TimeoutError:
         raise DeadlineExceeded(
             f"waited for {child.name} {what}",
-            f"for {seconds:g} s; {child.state}",
+            f"for {seconds:g} s; {await child.state()}",
             hint=f"its log is {child.log_path}; where that is empty the host is too busy: run less beside it",
         ) from None

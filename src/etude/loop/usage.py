@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from etude.telemetry import Telemetry
@@ -77,17 +77,18 @@ def _read_bytes(path: str) -> bytes:
         os.close(file)
 
 
-async def watch(pids: Callable[[], Mapping[str, int]], telemetry: Telemetry) -> None:
-    """Emit a `usage` event each second until cancelled. The conductor itself is always among the processes."""
+async def watch(sampled: Callable[[bool], Awaitable[dict[str, dict[str, Any]]]], telemetry: Telemetry) -> None:
+    """Emit a `usage` event each second until cancelled, of what `sampled` gives, with memory or without."""
     tick = 0
     while True:
-        with_memory = tick % MEMORY_EVERY == 0
-        telemetry.event("usage", processes=await asyncio.to_thread(_sample, pids(), with_memory))
+        telemetry.event("usage", processes=await sampled(tick % MEMORY_EVERY == 0))
         tick += 1
         await asyncio.sleep(EVERY_S)
 
 
-def _sample(pids: Mapping[str, int], with_memory: bool) -> dict[str, dict[str, Any]]:
+def sample(pids: Mapping[str, int], with_memory: bool) -> dict[str, dict[str, Any]]:
+    """What this process, which is the conductor, and others of this machine have used: name → `cpu_s`, and `pss_bytes`
+    with memory."""
     processes, own = Processes(), os.getpid()
     result: dict[str, dict[str, Any]] = {"conductor": {"cpu_s": round(processes.own_cpu_s(own), 3)}}
     result |= {name: {"cpu_s": round(processes.cpu_s(pid), 3)} for name, pid in pids.items()}

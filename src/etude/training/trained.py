@@ -118,10 +118,17 @@ class LowRank:
 
 
 def load_trained(
-    path: Path, config: LearnerConfig, operators: Operators, *, quantise: Quantise, seed: int, resumed: bool
+    path: Path,
+    config: LearnerConfig,
+    operators: Operators,
+    device: torch.device,
+    *,
+    quantise: Quantise,
+    seed: int,
+    resumed: bool,
 ) -> Trained:
-    """What trains of a checkpoint by a learner's settings: with `resumed` what a learner left there, else from its
-    start. Raises `CheckpointError`."""
+    """What trains of a checkpoint by a learner's settings, on a device: with `resumed` what a learner left there, else
+    from its start. Raises `CheckpointError`."""
     if resumed and (path / ADAPTER_CONFIG).is_file() != bool(config.lora_rank):
         was = "adapters" if not config.lora_rank else "all weights"
         raise CheckpointError(
@@ -130,10 +137,10 @@ def load_trained(
             hint="set learner.lora_rank to the checkpoint's, or begin a new run with `start`",
         )
     if not config.lora_rank:
-        model = load_model(path, operators=operators, held=torch.float32)
-        return Whole(model, config.weights, quantise, path)
+        model = load_model(path, operators=operators, held=torch.float32).to(device)
+        return Whole(recomputing(model, config.recompute), config.weights, quantise, path)
     base = next_base(path) if resumed else path
-    model = load_model(base, operators=Adapted(operators), held=torch.float32)
+    model = recomputing(load_model(base, operators=Adapted(operators), held=torch.float32), config.recompute)
     wanted = AdapterConfig(config.lora_rank, config.lora_alpha, chosen_modules(model, config.lora_on), "")
     if resumed:
         found, tensors = read_adapter(path)
@@ -145,6 +152,13 @@ def load_trained(
         rounded(model, kind)
         adapters.draw(seed)
     return LowRank(model, adapters, config.weights, base)
+
+
+def recomputing(model: Transformer, recompute: bool) -> Transformer:
+    """The model, whose blocks keep nothing for the backward pass where so told."""
+    for block in model.blocks:
+        block.recompute = recompute  # type: ignore[assignment]
+    return model
 
 
 def chosen_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from etude.cli import main
+from etude.cli import arguments, main
+from etude.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,22 @@ def test_a_name_of_a_run_with_path_parts_is_refused(name, capsys, tmp_path, monk
     assert f"--name {name!r} is no name of a run" in said
     assert "hint: give a plain name" in said
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
+
+
+@pytest.mark.parametrize("text", ["local", "ray", "10.0.0.1:6379", "ray://head.cluster:10001", "[::1]:6379"])
+def test_a_place_to_run_on_is_here_or_a_cluster(text):
+    assert arguments.cluster(text) == text
+
+
+@pytest.mark.parametrize("text", ["", "lokal", "head", "ray://head", "http://head:1", "head:port", "a b:1"])
+def test_a_place_that_is_none_is_told_what_there_is(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="is nowhere: local, ray, HOST:PORT or ray://HOST:PORT"):
+        arguments.cluster(text)
+
+
+@pytest.mark.parametrize("on", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_a_cluster_that_does_not_listen_is_told_at_once(on):
+    from etude.loop import ray_cluster
+
+    with pytest.raises(ConfigError, match=f"no Ray cluster answers at {on}: .*refused"):
+        ray_cluster.connect(on)

@@ -1,0 +1,165 @@
+"""The Ray cluster that a run is placed on: connecting to it, what its nodes offer, whether they can take part.
+
+Everything here blocks: it is done before a run begins, or in a thread. Knows nothing of actors.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from etude import __version__
+from etude.errors import ConfigError, EtudeError
+from etude.inference.config import EngineKind
+from etude.inference.vllm.environment import environment
+from etude.loop.config import RunConfig
+from etude.loop.preflight import prove_tasks
+
+ROLES = ("learner", "engine", "worker", "grader")
+CHECK_S = 60.0  # for a node to say what it lacks
+PROVE_S = 600.0  # for its machines to prove the first tasks
+_OBJECTS_BYTES = 100 << 20  # of a cluster that is started here: no data goes through Ray
+_MANY = 64.0
+_SHARED = "mount one file system on every node at the same path, for runs/ and for what the config names"
+
+
+def connect(on: str) -> None:
+    """Connect this process to a cluster: "ray" is the one of this machine, started if there is none; "HOST:PORT" one
+    that this machine is a node of; "ray://HOST:PORT" one by its client's port. Raises `ConfigError`."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of what is started here
+    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # who waits for room is in our own events
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if on != "ray":
+            _must_listen(on.removeprefix("ray://"))
+            ray.init(on, **quiet)
+            return
+        try:
+            ray.init("auto", **quiet)
+        except ConnectionError:
+            if "RAY_ADDRESS" in os.environ:
+                raise
+        else:
+            return
+        room = dict.fromkeys(ROLES, _MANY)
+        here: dict[str, Any] = {"num_cpus": 0, "resources": room, "object_store_memory": _OBJECTS_BYTES}
+        ray.init("local", include_dashboard=False, **here, **quiet)
+    except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {on}",
+            " ".join(str(error).split())[:500],
+            hint="HOST:PORT is that of `ray start --head`, and wants `ray start --address=HOST:PORT` on this machine; "
+            "ray://HOST:PORT is that of its client server, 10001",
+        ) from None
+
+
+def disconnect() -> None:
+    """Let go of the cluster; one that was started here ends. Idempotent."""
+    ray.shutdown()
+
+
+def _must_listen(place: str) -> None:
+    """Raise `OSError` now where Ray would try for a minute."""
+    host, _, port = place.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=5.0).close()
+
+
+def nodes(roles: Sequence[str] = ROLES) -> list[dict[str, Any]]:
+    """The nodes that live and offer one of the roles."""
+    return [n for n in ray.nodes() if n["Alive"] and any(role in n["Resources"] for role in roles)]
+
+
+def room(role: str) -> int:
+    """How many of a role the nodes that live could take, if nothing ran."""
+    return sum(int(node["Resources"].get(role, 0)) for node in nodes())
+
+
+def offers() -> str:
+    """What each node takes, for an error message."""
+    told = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in ROLES) for n in nodes()]
+    return "; ".join(told) or f"none of {len(ray.nodes())} nodes offers a role"
+
+
+def _name(node: Mapping[str, Any]) -> str:
+    return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+
+
+def check(config: RunConfig, runs: Path) -> None:
+    """Whether every node that offers a role sees the folder of runs and what the config names, and has this etude;
+    whether machines can be made on those that offer workers and graders. Raises `ConfigError` that names the nodes."""
+    runs.mkdir(parents=True, exist_ok=True)
+    mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
+    named = [config.tasks.source, config.machines.images]
+    if EngineKind.VLLM in config.fleet.engines:
+        named.append(str(environment(config.vllm.environment).folder))
+    files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
+    mark.write_text(mark.name)
+    try:
+        _each(ROLES, CHECK_S, _lacking, {**files, str(mark): mark.name}, __version__)
+    finally:
+        mark.unlink()
+    _each(("worker", "grader"), PROVE_S, _unproven, config, os.getcwd())
+
+
+def _each(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
+    """Ask every node that offers one of the roles what is wrong with it; one that is lost meanwhile does not count.
+    Raises `ConfigError`."""
+    task, asked = ray.remote(num_cpus=0)(work), {}
+    for node in nodes(roles):
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        asked[node["NodeID"]] = task.options(scheduling_strategy=strategy, max_retries=0).remote(*given)
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=deadline_s)
+    told = {node: _said(ref, deadline_s) for node, ref in asked.items()}
+    there = {node["NodeID"]: _name(node) for node in nodes(roles)}
+    if not there:
+        hint = """start nodes with what they take: ray start --resources='{"learner": 1, "engine": 2, "worker": 1}'"""
+        raise ConfigError(f"no node of the cluster offers {' or '.join(roles)}", offers(), hint=hint)
+    wrong = [f"{name} {told[node]}" for node, name in there.items() if told.get(node)]
+    if wrong:
+        what = f"{len(wrong)} of {len(there)} nodes cannot take part"
+        raise ConfigError(what, "; ".join(wrong), hint=_SHARED)
+
+
+def _said(ref: Any, deadline_s: float) -> str:
+    try:
+        return str(ray.get(ref, timeout=1.0))
+    except GetTimeoutError:
+        return f"did not answer within {deadline_s:g} s"
+    except RayError as error:
+        last = str(error).strip().rpartition("\n")[2]
+        return f"cannot run etude {__version__}: {last}"
+
+
+def _lacking(files: Mapping[str, str | None], version: str) -> str:
+    """What the node that this runs on lacks."""
+    lacks = [f"does not see {path}" for path, text in files.items() if not _holds(Path(path), text)]
+    mine = import_module("etude").__version__  # as it is installed there
+    return ", ".join(lacks + ([f"has etude {mine}, this is {version}"] if mine != version else []))
+
+
+def _holds(path: Path, text: str | None) -> bool:
+    try:
+        return path.exists() if text is None else path.read_text() == text
+    except OSError:
+        return False
+
+
+def _unproven(config: RunConfig, folder: str) -> str:
+    """Why the node that this runs on cannot judge the run's tasks."""
+    os.chdir(folder)
+    try:
+        prove_tasks(config)
+    except EtudeError as error:
+        return f"cannot make machines: {error.what}: {error.facts}"
+    return ""

@@ -1,0 +1,203 @@
+"""What every placement promises: the same calls, the same errors, the same restarts, wherever a component runs.
+
+A new one joins by a line in `PLACES`. The component is `tests/placed.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from etude.errors import DeadlineExceeded, EtudeError, WeightsError
+from etude.loop.placement import ADDRESS, Here, Placement
+from etude.loop.processes import Child, Role, Supervisor
+from etude.loop.wire import Failed, Lost
+from etude.records import Version
+from etude.telemetry import Telemetry
+
+COMPONENT = Path(__file__).parents[1] / "placed.py"
+SENT = Version(3, "0" * 8, "a" * 64)
+PLACES = ["here", "ray"]
+Open = Callable[[Path], Placement]
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    """A way to open a placement, whose components are gone when it is closed."""
+    if request.param == "here":
+        yield lambda run: Here()
+        return
+    from etude.loop import on_ray, ray_cluster
+
+    ray_cluster.connect("ray")
+    try:
+        yield on_ray.OnRay
+    finally:
+        ray_cluster.disconnect()
+
+
+class Placed:
+    """A supervisor, and one component that it keeps up."""
+
+    def __init__(self, place: Open, path: Path, *words: str, hung_s: float = 30.0) -> None:
+        self.path = path
+        self.telemetry = Telemetry(path / "events.jsonl", process="test")
+        self.placement = place(path)
+        self.supervisor = Supervisor(self.telemetry, hung_s=hung_s, placement=self.placement)
+        self.child = Child(
+            "worker-0",
+            [str(COMPONENT), *words],
+            logs=path / "logs",
+            telemetry=self.telemetry,
+            env={"A_WORD": "from outside"},
+            placement=self.placement,
+        )
+        self.ups = 0
+        self._up = asyncio.Event()
+
+    async def __aenter__(self) -> Placed:
+        await self.supervisor.add(self.child, Role(self._on_up, self._answers, with_socket=True))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.supervisor.close()
+        self.telemetry.close()
+
+    async def _on_up(self, _: Child) -> None:
+        await self.call("ready", bool)
+        self.ups += 1
+        self._up.set()
+
+    async def _answers(self, _: Child) -> None:
+        await self.call("ready", bool, deadline_s=60.0)
+
+    async def call(self, method: str, kind: Any, *args: object, deadline_s: float = 30.0) -> Any:
+        assert self.child.caller is not None
+        return await self.child.caller.call(method, kind, *args, deadline_s=deadline_s)
+
+    async def until_up(self, times: int) -> None:
+        async with asyncio.timeout(60.0):
+            while self.ups < times:
+                self._up.clear()
+                await self._up.wait()
+
+    def states(self) -> list[str]:
+        events = [json.loads(line) for line in (self.path / "events.jsonl").read_text().splitlines()]
+        return [event["state"] for event in events if event["kind"] == "process"]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends, or has ended; what its new parent has not reaped yet has ended, too."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        end = time.monotonic() + 30.0
+        while process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
+    return True
+
+
+def test_calls_carry_records_and_errors_as_what_was_raised(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Placed(place, tmp_path) as placed:
+            answers = await asyncio.gather(*(placed.call("echo", Version, SENT, n) for n in range(20)))
+            assert [version.step for version in answers] == list(range(3, 23))
+            with pytest.raises(WeightsError, match="hint: fetch the anchor"):
+                await placed.call("refuse", type(None))
+            with pytest.raises(Failed, match="KeyError: 'oops'"):
+                await placed.call("fail", type(None))
+            with pytest.raises(DeadlineExceeded, match="worker-0 did not answer hang"):
+                await placed.call("hang", type(None), deadline_s=0.05)
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_no_longer_waited_for_is_cancelled_there(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Placed(place, tmp_path) as placed:
+            pending = asyncio.create_task(placed.call("hang", type(None)))
+            await placed.call("echo", Version, SENT, 1)
+            pending.cancel()
+            await placed.call("until_cancelled", type(None))
+
+    asyncio.run(main())
+
+
+def test_a_component_is_told_its_address_and_environment_and_writes_to_its_log(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Placed(place, tmp_path, "--host", ADDRESS) as placed:
+            word, address, of_env, threads = await placed.call("said", list[str])
+            assert (word, of_env, threads) == ("--host", "from outside", "1")
+            assert address.count(".") == 3
+            used = await placed.supervisor.usage(True)
+            assert used["worker-0"]["cpu_s"] > 0
+            assert used["worker-0"]["pss_bytes"] > 1 << 20
+            assert used["conductor"]["cpu_s"] > 0
+            with pytest.raises(Lost):
+                await placed.call("end", type(None), 3)
+            await placed.until_up(2)
+        assert "asked to end with 3" in (tmp_path / "logs" / "worker-0.log").read_text()
+
+    asyncio.run(main())
+
+
+def test_a_killed_component_fails_its_calls_and_comes_back(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Placed(place, tmp_path) as placed:
+            pending = asyncio.create_task(placed.call("hang", type(None)))
+            pid, _ = await placed.call("pids", tuple[int, int])
+            assert pid == placed.child.pid
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(Lost):
+                await pending
+            await placed.until_up(2)
+            assert (await placed.call("pids", tuple[int, int]))[0] != pid
+            assert placed.states()[:5] == ["start", "ready", "exit", "restart", "start"]
+
+    asyncio.run(main())
+
+
+def test_a_stopped_component_is_killed_by_name_and_comes_back(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Placed(place, tmp_path, hung_s=0.5) as placed:
+            pid, _ = await placed.call("pids", tuple[int, int])
+            os.kill(pid, signal.SIGSTOP)
+            await placed.until_up(2)
+            assert "hung" in placed.states()
+            assert gone(pid)
+
+    asyncio.run(main())
+
+
+def test_a_component_that_cannot_start_says_why(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        placed = Placed(place, tmp_path, "--broken")
+        try:
+            with pytest.raises(EtudeError, match="worker-0 ended while starting") as caught:
+                await placed.__aenter__()
+            assert "no luck" in caught.value.facts
+        finally:
+            await placed.__aexit__()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_left_when_it_is_closed(place: Open, tmp_path: Path) -> None:
+    async def main() -> tuple[int, int]:
+        async with Placed(place, tmp_path) as placed:
+            return await placed.call("pids", tuple[int, int])
+
+    pid, parent = asyncio.run(main())
+    assert gone(pid)
+    assert parent == os.getpid() or gone(parent)

@@ -1,0 +1,149 @@
+"""A run on a Ray cluster of processes that loses actors, nodes and its driver.
+
+What must hold is what holds on one machine: it ends, its audit is sound, no process is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.ray_nodes import Node, Nodes, ray_nodes
+from tests.running import Running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+TWO = ("fleet.num_workers=2", "fleet.num_graders=2")
+BLIND = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+"""A node that has its own, empty folder where others see the runs."""
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with ray_nodes() as made:
+        yield made
+
+
+@pytest.fixture
+def whole(nodes: Nodes) -> Iterator[tuple[Node, Node]]:
+    """Two nodes, each of which could carry a run alone."""
+    both = tuple(nodes.add(name, learner=1, engine=1, worker=1, grader=1) for name in ("a", "b"))
+    yield both  # type: ignore[misc]
+    for node in both:
+        node.end()
+
+
+@pytest.fixture
+def running(game: Any, tmp_path: Path, nodes: Nodes, cli_in: Callable[[Path], Any]) -> Iterator[Running]:
+    cli = cli_in(tmp_path)
+    run = Running(type(cli)(cli.cwd, {**cli.env, **nodes.env}), game.config)
+    yield run
+    run.stop()
+
+
+def hosting(running: Running, child: str, nodes: tuple[Node, ...]) -> Node:
+    """The node on which a child runs."""
+    pid = running.pid(child)
+    assert pid is not None
+    above = {parent.pid for parent in psutil.Process(pid).parents()}
+    [found] = [node for node in nodes if (raylet := node.raylet()) is not None and raylet.pid in above]
+    return found
+
+
+def refused(running: Running) -> list[dict[str, Any]]:
+    """Events of who came to a node that cannot take part."""
+    return [e for e in running.events("process") if e["state"] == "waiting" and "does not see" in e["reason"]]
+
+
+def test_a_run_goes_on_when_the_node_of_its_learner_is_lost_and_grows_again_when_one_joins(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    running.begin("rl.steps=40", *TWO, on=nodes.address).at_step(2)
+    hosting(running, "learner", whole).lose()
+    running.until(lambda: any(e["state"] == "waiting" for e in running.events("process")), "somebody to find no room")
+    lost = {e["name"] for e in running.events("process") if e["state"] == "waiting"}
+    running.at_step(running.step + 4)
+    joined = nodes.add("c", engine=1, worker=1, grader=1)
+    waiting = {name for name in lost if name != "learner"}
+    assert waiting
+    running.until(lambda: all(running.pid(name) for name in waiting), "the node that joined to take its share")
+    assert running.end() == 0, running.said
+    running.assert_sound()
+    assert any(e["state"] == "lost" for e in running.events("lineage"))
+    joined.end()
+
+
+def test_a_run_whose_actors_are_killed_ends_and_its_audit_is_sound(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    running.begin("rl.steps=20", on=nodes.address).at_step(1)
+    children = ("learner", "engine-0", "worker-0", "grader-0")
+    for child in children:
+        running.until(lambda name=child: running.pid(name), f"{child} to be up")
+        pid = running.pid(child)
+        assert pid is not None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+    assert {e["name"] for e in running.events("process") if e["state"] == "restart"} == set(children)
+
+
+def test_a_run_from_outside_the_cluster_ends_and_leaves_nothing(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    running.begin("rl.steps=2", *TWO, on=nodes.client)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+
+
+def test_a_killed_driver_leaves_nothing_on_any_node_and_its_run_goes_on(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    running.begin("rl.steps=8", *TWO, on=nodes.address).at_step(1)
+    assert running.process is not None
+    running.process.kill()
+    running.end()
+    running.assert_nothing_left(deadline_s=30.0)
+    assert running.resume().end() == 0, running.said
+    running.assert_sound()
+
+
+def test_a_node_that_does_not_see_the_runs_is_named_before_a_run_is_made(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    blind = nodes.add("blind", *BLIND, f'mount -t tmpfs none {running.cli.cwd} && exec "$0" "$@"', engine=1)
+    running.begin("rl.steps=2", on=nodes.address)
+    assert running.end() == 2, running.said
+    blind.end()
+    assert "error: 1 of 3 nodes cannot take part: " in running.said
+    assert "does not see" in running.said
+    assert "hint: mount one file system on every node" in running.said
+    assert not running.path.exists()
+
+
+def test_a_node_that_joins_and_does_not_see_the_runs_takes_no_part(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    running.begin("rl.steps=20", "fleet.engines=['reference', 'reference', 'reference']", on=nodes.address).at_step(1)
+    blind = nodes.add("blind", *BLIND, f'mount -t tmpfs none {running.cli.cwd} && exec "$0" "$@"', engine=1)
+    running.until(lambda: refused(running), "it to be found unfit")
+    assert running.end() == 0, running.said
+    blind.end()
+    running.assert_sound()
+    assert {e["name"] for e in refused(running)} == {"engine-2"}
+
+
+def test_a_cluster_that_offers_nothing_or_does_not_answer_is_told(running: Running, nodes: Nodes) -> None:
+    running.begin("rl.steps=2", on=nodes.address)
+    assert running.end() == 2
+    assert "error: no node of the cluster offers learner or engine or worker or grader: none of " in running.said
+    running.begin("rl.steps=2", on="127.0.0.1:1")
+    assert running.end() == 2
+    assert "error: no Ray cluster answers at 127.0.0.1:1: " in running.said
+    assert not running.path.exists()
