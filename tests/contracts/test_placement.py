@@ -205,6 +205,24 @@ def test_a_component_that_cannot_start_says_why(place: Open, tmp_path: Path) -> 
     asyncio.run(main())
 
 
+def test_a_program_that_is_not_called_runs_to_its_end_and_its_exit_code_is_told(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        placed = Placed(place, tmp_path)
+        script = "import os, sys; print(os.getcwd()); sys.exit(75)"
+        argv, told = ["-c", script], placed.telemetry
+        child = Child("corpus", argv, logs=tmp_path / "logs", telemetry=told, placement=placed.placement)
+        placed.supervisor.children["corpus"] = child
+        try:
+            await child.start(with_socket=False)
+            assert await child.exited() == 75
+            assert (child.pid, child.caller, child.was_killed) == (None, None, False)
+        finally:
+            await placed.__aexit__()
+        assert (tmp_path / "logs" / "corpus.log").read_text() == f"{os.getcwd()}\n"
+
+    asyncio.run(main())
+
+
 def test_nothing_is_left_when_it_is_closed(place: Open, tmp_path: Path) -> None:
     async def main() -> tuple[int, int]:
         async with Placed(place, tmp_path) as placed:
