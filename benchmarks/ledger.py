@@ -37,6 +37,7 @@ from etude.records.task import Split, Trust
 
 SIBLINGS, A_STEP, LIVE_STEPS = 8, 1024, 2  # rollouts of a group, of a step of the past; steps that are really played
 LIVE = 16 * SIBLINGS  # rollouts of such a step
+FIRST_LIVE = 1_000_000  # number of the first such step: beyond every length's past
 TASK = Task(source="t", split=Split.TRAIN, index=0, family="f", instruction="i", files={}, exports=())
 LIFE = (("", "admitted", ""), ("admitted", "running", ""), ("running", "graded", "judged"))
 LIFE += (("graded", "batched", ""), ("batched", "no-signal", "in v1"))
@@ -172,7 +173,7 @@ def memory() -> dict[str, float]:
 
 def measured(ledger: Ledger, traces: Path, num_past: int, live: dict[int, list[str]]) -> dict[str, Any]:
     """The numbers at one length; `live` grows by what was played."""
-    costs, step = Costs(), max([num_past, *live])
+    costs, step = Costs(), max([FIRST_LIVE, *live])
     Path("/proc/self/clear_refs").write_text("5")  # the peak is this length's own
     began, cpu = time.perf_counter(), time.process_time()
     for _ in range(LIVE_STEPS):
@@ -213,10 +214,6 @@ def child(place: str, lengths: list[int], folder: Path) -> None:
     traces = folder / "traces"
     for length in lengths:
         steps = length // A_STEP
-        live.clear()  # the played steps of the length before are past, too: their numbers are reused by none
-        ledger.reconcile([(step, past_step(step)) for step in range(1, done + 1)])
-        for row in ledger.rows(open_only=True):
-            ledger.move(row.rollout_id, "cancelled", reason="of the length before")
         past(ledger, done * A_STEP, steps * A_STEP)
         past_traces(traces, done + 1, steps)
         done = steps

@@ -28,16 +28,12 @@ def engines(run: Path) -> dict[str, dict[str, Any]]:
     """What each engine did and how far its probes were from the learner."""
     view, found = RunView(run), defaultdict[str, dict[str, Any]](dict)
     for name in ("engine-0", "engine-1"):
-        loads = [event for event in view.of("engine.load") if event.get("process", event.get("proc")) == name]
+        loads = [event for event in view.of("engine.load") if event["process"] == name]
         found[name]["tokens"] = sum(event["tokens"] for event in loads)
         probes = [event for event in view.of("engine.probe") if event["engine"] == name]
         found[name]["probes"] = len(probes)
         for field in ("k3", "ratio_p99", "ratio_max"):
             found[name][f"{field}_max"] = max((event[field] for event in probes), default=None)
-        swaps = [event for event in view.of("engine.adopt") if event.get("process", event.get("proc")) == name]
-        pauses = sorted(event["pause_s"] for event in swaps)
-        found[name]["swaps"] = len(swaps)
-        found[name]["pause_s_p50"] = pauses[len(pauses) // 2] if pauses else None
     return dict(found)
 
 
@@ -45,10 +41,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="a mid-trained checkpoint of the same seed")
+    parser.add_argument("--run", type=Path, help="read this run, which has ended, in place of making one")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c")
     args = parser.parse_args()
     settings = [f"seed={args.seed}", f"tasks.seed={args.seed}", *SETTINGS, *args.set]
-    run = start_run(LAPTOP, f"vllm-{args.seed}", [*settings, *([f"start={args.start}"] if args.start else [])])
+    start = [f"start={args.start}"] if args.start else []
+    run = args.run or start_run(LAPTOP, f"vllm-{args.seed}", [*settings, *start])
     found = summary(run)
     usual = {row["seed"]: row for row in json.loads((RESULTS / "laptop.json").read_text())["rows"]}[args.seed]
     before, after = found["heldout"]["before"], found["heldout"]["after"]
@@ -65,7 +63,7 @@ def main() -> None:
             "after": brief(after),
             "default": {"before": usual["before"], "after": usual["after"]},
             "ahead_of_default": ahead(usual["after"], after),
-            "within_the_defaults_interval": not interval(after).disjoint(interval(usual["after"])),
+            "intervals_overlap": not interval(after).disjoint(interval(usual["after"])),
             "budget": {"k3": budget.k3, "ratio_p99": budget.ratio_p99},
             "engines": engines(run),
             **{name: found[name] for name in COPIED},

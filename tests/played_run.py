@@ -17,7 +17,8 @@ from etude.harness import ChatFormat
 from etude.loop import learning
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
-from etude.loop.crew import Pool
+from etude.loop.crew import Crew
+from etude.loop.processes import Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.loop.wire import Caller, serve
 from etude.records import Completion, Graded, Rollout, RolloutSpec, Trace, Version, VersionSpan
@@ -32,11 +33,8 @@ from etude.weights import lineage
 PROMPT, SAMPLED = 4, 6
 
 
-class Players:
-    """A crew that makes its rollouts up; every other one is right."""
-
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.learners, self.engines = config, Pool("learner"), dict[str, Any]()
+class Players(Crew):
+    """A crew without engines that makes its rollouts up; every other one is right."""
 
     async def rollout(self, spec: RolloutSpec) -> Rollout:
         draw = np.random.default_rng(spec.seed)
@@ -93,11 +91,11 @@ class PlayedRun:
         )
         caller = Caller(ours, "learner")
         await caller.open()
-        players = Players(self.config)
-        players.learners.join(caller)
         telemetry = Telemetry(self.folder / "events" / "conductor.jsonl", process="conductor")
+        players = Players(self.folder, self.config, telemetry, Supervisor(telemetry))
+        players.learners.join(caller)
         chat = ChatFormat.load(self.folder / "tokenizer")
-        conductor = Conductor(self.folder, self.config, telemetry, players, source=open_tasks(self.config), chat=chat)  # type: ignore[arg-type]
+        conductor = Conductor(self.folder, self.config, telemetry, players, source=open_tasks(self.config), chat=chat)
         try:
             yield conductor
         finally:

@@ -21,7 +21,7 @@ ALONE = {
     "weights": {"torch"},
     "gateway": {"torch"},
 }
-TORCH_FREE = {"records", "tasks", "rollouts", "evals", "inference", "dashboard", "training", "cli", *ALONE}
+TORCH_FREE = {"records", "tasks", "rollouts", "evals", "inference", "dashboard", "training", "plan", "cli", *ALONE}
 FOLDERS = sorted(p.name for p in ROOT.iterdir() if (p / "__init__.py").exists())
 
 

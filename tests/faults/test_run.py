@@ -104,6 +104,8 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("harness.tools=['ls']", "nobody could submit"),
         ("harness.context_tokens=4096", "does not fit"),
         ("engine.context_tokens=512", "positions for 128"),
+        ("learner.expert_parallel=2", "do not fill a mesh"),
+        ("learner.context_parallel=3", "do not fill a mesh"),
         ("start=/nowhere", "no config.json there"),
         ("rl=3", "a section is wanted"),
         ("nonsense", "--set rl.steps=10"),

@@ -24,7 +24,7 @@ from etude.models.checkpoint import save_model
 from etude.records.completion import CompletionRequest, Sampling, Version
 from etude.stores import DirectoryStore
 from etude.training.config import LiveWeights
-from etude.training.learner import export
+from etude.training.exports import export
 from etude.weights import Channel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), vllm_server.NEEDS_VLLM]

@@ -18,7 +18,7 @@ from etude.errors import Exit, NotFinite
 from etude.harness import ChatFormat
 from etude.loop.conductor import Conductor
 from etude.loop.config import open_tasks
-from etude.loop.processes import Child
+from etude.loop.processes import Child, Supervisor
 from etude.records import Rollout, RolloutSpec, Trace
 from etude.telemetry import Telemetry
 from etude.training import LearnerConfig, TorchLearner
@@ -45,14 +45,14 @@ def test_the_learners_process_names_what_is_no_number_and_the_run_ends_with_its_
 
     async def main() -> NotFinite:
         telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
-        players = Poisoned(config)
+        players = Poisoned(folder, config, telemetry, Supervisor(telemetry))
         argv = ["-m", "etude.loop.learning", "--run", str(folder.path), "--name", "learner"]
         learner = Child("learner", argv, logs=folder / "logs", telemetry=telemetry)
         await learner.start(with_socket=True)
         assert learner.caller is not None
         players.learners.join(learner.caller)
         chat = ChatFormat.load(folder / "tokenizer")
-        conductor = Conductor(folder, config, telemetry, players, source=open_tasks(config), chat=chat)  # type: ignore[arg-type]
+        conductor = Conductor(folder, config, telemetry, players, source=open_tasks(config), chat=chat)
         try:
             with pytest.raises(NotFinite) as caught:
                 await conductor.reinforce()

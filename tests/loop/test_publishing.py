@@ -40,7 +40,7 @@ class Held(DirectoryStore):
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> type[Held]:
     """The learner's store holds version 1 back until it is opened."""
-    monkeypatch.setattr(learning, "DirectoryStore", Held)
+    monkeypatch.setattr(learning, "weights_store", lambda run: Held(run / "weights"))
     monkeypatch.setattr(Held, "opened", threading.Event())
     monkeypatch.setattr(Held, "full", False)
     return Held

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,21 +14,23 @@ import torch
 from tests.parity.test_low_precision import DEEPSEEK, QWEN, rollout
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from etude.errors import CheckpointError
-from etude.inference.adapters import adapted_weights
+from etude.errors import CheckpointError, WeightsError
+from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import Following
+from etude.inference.follow import NO_VERSION, Following
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.parts import Family, Latent
 from etude.numerics import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
-from etude.records.adapter import B, names
+from etude.records.adapter import BASE_CHANNEL, B, names
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, LiveWeights, TorchLearner
 from etude.training.config import LoraOn
 from etude.weights import Channel, Follower
+from etude.weights.chain.channel import publish_once
+from etude.weights.chain.history import stored
 
 DENSE = replace(QWEN, num_kv_heads=2, family=Family.QWEN3, num_experts=0, top_k=0, dense_size=48, expert_size=48)
 FAMILIES = {"qwen3_moe": replace(QWEN, num_kv_heads=2), "deepseek_v3": DEEPSEEK, "qwen3": DENSE}
@@ -47,10 +50,7 @@ def engine_of(path: Path, store: MemoryStore, dtype: torch.dtype, mode: Mode) ->
     model = load_model(path, operators=operators_for(NumericsConfig(mode), dtype))
     engine = ReferenceEngine(model, version=START, config=EngineConfig(context_tokens=96, chunk_tokens=16))
 
-    def adapted(tensors):  # type: ignore[no-untyped-def]
-        return adapted_weights(model, Quantise.NONE, tensors)
-
-    return engine, Following(engine, hf_views(model), Follower(store), adapted=adapted)
+    return engine, Following(engine, hf_views(model), Follower(store), adapted=AdaptedWeights(model))
 
 
 def batch_of(samples: list[Sample], step: int) -> Batch:
@@ -92,6 +92,52 @@ def test_what_an_engine_samples_with_an_adapter_has_exactly_the_learners_probabi
     moved = {name for name, view in now.items() if not torch.equal(view, start_views[name].bfloat16().float())}
     assert moved == {name for name in now if "_proj" in name}, "and only those"
     assert len(published.tensors) == 2 * len(moved) + 1
+
+
+def test_an_engine_without_a_checkpoint_takes_the_base_from_the_store(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    start, store = start_of(tmp_path, DEEPSEEK), MemoryStore()
+    learner = TorchLearner(LORA, channel=Channel(store))
+    learner.load(start)
+    shape_b_as_trained(learner)
+    version = learner.publish([]).version
+    model = Transformer(DEEPSEEK, seed=9)
+    engine = ReferenceEngine(model, version=NO_VERSION, config=EngineConfig(context_tokens=96))
+    adapted = AdaptedWeights(model, base=partial(fetched_base, store))
+    following = Following(engine, hf_views(model), Follower(store), adapted=adapted)
+
+    async def story() -> None:
+        async with engine:
+            with pytest.raises(WeightsError, match="channel 'base' has no version"):
+                await asyncio.to_thread(following.step)
+            base = learner.trained.base()
+            assert base is not None
+            for _ in range(2):
+                publish_once(store, BASE_CHANNEL, base)
+            assert await asyncio.to_thread(following.step) == version
+
+    asyncio.run(story())
+    assert len(list(stored(store, BASE_CHANNEL))) == 1, "it is published once"
+    for name, view in hf_views(model).items():
+        assert torch.equal(view, hf_views(learner.model)[name]), name
+
+
+def test_a_native_engine_in_bf16_holds_the_learners_merged_weights(tmp_path: Path) -> None:
+    start, store = start_of(tmp_path, QWEN), MemoryStore()
+    learner = TorchLearner(LORA, channel=Channel(store), numerics=NumericsConfig(Mode.NATIVE))
+    learner.load(start)
+    shape_b_as_trained(learner)
+    version = learner.publish([]).version
+    engine, following = engine_of(start, store, torch.bfloat16, Mode.NATIVE)
+
+    async def story() -> None:
+        async with engine:
+            assert await asyncio.to_thread(following.step) == version
+
+    asyncio.run(story())
+    for name, view in hf_views(engine._runner.model).items():
+        assert view.dtype is torch.bfloat16
+        assert torch.equal(view.float(), hf_views(learner.model)[name]), name
 
 
 @pytest.mark.parametrize("numerics", [NumericsConfig(), NumericsConfig(Mode.NATIVE), NumericsConfig(degree=2)], ids=str)
@@ -266,3 +312,57 @@ def test_a_checkpoint_of_other_adapters_is_refused_by_what_differs(
     learner.save(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match=said):
         TorchLearner(config).load(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype", "quantise", "said"),
+    [
+        (
+            LiveWeights.F32,
+            torch.bfloat16,
+            Quantise.NONE,
+            "in f32 is published: .* holds weights in bfloat16",
+        ),
+        (
+            LiveWeights.BF16,
+            torch.float16,
+            Quantise.NONE,
+            "in bf16 is published: .* holds weights in float16",
+        ),
+        (LiveWeights.BF16, torch.float32, Quantise.MXFP8, "holds weights rounded to mxfp8"),
+    ],
+)
+def test_an_engine_that_cannot_hold_what_is_published_says_so_and_is_left_alone(
+    tmp_path: Path, weights: LiveWeights, dtype: torch.dtype, quantise: Quantise, said: str
+) -> None:
+    start, store = start_of(tmp_path, DENSE), MemoryStore()
+    learner = TorchLearner(replace(LORA, weights=weights), channel=Channel(store))
+    learner.load(start)
+    learner.publish([])
+    follower = Follower(store)
+    follower.advance()
+    model = load_model(start, operators=operators_for(NumericsConfig(Mode.NATIVE), dtype))
+    with pytest.raises(WeightsError, match=said):
+        AdaptedWeights(model, quantise)(follower.tensors)
+
+
+def test_settings_that_change_under_an_engine_are_refused_and_undone(tmp_path: Path) -> None:
+    start, store = start_of(tmp_path, DENSE), MemoryStore()
+    channel, engine_store = Channel(store), store
+    learners = [TorchLearner(replace(LORA, lora_alpha=alpha), channel=channel) for alpha in (8.0, 6.0)]
+    engine, following = engine_of(start, engine_store, torch.float32, Mode.EXACT)
+
+    async def story() -> None:
+        async with engine:
+            for learner in learners:
+                learner.load(start)
+                shape_b_as_trained(learner)
+            learners[0].publish([])
+            await asyncio.to_thread(following.step)
+            held = {name: view.clone() for name, view in hf_views(engine._runner.model).items()}
+            learners[1].publish([])
+            with pytest.raises(WeightsError, match="not adopted: an adapter of other settings"):
+                await asyncio.to_thread(following.step)
+            assert all(torch.equal(view, held[name]) for name, view in hf_views(engine._runner.model).items())
+
+    asyncio.run(story())

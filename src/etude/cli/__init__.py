@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _run_commands(commands)
+    _plan_command(commands)
     _look_commands(commands)
     _task_commands(commands)
     machine_commands(commands)
@@ -105,6 +106,28 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run folder (default: the newest in runs/)")
+
+
+def _plan_command(commands: Commands[Parser]) -> None:
+    plan = add(commands, "plan", "plan:planned", "what a run would need and take: memory, time, money, what bounds it")
+    plan.add_argument("config", type=Path, metavar="CONFIG", help="a config.toml, or a checkpoint directory")
+    plan.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override a setting")
+    plan.add_argument("--hardware", default="cpu", metavar="NAME", help="cpu (this one, measured), h100, h200, b200")
+    plan.add_argument("--learner-ranks", type=positive, default=1, metavar="N")
+    plan.add_argument("--engines", type=positive, metavar="N", help="(default: the config's)")
+    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine")
+    plan.add_argument("--link-gbits", type=float, default=10.0, metavar="N", help="from learner to engines (10)")
+    shares = (
+        ("signal-share", "of rollouts that are trained on"),
+        ("solved-share", "of rollouts that solve their task"),
+    )
+    means = (("turns", "of a rollout"), ("prompt-tokens", "before the first turn"), ("sampled-tokens", "of a rollout"))
+    more = (("tool-tokens", "that tools answer, of a rollout"), ("tool-s", "a turn waits for its tool"))
+    money = (("changed-share", "of the weights, a version"), ("dollars-an-hour", "of a device, or of this machine"))
+    for name, help in (*means, *more, *shares, *money):
+        plan.add_argument(f"--{name}", type=float, metavar="N", help=help)
+    plan.add_argument("--against", type=Path, metavar="RUN", help="take a run's rollouts, and tell how far it is off")
+    plan.add_argument("--json", action="store_true")
 
 
 def _run_commands(commands: Commands[Parser]) -> None:

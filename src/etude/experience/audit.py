@@ -80,7 +80,7 @@ def audit(
         num_consumed=found.num_consumed,
         num_steps=len(steps),
         lost=tuple(row.rollout_id for row in found.spare if _is_lost(ledger, row)),
-        twice=_sorted(found.twice | _counted(chain(lineage, before), found.elsewhere)),
+        twice=_sorted(found.twice | _counted(_whole(lineage, before, after), found.elsewhere)),
         ungraded=_sorted(found.ungraded),
         # A step whose version is out has no claim on a slot, whatever the ledger's state says.
         leaked=_sorted(set(ledger.slot_holders()) ^ found.held),
@@ -122,6 +122,11 @@ def _look(
 
 def _again(ids: Collection[str]) -> set[str]:
     return {i for i, count in Counter(ids).items() if count > 1} if len(set(ids)) < len(ids) else set()
+
+
+def _whole(lineage: Lineage, before: Lineage, after: int) -> Lineage:
+    """Both, each step once, whatever they have in common."""
+    return chain((one for one in lineage if one[0] > after), (one for one in before if one[0] <= after))
 
 
 def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:

@@ -6,55 +6,91 @@ For that it needs the base beside the merged weights, in the dtype that is publi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from etude.errors import WeightsError
-from etude.models.lora import Adapters, rounded
+from etude.models.lora import Adapters, base_digest, rounded
+from etude.models.naming import hf_views
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
-from etude.records.adapter import PUBLISHED
-from etude.weights import Tensor
+from etude.records.adapter import BASE_CHANNEL, PUBLISHED
+from etude.records.completion import Version
+from etude.seams import BlobStore
+from etude.weights import Channel, Tensor, Update
 from etude.weights.follow.adapter_map import published_config
-from etude.weights.follow.runtime_map import Derived
+from etude.weights.follow.runtime_map import Derived, Map, named
+from etude.weights.follow.targets import Target
 
 _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 
 
-def adapted_weights(
-    model: Transformer, quantise: Quantise, tensors: Mapping[str, Tensor]
-) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
-    """The memory that an adapter's versions are written to, and what is computed of it. `model` is its base, and stays
-    as it is until the first one is written. Raises `WeightsError`, and `CheckpointError` for another base's adapter."""
-    kinds = {tensor.dtype for name, tensor in tensors.items() if name != PUBLISHED}
-    held = model.embedding.dtype
-    dtype = _DTYPES.get(next(iter(kinds))) if len(kinds) == 1 else None
-    if dtype is None or torch.promote_types(dtype, held) != held:
-        raise WeightsError(
-            f"an adapter in {', '.join(sorted(kinds))} is published",
-            f"this engine holds weights in {str(held).removeprefix('torch.')}",
-            hint="give the engine a dtype that holds every number of the learner's `weights`",
-        )
-    if quantise is not Quantise.NONE:
-        facts = f"this engine holds weights rounded to {quantise}, and an adapter is merged into unrounded ones"
-        raise WeightsError(
-            "an adapter is published", facts, hint="publish all weights, or set numerics.quantise = none"
-        )
-    config, codes = published_config(tensors), tensors[PUBLISHED].codes
-    adapters = Adapters(model, config, dtype=dtype)
-    settings = torch.zeros(codes.size, dtype=torch.uint8)
+Tensors = Mapping[str, Tensor]
 
-    def settle() -> None:
-        if not np.array_equal(settings.numpy(), codes):
+
+def fetched_base(store: BlobStore) -> Tensors:
+    """The base that a learner published beside its adapters. Raises `WeightsError`, `StoreError`."""
+    return Channel(store, BASE_CHANNEL).fetch()
+
+
+def _take(model: Transformer, tensors: Tensors) -> None:
+    """Have a model that nobody asks yet hold these weights. Raises `WeightsError` where they are another model's."""
+    update = Update(Version(0, "0" * 8, "0" * 64), {}, tensors, (), fetch_s=0.0, fetched_bytes=0)
+    Target(Map(named(hf_views(model)))).prepare(update, tensors, undoable=False).apply()
+
+
+class AdaptedWeights:
+    """Makes the live memory of an engine whose model is the base of what is published. The model stays as it is until
+    the first version is written."""
+
+    def __init__(
+        self, model: Transformer, quantise: Quantise = Quantise.NONE, *, base: Callable[[], Tensors] | None = None
+    ) -> None:
+        """`base`: fetches what the model is to hold, where it was made without a checkpoint."""
+        self._model, self._quantise, self._base = model, quantise, base
+        self._digests: dict[torch.dtype, str] = {}  # of the base: it may be asked for again and again
+
+    def __call__(self, tensors: Tensors) -> tuple[Mapping[str, torch.Tensor], list[Derived]]:
+        """The memory that versions like this one are written to, and what is computed of it. Raises `WeightsError`, and
+        `CheckpointError` for another base's adapter."""
+        dtype, model = self._dtype(tensors), self._model
+        config, codes = published_config(tensors), tensors[PUBLISHED].codes
+        if dtype not in self._digests:
+            if self._base is not None:
+                _take(model, self._base())
+            self._digests[dtype] = base_digest(model, dtype)
+        adapters = Adapters(model, config, dtype=dtype, digest=self._digests[dtype])
+        settings = torch.zeros(codes.size, dtype=torch.uint8)
+
+        def settle() -> None:
+            if not np.array_equal(settings.numpy(), codes):
+                raise WeightsError(
+                    "an adapter of other settings is published than at the start",
+                    f"held are {config}",
+                    hint="restart the engine: it takes up what is published then",
+                )
+            rounded(model, dtype)
+
+        derived = [Derived(frozenset({PUBLISHED}), settle)]
+        derived += [Derived(sources, compute) for sources, compute in adapters.derived]
+        return {**adapters.views, PUBLISHED: settings}, derived
+
+    def _dtype(self, tensors: Tensors) -> torch.dtype:
+        """What an adapter is published in, which this engine must be able to hold."""
+        kinds = {tensor.dtype for name, tensor in tensors.items() if name != PUBLISHED}
+        held = self._model.embedding.dtype
+        dtype = _DTYPES.get(next(iter(kinds))) if len(kinds) == 1 else None
+        if dtype is None or torch.promote_types(dtype, held) != held:
             raise WeightsError(
-                "an adapter of other settings is published than were at the start",
-                f"held are {config}",
-                hint="restart the engine: it takes up what is published then",
+                f"an adapter in {', '.join(sorted(kinds))} is published",
+                f"this engine holds weights in {str(held).removeprefix('torch.')}",
+                hint="give the engine a dtype that holds every number of the learner's `weights`",
             )
-        rounded(model, dtype)
-
-    derived = [Derived(frozenset({PUBLISHED}), settle)]
-    derived += [Derived(sources, compute) for sources, compute in adapters.derived]
-    return {**adapters.views, PUBLISHED: settings}, derived
+        if self._quantise is not Quantise.NONE:
+            facts = (
+                f"this engine holds weights rounded to {self._quantise}, and an adapter is merged into unrounded ones"
+            )
+            raise WeightsError("an adapter is published", facts, hint='set numerics.quantise = "none"')
+        return dtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.config import ranged
-from etude.numerics.config import ComputeDtype
+from etude.numerics.config import ComputeDtype, check_device
 
 BLOCK_TOKENS = 32  # of vLLM's KV cache; its CPU build's kernels want multiples of it
 
@@ -35,6 +35,10 @@ class EngineConfig:
     pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
     stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer is a hang
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the learner's, too
+    device: str = "auto"  # auto, cpu, cuda, cuda:N: the reference engine's; in exact mode the learner's, too
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from etude.errors import EngineError, WeightsError
 from etude.inference.checks import Checks, behind
 from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
+from etude.inference.device_runner import runner_for
 from etude.inference.errors import EngineBusy, MalformedRequest
 from etude.inference.metrics import exposition
 from etude.inference.pins import Pins
-from etude.inference.runner import Runner
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
 from etude.inference.watched import as_wire, engine_results
@@ -90,7 +90,8 @@ class ReferenceEngine:
             step_tokens=self.config.step_tokens,
             max_waiting=self.config.max_waiting,
         )
-        self._runner = Runner(model, num_slots=self.config.max_sequences, context_tokens=self.config.context_tokens)
+        slots, length = self.config.max_sequences, self.config.context_tokens
+        self._runner = runner_for(model, num_slots=slots, context_tokens=length)
         self.capabilities = (*CAPABILITIES, "exact") if model.operators.exact else CAPABILITIES
         self.parity = model.parity
         self._pins = Pins(lease_s=self.config.pin_lease_s)
@@ -376,6 +377,7 @@ class ReferenceEngine:
             begin = time.perf_counter()
             try:
                 swap.apply()
+                self._runner.settle()
             except WeightsError as error:
                 future.set_exception(error)
                 if swap.applied:

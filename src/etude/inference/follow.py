@@ -10,6 +10,7 @@ an engine that cannot follow keeps serving what it holds, and refuses what deman
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
@@ -56,7 +57,8 @@ class Following:
     `derived` says what is computed of them, such as what packed ones decode to. `adapted`: what is live instead, where
     adapters are published.
 
-    `poll_s`: the rest between two questions to the chain; 0 for one that waits for news itself.
+    `poll_s`: the rest between two questions to the chain; 0 for one that waits for news itself. On a device what is
+    prepared and compared runs on a stream of its own, beside the steps.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Following:
         self._live: Live = views, derived
         self._adapted = adapted
         self._target_made: Target | None = None
+        devices = {view.device for view in views.values() if view.device.type == "cuda"}
+        self._stream = torch.cuda.Stream(devices.pop()) if devices else None  # type: ignore[no-untyped-call]
         self._telemetry = telemetry
         self._written = False  # whether the live weights are what the chain last gave
         self._stop = threading.Event()
@@ -96,6 +100,10 @@ class Following:
 
     def step(self) -> Version | None:
         """Adopt what is new; the version adopted, or None. Raises `EtudeError` when it cannot."""
+        with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            return self._step()
+
+    def _step(self) -> Version | None:
         update = self.chain.advance()
         if self.chain.version is None or (self._written and update is None):
             return None
@@ -176,6 +184,8 @@ class Following:
 
     def _swap(self, swap: Swap) -> Swapped | None:
         """Wait as long as sessions pin the old version; None when told to stop meanwhile."""
+        if self._stream is not None:
+            self._stream.synchronize()  # what is to be written is there
         future = self.engine.swap(swap)
         while not self._stop.is_set():
             try:
@@ -209,6 +219,9 @@ def is_finite(codes: Codes, kind: DType) -> bool:
 
 def initial_version(views: Mapping[str, torch.Tensor]) -> Version:
     """The name of weights from a checkpoint, not a chain: step 0, no incarnation, digest of the f32 content."""
-    codes = {n: v.detach().float().contiguous().numpy().view(np.uint32).ravel() for n, v in views.items()}
-    digests = {n: tensor_digest(Tensor("f32", tuple(views[n].shape), c)) for n, c in codes.items()}
-    return Version(step=0, incarnation="00000000", digest=content_digest(digests))
+    return Version(step=0, incarnation="00000000", digest=content_digest({n: _digest(v) for n, v in views.items()}))
+
+
+def _digest(view: torch.Tensor) -> str:
+    codes = view.detach().cpu().float().contiguous().numpy().view(np.uint32).ravel()
+    return tensor_digest(Tensor("f32", tuple(view.shape), codes))

@@ -44,6 +44,10 @@ class KVCache:
         rows = self.windows.padded(self.group)
         self.queries = torch.zeros(num_slots, self.heads, rows, kept.key_width, dtype=dtype)  # scratch of decoding
 
+    def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> StepCache:
+        """The cache of one forward."""
+        return StepCache(self, decode_slots, decode_positions, chunks)
+
     @property
     def num_bytes(self) -> int:
         """Address space of all keys and values; resident only as far as used."""

@@ -29,7 +29,7 @@ class Runner:
         self.model = model.eval()
         self.kv = KVCache(model.local, model.operators, num_slots=num_slots, context_tokens=context_tokens)
         sizes = (num_slots, context_tokens)
-        self._said = False  # where numbers stopped being some
+        self._lost = Lost(model)
         self._tokens = np.zeros(sizes, np.int64)
         per_token = (model.config.num_moe_layers, model.config.top_k)
         self._routes = np.zeros((*sizes, *per_token), model.config.route_dtype)
@@ -48,7 +48,7 @@ class Runner:
         for c in plan.chunks:
             self._tokens[c.sequence.row, c.start : c.stop] = c.sequence.request.prompt_ids[c.start : c.stop]
         tokens = torch.from_numpy(self._tokens[cache.row_slots, cache.row_positions])
-        rows = None if not plan.chunks else torch.from_numpy(_sampling_rows(plan))
+        rows = None if not plan.chunks else torch.from_numpy(sampling_rows(plan))
         logits, routes = self.model(tokens, cache, rows=rows)
         self._routes[cache.row_slots, cache.row_positions] = routes.numpy()
         for sequence in plan.decode:
@@ -69,20 +69,14 @@ class Runner:
         for sequence, token, logprob in zip(sequences, sampled, logprobs.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
-            if not (math.isfinite(logprob) or self._said):
-                self._say_where(sequence)
+            if not math.isfinite(logprob):
+                self._lost.say_where(sequence)
         room = positions < self._tokens.shape[1]  # the last token of a full context is never computed
         slots = np.array([s.row for s in sequences], np.int64)
         self._tokens[slots[room], positions[room]] = tokens.numpy()[room]
 
-    def _say_where(self, sequence: Sequence) -> None:
-        """Where a forward's first number that is none arises, once, in the log: who trains on it refuses it by name."""
-        self._said = True
-        context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
-        found = origin(lambda watch: self.model.run(torch.tensor(context), watch=watch))
-        where = f"{found.name}, {found.facts}" if found else "not when the context is computed anew"
-        request = f"request {sequence.request.request_id}, {len(context)} tokens"
-        print(f"error: logits are not finite ({request}); the first: {where}", file=sys.stderr, flush=True)
+    def settle(self) -> None:
+        """Everything is done when a call returns."""
 
     @torch.inference_mode()
     def score(self, token_ids: list[int]) -> list[float]:
@@ -93,7 +87,26 @@ class Runner:
         return scores
 
 
-def _sampling_rows(plan: Plan) -> I64:
+class Lost:
+    """Says once, in the log, where a forward's first number that is none arises: who trains on it refuses it too."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model, self._said = model, False
+
+    def say_where(self, sequence: Sequence) -> None:
+        """Of a sequence whose latest token has such a log-probability."""
+        if self._said:
+            return
+        self._said = True
+        context = [*sequence.request.prompt_ids.tolist(), *sequence.token_ids[:-1]]
+        tokens = torch.tensor(context).to(self._model.embedding.device)
+        found = origin(lambda watch: self._model.run(tokens, watch=watch))
+        where = f"{found.name}, {found.facts}" if found else "not when the context is computed anew"
+        request = f"request {sequence.request.request_id}, {len(context)} tokens"
+        print(f"error: logits are not finite ({request}); the first: {where}", file=sys.stderr, flush=True)
+
+
+def sampling_rows(plan: Plan) -> I64:
     """Rows of the step whose logits are needed: all decoding ones and the last of each prompt."""
     rows, at = list(range(len(plan.decode))), len(plan.decode)
     for chunk in plan.chunks:

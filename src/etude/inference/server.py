@@ -15,19 +15,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from etude.errors import EngineError, EtudeError
-from etude.inference.adapters import adapted_weights
+from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import NO_VERSION, Following, initial_version
@@ -40,6 +40,7 @@ from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.models.packed import PackedWeights
 from etude.numerics.config import Mode, NumericsConfig, Quantise
+from etude.numerics.device import device_for
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import operators_for
 from etude.stores import open_store
@@ -124,20 +125,22 @@ def _build(
     args: argparse.Namespace, chain: FollowerProcess | None, telemetry: Telemetry | None
 ) -> tuple[ReferenceEngine, Following | None]:
     config = config_of(args)
-    dtype = getattr(torch, config.dtype)
-    operators = operators_for(NumericsConfig(args.mode, args.quantise, args.degree), dtype, rounds_weights=False)
+    dtype, device = getattr(torch, config.dtype), device_for(config.device)
+    numerics = NumericsConfig(args.mode, args.quantise, args.degree)
+    operators = operators_for(numerics, dtype, rounds_weights=False, device=device)
     if args.checkpoint is None:
-        model = Transformer(args.model, dtype=dtype, operators=operators)
+        model = Transformer(args.model, dtype=dtype, operators=operators).to(device)
         views, derived = live_weights(model, args.quantise)
         version = NO_VERSION
     else:
-        model = load_model(args.checkpoint, dtype=dtype, operators=operators)
+        model = load_model(args.checkpoint, dtype=dtype, operators=operators, device=device)
         views, derived = live_weights(model, args.quantise)
         version = initial_version(views)
     engine = ReferenceEngine(model, version=version, name=args.name, config=config)
     if chain is None:
         return engine, None
-    adapted = functools.partial(adapted_weights, model, args.quantise)
+    base = None if args.checkpoint else partial(fetched_base, open_store(args.store, cache=args.cache))
+    adapted = AdaptedWeights(model, args.quantise, base=base)
     return engine, Following(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from etude.errors import EngineError
-from etude.inference.kv import KVCache, Span, StepCache
+from etude.inference.device_memory import DeviceMemory
+from etude.inference.kv import KVCache, Span
 from etude.inference.wire import OperatorResult
 from etude.models import Transformer
 
@@ -39,8 +40,8 @@ def engine_results(
     """Every operator's results for all positions of a text: its first `prompt_tokens` in chunks that end at
     multiples of `chunk_tokens`, each other by itself."""
     model = model.eval()
-    kv = KVCache(model.local, model.operators, num_slots=1, context_tokens=len(token_ids))
-    tokens = torch.tensor(list(token_ids))
+    kv = _memory(model, len(token_ids))
+    tokens = torch.tensor(list(token_ids)).to(model.embedding.device)
     parts: dict[str, list[torch.Tensor]] = {}
 
     def watch(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -50,11 +51,19 @@ def engine_results(
     none = np.zeros(0, np.int64)
     for start, stop in _pieces(len(token_ids), prompt_tokens, chunk_tokens):
         if stop <= prompt_tokens:
-            cache = StepCache(kv, none, none, [Span(0, start, stop)])
+            cache = kv.step(none, none, [Span(0, start, stop)])
         else:
-            cache = StepCache(kv, np.zeros(1, np.int64), np.array([start], np.int64), [])
+            cache = kv.step(np.zeros(1, np.int64), np.array([start], np.int64), [])
         model.run(tokens[start:stop], cache, watch=watch)
     return {name: torch.cat(pieces) for name, pieces in parts.items()}
+
+
+def _memory(model: Transformer, length: int) -> KVCache | DeviceMemory:
+    sizes = {"num_slots": 1, "context_tokens": length}
+    device = model.embedding.device
+    if device.type == "cpu":
+        return KVCache(model.local, model.operators, **sizes)
+    return DeviceMemory(model.local, model.operators, **sizes, device=device)
 
 
 def _pieces(num_tokens: int, prompt_tokens: int, chunk_tokens: int) -> Iterator[tuple[int, int]]:
@@ -80,7 +89,7 @@ def as_wire(results: Results) -> list[OperatorResult]:
             name=name,
             dtype=_WIRE[tensor.dtype],
             shape=tuple(tensor.shape),
-            data=tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes(),
+            data=tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(),
         )
         for name, tensor in results.items()
     ]

@@ -133,6 +133,7 @@ class RunConfig:
                 f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
             )
         self._engines_must_compute_so()
+        self._ranks_must_share()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
                 f"harness.context_tokens = {self.harness.context_tokens} does not fit "
@@ -165,6 +166,18 @@ class RunConfig:
                 what,
                 f"vLLM does not round as numerics.quantise = {str(self.numerics.quantise)!r} does",
                 hint="set numerics.quantise = 'none', or take reference engines alone",
+            )
+
+    def _ranks_must_share(self) -> None:
+        learner, experts = self.learner, self.model.num_experts
+        if learner.ranks > 1 and self.numerics.quantise is not Quantise.NONE:
+            raise ValueError(
+                f"learner.ranks = {learner.ranks} with numerics.quantise = {str(self.numerics.quantise)!r}: a format "
+                f"packs whole matrices, of which a rank has rows"
+            )
+        if self.start is None and (experts % learner.expert_parallel if experts else learner.expert_parallel > 1):
+            raise ValueError(
+                f"learner.expert_parallel = {learner.expert_parallel} does not divide model.num_experts = {experts}"
             )
 
     def settled(self) -> RunConfig:

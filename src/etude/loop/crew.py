@@ -26,7 +26,7 @@ from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, rollouts_on
 from etude.loop.joining import first_engine, joining
 from etude.loop.placement import ADDRESS, NOTHING
-from etude.loop.places import weights_place
+from etude.loop.places import poll_arguments, weights_place
 from etude.loop.processes import KEEPS_MEMORY, READY_S, Child, Role, Supervisor
 from etude.loop.room import Limit
 from etude.loop.wire import Caller, Lost
@@ -247,7 +247,9 @@ def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind)
     """The command line of an engine, without its Python."""
     module = {EngineKind.REFERENCE: "etude.inference.server", EngineKind.VLLM: "etude.inference.vllm.server"}[kind]
     argv = ["-m", module, "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
-    argv += ["--store", str(weights_place(run)), "--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
+    place = weights_place(run)
+    argv += ["--store", str(place), *poll_arguments(place)]
+    argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
     argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
     argv += ["--context-tokens", str(config.engine.context_tokens)]
     if kind is EngineKind.REFERENCE:

@@ -8,38 +8,56 @@ version is encoded and written. Knows nothing of rollouts in flight, of the ledg
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from etude import __version__
 from etude.config import to_plain
+from etude.errors import EtudeError
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
 from etude.loop.places import weights_store
 from etude.loop.wire import Handler
+from etude.numerics.device import device_for
 from etude.numerics.operators import operators_for
+from etude.numerics.parallel import RankLost
 from etude.records import Batch, Sample
+from etude.records.adapter import BASE_CHANNEL
 from etude.records.sample import Published, StepReport
 from etude.run import RunFolder, host_facts
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
+from etude.training.group import ONE, Group
 from etude.training.reference import Reference
 from etude.weights import Channel
+from etude.weights.chain.channel import publish_once
+from etude.weights.chain.publisher import Writer
+from etude.weights.shards.sharded import ShardedChannel
+
+if TYPE_CHECKING:  # only a learner of several ranks loads them
+    from etude.loop.ranks import Leader
+    from etude.training.sharded import Sharded
 
 NUM_THREADS = 1  # of torch: products that share their rows out add up in another order
 
 
 def make_learner(
-    config: RunConfig, channel: Channel | None, reference: Reference | None, *, refuse_mismatch: bool = True
+    config: RunConfig,
+    channel: Writer | None,
+    reference: Reference | None,
+    *,
+    refuse_mismatch: bool = True,
+    group: Group = ONE,
 ) -> TorchLearner:
-    """The learner of a run's settings: the one that trains, and the one that redoes a step. Where a run does not stop
-    at what is over its budget of parity, neither does its learner."""
+    """The learner of a run's settings: the one that trains, or a rank of it, and the one that redoes a step. Where a
+    run does not stop at what is over its budget of parity, neither does its learner."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -49,14 +67,17 @@ def make_learner(
         refuse_mismatch=refuse_mismatch and stops,
         reference=reference,
         numerics=config.numerics,
+        group=group,
         seed=config.seed,
     )
 
 
 def starting_point(run: RunFolder, config: RunConfig) -> Reference:
     """The checkpoint that a run began with, as what KL is measured to, computed as the policy is."""
-    operators = operators_for(config.numerics, getattr(torch, config.learner.dtype))
-    return Reference(run / "checkpoints" / "mid", temperature=config.rl.temperature, operators=operators)
+    device = device_for(config.learner.device)
+    operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
+    where = run / "checkpoints" / "mid"
+    return Reference(where, temperature=config.rl.temperature, operators=operators, device=device)
 
 
 def computed_by(learner: TorchLearner) -> dict[str, str]:
@@ -72,12 +93,15 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
 
 
 class Learning:
-    """The learner of a run, from its checkpoint on. Every method but `published` runs in the torch thread."""
+    """The learner of a run, from its checkpoint on; or, with a `group`, one rank of it. Every method but `published`
+    runs in the torch thread."""
 
-    def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
-        self.run, self.config, self.telemetry = run, config, telemetry
+    def __init__(
+        self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, group: Sharded | None = None
+    ) -> None:
+        self.run, self.config, self.telemetry, self.group = run, config, telemetry, group
         self._learner: TorchLearner | None = None
-        self._channel: Channel | None = None
+        self._channel: Channel | ShardedChannel | None = None
         self._offered_at = 0.0
 
     @property
@@ -95,10 +119,14 @@ class Learning:
         writers of one channel would refuse each other."""
         if self._learner is not None:
             self._learner.close()
-        self._channel = Channel(weights_store(self.run))
+        store = weights_store(self.run)
+        self._channel = Channel(store) if self.group is None else self.group.channel(store)
         reference = self.reference if self.config.learner.kl else None
-        self._learner = make_learner(self.config, self._channel, reference)
+        self._learner = make_learner(self.config, self._channel, reference, group=self.group or ONE)
         self._learner.load(checkpoint)
+        base = self._learner.trained.base()
+        if base is not None:  # for engines that join without a checkpoint
+            publish_once(weights_store(self.run), BASE_CHANNEL, base)
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
@@ -129,6 +157,17 @@ class Learning:
             channel.mended = ""
         return published
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is being published, or yet to be."""
+        return self._learner is not None and not self._learner.is_publishing
+
+    def settle(self) -> None:
+        """What rank 0 knows to be published, or to have failed: this rank's part of it is over, too."""
+        with contextlib.suppress(EtudeError):
+            if self.learner.is_publishing:
+                self.learner.published()
+
     def probe(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities that the learner's own weights give a text's tokens."""
         return self.learner.probe(token_ids)
@@ -149,36 +188,64 @@ class Learning:
         self.learner.save(path)
 
 
+def led(leader: Leader, learning: Learning, work: Callable[..., object], *arguments: object) -> object:
+    """A call that every rank makes."""
+    learning.group = leader.join()
+    if learning.is_settled:
+        leader.tell("settle")
+    leader.tell(work.__name__, *arguments)
+    return work(*arguments)
+
+
+def unless_lost(leader: Leader | None, work: Callable[..., object], *arguments: object) -> object:
+    """The call; where a rank is lost meanwhile, this process ends."""
+    try:
+        return work(*arguments)
+    except RankLost as error:
+        assert leader is not None, "ranks have one"
+        leader.lost(error)
+
+
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     torch.set_num_threads(NUM_THREADS)
     torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
     waiting = ThreadPoolExecutor(1, thread_name_prefix="published")
-    learning = Learning(run, read_config(run), telemetry)
+    config = read_config(run)
+    learning = Learning(run, config, telemetry)
+    leader = None
+    if config.learner.ranks > 1:
+        from etude.loop.ranks import Leader
+
+        leader = Leader(run, config, telemetry)
 
     def in_thread(thread: ThreadPoolExecutor, work: Callable[..., object]) -> Handler:
         async def call(*arguments: object) -> object:
-            return await asyncio.get_running_loop().run_in_executor(thread, functools.partial(work, *arguments))
+            done = functools.partial(unless_lost, leader, work, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(thread, done)
 
         return call
 
     in_torch_thread = functools.partial(in_thread, torch_thread)
+
+    def with_all_ranks(work: Callable[..., object]) -> Handler:
+        return in_torch_thread(work if leader is None else functools.partial(led, leader, learning, work))
 
     async def ready() -> bool:
         return True
 
     return {
         "ready": ((), ready),
-        "begin": ((str,), in_torch_thread(learning.begin)),
+        "begin": ((str,), with_all_ranks(learning.begin)),
         "computed": ((), in_torch_thread(learning.computed)),
-        "forward_backward": ((Batch,), in_torch_thread(learning.forward_backward)),
-        "optim_step": ((), in_torch_thread(learning.optim_step)),
-        "offer": ((tuple[str, ...],), in_torch_thread(learning.offer)),
+        "forward_backward": ((Batch,), with_all_ranks(learning.forward_backward)),
+        "optim_step": ((), with_all_ranks(learning.optim_step)),
+        "offer": ((tuple[str, ...],), with_all_ranks(learning.offer)),
         "published": ((), in_thread(waiting, learning.published)),
-        "probe": ((list[int],), in_torch_thread(learning.probe)),
+        "probe": ((list[int],), with_all_ranks(learning.probe)),
         "parity": ((), in_torch_thread(learning.parity)),
-        "defend": ((str,), in_torch_thread(learning.defend)),
+        "defend": ((str,), with_all_ranks(learning.defend)),
         "k1": ((list[Sample],), in_torch_thread(learning.k1)),
-        "save": ((str,), in_torch_thread(learning.save)),
+        "save": ((str,), with_all_ranks(learning.save)),
     }
 
 

@@ -8,10 +8,8 @@ inherits, its output goes to a log in the run folder, and it does not outlive it
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,16 +20,13 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from etude.errors import EtudeError
+from etude.inference.lifetime import when_parent_dies
 from etude.loop import usage
 from etude.loop.wire import Caller
 
 ADDRESS = "{address}"
 """In a program's arguments: the address at which the machine that runs it is reached by the run's other machines."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
-_libc = ctypes.CDLL(None, use_errno=True)
-_PR_SET_PDEATHSIG = 1
-
-
 Waits = Callable[[str], Awaitable[object]]
 """Is told that a program waits for a machine, and why."""
 
@@ -73,7 +68,7 @@ class Program:
 
 def _begin(nice: int) -> None:
     """Die with the parent's thread, by the kernel, and be as nice as told. Runs between fork and exec."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    when_parent_dies()
     os.nice(nice)
 
 

@@ -17,6 +17,8 @@ from etude.seams import BlobStore
 from etude.stores import open_store
 from etude.weights.chain.history import head
 
+BUCKET_POLL_S = 0.5
+
 
 def ledger_place(run: RunFolder) -> Path | str:
     """As `Ledger` takes it."""
@@ -32,6 +34,11 @@ def read_ledger(run: RunFolder) -> Ledger:
 def weights_place(run: RunFolder) -> Path | str:
     """As `open_store` takes it."""
     return _place(run, "weights")
+
+
+def poll_arguments(place: Path | str) -> list[str]:
+    """Of an engine that follows weights there: a question to a bucket costs money, one to a directory does not."""
+    return [] if isinstance(place, Path) else ["--poll-s", str(BUCKET_POLL_S)]
 
 
 def weights_store(run: RunFolder) -> BlobStore:

@@ -53,7 +53,8 @@ def preflight(
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
-        check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, said=said)
+        model = check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, said=said)
+        check_experts(model, config.learner.expert_parallel)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
@@ -155,10 +156,10 @@ def check_start(
     numerics: NumericsConfig | None = None,
     lora_rank: int = 0,
     said: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Whether a Hugging Face directory is of the architecture that is computed here, holds every weight of it (by the
-    headers of its files), in widths that `numerics` can round and share and adapters of `lora_rank` are smaller than,
-    and can be talked to. `said` is told of layers that are left out."""
+) -> ModelConfig:
+    """The model of a Hugging Face directory. Raises unless it is of the architecture that is computed here, holds every
+    weight of it (by the headers of its files), in widths that `numerics` can round and share and adapters of
+    `lora_rank` are smaller than, and can be talked to. `said` is told of layers that are left out."""
     numerics = numerics or NumericsConfig()
     model = _read_config(checkpoint)
     check_weights(checkpoint, model)
@@ -173,6 +174,17 @@ def check_start(
         )
     ChatFormat.load(checkpoint)
     tell_left_out(checkpoint, model, said)
+    return model
+
+
+def check_experts(model: ModelConfig, expert_parallel: int) -> None:
+    """Whether so many ranks can share a model's experts. Raises `ConfigError`."""
+    if model.num_experts % expert_parallel or (expert_parallel > 1 and not model.num_experts):
+        raise ConfigError(
+            f"learner.expert_parallel = {expert_parallel}",
+            f"the checkpoint has {model.num_experts} experts, and each of these ranks has as many",
+            hint="take a divisor of the experts",
+        )
 
 
 def _read_config(checkpoint: Path) -> ModelConfig:

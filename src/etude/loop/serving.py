@@ -23,7 +23,7 @@ from etude.inference.registering import wanted
 from etude.inference.roster import RosterFollower
 from etude.loop.config import read_config
 from etude.loop.crew import read_url
-from etude.loop.places import has_published, weights_place
+from etude.loop.places import has_published, poll_arguments, weights_place
 from etude.loop.processes import Child, Role, Supervisor
 from etude.models.config import ModelConfig
 from etude.models.headers import check_weights, tell_left_out
@@ -57,7 +57,7 @@ async def serve_checkpoint(
         fleet, engines = Fleet({}), list[HttpEngine]()
         ready_file = folder / "engine.ready"
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
-        argv += ["--ready-file", str(ready_file)] + (["--store", str(store)] if store else [])
+        argv += ["--ready-file", str(ready_file)] + (["--store", str(store), *poll_arguments(store)] if store else [])
         argv += ["--context-tokens", str(model_config.context_tokens)]
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
 

@@ -45,8 +45,8 @@ class Cache(Protocol):
 class Packed:
     """Several whole sequences laid flat one after another; each attends within itself only, nothing is kept.
 
-    Sequence by sequence: one's numbers do not depend on its neighbours or on padding, and no work is spent on pairs of
-    tokens of which neither may see the other. `operators` are the model's own.
+    One's numbers do not depend on its neighbours or on padding, and no work is spent on pairs of tokens of which
+    neither may see the other. `operators` are the model's own, `device` is the tokens'.
 
     >>> from etude.numerics import Native
     >>> Packed([2, 3], Native()).positions.tolist()
@@ -58,12 +58,11 @@ class Packed:
     def __init__(self, lengths: Sequence[int], operators: Operators, *, device: torch.device | str = "cpu") -> None:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths of packed sequences must be at least 1, got {list(lengths)[:8]}")
-        self.lengths, self._causal = list(lengths), operators.causal()
-        self.positions = torch.cat([torch.arange(n, device=device) for n in self.lengths])
+        self.lengths = list(lengths)
+        self._attend = operators.packed(self.lengths, torch.device(device))
+        self.positions = torch.cat([torch.arange(n) for n in self.lengths]).to(device)
 
     def attend(
         self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGB: torch.Tensor, scale: float | None = None
     ) -> torch.Tensor:
-        q, k, v = (torch.split(t.transpose(0, 1), self.lengths, 1) for t in (q_NHA, k_NGA, v_NGB))
-        o = [self._causal(*qkv, scale) for qkv in zip(q, k, v, strict=True)]
-        return torch.cat(o, 1).transpose(0, 1)
+        return self._attend(q_NHA, k_NGA, v_NGB, scale)

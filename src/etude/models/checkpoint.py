@@ -77,14 +77,25 @@ def write_model(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """The same into a directory that somebody else makes whole."""
-    kind, name = _DTYPES[dtype]
-    config = {**model.config.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
-    tensors = hf_views(model)
+    write_about(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
+    tensors = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
+    _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)
+
+
+def write_about(
+    model: ModelConfig,
+    folder: Path,
+    *,
+    dtype: str,
+    quantise: Quantise = Quantise.NONE,
+    assets: Path | str | None = None,
+) -> None:
+    """All of such a directory but its weights."""
+    name = _DTYPES[dtype][1]
+    config = {**model.to_hf(), **_carried(assets), "dtype": name, "torch_dtype": name}
     if quantise is not Quantise.NONE:
         config["quantization_config"] = quantization_config(quantise)
-        tensors = packed(model, FORMATS[quantise])
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _write_weights(tensors, folder, kind, shard_bytes)
     for asset in ASSETS:
         if assets is not None and (Path(assets) / asset).is_file():
             shutil.copyfile(Path(assets) / asset, folder / asset)
@@ -116,8 +127,13 @@ def _write_weights(views: Mapping[str, torch.Tensor], folder: Path, kind: torch.
         save_tensors({name: views[name].to(kinds[name]) for name in names}, folder / file)
     if len(shards) > 1:
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        write_index(where, sum(sizes.values()), folder)
+
+
+def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
+    """Which shard has which tensor."""
+    index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(where.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -132,23 +148,26 @@ def load_model(
     operators: Operators | None = None,
     held: torch.dtype | None = None,
     parallel: Parallel = ALONE,
+    device: torch.device | None = None,
 ) -> Transformer:
     """The model in a checkpoint directory, computed by `operators` (None: exact, in `dtype`), its weights in `held`
-    (None: as the operators like them); or a rank's share of it. Of an adapter's directory its base, merged.
+    (None: as the operators like them), on a device (None: the CPU), where they go tensor by tensor; or a rank's share
+    of it. Of an adapter's directory its base, merged.
 
     Raises `CheckpointError` for a missing or damaged file, another architecture, weights that do not fit the config,
     weights that are NaN or infinite, and a head beside embeddings that are tied to it and others than it holds.
     """
-    path = Path(path)
+    path, device = Path(path), device or torch.device("cpu")
     if (path / ADAPTER_CONFIG).is_file():
         from etude.models.adapter_files import load_merged  # which loads its base by this
 
-        return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel)
+        return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before a wild config makes us allocate
     operators = Exact(dtype) if operators is None else operators
-    model = Transformer(config, seed=None, operators=operators, parallel=parallel)
-    views = hf_views(model)
+    with device:
+        model = Transformer(config, seed=None, operators=operators, parallel=parallel)
+    views = hf_views(model.to(device))
     with _opened(path) as read, torch.no_grad():
         for name, view in views.items():
             view.copy_(share(name, _read(name, whole_shape(name, view, parallel), found, read), parallel))
@@ -160,7 +179,7 @@ def load_model(
 
 
 def _require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
-    if not torch.equal(head.to(embedding.dtype), embedding):
+    if not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(
             f"{HEAD} of {path} is not the embedding",
             "its config.json has tie_word_embeddings = true, by which the head is the embedding",
@@ -242,17 +261,27 @@ def whole_directory(path: Path | str) -> Iterator[Path]:
     try:
         hidden.mkdir(parents=True)
         yield hidden
-        for file in hidden.iterdir():
-            _sync(file)
-        _sync(hidden)
-        _rename(hidden, path)
-        _sync(path.parent)
+        sync(hidden)
+        complete(hidden, path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint {path} could not be written", str(error), hint="free disk space or choose another place"
         ) from None
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Have what is written in a directory survive the machine."""
+    for file in folder.iterdir():
+        _sync(file)
+    _sync(folder)
+
+
+def complete(hidden: Path, path: Path) -> None:
+    """Give a directory that is whole its name."""
+    _rename(hidden, path)
+    _sync(path.parent)
 
 
 def _rename(hidden: Path, path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,9 @@ from torch.autograd.function import once_differentiable
 from etude.models.parts import Routing, Scores
 from etude.models.replay import Recorded
 from etude.models.watch import Watch, unwatched
+from etude.numerics import mixtures
 from etude.numerics.adapted import Pairs
+from etude.numerics.exact import tree
 from etude.numerics.operators import Exact, Operators
 from etude.numerics.parallel import ALONE, Parallel
 from etude.records.completion import route_dtype
@@ -76,9 +79,16 @@ def choose(
     loss = None
     if balance:
         num_experts = scores_NE.shape[-1]
-        share = torch.bincount(live.flatten(), minlength=num_experts).to(torch.float32) / live.numel()
+        share = _counts(live.flatten(), num_experts).to(torch.float32) / live.numel()
         loss = num_experts * (share * probs_NE.mean(0)).sum()
     return Choice(gates_NK=gates * routing.scaling, experts_NK=used, live_NK=live, balance=loss)
+
+
+def _counts(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """How often each expert was chosen, int64 [E]."""
+    if experts.device.type == "cpu":
+        return torch.bincount(experts, minlength=num_experts)
+    return experts.new_zeros(num_experts).scatter_add_(0, experts, torch.ones_like(experts))  # bincount would wait
 
 
 @torch.no_grad()
@@ -143,6 +153,7 @@ class Exchanged(Dispatch):
     parallel: Parallel
     counts: tuple[list[int], list[int]]  # rows for each rank, rows from each
     place_R: torch.Tensor  # int64: the row of each that came
+    sources: list[list[int]]  # of each expert's rows how many are each rank's, in that order
 
     @classmethod
     def between(
@@ -151,13 +162,14 @@ class Exchanged(Dispatch):
         """Collective. `num_held`: experts of each rank."""
         degree = parallel.degree
         mine = Dispatch.of(experts_NK, num_held * degree, lambda rows: rows)
-        counts = torch.tensor(mine.rows)
+        counts = torch.tensor(mine.rows, device=experts_NK.device)
         ones = [num_held] * degree
         came = parallel.exchanged(counts[:, None], ones, ones, "numbers of rows for experts").view(degree, num_held)
-        experts_R = torch.arange(num_held).repeat(degree).repeat_interleave(came.flatten())
+        experts_R = torch.arange(num_held, device=came.device).repeat(degree).repeat_interleave(came.flatten())
         held = Dispatch.of(experts_R[:, None], num_held, padded)
         both = (counts.view(degree, num_held).sum(1).tolist(), came.sum(1).tolist())
-        return cls(mine.source_S, mine.slot_NK, held.rows, parallel, both, held.slot_NK[:, 0])
+        place_R, sources = held.slot_NK[:, 0], came.t().tolist()
+        return cls(mine.source_S, mine.slot_NK, held.rows, parallel, both, place_R, sources)
 
     @property
     def here(self) -> bool:
@@ -184,12 +196,16 @@ def mix(
 ) -> torch.Tensor:
     """Σ over K of gate · down(silu(gate_proj x) · up_proj x), for each token; [N, D]. The matrices are this rank's: a
     part of each expert, or some experts whole, of which `see` is shown only what comes back of them."""
+    pairs = (operators.pairs(gate_up_E2FD), operators.pairs(down_EDF))
+    if see is unwatched and parallel.degree == 1 and pairs == (None, None):
+        whole = operators.mixture(x_ND, choice.gates_NK, choice.experts_NK, gate_up_E2FD, down_EDF)
+        if whole is not None:
+            return whole
     tensor = parallel.tensor
     if tensor is parallel:
         to: Dispatch = Dispatch.of(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows)
     else:
         to = Exchanged.between(choice.experts_NK, gate_up_E2FD.shape[0], operators.rows, parallel)
-    pairs = (operators.pairs(gate_up_E2FD), operators.pairs(down_EDF))
     trained = [part for pair in pairs for part in ((None, None) if pair is None else (pair.a, pair.b))]
     x_ND, gate_up_E2FD, down_EDF = operators.taken(x_ND), operators.weights(gate_up_E2FD), operators.weights(down_EDF)
     products = (choice.gates_NK, gate_up_E2FD, down_EDF)
@@ -222,7 +238,7 @@ class _Mix(torch.autograd.Function):
         out_S = to.returned(tensor.summed(operators, part_S, "experts.down"), "rows of experts")
         out_S = _seen(see, "down", out_S, to)
         ctx.save_for_backward(x_S, h_S, act_S, out_S, gates, gate_up, down)
-        ctx.to, ctx.wide, ctx.pairs = to, operators.held, pairs
+        ctx.to, ctx.wide, ctx.pairs, ctx.cut = to, operators.held, pairs, _cut(to, operators)
         return operators.combine(out_S, to.slot_NK, gates)
 
     @staticmethod
@@ -236,17 +252,17 @@ class _Mix(torch.autograd.Function):
         dy_S = dy.to(ctx.wide).index_select(0, to.source_S)
         dgates = torch.linalg.vecdot(dy_S, out_S)[to.slot_NK]
         dout_S = to.sent(dy_S.mul_(gate_S[:, None]), "gradients for experts")
-        dact_S = _per_expert(dout_S, down, to.rows)
-        ddown = _per_expert_weight(dout_S, act_S, down, to.rows) if ctx.needs_input_grad[3] else None
-        low_down = _per_expert_pairs(dout_S, act_S, ctx.pairs[1], to.rows)
+        dact_S = _per_expert(dout_S, down, ctx.cut)
+        ddown = _per_expert_weight(dout_S, act_S, down, ctx.cut) if ctx.needs_input_grad[3] else None
+        low_down = _per_expert_pairs(dout_S, act_S, ctx.pairs[1], ctx.cut)
         a, b = h_S.chunk(2, -1)
         dh_S = torch.empty_like(h_S)
         da, db = dh_S.chunk(2, -1)
         torch.mul(dact_S, F.silu(a), out=db)
         da.copy_(torch.ops.aten.silu_backward(dact_S.mul_(b), a))
-        dgate_up = _per_expert_weight(dh_S, x_S, gate_up, to.rows) if ctx.needs_input_grad[2] else None
-        low_gate_up = _per_expert_pairs(dh_S, x_S, ctx.pairs[0], to.rows)
-        dx_S = to.returned(_per_expert(dh_S, gate_up, to.rows), "gradients of experts")
+        dgate_up = _per_expert_weight(dh_S, x_S, gate_up, ctx.cut) if ctx.needs_input_grad[2] else None
+        low_gate_up = _per_expert_pairs(dh_S, x_S, ctx.pairs[0], ctx.cut)
+        dx_S = to.returned(_per_expert(dh_S, gate_up, ctx.cut), "gradients of experts")
         dx = F.embedding(to.slot_NK, dx_S).sum(1)
         return dx, dgates, dgate_up, ddown, None, None, None, None, None, *low_gate_up, *low_down
 
@@ -258,36 +274,79 @@ def _seen(see: Watch, name: str, rows_S: torch.Tensor, to: Dispatch) -> torch.Te
     return rows_S
 
 
-def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, rows: list[int]) -> torch.Tensor:
+Cut = list[list[tuple[slice, int]]]
+"""For each expert the rows that are multiplied at once, and how many rows that product has."""
+
+
+def _cut(to: Dispatch, operators: Operators) -> Cut:
+    """All rows of an expert at once; in exact mode those of each rank apart, in the sizes that they would have there:
+    then gradients have the bits that they have where that rank computes by itself."""
+    apart = isinstance(to, Exchanged) and operators.exact
+    found: Cut = []
+    start = 0
+    for expert, rows in enumerate(to.rows):
+        stops = np.cumsum([start, *(to.sources[expert] if apart else [rows])]).tolist()  # type: ignore[attr-defined]
+        found.append([(slice(a, b), operators.rows(b - a) if apart else b - a) for a, b in pairwise(stops)])
+        start += rows
+    return found
+
+
+def _ends(cut: Cut) -> list[int]:
+    """Where each expert's rows end; empty where an expert's are not multiplied at once, as they are."""
+    plain = all(len(parts) == 1 and size == rows.stop - rows.start for parts in cut for rows, size in parts)
+    return [parts[0][0].stop for parts in cut] if plain else []
+
+
+def _padded(x_SI: torch.Tensor, rows: slice, size: int) -> torch.Tensor:
+    x = x_SI[rows]
+    return x if len(x) == size else F.pad(x, (0, 0, 0, size - len(x)))
+
+
+def _per_expert(x_SI: torch.Tensor, weight_EIO: torch.Tensor, cut: Cut) -> torch.Tensor:
     """Each expert's slice of rows times its matrix; [S, O]."""
+    ends = _ends(cut)
+    if ends and mixtures.suits(x_SI, weight_EIO):
+        return mixtures.products(x_SI, weight_EIO.to(x_SI.dtype), mixtures.ends_on(ends, x_SI.device))
     out = x_SI.new_empty(x_SI.shape[0], weight_EIO.shape[2])
-    for x, w, o in zip(torch.split(x_SI, rows), weight_EIO.unbind(), torch.split(out, rows), strict=True):
-        if len(x):
-            torch.mm(x, w, out=o)
+    for w, parts in zip(weight_EIO.unbind(), cut, strict=True):
+        for rows, size in parts:
+            if size == rows.stop - rows.start > 0:
+                torch.mm(x_SI[rows], w, out=out[rows])
+            elif size:
+                out[rows] = torch.mm(_padded(x_SI, rows, size), w)[: rows.stop - rows.start]
     return out
 
 
-def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Each expert's weight gradient gᵀx; zero where no token came."""
+def _per_expert_weight(g_SO: torch.Tensor, x_SI: torch.Tensor, like: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Each expert's weight gradient gᵀx, of several parts their tree; zero where no token came."""
+    ends = _ends(cut)
+    if ends and mixtures.suits(x_SI, like):
+        return mixtures.weight_gradient(g_SO, x_SI, mixtures.ends_on(ends, x_SI.device)).to(like.dtype)
     grad = torch.empty_like(like)
-    for g, x, w in zip(torch.split(g_SO, rows), torch.split(x_SI, rows), grad.unbind(), strict=True):
-        if len(g):
-            torch.mm(g.t(), x, out=w)
+    for w, parts in zip(grad.unbind(), cut, strict=True):
+        if len(parts) == 1 and parts[0][1]:
+            torch.mm(g_SO[parts[0][0]].t(), x_SI[parts[0][0]], out=w)
         else:
-            w.zero_()
+            w.copy_(tree([_product(g_SO, x_SI, rows, size, w) for rows, size in parts]))
     return grad
 
 
+def _product(g_SO: torch.Tensor, x_SI: torch.Tensor, rows: slice, size: int, like: torch.Tensor) -> torch.Tensor:
+    if not size:
+        return torch.zeros_like(like)
+    return torch.mm(_padded(g_SO, rows, size).t(), _padded(x_SI, rows, size))
+
+
 def _per_expert_pairs(
-    g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: Pairs | None, rows: list[int]
+    g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: Pairs | None, cut: Cut
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """What each expert's pairs get instead: scale · (gB)ᵀx and scale · gᵀ(xAᵀ), in which no matrix's size occurs."""
     if pairs is None:
         return None, None
     a_EQI, b_EOr, part = pairs.a.detach().flatten(1, 2), pairs.b.detach(), list(pairs.rows)
     g_SO, x_SI = g_SO.to(b_EOr.dtype), x_SI.to(b_EOr.dtype)
-    inner_SP = torch.split(_per_expert(x_SI, a_EQI.mT, rows), b_EOr.shape[-1], -1)
+    inner_SP = torch.split(_per_expert(x_SI, a_EQI.mT, cut), b_EOr.shape[-1], -1)
     parts = zip(torch.split(g_SO, part, -1), torch.split(b_EOr, part, 1), inner_SP, strict=True)
-    found = [(_per_expert(g, b, rows), _per_expert_weight(g, xa, b, rows)) for g, b, xa in parts]
-    da_EQI = _per_expert_weight(torch.cat([gb for gb, _ in found], -1), x_SI, a_EQI, rows)
+    found = [(_per_expert(g, b, cut), _per_expert_weight(g, xa, b, cut)) for g, b, xa in parts]
+    da_EQI = _per_expert_weight(torch.cat([gb for gb, _ in found], -1), x_SI, a_EQI, cut)
     return da_EQI.view_as(pairs.a).mul_(pairs.scale), torch.cat([db for _, db in found], 1).mul_(pairs.scale)

@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +68,7 @@ class Adapters(nn.Module):
     ) -> None:
         super().__init__()
         self.dtype = dtype
+        self._model = (model,)  # no part of this module
         found = digest or base_digest(model, dtype)
         if config.base not in ("", found):
             raise CheckpointError(
@@ -95,8 +97,8 @@ class Adapters(nn.Module):
 
     def settle(self) -> None:
         """Have the model compute with what A and B are now."""
-        for _, compute in self.derived:
-            compute()
+        for one in self._adapters:
+            self._merge(one)
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
@@ -104,15 +106,21 @@ class Adapters(nn.Module):
         return {name: view for one in self._adapters for name, view in one.views.items()}
 
     @property
+    def base(self) -> dict[str, torch.Tensor]:
+        """Every weight of the base by Hugging Face's names. What is not adapted is the model's own."""
+        found = hf_views(*self._model)
+        for one in self._adapters:
+            rows = [found[name].shape[0] for name in one.names]
+            found |= zip(one.names, torch.split(one.base.flatten(0, -2), rows), strict=True)
+        return found
+
+    @property
     def derived(self) -> list[tuple[frozenset[str], Callable[[], None]]]:
         """For each merged parameter the names of its A and B, and what has it hold what they say."""
-        return [
-            (
-                frozenset(one.views),
-                functools.partial(merge, one.base, one.pairs, one.weight.detach(), dtype=self.dtype),
-            )
-            for one in self._adapters
-        ]
+        return [(frozenset(one.views), functools.partial(self._merge, one)) for one in self._adapters]
+
+    def _merge(self, one: _Adapter) -> None:
+        merge(one.base, one.pairs, one.weight.detach(), dtype=self.dtype)
 
 
 def base_digest(model: Transformer, dtype: torch.dtype) -> str:
@@ -162,7 +170,8 @@ def _adapter(matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, held: to
     weight = matrix.weight
     stack, (out_size, in_size) = weight.shape[:-2], weight.shape[-2:]
     rows = list(matrix.rows.values())[: len(matrix.rows) // math.prod(stack)]
-    a = nn.Parameter(torch.zeros(*stack, len(rows), config.rank, in_size, dtype=held))
-    b = nn.Parameter(torch.zeros(*stack, out_size, config.rank, dtype=held))
+    kind: dict[str, Any] = {"dtype": held, "device": weight.device}
+    a = nn.Parameter(torch.zeros(*stack, len(rows), config.rank, in_size, **kind))
+    b = nn.Parameter(torch.zeros(*stack, out_size, config.rank, **kind))
     base = weight.detach().to(dtype, copy=True)
     return _Adapter(tuple(matrix.rows), base, weight, Pairs(a, b, tuple(rows), config.scale))

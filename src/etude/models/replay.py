@@ -41,7 +41,9 @@ class Recorded:
         if self.plausible:
             least = self.plausible * scores_NE.gather(-1, live_NK).amin(-1, keepdim=True)
             refused |= scores_NE.gather(-1, recorded.masked_fill(refused, 0)) < least
-        return _refilled(recorded, refused, live_NK) if bool(refused.any()) else recorded
+        if refused.device.type == "cpu" and not bool(refused.any()):  # a device is not asked: it would be waited for
+            return recorded
+        return _refilled(recorded, refused, live_NK)
 
 
 def _refilled(recorded_NK: torch.Tensor, refused_NK: torch.Tensor, live_NK: torch.Tensor) -> torch.Tensor:

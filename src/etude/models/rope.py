@@ -18,14 +18,15 @@ class Rope:
 
 
 def tables(c: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and signed sine, float32 [context_tokens, A], stretched where the config says so (`Yarn`)."""
+    """Cosine and signed sine, float32 [context_tokens, A], stretched where the config says so (`Yarn`); made by the
+    CPU whatever the default device, so that they are the same everywhere."""
     width = c.rope_dim
-    waves = c.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    waves = c.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width)
     inverse, scale = 1.0 / waves, 1.0
     if c.yarn is not None:
-        kept = 1 - torch.tensor(c.yarn.interpolated(width, c.rope_theta), dtype=torch.float32)
+        kept = 1 - torch.tensor(c.yarn.interpolated(width, c.rope_theta), dtype=torch.float32, device="cpu")
         inverse, scale = 1.0 / (c.yarn.factor * waves) * (1 - kept) + inverse * kept, c.yarn.table_scale
-    angle = torch.arange(c.context_tokens, dtype=torch.float32)[:, None] * inverse
+    angle = torch.arange(c.context_tokens, dtype=torch.float32, device="cpu")[:, None] * inverse
     cos, sin = angle.cos() * scale, angle.sin() * scale
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 

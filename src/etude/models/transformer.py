@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from etude.errors import ConfigError
 from etude.models.attention import Cache, Packed
@@ -85,8 +86,22 @@ class Mlp(nn.Module):
         return see(down, self.parallel.rows(ops, act, self.down, down))
 
 
+class Stack(nn.Module):
+    """The matrices of the experts that this rank has, stacked: a module of their own, since ranks may share them by
+    another mesh than all else."""
+
+    def __init__(self, c: ModelConfig, num_held: int, operators: Operators, parallel: Parallel) -> None:
+        super().__init__()
+        self.operators, self.parallel = operators, parallel
+        self.gate_up = nn.Parameter(torch.empty(num_held, 2 * c.expert_size, c.hidden_size))
+        self.down = nn.Parameter(torch.empty(num_held, c.hidden_size, c.expert_size))
+
+    def forward(self, x_ND: torch.Tensor, choice: Choice, see: Watch) -> torch.Tensor:
+        return mix(x_ND, choice, self.gate_up, self.down, self.operators, see, parallel=self.parallel)
+
+
 class Experts(nn.Module):
-    """A router and its experts, stacked, and those that every token passes."""
+    """A router and its experts, and those that every token passes."""
 
     bias: torch.Tensor | None
 
@@ -96,12 +111,21 @@ class Experts(nn.Module):
         self.top_k, self.routing = c.top_k, c.routing
         self.router = nn.Parameter(torch.empty(c.num_experts, c.hidden_size))
         self.held = parallel.experts(c.num_experts)
-        self.gate_up = nn.Parameter(torch.empty(len(self.held), 2 * c.expert_size, c.hidden_size))
-        self.down = nn.Parameter(torch.empty(len(self.held), c.hidden_size, c.expert_size))
+        self.stack = Stack(c, len(self.held), operators, parallel)
         biased = c.routing.scores is Scores.SIGMOID  # no gradient reaches it, so it is no parameter
         self.register_buffer("bias", torch.zeros(c.num_experts) if biased else None)
         shared = ("shared", c.num_shared * c.expert_size, c.hidden_size, operators, parallel.tensor)
         self.shared = Mlp(*shared) if c.num_shared else None
+
+    @property
+    def gate_up(self) -> nn.Parameter:
+        """[E, 2F, D], of the experts that this rank has."""
+        return self.stack.gate_up
+
+    @property
+    def down(self) -> nn.Parameter:
+        """[E, D, F]."""
+        return self.stack.down
 
     def forward(
         self, x_ND: torch.Tensor, recorded: Recorded | None, see: Watch = unwatched
@@ -112,8 +136,7 @@ class Experts(nn.Module):
         )
         see("experts.used", choice.experts_NK)
         choice = replace(choice, gates_NK=see("experts.gates", choice.gates_NK))
-        weights = (self.gate_up, self.down)
-        y_ND = see("experts.mixed", mix(x_ND, choice, *weights, self.operators, see, parallel=self.parallel))
+        y_ND = see("experts.mixed", self.stack(x_ND, choice, see))
         return y_ND if self.shared is None else y_ND + self.shared(x_ND, see), choice
 
 
@@ -130,12 +153,25 @@ class Block(nn.Module):
         dense = layer not in c.moe_layers
         self.mlp = Mlp("mlp", c.dense_width, c.hidden_size, operators, parallel.tensor) if dense else None
         self.experts = None if dense else Experts(c, operators, parallel)
-        self.eps = c.rms_eps
+        self.eps, self.recompute = c.rms_eps, False
 
     def forward(
         self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, recorded: Recorded | None, see: Watch
     ) -> tuple[torch.Tensor, Choice | None]:
-        """The residual stream after this layer, and what its router chose where it has one."""
+        """The residual stream after this layer, and what its router chose where it has one. With `recompute`, nothing
+        in between is kept for the backward pass, which computes it again."""
+        args = (x_ND, rope, cache, layer, recorded, see)
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._forward(*args)
+        # no early stop: ranks that ended a forward in its middle would leave their hooks half done
+        done: tuple[torch.Tensor, Choice | None] = checkpoint(
+            self._forward, *args, use_reentrant=False, preserve_rng_state=False, early_stop=False
+        )
+        return done
+
+    def _forward(
+        self, x_ND: torch.Tensor, rope: Rope, cache: Cache, layer: int, recorded: Recorded | None, see: Watch
+    ) -> tuple[torch.Tensor, Choice | None]:
         ops, choice = self.operators, None
         normed = see("attention_norm", ops.rms_norm(x_ND, self.attention_norm, self.eps))
         x_ND = see("middle", x_ND + self.attention(normed, rope, cache, layer, see))
@@ -197,7 +233,8 @@ class Transformer(nn.Module):
         """The parity class of its numbers, on this machine with this many threads: see `numerics.parity`. That of the
         whole model, whatever this rank's share."""
         kept = self.config.kept
-        return parity_class(self.operators, self.config.products, heads=kept.heads, key_width=kept.key_width)
+        sizes = {"heads": kept.heads, "key_width": kept.key_width}
+        return parity_class(self.operators, self.config.products, **sizes, device=self.embedding.device)
 
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Hold the parameters in `dtype`; what must stay float32 (biases of choosing) does."""
@@ -232,7 +269,7 @@ class Transformer(nn.Module):
         and `plausible` (see `replay.Recorded`). `rows` (int64 [R]) picks the tokens that get logits, in that order.
         `watch` sees each operator's result.
         """
-        cache = Packed([len(tokens_N)], self.operators) if cache is None else cache
+        cache = Packed([len(tokens_N)], self.operators, device=tokens_N.device) if cache is None else cache
         rope = Rope(self.cos[cache.positions, None], self.sin[cache.positions, None])
         ops = self.operators
         x_ND = watch("embedding", F.embedding(tokens_N, self.embedding).to(ops.dtype))

@@ -44,7 +44,8 @@ def merge(base: torch.Tensor, pairs: Pairs, out: torch.Tensor, *, dtype: torch.d
     b_Or = torch.split((pairs.b.float() * pairs.scale).flatten(0, -2), rows)
     places = zip(torch.split(base.flatten(0, -2), rows), torch.split(out.view(-1, width), rows), strict=True)
     for (w_OI, out_OI), a, b in zip(places, a_rI, b_Or, strict=True):
-        out_OI.copy_((w_OI.float() + exact.linear(b, a.t().contiguous())).to(dtype))
+        product = exact.linear(b.cpu(), a.t().cpu().contiguous())  # in the one order that there is, a CPU's
+        out_OI.copy_((w_OI.float() + product.to(w_OI.device)).to(dtype))
 
 
 def adapted(

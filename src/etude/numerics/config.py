@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass
 
 from etude.config import ranged
@@ -30,6 +31,13 @@ class Quantise(enum.StrEnum):
     MXFP8 = "mxfp8"
     NVFP4 = "nvfp4"
     MXFP4 = "mxfp4"
+
+
+def check_device(name: str) -> None:
+    """Raises `ValueError` unless it names where a model can compute: "auto" (a GPU where torch sees one, else the CPU),
+    "cpu", "cuda", "cuda:1"."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", name):
+        raise ValueError(f"device = {name!r}, expected auto, cpu, cuda, or cuda:N")
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ sorted by expert, K experts a token, R rows of logits, V vocabulary, T tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import exact
+from etude.numerics import exact, mixtures, varlen, vocabulary
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.exact.products import Product
 from etude.numerics.exact.windows import ANY, Windows
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
     from etude.numerics.adapted import Pairs  # made of operators
 
 Causal = Callable[..., torch.Tensor]
-"""(q_HTA, k_GTA, v_GTC, scale or None) -> o_HTC: each token sees itself and those before it."""
+"""(q_HTA, k_GTA, v_GTC, scale or None, start=0) -> o_HTC: each token sees itself and those before it. The
+queries are those of positions from `start` on, to the last key's."""
+
+PackedCausal = Callable[..., torch.Tensor]
+"""(q_NHA, k_NGA, v_NGC, scale or None) -> o_NHC: the same, of several sequences laid one after another."""
 
 
 class Operators:
@@ -62,6 +67,11 @@ class Operators:
     def exact(self) -> bool:
         """Whether a row's bits depend on that row alone."""
         return False
+
+    @property
+    def kernels(self) -> str:
+        """Which programs of our own compute, by version and digest; "" where they are torch's."""
+        return ""
 
     @property
     def held(self) -> torch.dtype:
@@ -103,6 +113,9 @@ class Operators:
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Each expert's rows times its matrix, [S, O]; `rows` [E] sum to S. Of what `taken` and `weights` gave:
         `models.experts` has the gradient, and needs both in it."""
+        if mixtures.suits(x_SI, weight_EOI):
+            ends = mixtures.ends_on([*accumulate(rows)], x_SI.device)
+            return mixtures.products(x_SI, weight_EOI.to(x_SI.dtype).mT, ends)
         out = x_SI.new_empty(x_SI.shape[0], weight_EOI.shape[1])
         for x, w, o in zip(
             torch.split(x_SI, list(rows)), weight_EOI.unbind(), torch.split(out, list(rows)), strict=True
@@ -171,6 +184,31 @@ class Operators:
         """Attention within whole sequences, for one forward."""
         return _causal
 
+    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+        """Attention within sequences of these lengths, for one forward: one after another."""
+        causal, lengths = self.causal(), list(lengths)
+
+        def attend(
+            q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
+        ) -> torch.Tensor:
+            q, k, v = (torch.split(t.transpose(0, 1), lengths, 1) for t in (q_NHA, k_NGA, v_NGC))
+            o = [causal(*qkv, scale) for qkv in zip(q, k, v, strict=True)]
+            return torch.cat(o, 1).transpose(0, 1)
+
+        return attend
+
+    def mixture(
+        self,
+        x_ND: torch.Tensor,
+        gates_NK: torch.Tensor,
+        experts_NK: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """A layer's experts in one, [N, D], differentiable, without asking a device how many rows an expert has. None:
+        not here; `models.experts` does it."""
+        return None
+
     def windows(self, heads: int, key_width: int) -> Windows:
         """In which sizes an engine's rows of queries see the kept keys and values."""
         return ANY
@@ -184,7 +222,9 @@ class Operators:
         of sampler, probe and learner."""
         logits_RV = logits_RV.float()
         if isinstance(temperature, torch.Tensor) or temperature != 1.0:
-            logits_RV = logits_RV / torch.as_tensor(temperature, dtype=torch.float32, device=logits_RV.device)
+            if not isinstance(temperature, torch.Tensor):
+                temperature = torch.full((), temperature, dtype=torch.float32, device=logits_RV.device)
+            logits_RV = logits_RV / temperature.to(logits_RV)
         return logits_RV.log_softmax(-1)
 
 
@@ -196,6 +236,46 @@ class Native(Operators):
 
     def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
         return torch.einsum("nhi,hoi->nho", x_NHI, weight_HOI.to(x_NHI.dtype))
+
+    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+        """On a device one kernel for all sequences, where it has one for the dtype and the width."""
+        each = super().packed(lengths, device)
+        if device.type == "cpu":
+            return each
+        starts, longest = varlen.starts(lengths, device), max(lengths)
+
+        def attend(
+            q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
+        ) -> torch.Tensor:
+            if not varlen.suits(device, q_NHA.dtype, q_NHA.shape[-1]):
+                return each(q_NHA, k_NGA, v_NGC, scale)
+            return varlen.attend(q_NHA, k_NGA, v_NGC, starts, starts, longest, longest, scale=scale)
+
+        return attend
+
+    def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
+        """On a device without float32 copies of the logits."""
+        if logits_RV.device.type == "cpu":
+            return super().log_softmax(logits_RV, temperature)
+        if isinstance(temperature, torch.Tensor):
+            divisor = temperature.to(logits_RV.device, torch.float32).expand(len(logits_RV), 1)
+        elif temperature == 1.0:
+            divisor = None
+        else:
+            divisor = torch.full((len(logits_RV), 1), temperature, dtype=torch.float32, device=logits_RV.device)
+        return vocabulary.log_softmax(logits_RV, divisor)
+
+    def mixture(
+        self,
+        x_ND: torch.Tensor,
+        gates_NK: torch.Tensor,
+        experts_NK: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+    ) -> torch.Tensor | None:
+        if not mixtures.suits(x_ND, gate_up_E2FD, down_EDF):
+            return None
+        return mixtures.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
 
 
 class Exact(Operators):
@@ -308,8 +388,10 @@ class Exact(Operators):
     def causal(self) -> Causal:
         inner = exact.Causal()
 
-        def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-            return inner(_wide(q), _wide(k), _wide(v), scale).to(self.dtype)
+        def causal(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, start: int = 0
+        ) -> torch.Tensor:
+            return inner(_wide(q), _wide(k), _wide(v), scale, start).to(self.dtype)
 
         return causal
 
@@ -334,10 +416,16 @@ def _forwarded(name: str) -> Any:
     return property(lambda self: getattr(self.inner, name))
 
 
-def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weights: bool = True) -> Operators:
-    """What engine and learner of a run build their models with. `rounds_weights` False: whoever holds the weights has
-    rounded them."""
-    inner = Exact(dtype, degree=numerics.degree) if numerics.mode is Mode.EXACT else Native(dtype)
+def operators_for(
+    numerics: NumericsConfig,
+    dtype: torch.dtype,
+    *,
+    rounds_weights: bool = True,
+    device: torch.device | None = None,
+) -> Operators:
+    """What engine and learner of a run build their models with, for a device (None: the CPU). `rounds_weights` False:
+    whoever holds the weights has rounded them. Raises `ConfigError` for what is not built there."""
+    inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
     if numerics.quantise is Quantise.NONE:
         return inner
     from etude.numerics.low import Quantised  # which is made of operators
@@ -345,12 +433,32 @@ def operators_for(numerics: NumericsConfig, dtype: torch.dtype, *, rounds_weight
     return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
 
 
+def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | None) -> Operators:
+    if device is None or device.type == "cpu":
+        return Exact(dtype, degree=numerics.degree)
+    if numerics.quantise is not Quantise.NONE:
+        raise ConfigError(
+            f"exact mode in {numerics.quantise} on {device}", "it is built for CPUs", hint='set device = "cpu"'
+        )
+    try:
+        from etude.numerics.gpu import ExactGpu
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"exact mode on {device}", str(error), hint="pip install 'etude[gpu]'") from None
+    return ExactGpu(dtype, degree=numerics.degree)
+
+
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def _causal(
+    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+) -> torch.Tensor:
     gqa = q_HTA.shape[0] != k_GTA.shape[0]
+    hidden = None
+    if start:
+        positions = torch.arange(start, k_GTA.shape[1], device=k_GTA.device)
+        hidden = exact.causal_mask(positions, k_GTA.shape[1]).to(q_HTA.dtype)
     return F.scaled_dot_product_attention(
-        q_HTA[None], k_GTA[None], v_GTC[None], is_causal=True, enable_gqa=gqa, scale=scale
+        q_HTA[None], k_GTA[None], v_GTC[None], hidden, is_causal=hidden is None, enable_gqa=gqa, scale=scale
     )[0]

@@ -2,8 +2,9 @@
 
 Operators with one order of summation make a token's numbers independent of company, chunks and caches; but which order
 is the business of the chip, of torch and of the vendor's library. So a class is told by what comes out: a digest of the
-bits of fixed products, norms and attention in the sizes at hand, beside the names that explain a difference. Engine and
-learner agree to the bit where their classes are equal. Threads and versions matter exactly where they change a bit.
+bits of fixed products, norms and attention in the sizes at hand, beside the names that explain a difference: on a GPU
+its compute capability, and version and digest of our own programs where those compute. Engine and learner agree to the
+bit where their classes are equal. Threads and versions matter exactly where they change a bit.
 
 Knows nothing of models.
 """
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
+from etude.numerics.device import on
 from etude.numerics.operators import Operators
 
 WIDEST = 4096  # rows of a weight that are looked at
@@ -23,34 +25,64 @@ ROWS = 9
 TOKENS = 200
 
 
-def parity_class(operators: Operators, products: Iterable[tuple[int, int]], *, heads: int, key_width: int) -> str:
-    """For weights of these (out, in) shapes, and attention with so many key/value heads of a width. Takes milliseconds.
+CPU = torch.device("cpu")
+
+
+def parity_class(
+    operators: Operators,
+    products: Iterable[tuple[int, int]],
+    *,
+    heads: int,
+    key_width: int,
+    device: torch.device = CPU,
+) -> str:
+    """For weights of these (out, in) shapes on a device, and attention with so many key/value heads of a width. Takes
+    milliseconds.
 
     >>> from etude.numerics import Exact, Native
     >>> one, other = (parity_class(kind(), {(8, 16)}, heads=1, key_width=8) for kind in (Exact, Native))
     >>> one.startswith("exact float32 ") and other.startswith("native float32 ") and one != other
     True
     """
-    return _class(operators, frozenset(products), heads, key_width, torch.get_num_threads())
+    return _class(operators, frozenset(products), heads, key_width, device, torch.get_num_threads())
 
 
 @functools.lru_cache(maxsize=64)
-def _class(operators: Operators, products: frozenset[tuple[int, int]], heads: int, key_width: int, threads: int) -> str:
-    chip = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+def _class(
+    operators: Operators,
+    products: frozenset[tuple[int, int]],
+    heads: int,
+    key_width: int,
+    device: torch.device,
+    threads: int,
+) -> str:
     digest = hashlib.sha256()
-    for result in _results(operators, sorted(products), heads, key_width):
-        digest.update(result.float().contiguous().numpy().tobytes())
-    return f"{operators.name} {chip} torch-{torch.__version__} {digest.hexdigest()[:12]}"
+    with on(device):
+        for result in _results(operators, sorted(products), heads, key_width, device):
+            digest.update(result.float().contiguous().cpu().numpy().tobytes())
+    versions = " ".join([f"torch-{torch.__version__}", *([operators.kernels] if operators.kernels else [])])
+    return f"{operators.name} {chip(device)} {versions} {digest.hexdigest()[:12]}"
+
+
+def chip(device: torch.device) -> str:
+    """What computes there, as far as it is known to decide bits.
+
+    >>> chip(CPU).startswith("cpu-")
+    True
+    """
+    if device.type == "cuda":
+        return "cuda-sm{}{}".format(*torch.cuda.get_device_capability(device))
+    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
 
 
 @torch.inference_mode()
 def _results(
-    operators: Operators, products: list[tuple[int, int]], heads: int, key_width: int
+    operators: Operators, products: list[tuple[int, int]], heads: int, key_width: int, device: torch.device
 ) -> Iterable[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(operators.dtype)
+        return torch.randn(*shape, generator=generator).to(operators.dtype).to(device)
 
     for out_size, in_size in products:
         x, weight = random(ROWS, in_size), random(min(out_size, WIDEST), in_size).float()

@@ -54,10 +54,25 @@ def sample(
     divisor: torch.Tensor | float = 1.0
     if (temperature != 1.0).any():
         divisor = torch.from_numpy(np.where(temperature == 0.0, np.float32(1.0), temperature))[:, None]
-    logprobs = (operators or Exact()).log_softmax(logits_RV, divisor)
+    device = logits_RV.device
+    greedy = torch.from_numpy(temperature == 0.0).to(device) if (temperature == 0.0).any() else None
+    uniform_R = torch.from_numpy(uniform(seeds, positions)).to(device)
+    return drawn(logits_RV, divisor, uniform_R, greedy, operators or Exact())
+
+
+def drawn(
+    logits_RV: torch.Tensor,
+    divisor: torch.Tensor | float,
+    uniform_R: torch.Tensor,
+    greedy_R: torch.Tensor | None,
+    operators: Operators,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample`, of what it hands to the device: temperatures as a divisor [R, 1], of which 0 are 1 and `greedy_R`
+    (None: there are none), and numbers in [0, 1). All tensors on one device, which is not waited for."""
+    logprobs = operators.log_softmax(logits_RV, divisor)
     cumulative = logprobs.softmax(-1).cumsum(-1)  # softmax treats each row alone, which exp of them all does not
-    threshold = torch.from_numpy(uniform(seeds, positions)).to(logprobs.device)[:, None] * cumulative[:, -1:]
+    threshold = uniform_R[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logprobs.shape[-1] - 1)[:, 0]
-    if (temperature == 0.0).any():
-        tokens = torch.where(torch.from_numpy(temperature == 0.0).to(logprobs.device), logprobs.argmax(-1), tokens)
+    if greedy_R is not None:
+        tokens = torch.where(greedy_R, logprobs.argmax(-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]

@@ -16,6 +16,8 @@ from typing import Any
 
 PUBLISHED = "adapter_config"
 """The tensor of bytes beside a published adapter's A and B (`AdapterConfig.to_bytes`)."""
+BASE_CHANNEL = "base"
+"""The channel beside a policy's in which its base lies, for engines that have no checkpoint."""
 PREFIX = "base_model.model."
 """What PEFT puts before a base's names."""
 A, B = ".lora_A.weight", ".lora_B.weight"

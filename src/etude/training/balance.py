@@ -43,7 +43,9 @@ class Balance:
     def __init__(self, model: Transformer, *, speed: float) -> None:
         self._biases = biases(model) if speed else []
         self._speed, self._num_experts = speed, model.config.num_experts
-        self.load_LE = torch.zeros(len(self._biases), self._num_experts, dtype=torch.int64)
+        self.load_LE = torch.zeros(
+            len(self._biases), self._num_experts, dtype=torch.int64, device=model.embedding.device
+        )
 
     def count(self, live_NLK: torch.Tensor) -> None:
         """Count one forward's choices."""

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from etude.config import ranged
-from etude.numerics.config import ComputeDtype, Mode
+from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
 class LiveWeights(enum.StrEnum):
@@ -15,6 +15,13 @@ class LiveWeights(enum.StrEnum):
 
     BF16 = "bf16"  # the optimiser's float32 masters rounded to bf16: exactly the bytes that are published
     F32 = "f32"
+
+
+class OptimizerKind(enum.StrEnum):
+    """What makes a step of a gradient."""
+
+    ADAMW = "adamw"
+    MUON = "muon"  # matrices; AdamW for embedding, head, norms, routers: `training.muon`
 
 
 class PolicyLossKind(enum.StrEnum):
@@ -76,15 +83,44 @@ class LearnerConfig:
     correction_high: float | None = ranged(None, low=1.0)  # none: the correction's own; the cap of one that truncates
     weights: LiveWeights = LiveWeights.BF16
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # of activations; gradients add up in float32
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    ranks: int = ranged(1, low=1, high=65_536)  # processes that share the weights and the work
+    expert_parallel: int = ranged(1, low=1)  # of them, so many neighbours share the experts
+    context_parallel: int = ranged(1, low=1)  # and so many each text
+    device: str = "auto"  # of the weights and all that is computed with them; ranks of GPUs have one each
+    recompute: bool = False  # forward each layer again in the backward pass: less memory, a third more work
     lora_rank: int = ranged(0, low=0, high=4096)  # 0: all weights train; else adapters do, which want about 10 times lr
     lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)  # an adapter's product is multiplied by alpha / rank
     lora_on: LoraOn = LoraOn.ALL
 
     def __post_init__(self) -> None:
+        check_device(self.device)
+        for name in ("expert_parallel", "context_parallel"):
+            if self.ranks % getattr(self, name):
+                raise ValueError(
+                    f"ranks = {self.ranks} do not fill a mesh of {name} = {getattr(self, name)}: it must divide them"
+                )
+
+        if self.kl and self.context_parallel > 1:
+            raise ValueError("kl with context_parallel: the reference computes whole texts; set experience.kl instead")
         if self.lora_rank and self.balance_bias:
             raise ValueError(
                 f"lora_rank = {self.lora_rank} and balance_bias = {self.balance_bias}: adapters leave routers alone"
             )
+        if self.lora_rank and (self.ranks > 1 or self.optimizer is OptimizerKind.MUON):
+            raise ValueError(
+                f"lora_rank = {self.lora_rank} with ranks = {self.ranks} and optimizer = {str(self.optimizer)!r}: "
+                f"adapters train in one process, by adamw"
+            )
+
+    @property
+    def shares(self) -> int:
+        """In how many parts a batch is trained on at the same time: those of the ranks that have texts of their own.
+
+        >>> LearnerConfig(ranks=4, context_parallel=2).shares
+        2
+        """
+        return self.ranks // self.context_parallel
 
     def replays(self, mode: Mode) -> bool:
         """Whether routes are replayed, and so whether engines need send them.

@@ -41,11 +41,10 @@ def published(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[s
             tensors[name] = Tensor(name_of(str(view.dtype)), tuple(view.shape), codes)
             continue
         stored = LiveWeights.F32 if stays_float32(name) else weights
-        kind, (signed, unsigned) = _CODES[stored]
         storage, start = view.untyped_storage(), view.storage_offset()
         if storage.data_ptr() not in memory:
             whole = torch.empty(0, dtype=view.dtype, device=view.device).set_(storage)
-            memory[storage.data_ptr()] = whole.to(kind).view(signed).numpy(force=True).view(unsigned)
+            memory[storage.data_ptr()] = coded(whole, stored)
         own = memory[storage.data_ptr()][start : start + view.numel()]
         tensors[name] = Tensor(str(stored), tuple(view.shape), own)
     return tensors
@@ -54,3 +53,9 @@ def published(views: Mapping[str, torch.Tensor], weights: LiveWeights) -> dict[s
 def stored_dtype(weights: LiveWeights) -> torch.dtype:
     """Of what is published."""
     return _CODES[weights][0]
+
+
+def coded(values: torch.Tensor, stored: LiveWeights) -> Codes:
+    """The codes of some values, flat."""
+    kind, (signed, unsigned) = _CODES[stored]
+    return values.to(kind).view(signed).flatten().numpy(force=True).view(unsigned)

@@ -10,6 +10,7 @@ Everything here raises `NotFinite`. Knows nothing of who saves what is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -41,16 +42,21 @@ def check_sampled(samples: Sequence[Sample], rows: Rows, *, step: int) -> None:
 
 def check_logits(
     logits_RV: torch.Tensor,
-    again: Callable[[Watch], object],
+    again: Callable[[Watch], object] | None,
     rows_R: torch.Tensor | None = None,
     *,
     step: int,
     place: Callable[[int], str],
 ) -> None:
-    """What a forward gave; where that is not finite, `again` computes it once more, watched. `rows_R`: the tokens that
+    """What a forward gave; where that is not finite, `again` computes it once more, watched (None: it cannot be had
+    again, since other ranks take part in it). `rows_R`: the tokens that
     got logits (None: all). `place` tells a token in words."""
     if is_finite(logits_RV):
         return
+    if again is None:
+        row = int((~torch.isfinite(logits_RV)).any(-1).int().argmax())
+        facts = f"{described(logits_RV)}, the first in {place(row if rows_R is None else int(rows_R[row]))}"
+        raise NotFinite(f"the logits of step {step} are not finite", facts, hint=f"{HINT}; one rank tells the operator")
     where = origin(again)
     if where is None:
         facts = f"{described(logits_RV)}; computed again, all numbers are finite"
@@ -76,22 +82,31 @@ def check_loss(
     )
 
 
-def stepped(optimizer: AdamW, views: Views, *, lr: float, step: int) -> float:
-    """Apply the gradient; its norm. A gradient that is not finite changes nothing, and is named by `views`."""
+Agreed = Callable[[str], AbstractContextManager[None]]
+"""See `group.Group.agreed`."""
+
+
+def stepped(
+    optimizer: AdamW, views: Views, *, lr: float, step: int, agreed: Agreed = lambda what: nullcontext()
+) -> float:
+    """Apply the gradient; its norm. A gradient that is not finite changes nothing, and is named by `views`, by the rank
+    that has it to all of them."""
     try:
         norm = optimizer.step(lr)
     except NotFinite as error:
-        bad = not_finite(_gradients(optimizer, views()))
-        if not bad:  # its square overflows
-            raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None
-        first = list(bad)[-1]  # a backward pass goes from the last layer to the first
-        raise NotFinite(
-            f"the gradient of {first} is not finite at step {step}",
-            f"{bad[first]}; the backward pass came to it first, and spread it to {len(bad)} tensors in all",
-            hint=HINT,
-        ) from None
-    if not is_finite(optimizer.live):
-        check_weights(views(), f"after step {step}")
+        with agreed("gradient"):
+            bad = not_finite(_gradients(optimizer, views()))
+            if bad:
+                first = list(bad)[-1]  # a backward pass goes from the last layer to the first
+                raise NotFinite(
+                    f"the gradient of {first} is not finite at step {step}",
+                    f"{bad[first]}; the backward pass came to it first, and spread it to {len(bad)} tensors in all",
+                    hint=HINT,
+                ) from None
+        raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None  # its square does
+    with agreed("weights"):
+        if not is_finite(optimizer.live):
+            check_weights(views(), f"after step {step}")
     return norm
 
 
@@ -109,6 +124,8 @@ def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
 
 def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The gradient by the same names: laid out as the live weights are, whose views say where each lies."""
+    if optimizer.is_sharded:
+        return optimizer.named(optimizer.grad)
     return {
         name: optimizer.grad[view.storage_offset() : view.storage_offset() + view.numel()]
         for name, view in views.items()
@@ -118,6 +135,7 @@ def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str,
 
 def place_in(samples: Sequence[Sample], rows: Rows, token: int, *, after: int = 0) -> str:
     """A token of a forward in words; `after`: how much further the one that is meant lies in its rollout."""
+    token = token if rows.kept_N is None else int(rows.kept_N[token])
     ends = np.cumsum(rows.lengths)
     of = int(np.searchsorted(ends, token, side="right"))
     return f"rollout {samples[of].rollout_id} at position {token - int(ends[of]) + rows.lengths[of] + after}"

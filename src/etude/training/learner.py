@@ -10,7 +10,6 @@ Knows nothing of rollouts, rewards or engines: it reads `Batch`es and hands tens
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,32 +18,32 @@ from pathlib import Path
 import torch
 
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
-from etude.models.attention import Packed
-from etude.models.checkpoint import load_tensors, read_json, save_tensors, whole_directory
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
 from etude.numerics.config import Mode, NumericsConfig
 from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
+from etude.training.about import ABOUT, described, read_about
 from etude.training.balance import Balance
-from etude.training.config import CorrectionKind, LearnerConfig, LiveWeights, PolicyLossKind
+from etude.training.config import CorrectionKind, LearnerConfig, OptimizerKind, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
+from etude.training.group import ONE, Group, Rowwise
 from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
 from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_loss
+from etude.training.muon import Muon
 from etude.training.optimizer import AdamW
+from etude.training.packing import Cost, pack
 from etude.training.reference import Reference
-from etude.training.report import Tally
+from etude.training.report import Tally, merged
 from etude.training.routes import Replay
 from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
-from etude.training.trained import Trained, load_trained
+from etude.training.trained import Trained
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
-FORMAT = 1
 SAMPLED_ANEW = 64
-STATE, ABOUT = "learner.state", "learner.json"  # no *.safetensors: vLLM takes every such file for weights
 
 
 class TorchLearner:
@@ -54,7 +53,9 @@ class TorchLearner:
     rollouts were sampled with, since the ratio is of the distribution sampled from. `reference` is what
     `config.kl` is taken to. `numerics` is what the engines have, too: in exact mode the ratio on the learner's own
     weights must be 1, to the bit, or the step is refused (`refuse_mismatch` False, and native mode: it is reported);
-    in low precision what is published is packed (`models.packed`). `seed` keys what adapters begin with.
+    in low precision what is published is packed (`models.packed`). `seed` keys what adapters begin with. `group`: the
+    ranks that share the work, each with a learner of its own that is called alike (`training.sharded`); without one,
+    `config.ranks` are computed in turn.
     """
 
     step: int
@@ -74,13 +75,16 @@ class TorchLearner:
         numerics: NumericsConfig = NumericsConfig(),  # noqa: B008  frozen
         refuse_mismatch: bool = True,
         seed: int = 0,
+        group: Group = ONE,
     ) -> None:
+        self._group = group
         self.numerics, self._held_to_one = numerics, refuse_mismatch and numerics.mode is Mode.EXACT
         self.config, self.step, self.version, self._seed = config, 0, None, seed
         self._reference = reference if config.kl else None
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._publisher: Publisher | None = None
         self._offered: int | None = None  # the step of the version that is on its way
+        self._device = torch.device("cpu")
         self._trained: Trained | None = None
         self._optimizer: AdamW | None = None
 
@@ -117,45 +121,68 @@ class TorchLearner:
         the accumulated gradient is forgotten, since a part of this batch may be in it.
         """
         began = time.process_time()
-        tally = Tally()
+        shares = self.config.shares
+        tallies = [Tally() for _ in self._group.own(shares)]
         try:
             num_tokens = sum(forwarded(sample) for sample in batch.samples)
-            for samples in microbatches(batch.samples, budget_tokens=self.config.budget_tokens):
-                self._one(samples, batch.num_loss_tokens, num_tokens, tally)
+            for row in self._packed(batch.samples, shares):
+                self._row(row, batch.num_loss_tokens, num_tokens, tallies)
+            tally = merged([one for of in self._group.gathered(tallies) for one in of])
             if tally.num_replayed:
                 tally.live += self._live(batch)
         except Exception:
+            self._group.reset(self.model)
             self.optimizer.clear()
             self._balance.clear()
             raise
-        return tally.report(cpu_s=time.process_time() - began)
+        return tally.report(cpu_s=sum(self._group.gathered(time.process_time() - began)))
+
+    def _packed(self, samples: Sequence[Sample], shares: int) -> list[list[list[Sample]]]:
+        """Rows of what each share forwards at once."""
+        lengths, cost = [forwarded(sample) for sample in samples], Cost.by(self.model.config)
+        rows = pack(lengths, shares=shares, budget_tokens=self.config.budget_tokens, cost=cost)
+        return [[[samples[i] for i in one] for one in row] for row in rows]
+
+    def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, tallies: list[Tally]) -> None:
+        """One forward and backward pass of each share."""
+        own = self._group.own(len(row))
+        summed = Rowwise(self.optimizer.grad) if len(own) > 1 else None
+        for share, tally in zip(own, tallies, strict=True):
+            self._one(row[share], normaliser, num_tokens, tally)
+            if summed is not None:
+                summed.take()
+        if summed is not None:
+            summed.end()
 
     def _one(self, samples: Sequence[Sample], normaliser: float, num_tokens: int, tally: Tally) -> None:
-        rows = lay_flat(samples, self._replay())
-        check_sampled(samples, rows, step=self.step + 1)
-        done = self._run(rows)
-        check_logits(
-            done.logits,
-            functools.partial(self._run, rows),
-            rows.rows_R,
-            step=self.step + 1,
-            place=functools.partial(place_in, samples, rows),
-        )
-        logprobs_RV = self._logprobs(done.logits)
-        logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
-        log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
-        own_R = torch.tensor([self._is_fresh(sample) for sample in samples])[rows.sample_R]
-        fresh = self._fresh_ratio(samples, rows, log_ratio_R, own_R)
-        policy, corrected = self._policy_loss(logprobs_R, rows, own_R, normaliser)
-        loss = policy.loss
-        if self._reference is not None:
-            anchor_R = self._reference.logprobs(rows)
-            loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, corrected.weight_R, normaliser=normaliser)
-        if self.config.balance and done.balance is not None:
-            loss = loss + self.config.balance * done.balance * (len(rows.tokens_N) / num_tokens)
-        check_loss(loss, samples, rows, log_ratio_R, step=self.step + 1)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._balance.count(done.live)
+        group, step = self._group, self.step + 1
+        with group.agreed("samples"):
+            whole = lay_flat(samples, self._replay())
+            check_sampled(samples, whole, step=step)
+        rows = group.part(whole).to(self._device)
+        with group.waited("forward pass"):
+            done = self._run(rows)
+        with group.agreed("forward pass"):
+            again = functools.partial(self._run, rows) if group.size == 1 else None
+            place = functools.partial(place_in, samples, rows)
+            check_logits(done.logits, again, rows.rows_R, step=step, place=place)
+            logprobs_RV = self._logprobs(done.logits)
+            logprobs_R = logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
+            log_ratio_R = logprobs_R.detach() - rows.sampler_logprobs_R
+            own_R = rows.picked([self._is_fresh(sample) for sample in samples])
+            fresh = self._fresh_ratio(samples, rows, log_ratio_R, own_R)
+            policy, corrected = self._policy_loss(logprobs_R, rows, own_R, normaliser)
+            loss = policy.loss
+            if self._reference is not None:
+                anchor_R = self._reference.logprobs(rows)
+                loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, corrected.weight_R, normaliser=normaliser)
+            if self.config.balance and done.balance is not None:
+                loss = loss + self.config.balance * done.balance * (rows.num_tokens / num_tokens)
+            check_loss(loss, samples, rows, log_ratio_R, step=step)
+        with group.waited("backward pass"):
+            loss.backward()  # type: ignore[no-untyped-call]
+        if rows.num_tokens:
+            self._balance.count(done.live)
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
 
@@ -167,7 +194,7 @@ class TorchLearner:
     def _run(self, rows: Rows, watch: Watch = unwatched) -> Forward:
         return self.model.train().run(
             rows.tokens_N,
-            Packed(rows.lengths, self.model.operators),
+            self._group.cache(rows, self.model.operators),
             rows.routes_NLK,
             rows.rows_R,
             plausible=self.config.replay_plausible,
@@ -181,10 +208,10 @@ class TorchLearner:
         few = batch.samples[batch.step % SAMPLED_ANEW :: SAMPLED_ANEW] or batch.samples[:1]
         found = []
         for samples in microbatches(few, budget_tokens=self.config.budget_tokens):
-            rows = lay_flat(samples)
+            rows = self._group.part(lay_flat(samples)).to(self._device)
             logprobs_RV = self._logprobs(self._run(rows).logits)
             found.append(logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0] - rows.sampler_logprobs_R)
-        return found
+        return [one.cpu() for one in found]
 
     def _policy_loss(
         self, logprobs_R: torch.Tensor, rows: Rows, own_R: torch.Tensor, normaliser: float
@@ -216,6 +243,8 @@ class TorchLearner:
         self, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, own_R: torch.Tensor
     ) -> float | None:
         """max |r - 1| over the samples that the live weights themselves produced; None when there are none."""
+        if not bool(own_R.any()):
+            return None
         off = torch.where(own_R, torch.expm1(log_ratio_R).abs(), 0.0)
         worst = float(off.max())
         if worst > 0.0 and self._held_to_one:
@@ -225,7 +254,7 @@ class TorchLearner:
                 f"in exact mode it is 1 to the bit; step {self.step}, parity class {self.parity}",
                 hint="an engine holds other bytes or computes otherwise: etude parity finds the operator",
             )
-        return worst if bool(own_R.any()) else None
+        return worst
 
     def _is_fresh(self, sample: Sample) -> bool:
         """Whether the live weights sampled all of it. A step's number does not tell: a restarted learner may have other
@@ -254,8 +283,10 @@ class TorchLearner:
         lr = self.config.lr * rate(
             self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
         )
-        norm = stepped(self.optimizer, self.trained.views, lr=lr, step=self.step + 1)
+        with self._group.waited("optimiser step"):
+            norm = stepped(self.optimizer, self.trained.views, lr=lr, step=self.step + 1, agreed=self._group.agreed)
         self.trained.settle()
+        self._group.add(self._balance.load_LE)
         self._balance.move()
         self.step += 1
         return {"grad_norm": norm, "lr": lr}
@@ -263,7 +294,7 @@ class TorchLearner:
     @torch.no_grad()
     def probe(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities at temperature 1 that the live weights give a text's tokens, all but the first."""
-        tokens = torch.tensor(token_ids)
+        tokens = torch.tensor(token_ids, device=self._device)
         done: Forward = self.model.eval().run(tokens[:-1])
         logprobs_RV = self.model.operators.log_softmax(done.logits)
         return logprobs_RV.gather(1, tokens[1:, None])[:, 0].tolist()
@@ -308,6 +339,11 @@ class TorchLearner:
         self.version, self._offered = published.version, None  # in this order: see _is_fresh
         return published
 
+    @property
+    def is_publishing(self) -> bool:
+        """Whether a version is on its way, or has failed and nobody has been told."""
+        return self._offered is not None
+
     def close(self) -> None:
         """End publishing, once what was offered is published or has failed: whoever waits for it is told."""
         if self._publisher is not None:
@@ -321,13 +357,14 @@ class TorchLearner:
     def save(self, path: Path | str) -> None:
         """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient
         is not part of it. Raises `CheckpointError`, and `NotFinite` instead of saving weights that are none."""
-        check_weights(self.trained.views(), f"at step {self.step}")
-        version = None if self.version is None else [self.version.step, self.version.incarnation, self.version.digest]
-        about = {"format": FORMAT, "step": self.step, "version": version, "weights": str(self.config.weights)}
-        with whole_directory(path) as folder:
+        with self._group.agreed("weights"):
+            check_weights(self.trained.views(), f"at step {self.step}")
+        about = described(self.config, self.step, self.version)
+        with self._group.directory(Path(path)) as folder:
             self.trained.write(folder)
-            save_tensors(self.optimizer.state(), folder / STATE)
-            (folder / ABOUT).write_text(json.dumps(about) + "\n")
+            self._group.keep(folder, self.optimizer)
+            if self._group.rank == 0:
+                (folder / ABOUT).write_text(about)
 
     def load(self, path: Path | str) -> None:
         """Go on from what `save` left, or begin at step 0 from any Hugging Face directory. Raises `CheckpointError`,
@@ -335,35 +372,23 @@ class TorchLearner:
         path = Path(path)
         resumed, step, version = (path / ABOUT).is_file(), 0, None
         if resumed:
-            step, version = _read_about(path / ABOUT, self.config.weights)
-        operators = operators_for(self.numerics, getattr(torch, self.config.dtype))
-        trained = load_trained(
-            path, self.config, operators, quantise=self.numerics.quantise, seed=self._seed, resumed=resumed
-        )
-        optimizer = AdamW(trained.parameters_of, weights=self.config.weights, grad_clip=self.config.grad_clip)
+            step, version = read_about(path / ABOUT, self.config)
+        device = self._group.device(self.config.device)
+        operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
+        quantise, seed = self.numerics.quantise, self._seed
+        trained = self._group.load(path, self.config, operators, device, quantise=quantise, seed=seed, resumed=resumed)
+        optimizer = self._optimizer_of(trained)
         if resumed:
-            optimizer.restore(load_tensors(path / STATE))
+            self._group.restore(path, optimizer)
         trained.settle()
         self.close()
-        self._trained, self._optimizer = trained, optimizer
+        self._trained, self._optimizer, self._device = trained, optimizer, device
         self._balance = Balance(trained.model, speed=self.config.balance_bias)
         self.step, self.version = step, version
 
-
-def _read_about(path: Path, weights: LiveWeights) -> tuple[int, Version | None]:
-    about = read_json(path)
-    step, version = about.get("step"), about.get("version")
-    whole = isinstance(version, list) and [type(v) for v in version] == [int, str, str]
-    if about.get("format") != FORMAT or not isinstance(step, int) or not (version is None or whole):
-        raise CheckpointError(
-            f"{path} is damaged",
-            f"it holds {about}",
-            hint=f"delete {path.parent}: a resumed run goes on from the checkpoint before it",
+    def _optimizer_of(self, trained: Trained) -> AdamW:
+        make = functools.partial(Muon, between=self._group) if self.config.optimizer is OptimizerKind.MUON else AdamW
+        settings = self.config
+        return make(
+            trained.parameters_of, weights=settings.weights, grad_clip=settings.grad_clip, norm=self._group.norm
         )
-    if about.get("weights") != weights:
-        raise CheckpointError(
-            f"{path} is of a learner with weights = {about.get('weights')!r}",
-            f"this one has {str(weights)!r}",
-            hint="set learner.weights to the checkpoint's",
-        )
-    return step, Version(*version) if isinstance(version, list) else None

@@ -4,13 +4,18 @@ Rounding the live weights makes the learner forward with exactly the bytes it pu
 computes in float32 holds the same numbers. The masters keep what rounding would lose, so small updates add up.
 
 One vector for all weights and one for all gradients: a step is one fused pass over them however many tensors there are
-(1.6 ms at the laptop's size, where separate operations took 4.1), and data-parallel ranks exchange one buffer.
+(1.6 ms at the laptop's size, where separate operations took 4.1), and data-parallel ranks exchange one buffer. Of a
+model that FSDP2 has sharded the vectors hold this rank's rows, and are copied from its gradients and to its shards.
+
+The same numbers whoever holds which: the kernel computes the last few numbers of a vector by other instructions, with
+other bits, so vectors end in room that nobody reads; and the norm is a sum of rows that is rounded once.
 Knows nothing of losses or schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +23,15 @@ from torch.optim.adamw import adamw
 
 from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
+from etude.training.group import ONE
+
+ROOM = 64
+"""Vectors hold a multiple of so many numbers: more than any processor computes at once."""
 
 
 class AdamW:
-    """Decoupled weight decay (arXiv 1711.05101). Takes over the memory of the model's parameters and gradients.
+    """Decoupled weight decay (arXiv 1711.05101). Takes over the memory of the model's parameters and gradients, or of
+    what FSDP2 left of them on this rank. `norm`: see `group.Group.norm`.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> optimizer = AdamW(layer, weights=LiveWeights.F32)
@@ -41,36 +51,73 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
+        norm: Callable[[Sequence[float]], float] = ONE.norm,
     ) -> None:
         self.betas, self.eps, self.weight_decay, self.grad_clip = betas, eps, weight_decay, grad_clip
-        self.num_steps = 0
-        parameters = list(model.parameters())
-        self.live = torch.cat([p.detach().flatten() for p in parameters])
-        self.grad = torch.zeros_like(self.live)
-        sizes = [p.numel() for p in parameters]
-        for p, live, grad in zip(parameters, torch.split(self.live, sizes), torch.split(self.grad, sizes), strict=True):
-            p.data, p.grad = live.view_as(p), grad.view_as(p)
-        self.master = self.live if weights is LiveWeights.F32 else self.live.clone()
-        self.first, self.second = torch.zeros_like(self.live), torch.zeros_like(self.live)
+        self.num_steps, self._norm, self._model = 0, norm, model
+        self.parameters = dict(model.named_parameters())
+        self.turned = turned = tuple(self._turned_names(model))
+        self.shapes = {name: local(p).shape for name, p in self.parameters.items()}
+        self.places, self._turned, size = places(self.shapes, turned)
+        device = local(next(iter(self.parameters.values()))).device
+        self._live, self._grad, self._first = (_zeros(size, device) for _ in range(3))
+        self._second = _zeros(size - self._turned, device)
+        self._master = self._live if weights is LiveWeights.F32 else _zeros(size, device)
+        self.live, self.grad, self.first, self.master = (
+            whole[:size] for whole in (self._live, self._grad, self._first, self._master)
+        )
+        self.second = self._second[: size - self._turned]
+        self._take_over()
+        self.master.copy_(self.live)
         self._round()
+
+    def _turned_names(self, model: nn.Module) -> Sequence[str]:
+        """Parameters that another rule than AdamW's moves: their numbers come first, and have no second moment."""
+        return ()
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        for name, p in self.parameters.items():
+            live = self.live[self.places[name]].view(self.shapes[name])
+            live.copy_(local(p))
+            if not _is_sharded(p):
+                p.data, p.grad = live, self.grad[self.places[name]].view(self.shapes[name])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the vectors hold this rank's rows only."""
+        return any(map(_is_sharded, self.parameters.values()))
+
+    def named(self, vector: torch.Tensor, *, skipped: bool = False) -> dict[str, torch.Tensor]:
+        """A vector laid out as `live` is, parameter by parameter; `skipped`: as `second` is, where some have none."""
+        begin = self._turned if skipped else 0
+        return {
+            name: vector[place.start - begin : place.stop - begin].view(self.shapes[name])
+            for name, place in self.places.items()
+            if not (skipped and name in self.turned)
+        }
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
         """Apply the gradient and clear it; its norm before clipping. Raises `NotFinite` when that is none, and
         then changes nothing."""
-        norm = float(torch.linalg.vector_norm(self.grad))
+        self._collect()
+        norm = self._norm(_squares(self.named(self.grad).values()))
         if not norm < float("inf"):
             raise NotFinite(f"the gradient of step {self.num_steps + 1} is not finite", f"norm {norm}", hint="lower lr")
         self.num_steps += 1
+        divisor = norm / self.grad_clip if norm > self.grad_clip > 0 else None
+        self._turn(lr, divisor)
+        device, after = self.live.device, self._turned
         adamw(
-            [self.master],
-            [self.grad],
-            [self.first],
-            [self.second],
+            [self._master[after:]],
+            [self._grad[after:]],
+            [self._first[after:]],
+            [self._second],
             [],
-            [torch.tensor(self.num_steps - 1.0)],  # counted up by the kernel
+            [torch.tensor(self.num_steps - 1.0, device=device)],  # counted up by the kernel
             fused=True,
-            grad_scale=torch.tensor(norm / self.grad_clip) if norm > self.grad_clip > 0 else None,  # a divisor
+            grad_scale=None if divisor is None else torch.tensor(divisor, device=device),
             beta1=self.betas[0],
             beta2=self.betas[1],
             lr=lr,
@@ -80,12 +127,18 @@ class AdamW:
             maximize=False,
         )
         self._round()
-        self.grad.zero_()
+        self.clear()
         return norm
+
+    def _turn(self, lr: float, divisor: float | None) -> None:
+        """Move the masters of `_turned_names` by the gradient over `divisor`."""
 
     def clear(self) -> None:
         """Forget the accumulated gradient."""
         self.grad.zero_()
+        for p in self.parameters.values():
+            if _is_sharded(p):
+                p.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
         """What a checkpoint needs beside the model, as views; the accumulated gradient is not part of it."""
@@ -115,6 +168,57 @@ class AdamW:
                 hint="load a whole learner checkpoint, with the same `weights` setting",
             )
 
+    def _collect(self) -> None:
+        """Bring the gradients of shards into the vector."""
+        for name, p in self.parameters.items():
+            if _is_sharded(p):
+                own = self.grad[self.places[name]].view(self.shapes[name])
+                own.zero_() if p.grad is None else own.copy_(local(p.grad))
+
+    @torch.no_grad()
     def _round(self) -> None:
-        if self.master is not self.live:
+        """The masters' numbers as live weights, in the shards, too."""
+        if self._master is not self._live:
             self.live.copy_(self.master.bfloat16())
+        shards = [(name, p) for name, p in self.parameters.items() if _is_sharded(p)]
+        if shards:
+            self._model.reshard()  # type: ignore[operator]  # or the next forward would take what it has gathered
+        for name, p in shards:
+            local(p).copy_(self.live[self.places[name]].view(self.shapes[name]))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: all of one that is no `DTensor`."""
+    whole: Any = tensor
+    return whole.to_local() if _is_sharded(tensor) else tensor.detach()
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")  # torch.distributed need not be there
+
+
+def _zeros(size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(_whole(size), device=device)
+
+
+def _whole(size: int) -> int:
+    return -(-size // ROOM) * ROOM
+
+
+def places(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict[str, slice], int, int]:
+    """Where each parameter lies, those of `first` at the beginning; where the others begin; and the vector's length."""
+    found, at = {}, 0
+    for name in first:
+        found[name] = slice(at, at := at + shapes[name].numel())
+    at = begin = _whole(at)
+    for name in shapes:
+        if name not in found:
+            found[name] = slice(at, at := at + shapes[name].numel())
+    return {name: found[name] for name in shapes}, begin, at
+
+
+def _squares(gradients: Sequence[torch.Tensor] | Any) -> list[float]:
+    """Of each row of each gradient, the square of its norm: what ranks that have other rows can add up."""
+    rows = [torch.linalg.vector_norm(g.flatten(1), dim=1) if g.ndim > 1 else g.abs() for g in gradients if g.numel()]
+    squares: list[float] = torch.cat(rows).double().square_().tolist() if rows else []
+    return squares

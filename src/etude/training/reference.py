@@ -28,14 +28,18 @@ class Reference:
         temperature: float = 1.0,
         operators: Operators | None = None,
         budget_tokens: int = 8192,
+        device: torch.device | None = None,
     ) -> None:
-        self._model = load_model(checkpoint, operators=operators).eval()
+        self._device = device or torch.device("cpu")
+        self._model = load_model(checkpoint, operators=operators).eval().to(self._device)
         self._temperature, self._budget_tokens = temperature, budget_tokens
 
     @torch.no_grad()
     def logprobs(self, rows: Rows) -> torch.Tensor:
-        """Of each sampled token, [R] float32."""
-        logits, _ = self._model(rows.tokens_N, Packed(rows.lengths, self._model.operators), rows=rows.rows_R)
+        """Of each sampled token, [R] float32, where the rows are."""
+        logits, _ = self._model(
+            rows.tokens_N, Packed(rows.forwarded, self._model.operators, device=self._device), rows=rows.rows_R
+        )
         logprobs_RV = self._model.operators.log_softmax(logits, self._temperature)
         return logprobs_RV.gather(1, rows.targets_R[:, None])[:, 0]
 
@@ -43,9 +47,9 @@ class Reference:
         """Rollout id → Σ log π − log π_ref over its sampled tokens, π as the sampler logged it."""
         sums = {sample.rollout_id: 0.0 for sample in samples}
         for some in microbatches(samples, budget_tokens=self._budget_tokens):
-            rows = lay_flat(some)
-            k1_R = (rows.sampler_logprobs_R - self.logprobs(rows)).double()
-            per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R, k1_R)
+            rows = lay_flat(some).to(self._device)
+            k1_R = (rows.sampler_logprobs_R - self.logprobs(rows)).double().cpu()
+            per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R.cpu(), k1_R)
             for sample, total in zip(some, per_sample.tolist(), strict=True):
                 sums[sample.rollout_id] += total
         return sums

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -44,15 +45,17 @@ class Tally:
         fresh: float | None,
     ) -> None:
         """Count one microbatch."""
-        n = len(rows.tokens_N)
+        n = rows.num_tokens
+        if not n:  # forwarded for the sake of other ranks
+            return
         self.num_tokens += n
         self.loss += float(loss)
         self.balance += n * float(done.balance) if done.balance is not None else 0.0
         self.num_clipped += int(policy.clipped_R.sum())
         self.entropy += float(entropy_R.sum())
         self.fresh += [] if fresh is None else [fresh]
-        self.log_ratios.append(log_ratio_R)
-        self.corrected.append(corrected)
+        self.log_ratios.append(log_ratio_R.cpu())
+        self.corrected.append(Corrected(corrected.weight_R.cpu(), corrected.uncut_R.cpu()))
         if rows.routes_NLK is not None:
             self._count_routes(rows.routes_NLK, done)
 
@@ -95,3 +98,12 @@ class Tally:
             dropped_share=float((weight == 0).double().mean()),
             effective_share=effective_share(weight),
         )
+
+
+def merged(tallies: Sequence[Tally]) -> Tally:
+    """One tally of several shares', in their order."""
+    whole = Tally()
+    for one in tallies:
+        for each in fields(Tally):
+            setattr(whole, each.name, getattr(whole, each.name) + getattr(one, each.name))
+    return whole

@@ -7,7 +7,7 @@ after another without padding. Pure; knows nothing of the model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,49 @@ class Rows:
     sampler_logprobs_R: torch.Tensor  # float32
     advantages_R: torch.Tensor  # float32
     sample_R: torch.Tensor  # int64: index of the sample each row belongs to
+    kept_N: torch.Tensor | None = None  # int64: which of the paths' tokens are here, where ranks share them; None: all
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of paths: none in rows that are forwarded only because other ranks wait for this one."""
+        return len(self.tokens_N) if self.lengths else 0
+
+    @property
+    def forwarded(self) -> list[int]:
+        """Lengths of what is forwarded: one token, where there are no paths."""
+        return self.lengths or [1]
+
+    def picked(self, of_samples: Sequence[bool]) -> torch.Tensor:
+        """bool [R]: what is said of each row's sample."""
+        return torch.tensor(of_samples, dtype=torch.bool, device=self.sample_R.device)[self.sample_R]
+
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device."""
+        moved = {f.name: t.to(device) for f in fields(self) if isinstance(t := getattr(self, f.name), torch.Tensor)}
+        return replace(self, **moved)  # type: ignore[arg-type]  # each is a tensor
+
+    def of(self, kept_N: torch.Tensor) -> Rows:
+        """Those of some tokens, ascending; the paths' lengths stay."""
+        here = torch.zeros(len(self.tokens_N), dtype=torch.bool)
+        here[kept_N] = True
+        mine_R = here[self.rows_R]
+        return replace(
+            self,
+            tokens_N=self.tokens_N[kept_N],
+            routes_NLK=None if self.routes_NLK is None else self.routes_NLK[kept_N],
+            rows_R=torch.searchsorted(kept_N, self.rows_R[mine_R]),
+            targets_R=self.targets_R[mine_R],
+            sampler_logprobs_R=self.sampler_logprobs_R[mine_R],
+            advantages_R=self.advantages_R[mine_R],
+            sample_R=self.sample_R[mine_R],
+            kept_N=kept_N,
+        )
+
+
+def idle() -> Rows:
+    """One token without a row."""
+    whole, real = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    return Rows([], torch.zeros(1, dtype=torch.int64), None, whole, whole, real, real, whole)
 
 
 def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[list[Sample]]:
@@ -40,7 +83,9 @@ def microbatches(samples: Sequence[Sample], *, budget_tokens: int) -> Iterator[l
 
 def lay_flat(samples: Sequence[Sample], replay: Replay | None = None) -> Rows:
     """The rows of some samples. Raises `ValueError` for a path that begins with a sampled token, and `ParityError`
-    for routes that cannot be replayed."""
+    for routes that cannot be replayed. Without samples: `idle`."""
+    if not samples:
+        return idle()
     ends = [forwarded(sample) for sample in samples]
     starts = np.cumsum([0, *ends])
     paths = [sample.path for sample in samples]

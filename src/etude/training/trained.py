@@ -54,6 +54,10 @@ class Trained(Protocol):
         """What is published. Views of live memory may be among it."""
         ...
 
+    def base(self) -> dict[str, Tensor] | None:
+        """What an engine computes with beside what is published, frozen; None: nothing."""
+        ...
+
     def write(self, folder: Path) -> None:
         """A directory of it, beside which a learner's state goes."""
         ...
@@ -77,6 +81,9 @@ class Whole:
 
     def exported(self) -> dict[str, Tensor]:
         return export(self.model, self._weights, self._quantise)
+
+    def base(self) -> None:
+        """All is published."""
 
     def write(self, folder: Path) -> None:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)
@@ -102,16 +109,26 @@ class LowRank:
         config = np.frombuffer(self.adapters.config.to_bytes(), np.uint8).copy()
         return {**published(self.views(), self._weights), PUBLISHED: Tensor("u8", config.shape, config)}
 
+    def base(self) -> dict[str, Tensor]:
+        return published(self.adapters.base, self._weights)
+
     def write(self, folder: Path) -> None:
         kind = stored_dtype(self._weights)
         write_adapter(folder, self.views(), self.adapters.config, self._base, dtype=kind)
 
 
 def load_trained(
-    path: Path, config: LearnerConfig, operators: Operators, *, quantise: Quantise, seed: int, resumed: bool
+    path: Path,
+    config: LearnerConfig,
+    operators: Operators,
+    device: torch.device,
+    *,
+    quantise: Quantise,
+    seed: int,
+    resumed: bool,
 ) -> Trained:
-    """What trains of a checkpoint by a learner's settings: with `resumed` what a learner left there, else from its
-    start. Raises `CheckpointError`."""
+    """What trains of a checkpoint by a learner's settings, on a device: with `resumed` what a learner left there, else
+    from its start. Raises `CheckpointError`."""
     if resumed and (path / ADAPTER_CONFIG).is_file() != bool(config.lora_rank):
         was = "adapters" if not config.lora_rank else "all weights"
         raise CheckpointError(
@@ -120,10 +137,10 @@ def load_trained(
             hint="set learner.lora_rank to the checkpoint's, or begin a new run with `start`",
         )
     if not config.lora_rank:
-        model = load_model(path, operators=operators, held=torch.float32)
-        return Whole(model, config.weights, quantise, path)
+        model = load_model(path, operators=operators, held=torch.float32).to(device)
+        return Whole(recomputing(model, config.recompute), config.weights, quantise, path)
     base = next_base(path) if resumed else path
-    model = load_model(base, operators=Adapted(operators), held=torch.float32)
+    model = recomputing(load_model(base, operators=Adapted(operators), held=torch.float32), config.recompute)
     wanted = AdapterConfig(config.lora_rank, config.lora_alpha, chosen_modules(model, config.lora_on), "")
     if resumed:
         found, tensors = read_adapter(path)
@@ -135,6 +152,13 @@ def load_trained(
         rounded(model, kind)
         adapters.draw(seed)
     return LowRank(model, adapters, config.weights, base)
+
+
+def recomputing(model: Transformer, recompute: bool) -> Transformer:
+    """The model, whose blocks keep nothing for the backward pass where so told."""
+    for block in model.blocks:
+        block.recompute = recompute  # type: ignore[assignment]
+    return model
 
 
 def chosen_modules(model: Transformer, on: LoraOn) -> tuple[str, ...]:

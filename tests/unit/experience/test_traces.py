@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from etude.errors import LedgerError, StoreError
 from etude.experience import Finished, Group, Straggler, make_batch, read_trace, write_trace
-from etude.experience.traces import SCHEMA, read_index, read_rollout
+from etude.experience import traces as trace_module
+from etude.experience.traces import SCHEMA, read_index, read_rollout, trace_path
 from etude.records.rollout import Trace
 from etude.records.wire import pack
+from etude.stores import MemoryStore
 
 
 def recorded(tmp_path, kit, **options):
@@ -144,3 +146,18 @@ def test_a_full_disk_leaves_the_old_trace_whole(tmp_path, kit):
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     assert pack(read_trace(path).batch) == pack(batch)
+
+
+def test_a_trace_in_a_store_comes_back_as_from_a_folder_and_is_replaced_when_its_step_is_redone(kit):
+    store = MemoryStore()
+    for reward in (1.0, 0.5):
+        groups = [kit.group("g000000", [reward, 0.0])]
+        batch = make_batch(groups, batch_id="b000003", step=3, max_lag=9)
+        path = write_trace(store, batch, groups)
+        assert pack(read_trace(path).batch) == pack(batch)
+    assert trace_module.recorded(store) == [3]
+    assert read_index(trace_path(store, 3)).graded == {"g000000.0", "g000000.1"}
+    outcome, _ = read_rollout(trace_path(store, 3), "g000000.0")
+    assert outcome.reward == 0.5
+    with pytest.raises(LedgerError, match="no trace at batch-000004"):
+        read_trace(trace_path(store, 4))

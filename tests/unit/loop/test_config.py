@@ -174,3 +174,12 @@ def test_an_engine_that_cannot_compute_as_the_run_asks_is_refused(numerics: dict
         build(RunConfig, {"fleet": fleet, "numerics": numerics})
     assert hint in caught.value.hint
     assert build(RunConfig, {"fleet": fleet, "numerics": {"mode": "native"}}).max_running == 96
+
+
+def test_rollouts_under_way_follow_the_room_that_a_vllm_has_for_keys_and_values() -> None:
+    given = {"fleet": {"engines": ["reference", "vllm"]}, "numerics": {"mode": "native"}}
+    sizes = {"engine": {"max_sequences": 16, "context_tokens": 1024}}
+    assert build(RunConfig, given | sizes).own_contexts == 32
+    assert build(RunConfig, given | sizes | {"vllm": {"kv_tokens": 8 * 1024}}).own_contexts == 24
+    with pytest.raises(ConfigError, match=r"vllm.kv_tokens = 512 holds no whole context"):
+        build(RunConfig, given | sizes | {"vllm": {"kv_tokens": 512}})

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import Exit, InputError
-from etude.loop.preflight import check_start
+from etude.errors import ConfigError, Exit, InputError
+from etude.loop.preflight import check_experts, check_start
+from etude.models.config import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,11 @@ def test_a_start_of_another_architecture_is_a_setting_that_cannot_be(
         check_start(tmp_path, context_tokens=64)
     assert refused.value.exit_code == Exit.BAD_INPUT
     assert says in str(refused.value)
+
+
+def test_experts_that_ranks_cannot_share_are_refused() -> None:
+    check_experts(ModelConfig(num_experts=8), 4)
+    with pytest.raises(ConfigError, match="expert_parallel = 3") as refused:
+        check_experts(ModelConfig(num_experts=8), 3)
+    assert "8 experts" in str(refused.value)
+    assert "take a divisor" in str(refused.value)

@@ -103,6 +103,9 @@ class Following:
                     f"{self.engine.name} cannot come to the head", trouble, hint="see etude weights fsck"
                 )
             found = [one["prepared"] for one in states]
+            if not any(one["preparing"] for one in states):
+                what = f"{self.engine.name} finds nothing new in {self.place}"
+                raise WeightsError(what, "its pointer is at another version", hint="see etude weights log")
             if all(found):
                 if all(one == found[0] for one in found):
                     return

@@ -19,7 +19,15 @@ import numpy as np
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
 from etude.models.config import ModelConfig
-from etude.records.completion import Completion, CompletionRequest, StopReason, Version, VersionSpan, missing_route
+from etude.records.completion import (
+    Completion,
+    CompletionRequest,
+    StopReason,
+    Traffic,
+    Version,
+    VersionSpan,
+    missing_route,
+)
 from etude.records.wire import F32, I32, Routes
 
 LEAST_TEMPERATURE = 0.01
@@ -128,7 +136,7 @@ def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bo
     if native_routes and request.routes_from is not None:
         params["routed_experts_prompt_start"] = request.routes_from
     body: dict[str, Any] = {"request_id": name, "token_ids": prompt.tolist(), "sampling_params": params}
-    body |= {"cache_salt": salt, "stream": stream}
+    body |= {"cache_salt": salt, "stream": stream, "priority": int(request.traffic is not Traffic.PRODUCTION)}
     if stream:
         body["stream_options"] = {"include_usage": True}
     return msgspec.json.encode(body)

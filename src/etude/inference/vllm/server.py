@@ -81,7 +81,8 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
     )
     following = None
     if args.store is not None:
-        following = Following(engine, Head(open_store(args.store), "policy"), args.store, poll_s=args.poll_s)
+        head = Head(open_store(args.store), "policy")
+        following = Following(engine, head, args.store, poll_s=args.poll_s, telemetry=telemetry)
     failed: list[EtudeError] = []
     needs_routes = args.needs_routes and model.num_moe_layers > 0
     lifespan = _lifespan(vllm, engine, following, telemetry, failed, needs_routes=needs_routes)

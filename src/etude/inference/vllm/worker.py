@@ -32,11 +32,12 @@ class WorkerExtension(vllm_worker.WorkerExtension):
         return {} if self.rank else self.etude_routes.take(names)
 
     def etude_state(self) -> dict[str, Any]:
-        """The version that waits to be adopted, or `trouble`: what preparing it failed with, in its three parts."""
+        """The version that waits to be adopted; whether one is on its way; or `trouble`: what preparing it failed
+        with, in its three parts."""
         try:
-            return {"prepared": self.etude_prepared(), "trouble": ""}
+            return {"prepared": self.etude_prepared(), "preparing": self.etude_preparing(), "trouble": ""}
         except WeightsError as error:
-            return {"prepared": None, "trouble": str(error)}
+            return {"prepared": None, "preparing": False, "trouble": str(error)}
 
     def etude_swap(self) -> dict[str, Any]:
         """`etude_adopt`, and `trouble` where it failed."""

@@ -55,13 +55,15 @@ def path(out_size: int, in_size: int, *, turned: bool = False) -> Product:
 
 
 def tree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of a power of two of tensors: neighbours first. Of equal shares' trees it makes the whole's.
+    """The sum of tensors: neighbours first, an odd one out waits for the next round. Of equal shares' trees, a power of
+    two of them in each, it makes the whole's.
 
     >>> tree([torch.tensor(float(n)) for n in (1, 2, 3, 4)]).item()
     10.0
     """
     while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = [*pairs, *parts[2 * len(pairs) :]]
     return parts[0]
 
 

@@ -153,18 +153,24 @@ class Causal:
     _masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def __call__(
-        self, q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None
+        self,
+        q_HTA: torch.Tensor,
+        k_GTA: torch.Tensor,
+        v_GTC: torch.Tensor,
+        scale: float | None = None,
+        start: int = 0,
     ) -> torch.Tensor:
-        """o_HTC, of float32."""
+        """o_HTC, of float32. `start`: the first query's position; where that is a whole number of `CHUNK`s, its
+        bits are those that it has among all queries."""
         (heads, num, width), narrow = k_GTA.shape, k_GTA.shape[-1] - v_GTC.shape[-1]
         w = windows(heads, width)
         room = w.covering(num) - num
         k, v = F.pad(k_GTA, (0, 0, 0, room))[None], F.pad(v_GTC, (0, narrow, 0, room))[None]
         outs = []
-        for start, q in zip(range(0, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
-            rows, window = q.shape[1], w.covering(start + q.shape[1])
+        for first, q in zip(range(start, num, CHUNK), torch.split(q_HTA, CHUNK, 1), strict=True):
+            rows, window = q.shape[1], w.covering(first + q.shape[1])
             q = F.pad(q, (0, 0, 0, w.padded(rows) - rows)).contiguous()
-            mask = self._mask(start, window, q)[: q.shape[1]]
+            mask = self._mask(first, window, q)[: q.shape[1]]
             outs.append(w.attend(q[None], k[:, :, :window], v[:, :, :window], mask, scale)[0, :, :rows])
         return torch.cat(outs, 1)[..., : v_GTC.shape[-1]]
 

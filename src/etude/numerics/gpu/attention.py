@@ -105,7 +105,7 @@ def _attend(
     lse = q.new_empty(n, heads, dtype=torch.float32)
     sizes = _sizes(width, value_width, q.element_size())
     shared = v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and value_width == sizes["WIDE"]
-    tiles = _most_tiles(tokens, share, sizes["ROWS"])
+    tiles = tokens.most_tiles(sizes["ROWS"], share)
     spans = -(-kept.pages_SP.shape[1] * kept.page // sizes["SPAN"]) if sizes["SPAN"] else 1
     if spread is None:
         spread = tiles * key_heads < _FEW_PROGRAMS and kept.page != _WHOLE
@@ -114,7 +114,7 @@ def _attend(
     marks = lse.new_empty(2, spans, rows) if spread else None
     if n:
         programs.attend[(tiles, key_heads, spans if spread else 1)](
-            q, k, v, to, lse, marks, tokens.starts, queries.positions_S, _tiles(tokens, share, sizes["ROWS"]),
+            q, k, v, to, lse, marks, tokens.starts, queries.positions_S, tokens.tile_starts(sizes["ROWS"], share),
             kept.pages_SP, kept.pages_SP.shape[1], _base_2(scale, width), q.stride(0), q.stride(1),
             k.stride(0), k.stride(2), k.stride(1), v.stride(0), v.stride(2), v.stride(1), heads,
             tokens.num_groups, rows, LANES=power_of_two(tokens.num_groups), PAGE=kept.page, SHARE=share, SHARED=shared,
@@ -161,8 +161,8 @@ class _Packed(torch.autograd.Function):
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads)
         scale = _base_2(ctx.scale, width)
         if n:
-            programs.query_gradient[(_most_tiles(tokens, share, sizes["ROWS"]), key_heads)](
-                q, k, v, o, do, lse, delta, dq, tokens.starts, _tiles(tokens, share, sizes["ROWS"]), scale,
+            programs.query_gradient[(tokens.most_tiles(sizes["ROWS"], share), key_heads)](
+                q, k, v, o, do, lse, delta, dq, tokens.starts, tokens.tile_starts(sizes["ROWS"], share), scale,
                 *strides, tokens.num_groups, **common,
             )  # fmt: skip
             programs.key_gradient[(tokens.most_tiles(sizes["KEYS"]), key_heads)](
@@ -174,12 +174,3 @@ class _Packed(torch.autograd.Function):
 
 def _base_2(scale: float | None, width: int) -> float:
     return (width**-0.5 if scale is None else scale) * math.log2(math.e)
-
-
-def _tiles(tokens: Groups, share: int, tile_rows: int) -> torch.Tensor:
-    """First tile of each sequence, whose rows are its tokens times the heads that share keys."""
-    return Groups(tokens.starts * share, tokens.num_rows * share).tile_starts(tile_rows)
-
-
-def _most_tiles(tokens: Groups, share: int, tile_rows: int) -> int:
-    return Groups(tokens.starts, tokens.num_rows * share).most_tiles(tile_rows)

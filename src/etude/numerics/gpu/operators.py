@@ -6,16 +6,21 @@ and these programs, the same dtype. The class is not the CPU's: engine and learn
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+import triton
 
-from etude.numerics.gpu import products, routing, rows
+from etude.numerics.gpu import experts, products, routing, rows
 from etude.numerics.gpu.attention import attend_packed
 from etude.numerics.gpu.products import Groups
 from etude.numerics.gpu.tiles import tiles_of
-from etude.numerics.operators import Causal, Operators
+from etude.numerics.operators import Causal, Operators, PackedCausal
 
 
 class ExactGpu(Operators):
@@ -36,11 +41,15 @@ class ExactGpu(Operators):
     def exact(self) -> bool:
         return True
 
+    @property
+    def kernels(self) -> str:
+        return f"triton-{triton.__version__} {_digest_of_programs()}"
+
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return products.linear(x_NI, weight_OI, degree=self.degree)
 
     def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        starts = torch.tensor([0, *accumulate(rows)], dtype=torch.int32, device=x_SI.device)
+        starts = torch.tensor([0, *accumulate(rows)], dtype=torch.int32).to(x_SI.device)
         _, outs, ins = weight_EOI.shape
         tiles = tiles_of(outs, ins, x_SI.element_size(), grouped=True, degree=self.degree)
         return products.multiply(x_SI, weight_EOI, tiles, groups=Groups(starts, len(x_SI)))
@@ -81,6 +90,20 @@ class ExactGpu(Operators):
     def causal(self) -> Causal:
         return _causal
 
+    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device)
+        return functools.partial(_packed, Groups(starts, sum(lengths)))
+
+    def mixture(
+        self,
+        x_ND: torch.Tensor,
+        gates_NK: torch.Tensor,
+        experts_NK: torch.Tensor,
+        gate_up_E2FD: torch.Tensor,
+        down_EDF: torch.Tensor,
+    ) -> torch.Tensor:
+        return experts.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF, degree=self.degree)
+
     def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         """float32, not rounded."""
         return self.router_scores(x_RD, weight_VD)
@@ -91,7 +114,26 @@ class ExactGpu(Operators):
         return rows.log_softmax(logits_RV)
 
 
-def _causal(q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    whole = Groups(torch.tensor([0, q_HTA.shape[1]], dtype=torch.int32, device=q_HTA.device), q_HTA.shape[1])
+@functools.cache
+def _digest_of_programs() -> str:
+    """Of the sources that make the bits: equal ones compile to equal programs with one Triton for one chip."""
+    folder, digest = Path(__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _packed(
+    tokens: Groups, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
+    return attend_packed(q_NHA, k_NGA, v_NGC, tokens, scale)
+
+
+def _causal(
+    q_HTA: torch.Tensor, k_GTA: torch.Tensor, v_GTC: torch.Tensor, scale: float | None = None, start: int = 0
+) -> torch.Tensor:
+    if start:  # the kernel wants a query for each key
+        return _causal(F.pad(q_HTA, (0, 0, start, 0)), k_GTA, v_GTC, scale)[:, start:]
+    whole = Groups(torch.tensor([0, q_HTA.shape[1]], dtype=torch.int32).to(q_HTA.device), q_HTA.shape[1])
     q, k, v = (t.transpose(0, 1) for t in (q_HTA, k_GTA, v_GTC))
     return attend_packed(q, k, v, whole, scale).transpose(0, 1)

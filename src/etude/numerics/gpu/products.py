@@ -7,7 +7,7 @@ E experts, S rows sorted by expert, P partial sums.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,19 +29,24 @@ class Groups:
 
     starts: torch.Tensor  # int32 [E + 1]: rows [starts[e], starts[e+1]) are expert e's
     num_rows: int
+    _tile_starts: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # shared by a forward's layers
 
     @property
     def num_groups(self) -> int:
         return len(self.starts) - 1
 
-    def tile_starts(self, tile_rows: int) -> torch.Tensor:
-        """int32 [E + 1]: an expert's first tile."""
-        tiles = (self.starts.diff() + tile_rows - 1) // tile_rows
-        return torch.nn.functional.pad(tiles.cumsum(0), (1, 0)).to(torch.int32)
+    def tile_starts(self, tile_rows: int, share: int = 1) -> torch.Tensor:
+        """int32 [E + 1]: an expert's first tile, where each row counts as `share` rows."""
+        if (tile_rows, share) not in self._tile_starts:
+            tiles = (self.starts.diff() * share + tile_rows - 1) // tile_rows
+            first = torch.nn.functional.pad(tiles.cumsum(0), (1, 0)).to(torch.int32)
+            self._tile_starts[tile_rows, share] = first
+        return self._tile_starts[tile_rows, share]
 
-    def most_tiles(self, tile_rows: int) -> int:
+    def most_tiles(self, tile_rows: int, share: int = 1) -> int:
         """No fewer than there are, known without asking the device."""
-        return self.num_rows // tile_rows + min(self.num_groups, self.num_rows)
+        rows = self.num_rows * share
+        return rows // tile_rows + min(self.num_groups, rows)
 
 
 def multiply(

@@ -56,6 +56,10 @@ class Quantised(Operators):
     def weights(self, weight: torch.Tensor) -> torch.Tensor:
         return _round(weight, self.format, True) if self.rounds_weights else weight
 
+    def mixture(self, *_: torch.Tensor) -> torch.Tensor | None:
+        """None: what `inner` does in one rounds nothing between its products."""
+        return None
+
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return self.inner.linear(self.taken(x_NI), self.weights(weight_OI))
 

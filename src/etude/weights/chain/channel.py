@@ -303,6 +303,13 @@ def _beyond(head: Head, known: Sequence[tuple[Ref, Manifest]]) -> Head:
     return replace(head, generation=generation, serial=max((manifest.serial for _, manifest in known), default=0))
 
 
+def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Have the head of a channel be these tensors, which others may have published before. Raises as `publish` does."""
+    pointer = history.head(store, name)
+    if pointer is None or pointer.head.version.digest != table_digest(table(tensors)):
+        Channel(store, name).publish(tensors, step=0, parent=None, rollout_ids=())
+
+
 def _where(store: BlobStore, key: str) -> str:
     """What a pointer names, for an error."""
     try:

@@ -71,6 +71,10 @@ class WorkerExtension:
         swap = _of(self).prepared()
         return None if swap is None else _told(swap.version)
 
+    def etude_preparing(self) -> bool:
+        """Whether `etude_prepare` has something under way, or something that waits."""
+        return _of(self).preparing
+
     def etude_adopt(self) -> dict[str, Any]:
         """Write what was prepared: its `version`, and `pause_s`, in which nothing else ran. Raises `WeightsError` when
         nothing waits, or when it was not adopted: its facts say whether the weights are what they were (the first
@@ -125,6 +129,10 @@ class _Following:
                 return
             self._forget()
         self._preparing = self._thread.submit(self._prepare, version)
+
+    @property
+    def preparing(self) -> bool:
+        return self._preparing is not None
 
     def prepared(self) -> Swap | None:
         preparing = self._preparing

@@ -124,6 +124,16 @@ class ShardedChannel:
         if exchange.rank == 0:
             self._leader = _Leader(store, exchange, self._writer, name, incarnation, signer=signer, anchors=anchors)
 
+    @property
+    def mended(self) -> str:
+        """As `Channel.mended`, on rank 0; elsewhere nothing."""
+        return self._leader.mended if self._leader is not None else ""
+
+    @mended.setter
+    def mended(self, told: str) -> None:
+        if self._leader is not None:
+            self._leader.mended = told
+
     def publish(
         self,
         tensors: Mapping[str, Tensor],

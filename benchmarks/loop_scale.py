@@ -1,0 +1,187 @@
+"""One, four and sixteen times the groups a step: does the loop keep up, and what does it hold in memory?
+
+The real conductor, window, ledger (both kinds), traces and channel of weights; rollouts, grades and steps are stood in
+for: a rollout is a wait of .5 to 1.5 s drawn by its seed and 200 tokens, a step is a wait of `STEP_S`. As many run at
+once as the groups ask for, so with sixteen times the groups there should be sixteen times the rollouts a second: what
+is missing is what the conductor costs. Each case has a process of its own; the audit ends each.
+`python -m benchmarks.loop_scale [--scales 1 4 16] [--kinds sqlite postgres] [--steps 6]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from tests.small_rollouts import chain
+
+from benchmarks.ledger import memory, place_of
+from benchmarks.report import report
+from etude.config import build, to_toml
+from etude.dashboard.plot import WIDE, Series, alone, line_chart
+from etude.experience import audit
+from etude.loop.conductor import Conductor
+from etude.loop.config import RunConfig
+from etude.records import Graded, Outcome, Rollout, RolloutSpec, Task
+from etude.records.rollout import Ending
+from etude.records.task import Split, Trust
+from etude.run import RunFolder
+from etude.stores import DirectoryStore
+from etude.telemetry import Telemetry, read_events
+from etude.testing import FakeLearner
+from etude.weights.chain.channel import Channel
+from etude.weights.chain.steps import Steps
+from etude.weights.tensors import Tensor
+
+GROUPS, SIBLINGS, A_ROLLOUT_S, STEP_S, WARM_STEPS = 16, 8, 1.0, 1.0, 2
+PICTURE = Path(__file__).parents[1] / "docs" / "concepts" / "loop-scale.svg"
+
+
+class Tasks:
+    """Endless tasks of one kind."""
+
+    def size(self, split: Split) -> int | None:
+        return None
+
+    def task(self, split: Split, index: int) -> Task:
+        return Task(source="s", split=split, index=index, family="f", instruction="i", files={}, exports=())
+
+
+class Learner:
+    """Waits where a learner computes; publishes a version of two numbers."""
+
+    name = "learner"
+
+    def __init__(self, run: RunFolder) -> None:
+        self.lost, self._made, self._version = asyncio.Event(), FakeLearner(), None
+        self._channel, self._offered = Channel(DirectoryStore(run / "weights")), ()
+
+    async def call(self, method: str, kind: type, *args: Any, deadline_s: float) -> Any:
+        if method == "forward_backward":
+            await asyncio.sleep(STEP_S)
+            self._made.batches.clear()
+        if method in ("forward_backward", "optim_step", "save"):
+            return getattr(self._made, method)(*args)
+        if method == "offer":
+            self._offered = args[0]
+        if method == "published":
+            weights = {"w": Tensor("bf16", (2,), np.array([self._made.step, 1], np.uint16))}
+            done = self._channel.publish(weights, step=self._made.step, parent=self._version, rollout_ids=self._offered)
+            self._version = done.version
+            return done
+        return {"begin": 0, "parity": "", "probe": [], "computed": ({}, {})}.get(method)
+
+
+class Crew:
+    """Workers that wait, graders that draw."""
+
+    def __init__(self, run: RunFolder, config: RunConfig) -> None:
+        self.config, self.engines, self._learner = config, dict[str, Any](), Learner(run)
+        self.learners = SimpleNamespace(pick=self._pick)
+
+    async def _pick(self, *, deadline_s: float) -> Learner:
+        return self._learner
+
+    async def rollout(self, spec: RolloutSpec) -> Rollout:
+        await asyncio.sleep(A_ROLLOUT_S * random.Random(spec.seed).uniform(0.5, 1.5))
+        return Rollout(
+            rollout_id=spec.rollout_id,
+            group_id=spec.group_id,
+            attempt=spec.attempt,
+            task=spec.task,
+            trace=chain([(spec.min_step, 100)], [(spec.min_step, 94)]),
+            ending=Ending.SUBMITTED,
+            exports={},
+            wall_s=1.0,
+            tool_s=0.0,
+        )
+
+    async def grade(self, rollout: Rollout) -> Outcome:
+        reward = float(random.Random(rollout.rollout_id).random() < 0.5)
+        return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="drawn")
+
+
+def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
+    """One run to its end."""
+    room = scale * GROUPS * SIBLINGS  # places to run: three quarters of the slots that two engines have
+    raw = {
+        "experience": {"groups_per_step": scale * GROUPS, "group_size": SIBLINGS, "ledger": place, "max_lag": 1},
+        "engine": {"max_sequences": room * 2 // 3},
+        "rl": {"steps": steps, "checkpoint_every": steps},
+        "evals": {"every": steps},
+    }
+    config = build(RunConfig, raw)
+    run = RunFolder.create(folder / "run", config_toml=to_toml(config), seed=0)
+    telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
+    crew, chat = Crew(run, config), SimpleNamespace(vocab_size=256)
+    conductor = Conductor(run, config, telemetry, crew, Tasks(), chat)  # type: ignore[arg-type]
+    cpu = time.process_time()
+    asyncio.run(conductor.reinforce())
+    cpu_s = time.process_time() - cpu
+    telemetry.close()
+    done = [event["t"] for event in read_events(run / "events") if event["kind"] == "rl.step"]
+    audit(conductor.ledger, run / "traces", Steps(DirectoryStore(run / "weights"))).require_sound()
+    total = conductor.ledger.count()
+    conductor.ledger.close()
+    wall_s = done[-1] - done[WARM_STEPS - 1]
+    a_step = scale * GROUPS * SIBLINGS
+    file = run / "ledger.sqlite"
+    return {
+        "rollouts_a_s": round((len(done) - WARM_STEPS) * a_step / wall_s, 1),
+        "step_s": round(wall_s / (len(done) - WARM_STEPS), 2),
+        "conductor_cpu_ms_a_rollout": round(1e3 * cpu_s / total, 3),
+        "ledger_bytes_a_rollout": round(file.stat().st_size / total) if file.exists() else None,
+        "rollouts": total,
+        **memory(),
+    }
+
+
+def measured(kind: str, scale: int, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="etude-scale-") as scratch:
+        with place_of(kind, Path(scratch)) if kind != "sqlite" else nullcontext("") as place:
+            argv = [sys.executable, "-m", "benchmarks.loop_scale", "--child", place.partition("#")[0], scratch]
+            argv += ["--scales", str(scale), "--steps", str(steps)]
+            done = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
+        return {"scale": scale, "groups": scale * GROUPS, **json.loads(done.stdout)}
+
+
+def picture(kinds: dict[str, list[dict[str, Any]]]) -> str:
+    """Rollouts a second by groups a step, beside what they would be if nothing cost anything more."""
+    series = [
+        Series(f"{kind}: {rows[-1]['peak_mb']:.0f} MB at the most", [(r["groups"], r["rollouts_a_s"]) for r in rows], i)
+        for i, (kind, rows) in enumerate(kinds.items(), 1)
+    ]
+    rows = next(iter(kinds.values()))
+    ideal = [(r["groups"], rows[0]["rollouts_a_s"] * r["scale"]) for r in rows]
+    series.append(Series("in proportion", ideal, len(series) + 1))
+    chart = line_chart(series, title="rollouts a second by groups a step", x_label="groups a step", frame=WIDE)
+    return alone(chart, [(one.label, one.colour) for one in series], x=100, y=40)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scales", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--kinds", nargs="+", default=["sqlite", "postgres"])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(played(args.child[0], args.scales[0], args.steps, Path(args.child[1]))))
+        return
+    kinds = {kind: [measured(kind, scale, args.steps) for scale in args.scales] for kind in args.kinds}
+    PICTURE.write_text(picture(kinds), encoding="utf-8")
+    report("loop_scale", {"steps": args.steps, "a_rollout_s": A_ROLLOUT_S, "step_s": STEP_S, "kinds": kinds})
+
+
+if __name__ == "__main__":
+    main()

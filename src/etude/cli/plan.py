@@ -1,0 +1,174 @@
+"""``etude plan``: what a config would need and take, on hardware that is named or measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from etude.cli.places import console, open_run
+from etude.config import build, load, overridden, to_toml
+from etude.errors import CheckpointError, EtudeError, NoCheckpoint
+from etude.loop.config import RunConfig
+from etude.loop.measured import Steps
+from etude.models.config import ModelConfig
+from etude.plan import Device, Layout, Measured, Plan, Shape, device, plan
+
+CALIBRATE_S = 300.0
+
+
+def planned(args: argparse.Namespace) -> int:
+    """Print a plan; with --against also what a run measured, and how far the plan is off."""
+    config = _config(args)
+    model = _model(config)
+    run = open_run(args.against) if args.against is not None else None
+    steps = Steps.read(run, config) if run is not None else None
+    hardware = _calibrated(config) if args.hardware == "cpu" else device(args.hardware)
+    if args.dollars_an_hour is not None:
+        hardware = replace(hardware, dollars_h=args.dollars_an_hour)
+    shape, layout = _shape(args, config, steps), _layout(args, config, steps)
+    found = plan(model, shape, layout, hardware)
+    cores = hardware.cores if isinstance(hardware, Measured) else 0
+    beside = steps.beside(found, cores) if steps is not None and cores else {}
+    if args.json:
+        told = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
+        print(json.dumps({**told, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
+        return 0
+    screen = console()
+    screen.print(_table(found, shape, layout, hardware))
+    if beside:
+        screen.print(_compared(beside))
+    return 0
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    if args.config.is_dir():
+        if not (args.config / "config.json").is_file():
+            raise NoCheckpoint(f"{args.config} is no checkpoint", "no config.json", hint="give a config.toml or one")
+        return build(RunConfig, {**overridden(args.set), "start": str(args.config)})
+    return load(args.config, RunConfig, args.set)
+
+
+def _model(config: RunConfig) -> ModelConfig:
+    """The sizes of the model that is trained: of the start's config.json, where there is one."""
+    if config.start is None:
+        return config.model
+    path = config.start / "config.json"
+    try:
+        return ModelConfig.from_hf(json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read", str(error), hint="give a checkpoint directory") from None
+
+
+def _shape(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> Shape:
+    """As given; else as the run's; else from the harness's limits: half of its turns and of its context."""
+    limits = config.harness
+    turns = limits.max_turns / 2
+    sampled = min(turns * limits.turn_tokens, limits.context_tokens / 4)
+    guess = Shape(
+        groups=config.experience.groups_per_step,
+        group_size=config.experience.group_size,
+        turns=turns,
+        prompt_tokens=limits.context_tokens / 2 - sampled,
+        sampled_tokens=sampled,
+        tool_tokens=0.0,
+    )
+    given = {name: getattr(args, name) for name in ("turns", "prompt_tokens", "sampled_tokens", "tool_tokens")}
+    given |= {name: getattr(args, name) for name in ("tool_s", "signal_share", "solved_share")}
+    shape = steps.shape if steps is not None else guess
+    return replace(shape, **{name: value for name, value in given.items() if value is not None})
+
+
+def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> Layout:
+    engines = len(config.fleet.engines) if args.engines is None else args.engines
+    changed = args.changed_share
+    if changed is None:
+        changed = steps.changed_share if steps is not None else Layout.changed_share
+    return Layout(
+        learner_ranks=args.learner_ranks,
+        engines=engines,
+        engine_ranks=args.engine_ranks,
+        max_sequences=config.engine.max_sequences,
+        context_tokens=config.engine.context_tokens,
+        max_lag=config.experience.max_lag,
+        max_running=max(1, engines * config.engine.max_sequences * 3 // 4),
+        budget_tokens=config.learner.budget_tokens,
+        link_bytes_s=args.link_gbits * 1.25e8,
+        changed_share=changed,
+        evaluated=steps.evaluated if steps is not None else config.evals.during_tasks / config.evals.every,
+        dtype_bytes=4 if config.engine.dtype == "float32" else 2,
+    )
+
+
+def _calibrated(config: RunConfig) -> Measured:
+    """Constants of this machine, measured by a program of its own: it loads torch."""
+    with tempfile.TemporaryDirectory(prefix="etude-plan-") as scratch:
+        path = Path(scratch) / "config.toml"
+        path.write_text(to_toml(config))
+        print("measuring this machine, some ten seconds", file=sys.stderr)
+        argv = [sys.executable, "-m", "etude.loop.calibrating", "--config", str(path)]
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=CALIBRATE_S)
+        except subprocess.TimeoutExpired:
+            raise EtudeError(
+                f"waited {CALIBRATE_S:g} s for this machine to be measured", hint="name hardware: --hardware h200"
+            ) from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise EtudeError("this machine could not be measured", last, hint="name hardware: --hardware h200")
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measured) -> Table:
+    on_cpu = isinstance(hardware, Measured)
+    work = "CPU seconds" if on_cpu else "device seconds"
+    engines = "CPU seconds, all" if on_cpu else f"{layout.engines} of {layout.engine_ranks} device(s)"
+    batch = "an engine" if on_cpu else f"an engine; arithmetic bounds it from {found.critical_batch:.0f} on"
+    sync = f"{found.sync_bytes / 1e6:,.1f} MB, {layout.changed_share:.0%} of the weights changed"
+    rollout = f"{shape.turns:.1f} turns, {shape.context:.0f} tokens, {shape.sampled_tokens:.0f} of them sampled"
+    price = f"${hardware.dollars_h:g} an hour and {'machine' if on_cpu else 'device'}"
+    table = Table("what", "planned", "of")
+    table.add_row("step", _seconds(found.step_s), f"bound by {found.bound_by}; {shape.rollouts} rollouts")
+    table.add_row("learner", _seconds(found.learner_s), f"{layout.learner_ranks} rank(s)")
+    table.add_row("engines", _seconds(found.engines_s), engines)
+    if on_cpu:
+        table.add_row("machines", _seconds(found.machines_s), "CPU seconds: worker, grader, conductor")
+    table.add_row("one rollout", _seconds(found.rollout_s), rollout)
+    table.add_row("a version to every engine", _seconds(found.sync_s), sync)
+    table.add_row("inference : training", f"{found.inference_to_training:.2f} : 1", work)
+    table.add_row("decoded together", f"{found.batch:.0f}", batch)
+    table.add_row("decoding", f"{found.decode_tokens_s:,.0f} tokens/s", "an engine")
+    table.add_row("memory, learner's rank", _bytes(found.learner_memory.total), _memory(found.learner_memory))
+    table.add_row("memory, engine's device", _bytes(found.engine_memory.total), _memory(found.engine_memory))
+    table.add_row("a step", f"${found.step_dollars:.4f}", price)
+    table.add_row("a million sampled tokens", f"${found.million_tokens_dollars:.2f}", "training and tools among it")
+    return table
+
+
+def _compared(beside: dict[str, tuple[float, float]]) -> Table:
+    table = Table("of a step", "planned", "measured", "off")
+    for name, (planned_, measured) in beside.items():
+        off = f"{planned_ / measured - 1:+.0%}" if measured else ""
+        table.add_row(name, f"{planned_:,.4g}", f"{measured:,.4g}", off)
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 10 else f"{1e3 * value:,.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e9:,.1f} GB" if value >= 1e8 else f"{value / 1e6:,.1f} MB"
+
+
+def _memory(memory: Any) -> str:
+    parts = {name: getattr(memory, name) for name in ("weights", "optimiser", "activations", "cache")}
+    told = ", ".join(f"{name} {_bytes(value)}" for name, value in parts.items() if value)
+    return f"{told}; {'fits' if memory.fits else 'does NOT fit'} into {_bytes(memory.room)}"

@@ -1,0 +1,139 @@
+"""Keys and values of every slot in a device's memory, and attention over them in one kernel a layer.
+
+Per layer one tensor for keys and one for values, ``[S, C, G, A]``: a slot's positions are rows, so that a step writes
+its rows by one copy, and a slot is a sequence of a ragged whole (`numerics.varlen`) or one long page (`numerics.gpu`).
+A step, whatever its mix of decoding rows and chunks of prompts, is one call a layer that reads what each sequence has
+kept and no more. Which kernel: our own Triton program, which has one order of sums, in exact mode and for what the
+vendor's does not take (float32, latents, whose keys are wide and hold their values); else the vendor's.
+
+The last slot is nobody's: rows that fill a batch up to a size write there and see one key.
+
+Shapes: N tokens of a step, S slots, B sequences of a step, H query heads, G key/value heads, C positions a slot, A key
+width, Z value width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from etude.errors import ConfigError
+from etude.inference.kv import I64, Span
+from etude.models import ModelConfig
+from etude.numerics import varlen
+from etude.numerics.operators import Operators
+
+Attend = Callable[..., torch.Tensor]
+"""(q_NHA, keys_SCGA, values_SCGZ, scale or None) -> o_NHZ"""
+
+
+class DeviceMemory:
+    """The memory: allocated once, all of it. Raises `ConfigError` where the device has too little."""
+
+    def __init__(
+        self, sizes: ModelConfig, operators: Operators, *, num_slots: int, context_tokens: int, device: torch.device
+    ) -> None:
+        kept, dtype = sizes.kept, operators.held
+        self.device, self.num_slots, self.length, self.shared = device, num_slots + 1, context_tokens, kept.shared
+        self.vendor = not (operators.exact or kept.shared) and varlen.suits(device, dtype, kept.key_width)
+        widths = [kept.key_width] if kept.shared else [kept.key_width, kept.value_width]
+        rows = sizes.num_layers * self.num_slots * context_tokens * kept.heads
+        self.num_bytes = rows * sum(widths) * dtype.itemsize
+        shape = (self.num_slots, context_tokens, kept.heads)
+        try:
+            made = [
+                [torch.zeros(*shape, width, dtype=dtype, device=device) for _ in range(sizes.num_layers)]
+                for width in widths
+            ]
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"{num_slots} slots of {context_tokens} tokens take {self.num_bytes / 1e9:.1f} GB on {device}",
+                str(error).partition(". ")[0],
+                hint="lower engine.max_sequences or engine.context_tokens",
+            ) from None
+        self.keys = made[0]
+        self.values = [keys[..., : kept.value_width] for keys in self.keys] if kept.shared else made[1]
+
+    def step(self, decode_slots: I64, decode_positions: I64, chunks: list[Span]) -> DeviceStep:
+        """The cache of one forward: `decode` rows first, then the chunks, in order. Sends a few numbers a row."""
+        counts = [1] * len(decode_slots) + [c.stop - c.start for c in chunks]
+        slots_B = np.concatenate([decode_slots, np.array([c.slot for c in chunks], np.int64)])
+        firsts_B = np.concatenate([decode_positions, np.array([c.start for c in chunks], np.int64)])
+        within_N = np.concatenate([np.arange(n) for n in counts])
+        stops_B = firsts_B + np.array(counts, np.int64)
+        rows = torch.from_numpy(np.stack([slots_B.repeat(counts), firsts_B.repeat(counts) + within_N]))
+        told = torch.from_numpy(np.stack([slots_B, firsts_B, stops_B]))
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(self.device)
+        slots_N, positions_N = rows.to(self.device).unbind()
+        slots, firsts, stops = told.to(self.device).unbind()
+        sequences = Sequences(starts, slots, firsts, stops, longest=max(counts))
+        return DeviceStep(self, slots_N, positions_N, sequences)
+
+    def decoding(self, slots_B: torch.Tensor, positions_B: torch.Tensor, starts: torch.Tensor) -> DeviceStep:
+        """The cache of one token of each of many sequences, of what the device has already: it can be captured.
+        `starts`: int32, 0 to B."""
+        sequences = Sequences(starts, slots_B, positions_B, positions_B + 1, longest=1)
+        return DeviceStep(self, slots_B, positions_B, sequences)
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What a kernel is told of a step's sequences. On the device."""
+
+    starts: torch.Tensor  # int32 [B + 1]: their rows
+    slots_B: torch.Tensor  # int64
+    firsts_B: torch.Tensor  # int64: the first row's position
+    stops_B: torch.Tensor  # int64: the last row's, plus 1
+    longest: int  # rows of one, at most
+
+
+class DeviceStep:
+    """The cache as one forward sees it (`models.Cache`)."""
+
+    compressed = True
+
+    def __init__(
+        self, memory: DeviceMemory, slots_N: torch.Tensor, positions_N: torch.Tensor, sequences: Sequences
+    ) -> None:
+        self.memory, self.slots, self.positions = memory, slots_N, positions_N
+        self._places = slots_N * memory.length + positions_N
+        self._attend = (_by_vendor if memory.vendor else _by_program)(sequences, len(slots_N), memory.length)
+
+    def attend(
+        self, layer: int, q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGZ: torch.Tensor, scale: float | None = None
+    ) -> torch.Tensor:
+        """Keep the step's keys and values, attend causally within each slot; o_NHZ."""
+        keys, values = self.memory.keys[layer], self.memory.values[layer]
+        keys.flatten(0, 1).index_copy_(0, self._places, k_NGA)
+        if not self.memory.shared:
+            values.flatten(0, 1).index_copy_(0, self._places, v_NGZ)
+        return self._attend(q_NHA, keys, values, scale)
+
+
+def _by_vendor(of: Sequences, num_rows: int, length: int) -> Attend:
+    first_key = of.slots_B * length
+    starts_k = torch.cat([first_key, first_key[-1:]]).to(torch.int32)
+    used_k = of.stops_B.to(torch.int32)
+
+    def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> torch.Tensor:
+        flat = (keys.flatten(0, 1), values.flatten(0, 1))
+        return varlen.attend(q, *flat, of.starts, starts_k, of.longest, length, scale=scale, used_k=used_k)
+
+    return attend
+
+
+def _by_program(of: Sequences, num_rows: int, length: int) -> Attend:
+    from etude.numerics.gpu import Groups
+    from etude.numerics.gpu.attention import Paged, Queries, attend
+
+    queries = Queries(Groups(of.starts, num_rows), of.firsts_B.to(torch.int32))
+    pages = of.slots_B[:, None].to(torch.int32)
+
+    def attended(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float | None) -> torch.Tensor:
+        return attend(q, Paged(keys.transpose(1, 2), values.transpose(1, 2), pages, length), queries, scale)
+
+    return attended

@@ -1,0 +1,38 @@
+"""Where a model computes: torch's device for the name that a config has, and whether there is one."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from etude.errors import ConfigError
+from etude.numerics.config import check_device
+
+
+def device_for(name: str) -> torch.device:
+    """Of "auto" (a GPU where torch sees one, else the CPU), "cpu", "cuda" or "cuda:N". Raises `ConfigError`.
+
+    >>> device_for("cpu")
+    device(type='cpu')
+    """
+    check_device(name)
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if seen else "cpu"
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    index = device.index or 0
+    if index >= seen:
+        raise ConfigError(
+            f'device = "{name}"',
+            f"torch {torch.__version__} sees {seen} GPUs here",
+            hint='set device = "cpu", or install a torch that is built for this machine\'s GPUs',
+        )
+    return torch.device("cuda", index)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """While it lasts, programs are launched on that device: they go to the thread's current one, not their tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,222 @@
+"""From sizes and hardware to times, memory and money, and what bounds each.
+
+On accelerators learner and engines have devices of their own and run beside each other, so a step takes as long as the
+slowest of them. On one machine's CPU they share its cores, so a step takes as long as all they compute together, or as
+the learner alone, whose part is one thread. Pure: what is measured is handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from etude.models.config import ModelConfig
+from etude.plan import arithmetic
+from etude.plan.hardware import Device, Measured
+from etude.plan.shape import Layout, Shape
+
+ROUNDS = 60
+ENCODE_BYTES_S = 2e9  # of a snapshot, a rank's cores together: docs/concepts/deltas.md
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one rank or one device, in bytes."""
+
+    weights: float
+    optimiser: float  # masters, moments and gradients; an engine has none
+    activations: float
+    cache: float
+    room: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.optimiser + self.activations + self.cache
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.room
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step takes. Seconds of wall time; `*_device_s` are summed over devices, or CPU seconds."""
+
+    learner_memory: Memory
+    engine_memory: Memory
+    batch: float  # sequences that an engine decodes together, on average
+    critical_batch: float  # from which on arithmetic bounds decoding, not memory; 0: not told of a CPU
+    decode_tokens_s: float  # of one engine
+    learner_s: float
+    engines_s: float
+    machines_s: float
+    rollout_s: float  # one rollout from its admission to its grade
+    sync_s: float  # until every engine has a version
+    sync_bytes: float
+    step_s: float
+    bound_by: str
+    learner_device_s: float
+    engine_device_s: float
+    inference_to_training: float
+    step_dollars: float
+    million_tokens_dollars: float  # of sampled tokens
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        memory = {"learner_memory": self.learner_memory, "engine_memory": self.engine_memory}
+        return {**asdict(self), **{k: {**asdict(m), "total": m.total, "fits": m.fits} for k, m in memory.items()}}
+
+
+def plan(model: ModelConfig, shape: Shape, layout: Layout, hardware: Device | Measured) -> Plan:
+    """What a step of these rollouts takes there."""
+    made = _on_cpu if isinstance(hardware, Measured) else _on_devices
+    return made(model, shape, layout, hardware)  # type: ignore[arg-type]
+
+
+def critical_batch(model: ModelConfig, device: Device) -> float:
+    """Sequences at which a decoding step's arithmetic takes as long as reading its weights: the ridge of the roofline.
+    Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, with the experts that are met."""
+
+    def late(batch: float) -> bool:
+        flops = 2.0 * arithmetic.active_parameters(model) * batch
+        return flops / device.flops >= arithmetic.read_bytes(model, batch) / device.bytes_s
+
+    low, high = 1.0, 2.0
+    while not late(high) and high < 1e9:
+        low, high = high, 2 * high
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if late(middle) else (middle, high)
+    return high
+
+
+def settled(guess: float, step: Callable[[float], float]) -> float:
+    """Where a damped iteration comes to rest."""
+    for _ in range(ROUNDS):
+        guess = (guess + step(guess)) / 2
+    return guess
+
+
+def memory_of(model: ModelConfig, layout: Layout, room: float) -> tuple[Memory, Memory]:
+    """Of a learner's rank and of an engine's device."""
+    state = arithmetic.learner_state_bytes(model, layout.learner_ranks)
+    weights = arithmetic.BF16_BYTES * model.num_parameters / layout.learner_ranks
+    learner = Memory(weights, state - weights, arithmetic.activation_bytes(model, layout.budget_tokens), 0.0, room)
+    slots = layout.max_sequences * layout.context_tokens
+    cache = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * slots / layout.engine_ranks
+    held = layout.dtype_bytes * model.num_parameters / layout.engine_ranks
+    return learner, Memory(held, 0.0, 0.0, cache, room)
+
+
+def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, device: Device) -> Plan:
+    mean, ranks = shape.context / 2, layout.engine_ranks
+    trained = shape.rollouts * shape.signal_share * shape.context
+    learner_device_s = arithmetic.training_flops(model, mean) * trained / (device.flops * device.training_share)
+    prefill_s = arithmetic.forward_flops(model, mean) * shape.prefill_tokens / (device.flops * device.training_share)
+    kv = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * mean
+
+    def decode_s(batch: float) -> float:
+        """One step of an engine: the roofline. Williams et al. 2009."""
+        compute = arithmetic.forward_flops(model, mean) * batch / device.flops
+        read = (arithmetic.read_bytes(model, batch, layout.dtype_bytes) + kv * batch) / device.bytes_s
+        return max(compute, read) / (ranks * device.decoding_share)
+
+    flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
+    apart_s = shape.turns * shape.tool_s
+
+    def batch_of(batch: float) -> float:
+        """Little's law: of those in flight the share that decodes."""
+        decoding = shape.sampled_tokens * decode_s(batch) + prefill_s / ranks
+        return max(1.0, flight * decoding / (decoding + apart_s))
+
+    batch = settled(max(1.0, flight), batch_of)
+    a_rollout_s = shape.sampled_tokens * decode_s(batch) / batch + prefill_s / ranks
+    rollouts = shape.rollouts + layout.evaluated
+    rollout_s = shape.sampled_tokens * decode_s(batch) + prefill_s / ranks + apart_s
+    sync_bytes = arithmetic.delta_bytes(model, layout.changed_share)
+    snapshot = arithmetic.BF16_BYTES * model.num_parameters
+    sync_s = sync_bytes / layout.link_bytes_s + snapshot / layout.learner_ranks / ENCODE_BYTES_S
+    parts = {
+        "the learner": learner_device_s / layout.learner_ranks,
+        "the engines": a_rollout_s * rollouts / layout.engines,
+        "one rollout's length": rollout_s / (layout.max_lag + 1),
+        "publishing": sync_s / (layout.max_lag + 1),
+    }
+    return _made(model, shape, layout, device, parts, batch, decode_s(batch), rollout_s, (sync_s, sync_bytes), 0.0)
+
+
+def _on_cpu(model: ModelConfig, shape: Shape, layout: Layout, cpu: Measured) -> Plan:
+    trained = shape.rollouts * shape.signal_share * shape.context
+    learner_s = cpu.training_s + cpu.training_s_token * trained + cpu.publish_s
+    machine_s = cpu.turn_s * shape.turns + cpu.grade_s * shape.fresh_grades
+    flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
+
+    def engine_s(batch: float) -> float:
+        """CPU seconds of an engine for one rollout, among `batch` that are decoded together."""
+        decoded = shape.sampled_tokens * (cpu.decode_s / batch + cpu.decode_s_sequence)
+        return decoded + shape.prefill_tokens * cpu.prefill_s_token + shape.turns * cpu.request_s
+
+    def batch_of(batch: float) -> float:
+        """On shared cores time goes as work does: of a rollout's life the engine's share is that of its work."""
+        return max(1.0, flight * engine_s(batch) / (engine_s(batch) + machine_s + cpu.conductor_s))
+
+    batch, rollouts = settled(flight, batch_of), shape.rollouts + layout.evaluated
+    engines_s = engine_s(batch) * rollouts + cpu.follow_s * layout.engines
+    machines_s = (machine_s + cpu.conductor_s) * rollouts
+    together = (learner_s + engines_s + machines_s) / cpu.cores
+    parts = {
+        "the cores": together,
+        "the learner": learner_s,
+        "an engine": engines_s / layout.engines,
+        "waiting for tools": shape.turns * shape.tool_s / (layout.max_lag + 1),
+    }
+    decode_s = cpu.decode_s + cpu.decode_s_sequence * batch
+    rollout_s = together * min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / max(1.0, rollouts)
+    sync = (cpu.publish_s + cpu.follow_s, arithmetic.delta_bytes(model, layout.changed_share))
+    priced = Device("cpu", 0.0, 0.0, cpu.memory_bytes, cpu.dollars_h)
+    found = {**parts, "learner device": learner_s, "engines device": engines_s}
+    return _made(model, shape, layout, priced, found, batch, decode_s, rollout_s, sync, machines_s)
+
+
+def _made(
+    model: ModelConfig,
+    shape: Shape,
+    layout: Layout,
+    device: Device,
+    parts: dict[str, float],
+    batch: float,
+    decode_s: float,
+    rollout_s: float,
+    sync: tuple[float, float],
+    machines_s: float,
+) -> Plan:
+    on_cpu = not device.flops
+    learner_s = parts.pop("learner device", parts["the learner"])
+    engines_s = parts.pop("engines device", parts.get("the engines", 0.0))
+    bound_by = max(parts, key=lambda name: parts[name])
+    step_s, num_devices = parts[bound_by], layout.learner_ranks + layout.engines * layout.engine_ranks
+    dollars = device.dollars_h / 3600 * step_s * (1 if on_cpu else num_devices)
+    learner_memory, engine_memory = memory_of(model, layout, device.memory_bytes)
+    learner_device_s = learner_s * (1 if on_cpu else layout.learner_ranks)
+    engine_device_s = engines_s * (1 if on_cpu else layout.engines * layout.engine_ranks)
+    return Plan(
+        learner_memory=learner_memory,
+        engine_memory=engine_memory,
+        batch=batch,
+        critical_batch=0.0 if on_cpu else critical_batch(model, device),
+        decode_tokens_s=batch / decode_s,
+        learner_s=learner_s,
+        engines_s=engines_s,
+        machines_s=machines_s,
+        rollout_s=rollout_s,
+        sync_s=sync[0],
+        sync_bytes=sync[1],
+        step_s=step_s,
+        bound_by=bound_by,
+        learner_device_s=learner_device_s,
+        engine_device_s=engine_device_s,
+        inference_to_training=engine_device_s / learner_device_s,
+        step_dollars=dollars,
+        million_tokens_dollars=1e6 * dollars / (shape.rollouts * shape.sampled_tokens),
+    )

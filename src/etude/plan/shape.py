@@ -1,0 +1,67 @@
+"""What a run asks for: rollouts and their tokens, and who computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The rollouts of a step. Means, of one rollout where nothing else is said.
+
+    >>> shape = Shape(groups=8, group_size=8, turns=5.0, prompt_tokens=60.0, sampled_tokens=40.0, tool_tokens=20.0)
+    >>> shape.rollouts, shape.context, shape.prefill_tokens
+    (64, 120.0, 80.0)
+    """
+
+    groups: int
+    group_size: int
+    turns: float
+    prompt_tokens: float  # before the first turn
+    sampled_tokens: float
+    tool_tokens: float  # what tools answered
+    tool_s: float = 0.0  # a turn waits for its tool
+    signal_share: float = 1.0  # of the rollouts whose group teaches something: the others are not trained on
+    solved_share: float = 0.5  # siblings that solve a task hand in the same, and it is graded once
+
+    @property
+    def rollouts(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def fresh_grades(self) -> float:
+        """Share of rollouts whose exports nobody handed in before: one of those that solve a task, and all others.
+
+        >>> Shape(1, 8, 1.0, 1.0, 1.0, 1.0, solved_share=0.75).fresh_grades
+        0.375
+        """
+        return (min(1.0, self.solved_share * self.group_size) / self.group_size) + 1.0 - self.solved_share
+
+    @property
+    def context(self) -> float:
+        """Tokens at its end: what is trained on of it."""
+        return self.prompt_tokens + self.sampled_tokens + self.tool_tokens
+
+    @property
+    def prefill_tokens(self) -> float:
+        """Tokens that an engine computes and nobody sampled; what a turn before left in the cache is not computed
+        again."""
+        return self.prompt_tokens + self.tool_tokens
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who computes, and how they are joined."""
+
+    learner_ranks: int = 1
+    engines: int = 2
+    engine_ranks: int = 1  # devices that share one engine's weights
+    max_sequences: int = 64  # of an engine
+    context_tokens: int = 1024  # of a slot of its cache
+    max_lag: int = 2
+    max_running: int = 96
+    budget_tokens: int = 8192  # of one forward of a learner's rank
+    link_bytes_s: float = 1.25e9  # from the learner to each engine's place: 10 Gbit/s
+    changed_share: float = 0.05  # of the weights, a version
+    evaluated: float = 0.0  # rollouts of evaluations beside each step
+    dtype_bytes: int = 2  # of an engine's weights and cache

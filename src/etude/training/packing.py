@@ -1,0 +1,88 @@
+"""Which samples are forwarded together, and by which share of the ranks: by what they cost, attention included.
+
+A token costs a product with every active parameter, and one with each token before it: T tokens cost T + T² / τ, where
+at τ tokens a text's attention costs as much as all its other products. Forwards that ranks make at the same time should
+cost the same, since each waits for the slowest at every collective; lengths alone balance the first term only.
+
+Samples go from the costliest on to the bin with the least cost that has room (Graham's longest processing time first,
+1969: at most 4/3 of the best); bins of like cost become one row, which the shares forward together. Pure and seeded by
+nothing: the same samples give the same plan on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etude.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What forwarding a text costs, in tokens of a text without attention.
+
+    >>> Cost(even_tokens=1000.0).of(1000)
+    2000.0
+    """
+
+    even_tokens: float
+    """Length at which a text's attention costs as much as its other products."""
+
+    @classmethod
+    def by(cls, config: ModelConfig) -> Cost:
+        """A token multiplies each parameter it meets once; two tokens that see each other multiply a key's and a
+        value's width for each head. Half of all pairs do. The backward pass doubles both."""
+        c = config
+        met = c.num_parameters - c.vocab_size * c.hidden_size  # an embedding is looked up
+        met += c.vocab_size * c.hidden_size if c.tie_embeddings else 0
+        met -= 3 * c.num_moe_layers * (c.num_experts - c.top_k) * c.expert_size * c.hidden_size
+        values = c.head_dim if c.latent is None else c.latent.value_dim
+        return cls(2 * met / (c.num_layers * c.num_heads * (c.head_dim + values)))
+
+    def of(self, num_tokens: int) -> float:
+        """The cost of one text."""
+        return num_tokens + num_tokens**2 / self.even_tokens
+
+
+def pack(lengths: Sequence[int], *, shares: int, budget_tokens: int, cost: Cost) -> list[list[list[int]]]:
+    """Rows of one bin a share; a bin is places in `lengths`, ascending, of at most `budget_tokens` together. A longer
+    text has a bin of its own. Bins are empty where there are fewer texts than shares.
+
+    >>> pack([8, 1, 1, 6], shares=2, budget_tokens=10, cost=Cost(math.inf))
+    [[[0], [1, 2, 3]]]
+    """
+    if not lengths:
+        return []
+    bins = _bins(lengths, shares, budget_tokens, cost)
+    costs = [sum(cost.of(lengths[i]) for i in one) for one in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-costs[b], bins[b]))
+    rows, loads = [], [0.0] * shares
+    for at in range(0, len(order), shares):
+        lightest = sorted(range(shares), key=lambda s: (loads[s], s))  # who has had least takes the costliest
+        row: list[list[int]] = [[] for _ in range(shares)]
+        for share, one in zip(lightest, order[at : at + shares], strict=True):
+            row[share] = bins[one]
+            loads[share] += costs[one]
+        rows.append(row)
+    return rows
+
+
+def _bins(lengths: Sequence[int], shares: int, budget_tokens: int, cost: Cost) -> list[list[int]]:
+    """A multiple of `shares` bins, as few as hold all."""
+    number = max(1, math.ceil(sum(min(n, budget_tokens) for n in lengths) / (shares * budget_tokens))) * shares
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    while True:
+        bins: list[list[int]] = [[] for _ in range(number)]
+        costs, room = [0.0] * number, [budget_tokens] * number
+        for i in order:
+            fits = [b for b in range(number) if lengths[i] <= room[b] or not bins[b]]
+            if not fits:
+                break
+            lightest = min(fits, key=lambda b: (costs[b], b))
+            bins[lightest].append(i)
+            costs[lightest] += cost.of(lengths[i])
+            room[lightest] -= lengths[i]
+        else:
+            return [sorted(one) for one in bins]
+        number += shares

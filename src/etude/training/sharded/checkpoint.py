@@ -1,0 +1,66 @@
+"""An optimiser's state by torch's distributed checkpoint: each rank writes its rows, any number of ranks reads them.
+
+What is stored is named by parameter and described as a part of a whole (`DTensor`), so ranks of another mesh, and one
+process, find theirs in it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from etude.errors import CheckpointError
+from etude.training.optimizer import AdamW
+from etude.training.sharded.shards import Cut
+
+NOTHING: Mapping[str, Cut] = {}
+COUNT = "num_steps"
+
+
+def _described(state: Mapping[str, torch.Tensor], optimizer: AdamW, cuts: Mapping[str, Cut]) -> dict[str, torch.Tensor]:
+    """A state's vectors parameter by parameter, each as a part of the whole one."""
+    found = {COUNT: state[COUNT]}
+    for key in ("master", "first", "second"):
+        for name, own in optimizer.named(state[key], skipped=key == "second").items():
+            found[f"{key}.{name}"] = cuts[name].distributed(own) if cuts else own
+    return found
+
+
+def save(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut], group: distributed.ProcessGroup) -> None:
+    """Write the state. Collective."""
+    writer = FileSystemWriter(path, sync_files=True)
+    save_shards(_described(optimizer.state(), optimizer, cuts), storage_writer=writer, process_group=group)
+
+
+def restore(
+    path: Path,
+    optimizer: AdamW,
+    cuts: Mapping[str, Cut] = NOTHING,
+    group: distributed.ProcessGroup | None = None,
+) -> None:
+    """Go on from a state, whichever ranks wrote it. Collective; without `cuts`, one process by itself. Raises
+    `CheckpointError`."""
+    loaded = {key: torch.zeros_like(vector) for key, vector in optimizer.state().items()}
+    try:
+        with warnings.catch_warnings():  # that one process reads alone is what is meant
+            warnings.simplefilter("ignore", UserWarning)
+            load_shards(
+                _described(loaded, optimizer, cuts),
+                storage_reader=FileSystemReader(path),
+                process_group=group,
+                no_dist=not cuts,
+            )
+    except Exception as error:  # noqa: BLE001  its own kinds are not public: a missing name, another shape, a damaged file
+        raise CheckpointError(
+            f"{path} is no state of this model's optimiser",
+            str(error).splitlines()[-1][:200] if str(error) else type(error).__name__,
+            hint="load a whole learner checkpoint of the same model and the same learner.optimizer",
+        ) from None
+    optimizer.restore(loaded)

@@ -1,0 +1,92 @@
+"""What trains of a model that ranks share: this rank's rows; what it saves and publishes: whole tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from etude.models.checkpoint import save_tensors, write_about, write_index
+from etude.models.naming import hf_views
+from etude.models.transformer import Transformer
+from etude.training.config import LiveWeights
+from etude.training.exports import coded, stored_dtype
+from etude.training.optimizer import local
+from etude.training.sharded.shards import Cut, Named
+from etude.weights.tensors import Tensor
+
+if TYPE_CHECKING:
+    from etude.training.sharded.group import Sharded
+
+
+class Shards:
+    """`trained.Trained`. Made before FSDP2 has the model."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        group: Sharded,
+        cuts: Mapping[str, Cut],
+        names: tuple[Mapping[str, list[Named]], list[str]],
+        weights: LiveWeights,
+        assets: Path,
+    ) -> None:
+        self.model, self._group, self._cuts = model, group, cuts
+        self._weights, self._assets = weights, assets
+        self._named, others = names
+        views = hf_views(model)
+        self._others = {name: views[name] for name in others} if group.rank == 0 else {}
+
+    @property
+    def parameters_of(self) -> nn.Module:
+        return self.model
+
+    def views(self) -> Mapping[str, torch.Tensor]:
+        """This rank's rows of each parameter."""
+        self.model.reshard()  # type: ignore[operator]  # FSDP2's: what it gathered last may be there still
+        return {name: local(p).detach() for name, p in self.model.named_parameters()}
+
+    def settle(self) -> None:
+        """The optimiser has written the shards."""
+
+    def exported(self) -> dict[str, Tensor]:
+        """The whole tensors that this rank publishes. Collective."""
+        kinds = [(self._weights, self._wholes()), (LiveWeights.F32, self._others)]
+        return {
+            name: Tensor(str(kind), tuple(view.shape), coded(view, kind))
+            for kind, views in kinds
+            for name, view in views.items()
+        }
+
+    def base(self) -> None:
+        """All is published."""
+
+    def write(self, folder: Path) -> None:
+        """Hugging Face's directory, its weights in a file a rank. Collective."""
+        group = self._group
+        tensors = self._wholes() | {name: one.clone() for name, one in self._others.items()}
+        file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
+        with group.agreed("weights"):
+            save_tensors(tensors, folder / file)
+        there = group.gathered((file, {name: one.nbytes for name, one in tensors.items()}))
+        with group.agreed("weights"):
+            if group.rank == 0:
+                write_about(self.model.config, folder, dtype=self._weights, assets=self._assets)
+                where = {name: own for own, sizes in there for name in sizes}
+                write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
+
+    def _wholes(self) -> dict[str, torch.Tensor]:
+        """The live weights that this rank is to have whole, by Hugging Face's names, as they are stored."""
+        found, kind = {}, stored_dtype(self._weights)
+        rows = {name: own.to(kind) for name, own in self.views().items()}
+        for parameter, whole in self._group.together(rows).items():
+            cut, flat = self._cuts[parameter], whole.flatten()
+            first = cut.start * math.prod(cut.shape[1:]) if cut.expert else 0
+            for one in self._named[parameter]:
+                if first <= one.start and one.stop <= first + len(flat):
+                    found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
+        return found

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from etude import cli
+from etude.config import to_toml
+from etude.errors import RunError
+from etude.loop.config import RunConfig
+from etude.loop.measured import Steps
+from etude.models.config import ModelConfig
+from etude.models.parts import Family, Latent, Routing, Scores
+from etude.plan import Layout, Measured, Shape, critical_batch, device, plan
+from etude.plan.arithmetic import (
+    active_parameters,
+    delta_bytes,
+    experts_met,
+    forward_flops,
+    kv_bytes_token,
+    learner_state_bytes,
+    read_bytes,
+    training_flops,
+)
+from etude.run import RunFolder
+
+QWEN = ModelConfig(  # Qwen3-30B-A3B as its maker describes it: 30.5B parameters, 3.3B active
+    hidden_size=2048,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    expert_size=768,
+    num_experts=128,
+    top_k=8,
+    context_tokens=32768,
+)
+SHAPE = Shape(16, 16, turns=20.0, prompt_tokens=4000.0, sampled_tokens=8000.0, tool_tokens=8000.0, tool_s=1.0)
+WIDE = Layout(learner_ranks=8, engines=8, max_sequences=16, context_tokens=32768, max_running=96)
+CPU = Measured(
+    cores=2,
+    memory_bytes=25e9,
+    training_s=0.01,
+    training_s_token=1e-4,
+    prefill_s_token=4e-5,
+    decode_s=4e-3,
+    decode_s_sequence=5e-5,
+    publish_s=0.05,
+    follow_s=0.05,
+    request_s=0.0,
+    turn_s=3e-3,
+    grade_s=0.02,
+    conductor_s=1e-3,
+)
+
+
+def test_a_known_model_has_the_sizes_that_its_maker_tells():
+    assert QWEN.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    assert active_parameters(QWEN) + QWEN.vocab_size * QWEN.hidden_size == pytest.approx(3.3e9, rel=0.02)
+    assert kv_bytes_token(QWEN) == 48 * 2 * 4 * 128 * 2
+    assert learner_state_bytes(QWEN, 8) == 18 * QWEN.num_parameters / 8
+
+
+def test_a_latent_is_kept_once_for_all_heads():
+    latent = Latent(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128, q_rank=1536)
+    model = ModelConfig(
+        family=Family.DEEPSEEK_V3,
+        num_heads=128,
+        num_kv_heads=128,
+        head_dim=192,
+        hidden_size=7168,
+        num_layers=61,
+        dense_layers=(0, 1, 2),
+        num_shared=1,
+        latent=latent,
+        routing=Routing(scores=Scores.SIGMOID),
+    )
+    assert kv_bytes_token(model) == 61 * (512 + 64) * 2  # 70 kB a token, as its makers say
+
+
+def test_a_small_batch_reads_the_experts_that_it_meets_and_a_large_one_all():
+    assert experts_met(QWEN, 1) == pytest.approx(8 / 128)
+    assert read_bytes(QWEN, 1) == pytest.approx(2 * active_parameters(QWEN), rel=1e-3)
+    assert read_bytes(QWEN, 1e6) == pytest.approx(2 * (QWEN.num_parameters - QWEN.vocab_size * 2048), rel=1e-6)
+
+
+def test_the_critical_batch_is_where_arithmetic_takes_as_long_as_reading():
+    h200 = device("h200")
+    batch = critical_batch(QWEN, h200)
+    compute, read = 2 * active_parameters(QWEN) * batch / h200.flops, read_bytes(QWEN, batch) / h200.bytes_s
+    assert compute == pytest.approx(read, rel=1e-6)
+    dense = ModelConfig(family=Family.QWEN3, num_experts=0, top_k=0, dense_size=512, tie_embeddings=True)
+    assert critical_batch(dense, h200) == pytest.approx(h200.flops / h200.bytes_s, rel=1e-6)  # 2 operations, 2 bytes
+
+
+def test_training_is_three_forwards_and_a_fourth_where_activations_are_computed_again():
+    assert training_flops(QWEN, 100, recomputed=False) == 3 * forward_flops(QWEN, 100)
+    assert training_flops(QWEN, 100) == 4 * forward_flops(QWEN, 100)
+
+
+def test_a_delta_grows_with_the_share_that_changed_and_never_past_the_weights():
+    sizes = [delta_bytes(QWEN, share) for share in (0.0, 0.01, 0.05, 0.3, 0.99, 1.0)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 0.0
+    assert sizes[-1] == 2 * QWEN.num_parameters
+    assert sizes[-1] / sizes[2] > 20
+
+
+def test_twice_the_engines_halve_their_time_until_another_thing_bounds_the_step():
+    layouts = [replace(WIDE, engines=n, max_running=12 * n) for n in (8, 16)]
+    few, many = (plan(QWEN, SHAPE, layout, device("h200")) for layout in layouts)
+    assert few.bound_by == "the engines"
+    assert many.engines_s == pytest.approx(few.engines_s / 2, rel=0.01)
+    assert many.step_s < few.step_s
+    assert few.inference_to_training == pytest.approx(many.inference_to_training, rel=0.01)
+    slow = plan(QWEN, SHAPE, replace(WIDE, engines=64, max_running=768, learner_ranks=1), device("h200"))
+    assert slow.bound_by == "the learner"
+    assert not slow.learner_memory.fits
+
+
+def test_on_a_cpu_the_cores_are_shared_and_the_learner_is_one_thread():
+    shape = Shape(8, 8, turns=5.0, prompt_tokens=76.0, sampled_tokens=27.0, tool_tokens=0.0, solved_share=0.8)
+    layout = Layout(engines=2, max_sequences=88, max_running=132, max_lag=1)
+    found = plan(ModelConfig(), shape, layout, CPU)
+    assert found.bound_by == "the cores"
+    work = found.learner_device_s + found.engine_device_s + found.machines_s
+    assert found.step_s == pytest.approx(work / 2)
+    alone = plan(ModelConfig(), shape, layout, replace(CPU, cores=64))
+    assert alone.step_s == max(alone.learner_s, alone.engine_device_s / 2)
+
+
+def test_a_checkpoint_is_planned_for_by_its_config_alone_and_without_torch(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN.to_hf()))
+    argv = ["plan", str(tmp_path), "--hardware", "b200", "--learner-ranks", "16", "--engines", "16", "--json"]
+    assert cli.main(argv) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["learner_memory"]["fits"]
+    assert told["plan"]["step_dollars"] == pytest.approx(32 * 5.5 / 3600 * told["plan"]["step_s"])
+    program = "import sys; from etude import cli; cli.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program, *argv], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--hardware", "h20"], "did you mean 'h200'?"),
+        (["--set", "rl.stepz=3"], "did you mean 'rl.steps'?"),
+    ],
+)
+def test_what_is_not_known_is_named(tmp_path, capsys, words, says):
+    (tmp_path / "config.toml").write_text("seed = 0\n")
+    assert cli.main(["plan", str(tmp_path / "config.toml"), *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def run_of(folder, num_steps: int) -> RunFolder:
+    """A run whose conductor told of its steps: 2 s each, of which the learner took one."""
+    run = RunFolder.create(folder, config_toml=to_toml(RunConfig()), seed=0)
+    (run / "events").mkdir()
+    step = {"kind": "rl.step", "no_signal_share": 0.5, "num_tokens": 6400, "sampled_mean": 30.0, "turns_mean": 4.0}
+    events = []
+    for i in range(num_steps):
+        t = 100.0 + 2 * i
+        processes = {"learner": {"cpu_s": 1.0 * i}, "engine-0": {"cpu_s": 2.0 * i}, "worker-0": {"cpu_s": 0.5 * i}}
+        events.append({**step, "t": t, "process": "conductor", "step": i + 1, "reward_mean": 0.25})
+        events.append({"t": t, "process": "conductor", "kind": "usage", "processes": processes})
+    (run / "events" / "conductor.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run
+
+
+def test_a_runs_events_tell_the_shape_of_its_rollouts_and_what_a_step_took(tmp_path):
+    found = Steps.read(run_of(tmp_path / "run", 6), RunConfig())
+    assert (found.num_steps, found.step_s) == (5, 2.0)
+    assert found.cpu_s == {"learner": 1.0, "engines": 2.0, "machines": 0.5, "all": 3.5}
+    assert (found.shape.context, found.shape.sampled_tokens, found.shape.turns) == (100.0, 30.0, 4.0)
+    assert found.shape.solved_share == 0.25
+
+
+def test_a_run_of_two_steps_holds_nothing_to_a_plan(tmp_path):
+    with pytest.raises(RunError, match="has 2 steps"):
+        Steps.read(run_of(tmp_path / "run", 2), RunConfig())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_this_machine_is_measured_for_a_config_in_some_seconds(tmp_path, cli_in, game):
+    done = cli_in(tmp_path)("plan", game.config, "--json", timeout_s=250)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["hardware"]["training_s_token"] > 0
+    assert told["hardware"]["turn_s"] > 0
+    assert told["plan"]["bound_by"] in ("the cores", "the learner", "an engine")

@@ -1,0 +1,70 @@
+"""Ranks of a learner that meet trouble: importable by name in spawned ones."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from benchmarks.sharded_ranks import Job, Trained, steps
+
+from etude.errors import ParityError
+from etude.numerics.parallel import RankLost
+from etude.stores import DirectoryStore
+from etude.training import TorchLearner
+from etude.training.ranks import Ranks
+from etude.training.sharded import Sharded, join
+from etude.training.sharded.mesh import free_port
+
+
+def troubled(ranks: Ranks, job: Job) -> tuple[str, Trained]:
+    """A batch that one rank refuses, then the job: what each was told, and how it went."""
+    group = Sharded(join(job.config, deadline_s=60.0))
+    channel = group.channel(DirectoryStore(job.store))
+    learner = TorchLearner(job.config, channel=channel, numerics=job.numerics, group=group)
+    learner.load(job.start)
+    batch = job.batches[0]
+    bad = batch.samples[-1]
+    logprobs = bad.path.logprobs - bad.path.mask.astype(np.float32)
+    path = msgspec.structs.replace(bad.path, logprobs=logprobs)
+    samples = (*batch.samples[:-1], msgspec.structs.replace(bad, path=path))
+    said = ""
+    try:
+        learner.forward_backward(msgspec.structs.replace(batch, samples=samples))
+    except ParityError as error:
+        said = str(error)
+    ranks.beat()
+    return said, steps(learner, job)
+
+
+def lose_one(job: Job, folder: Path, way: str) -> str:
+    """Two ranks, of which the second ends or stops in the middle of a step; what the first says."""
+    context = multiprocessing.get_context("spawn")
+    at = f"tcp://127.0.0.1:{free_port()}"
+    ranks = [context.Process(target=_lose, args=(rank, job, at, folder, way), daemon=True) for rank in range(2)]
+    for one in ranks:
+        one.start()
+    ranks[0].join(100.0)
+    for one in ranks:
+        one.kill()
+        one.join()
+    return (folder / "said").read_text() if (folder / "said").exists() else "nothing"
+
+
+def _lose(rank: int, job: Job, at: str, folder: Path, way: str) -> None:
+    torch.set_num_threads(1)
+    mesh = join(job.config, at=at, rank=rank, deadline_s=4.0 if way == "hung" else 60.0)
+    learner = TorchLearner(job.config, numerics=job.numerics, refuse_mismatch=False, group=Sharded(mesh))
+    learner.load(job.start)
+    learner.forward_backward(job.batches[0])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+    try:
+        learner.optim_step()
+    except RankLost as error:
+        (folder / "said").write_text(str(error))
+    os._exit(0)  # the group is of no use any more, and waits for its other rank as it is taken down

@@ -1,0 +1,210 @@
+"""A learner over two ranks says what one process says: losses, norms, ratios, and in exact mode the bytes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks import sharded_ranks as ranked
+from benchmarks.sharded_ranks import Job, Trained
+from tests.unit.training import ranked_learner
+
+from etude.errors import CheckpointError
+from etude.models import ModelConfig, Transformer, load_model, save_model
+from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
+from etude.training import LearnerConfig, TorchLearner
+from etude.training.config import OptimizerKind
+from etude.training.ranks import run_ranks
+
+SIZES = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    expert_size=32,
+    num_experts=4,
+    top_k=2,
+    context_tokens=1024,
+)
+LENGTHS = [40, 33, 57, 20, 64, 31]
+EXACT, NATIVE = NumericsConfig(), NumericsConfig(mode=Mode.NATIVE)
+CONFIG = LearnerConfig(lr=1e-2, ranks=2, expert_parallel=2, replay_routes=False, grad_clip=0.3)
+SAVED = "adamw"
+
+
+def jobs_in(folder: Path) -> dict[str, Job]:
+    start = folder / "start"
+    save_model(Transformer(SIZES, seed=4), start, dtype="f32")
+    given = ranked.batches(start, LENGTHS, steps=2, numerics=EXACT)
+    adamw = Job(start, folder / SAVED, CONFIG, given, save=folder / "saved")
+    long = ranked.batches(start, [600, 40], steps=1, numerics=EXACT)
+    rounded = replace(CONFIG, dtype=ComputeDtype.BFLOAT16)
+    bf16 = ranked.batches(start, LENGTHS, steps=2, numerics=NATIVE, dtype="bfloat16")
+    shared = replace(CONFIG, expert_parallel=1, context_parallel=2)
+    made = {
+        SAVED: adamw,
+        "muon": replace(adamw, config=replace(CONFIG, optimizer=OptimizerKind.MUON, recompute=True), save=None),
+        "rows": replace(adamw, config=replace(CONFIG, expert_parallel=1, budget_tokens=100), save=None),
+        "few": replace(adamw, batches=ranked.batches(start, [40], steps=1, numerics=EXACT), save=None),
+        "texts": Job(start, folder / "texts", shared, long),
+        "bf16": Job(start, folder / "bf16", rounded, bf16, NATIVE),
+    }
+    return {name: replace(job, store=folder / name) for name, job in made.items()}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Trained, list[Trained]]]:
+    """Of each job: itself, what one process is told, and each of two ranks."""
+    jobs = jobs_in(tmp_path_factory.mktemp("sharded"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = {
+        name: ranked.alone(replace(job, store=job.store.with_suffix(".one"), save=None)) for name, job in jobs.items()
+    }
+    torch.set_num_threads(threads)
+    by_rank = run_ranks(ranked.together, list(jobs.values()), ranks=2, stall_s=100.0)
+    return {name: (job, alone[name], [told[i] for told in by_rank]) for i, (name, job) in enumerate(jobs.items())}
+
+
+@pytest.mark.parametrize("name", [SAVED, "muon", "rows", "few"])
+def test_two_ranks_publish_the_bytes_of_one_process(
+    told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
+) -> None:
+    job, alone, ranks = told[name]
+    assert len(set(alone.digests)) == len(job.batches), "every step changes the weights"
+    for one in ranks:
+        assert one == alone
+
+
+def test_the_shares_change_a_step_by_rounding_alone(
+    told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
+) -> None:
+    job, _, (rank, _) = told[SAVED]
+    one = ranked.alone(replace(job, config=replace(CONFIG, ranks=1, expert_parallel=1), store=tmp_path, save=None))
+    assert rank.losses == pytest.approx(one.losses, rel=1e-5)
+    assert rank.norms == pytest.approx(one.norms, rel=1e-5)
+
+
+def test_tokens_of_a_text_on_two_ranks_have_the_bits_that_they_have_together(
+    told: dict[str, tuple[Job, Trained, list[Trained]]],
+) -> None:
+    _, alone, ranks = told["texts"]
+    for one in ranks:
+        assert one.fresh == alone.fresh == [0.0]
+        assert one.losses == pytest.approx(alone.losses, rel=1e-5)
+        assert one.norms == pytest.approx(alone.norms, rel=1e-5)
+
+
+def test_bf16_with_weights_that_travel_as_bf16_stays_near(
+    told: dict[str, tuple[Job, Trained, list[Trained]]],
+) -> None:
+    _, alone, ranks = told["bf16"]
+    for one in ranks:
+        assert one.losses == pytest.approx(alone.losses, rel=1e-2)
+        assert one.norms == pytest.approx(alone.norms, rel=1e-2)
+
+
+def test_what_ranks_saved_one_process_goes_on_with_and_transformers_files_are_whole(
+    told: dict[str, tuple[Job, Trained, list[Trained]]],
+) -> None:
+    job, alone, _ = told[SAVED]
+    assert job.save is not None
+    one = TorchLearner(replace(CONFIG, ranks=1, expert_parallel=1))
+    one.load(job.save)
+    assert (one.step, one.optimizer.num_steps) == (2, 2)
+    assert one.version is not None
+    assert one.version.digest == alone.digests[-1]
+    whole = load_model(job.save, held=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), one.model.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match="optimizer = 'adamw'"):
+        TorchLearner(replace(CONFIG, optimizer=OptimizerKind.MUON)).load(job.save)
+
+
+def test_a_checkpoint_of_another_mesh_is_gone_on_with(
+    told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
+) -> None:
+    """Two ranks by experts saved it; one process, two ranks by rows, and two after one go on to the same bytes."""
+    job, _, _ = told[SAVED]
+    assert job.save is not None
+
+    def beside(name: str, of: Path) -> Path:
+        shutil.copytree(of, tmp_path / name)
+        return tmp_path / name
+
+    more = replace(job, start=job.save, batches=job.batches[:1], save=None)
+    rows = replace(more, config=replace(CONFIG, expert_parallel=1), store=beside("rows", job.store))
+    alone = ranked.alone(replace(more, store=beside("one", job.store), save=tmp_path / "of-one"))
+    after = replace(more, start=tmp_path / "of-one", store=beside("after", tmp_path / "one"))
+    again = ranked.alone(replace(after, store=beside("again", tmp_path / "one")))
+    by_rank = run_ranks(ranked.together, [rows, after], ranks=2, stall_s=100.0)
+    for of_rows, of_after in by_rank:
+        assert of_rows.digests == alone.digests
+        assert of_after.digests == again.digests
+
+
+def test_trouble_on_one_rank_is_told_by_all_and_they_go_on(
+    told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
+) -> None:
+    job, alone, _ = told[SAVED]
+    by_rank = run_ranks(ranked_learner.troubled, replace(job, store=tmp_path, save=None), ranks=2, stall_s=100.0)
+    for said, trained in by_rank:
+        assert "the ratio on the learner's own weights is off" in said
+        assert "g000000.5" in said
+        assert trained.digests == alone.digests
+
+
+@pytest.mark.parametrize("way", ["killed", pytest.param("hung", marks=pytest.mark.slow)])
+def test_a_rank_that_is_lost_in_a_collective_is_named(
+    told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path, way: str
+) -> None:
+    job, _, _ = told[SAVED]
+    said = ranked_learner.lose_one(replace(job, store=tmp_path, publish=False, save=None), tmp_path, way)
+    assert "rank 1 did not come to the others'" in said
+    assert "hint:" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ranks": 3, "expert_parallel": 2}, "ranks = 3 do not fill a mesh of expert_parallel = 2"),
+        ({"ranks": 2, "context_parallel": 4}, "ranks = 2 do not fill a mesh of context_parallel = 4"),
+        ({"ranks": 2, "context_parallel": 2, "kl": 0.1}, "kl with context_parallel"),
+        ({"ranks": 2, "lora_rank": 4}, "adapters train in one process"),
+        ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "adapters train in one process"),
+    ],
+)
+def test_settings_that_ranks_cannot_share_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        LearnerConfig(**settings)
+
+
+@pytest.mark.slow
+def test_the_guides_program_runs_under_torchrun_and_too_many_ranks_are_refused(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/sharded-learner.md").read_text()
+    found = re.search(r"```python\n(.*?)```", guide, re.DOTALL)
+    assert found is not None
+    (tmp_path / "train.py").write_text(found[1])
+    save_model(Transformer(SIZES, seed=4), tmp_path / "start", dtype="f32")
+
+    def torchrun(ranks: int) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "train.py", "start"]
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+
+    done = torchrun(2)
+    assert done.returncode == 0, done.stderr
+    versions = dict(line.split() for line in done.stdout.splitlines())
+    assert versions.keys() == {"0", "1"}
+    assert len(set(versions.values())) == 1
+    assert load_model(tmp_path / "saved").config == SIZES
+    refused = torchrun(3)
+    assert refused.returncode != 0
+    assert "3 ranks do not fill a mesh of 2" in refused.stderr
