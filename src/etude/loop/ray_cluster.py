@@ -87,7 +87,7 @@ def room(role: str) -> int:
 def offers() -> str:
     """What each node takes, for an error message."""
     told = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in ROLES) for n in nodes()]
-    return "; ".join(told) or f"none of {len(ray.nodes())} nodes offers a role"
+    return "; ".join(told) or f"none of {sum(n['Alive'] for n in ray.nodes())} nodes offers a role"
 
 
 def _name(node: Mapping[str, Any]) -> str:
