@@ -47,8 +47,10 @@ def _ledger(found: dict[str, Any]) -> list[str]:
     lines.append("| CPU µs a transition | " + " | ".join(f"{row['cpu_us_a_transition']:.0f}" for row in rows) + " |")
     for name, words in SHOWN.items():
         lines.append(f"| {words}, ms | " + " | ".join(f"{row['us'][name] / 1e3:.2f}" for row in rows) + " |")
-    for name in ("audit --new", "audit", "reconcile"):
-        lines.append(f"| `{name}`, s | " + " | ".join(f"{row[name]['s']:.2f}" for row in rows) + " |")
+    lines += [
+        f"| `{name}`, s | " + " | ".join(f"{row[name]['s']:.2f}" for row in rows) + " |"
+        for name in ("audit --new", "audit", "reconcile")
+    ]
     peaks = [max(row[name]["peak_mb"] for name in ("playing", "audit", "audit --new", "reconcile")) for row in rows]
     lines.append("| memory at its peak, MB | " + " | ".join(f"{peak:.0f}" for peak in peaks) + " |")
     return lines
