@@ -3,7 +3,8 @@
 Float32 weights and gradients, bfloat16 activations, torch's fused AdamW: 16 bytes a parameter. A microbatch is packed
 sequences of 4096 tokens, of which every fourth carries loss (what an agent sampled among what it read); a step is four
 of them and the optimiser's. Utilisation is the operations that the model must do (benchmarks/gpu_model.py) over the
-time and the chip's dense bfloat16 peak: nothing that is computed twice counts. Also: the same over what a large product
+time and the chip's dense bfloat16 peak: nothing that is computed twice counts. What RL does beside (checks, ratios,
+entropy) is not in it. Also: the same over what a large product
 reaches here, the memory at its peak, where a microbatch's time goes by its parts, and how close the device's forward
 is to the same in float32 by one sequence at a time.
 

@@ -70,6 +70,7 @@ def past(ledger: Ledger, start: int, stop: int) -> None:
     for first in range(start, stop, 50_000):
         ledger.transaction(lambda first=first: write(first, min(stop, first + 50_000)))  # type: ignore[misc]
     ledger.transaction(lambda: ledger.remember("groups", stop // SIBLINGS))
+    ledger.transaction(lambda: ledger.remember("pruned", stop // A_STEP))
 
 
 def ledger_is_sqlite(ledger: Ledger) -> bool:
@@ -255,7 +256,6 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         return child(args.child[0], args.lengths, Path(args.child[1]))
-    found: dict[str, Any] = {}
     for kind in args.kinds:
         with tempfile.TemporaryDirectory(prefix="etude-ledger-") as scratch, place_of(kind, Path(scratch)) as place:
             argv = [sys.executable, "-m", "benchmarks.ledger", "--child", place, scratch]
@@ -267,8 +267,8 @@ def main() -> None:
                     rows.append(json.loads(line))
                     print(kind, line, file=sys.stderr, end="", flush=True)
             assert measuring.returncode == 0, kind
-        found[kind] = {"by_length": rows, "growth": growth(rows[0], rows[-1])}
-    report("ledger", {"rollouts_a_step": LIVE, "kinds": found})
+        told = {"kind": kind, "rollouts_a_step": LIVE, "by_length": rows, "growth": growth(rows[0], rows[-1])}
+        report(f"ledger_{kind}", told)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from etude.dashboard.plot import WIDE, Series, alone, line_chart
 from etude.experience import audit
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig
-from etude.records import Graded, Outcome, Rollout, RolloutSpec, Task
+from etude.loop.room import Limit
+from etude.records import Graded, Outcome, Rollout, RolloutSpec, Task, Version
 from etude.records.rollout import Ending
 from etude.records.task import Split, Trust
 from etude.run import RunFolder
@@ -88,9 +89,19 @@ class Crew:
     def __init__(self, run: RunFolder, config: RunConfig) -> None:
         self.config, self.engines, self._learner = config, dict[str, Any](), Learner(run)
         self.learners = SimpleNamespace(pick=self._pick)
+        self.max_running = Limit(config.experience.groups_per_step * config.experience.group_size)
 
     async def _pick(self, *, deadline_s: float) -> Learner:
         return self._learner
+
+    def wants_parity(self, learner_class: str) -> None:
+        """There are no engines to be held to it."""
+
+    def head(self, version: Version) -> None:
+        """Nor any that could be behind."""
+
+    async def some_engine(self) -> None:
+        """Nor any to wait for."""
 
     async def rollout(self, spec: RolloutSpec) -> Rollout:
         await asyncio.sleep(A_ROLLOUT_S * random.Random(spec.seed).uniform(0.5, 1.5))
@@ -113,10 +124,8 @@ class Crew:
 
 def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
     """One run to its end."""
-    room = scale * GROUPS * SIBLINGS  # places to run: three quarters of the slots that two engines have
     raw = {
         "experience": {"groups_per_step": scale * GROUPS, "group_size": SIBLINGS, "ledger": place, "max_lag": 1},
-        "engine": {"max_sequences": room * 2 // 3},
         "rl": {"steps": steps, "checkpoint_every": steps},
         "evals": {"every": steps},
     }

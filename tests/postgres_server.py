@@ -16,6 +16,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
+
 START_S = 30.0
 
 
@@ -81,10 +83,13 @@ class PostgresServer:
         return True
 
     def kill(self) -> None:
-        """kill -9 of the postmaster; its children see that it is gone and end."""
+        """kill -9 of the postmaster. Its children see that it is gone and end, each once it has nothing to do."""
         assert self._process is not None
+        children = psutil.Process(self._process.pid).children()
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        _, left = psutil.wait_procs(children, START_S)
+        assert not left
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

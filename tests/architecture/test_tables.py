@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks import delta_table, fleet, laptop_table, machines_table, numerics_table, plan
+from benchmarks import delta_table, fleet, laptop_table, machines_table, numerics_table, plan, scale_table
 from benchmarks.report import RESULTS
 
 
@@ -26,6 +26,11 @@ def test_the_guide_to_machines_has_the_numbers_of_the_committed_results():
 def test_the_first_page_and_the_example_have_the_numbers_of_the_committed_result():
     for path in laptop_table.PAGES:
         assert laptop_table.page(path) == path.read_text()
+
+
+def test_the_page_of_scale_has_the_tables_of_the_committed_results():
+    text = scale_table.PAGE.read_text()
+    assert scale_table.page(text) == text
 
 
 def test_the_guide_to_plans_has_the_table_of_the_committed_result():

@@ -45,8 +45,9 @@ class Database(Protocol):
         whatever happens to the machine."""
         ...
 
-    def execute(self, sql: str, *values: Any) -> int:
-        """One statement; the number of rows that it changed. Outside `transact` it commits by itself."""
+    def execute(self, sql: str, *values: Any) -> None:
+        """One statement that answers nothing; what it fails with may be raised by a later call of the transaction.
+        Outside `transact` it commits by itself."""
         ...
 
     def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:

@@ -248,10 +248,10 @@ class Ledger(Looking):
         restart can still go back to. Returns how many blobs went; their traces stay."""
         before, batched = int(self.recall("pruned") or 0), State.BATCHED
         spent = "SELECT rollout_id FROM rollouts WHERE step > ? AND step <= ? AND state != ?"
-        gone = self._db.execute(f"DELETE FROM blobs WHERE rollout_id IN ({spent})", before, step, batched)
+        gone = self._db.rows(f"DELETE FROM blobs WHERE rollout_id IN ({spent}) RETURNING 1", before, step, batched)
         left = self._value("SELECT min(step) FROM rollouts WHERE state = ? AND step <= ?", batched, step)
         self.remember("pruned", max(before, step if left is None else left - 1))
-        return gone
+        return len(gone)
 
     # Notes that must move together with the rollouts
 

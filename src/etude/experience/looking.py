@@ -55,7 +55,8 @@ class Looking:
             wanted.append(("batch_id IS NULL", ()))
         where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
         values = [value for _, found in wanted for value in found]
-        newest = f"ORDER BY position DESC LIMIT {int(limit)}" if limit is not None else "ORDER BY position DESC"
+        newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sorted, not read in this order
+        newest += f" LIMIT {int(limit)}" if limit is not None else ""
         return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)][
             ::-1
         ]
@@ -169,7 +170,7 @@ class Looking:
 
     def _ids(self, where: str, *values: Any) -> list[str]:
         return [
-            i for (i,) in self._db.rows(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY position", *values)
+            i for (i,) in self._db.rows(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY +position", *values)
         ]
 
     def _record(self, rollout_id: str, name: str, kind: type[T]) -> T | None:

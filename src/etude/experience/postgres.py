@@ -18,7 +18,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -110,12 +111,14 @@ class PostgresDatabase:
         self._depth, self._count, committing = 1, self._count + 1, False
         name = f'"{self._session}-{self._count}"'
         try:
-            self._run(f"BEGIN; UPDATE meta SET value = '{name}' WHERE key = '{NAME}'")
-            result = work()
-            if self._check:
-                self._check()
-            committing = True
-            self._run("COMMIT")
+            with self._piped():
+                self._run("BEGIN")
+                self._run(f"UPDATE meta SET value = '{name}' WHERE key = '{NAME}'")
+                result = work()
+                if self._check:
+                    self._check()
+                committing = True
+                self._run("COMMIT")
         except _Cut:
             if self._returned() != name or not committing:
                 raise
@@ -137,14 +140,15 @@ class PostgresDatabase:
         except _Cut:
             raise
         except BaseException:
-            self._undo(f"ROLLBACK TO level{level}; RELEASE level{level}")
+            self._undo(f"ROLLBACK TO level{level}", f"RELEASE level{level}")
             raise
         finally:
             self._depth = level
 
-    def _undo(self, sql: str) -> None:
+    def _undo(self, *statements: str) -> None:
         try:
-            self._run(sql)
+            for sql in statements:
+                self._run(sql)
         except _Cut:
             self._returned()  # the server undoes what it got no COMMIT for
 
@@ -176,10 +180,11 @@ class PostgresDatabase:
             )
         return last
 
-    def execute(self, sql: str, *values: Any) -> int:
-        if not self._depth:
-            return self.transact(lambda: self.execute(sql, *values))
-        return self._run(sql, values).rowcount
+    def execute(self, sql: str, *values: Any) -> None:
+        if self._depth:
+            self._run(sql, values)
+        else:
+            self.transact(lambda: self._run(sql, values))
 
     def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
         kept = [tuple(map(_plain, row)) for row in values]
@@ -225,6 +230,7 @@ class PostgresDatabase:
             "statement_timeout": f"{ANSWER_S:.0f}s",
             "lock_timeout": f"{LOCK_S}s",
             "enable_seqscan": "off",
+            "plan_cache_mode": "force_custom_plan",  # a plan for any state reads history: nearly all rows are in one
             "tcp_keepalives_idle": "10",
             "tcp_keepalives_interval": "5",
             "tcp_keepalives_count": "3",
@@ -284,7 +290,9 @@ class PostgresDatabase:
         self._run("; ".join(["BEGIN", *made, *_SCHEMA, "COMMIT"]))
 
     def _ask(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        return self._run(sql, values).fetchall()
+        cursor, rows = self._run(sql, values), list[tuple[Any, ...]]()
+        self._asked(lambda: rows.extend(cursor.fetchall()))
+        return rows
 
     def _run(self, sql: str, values: Sequence[Any] = ()) -> psycopg.Cursor[Any]:
         """One statement, or several without values. Raises `_Cut`, and what the server refuses in words."""
@@ -294,6 +302,21 @@ class PostgresDatabase:
         given = tuple(map(_plain, values)) if values else None
         self._asked(lambda: cursor.execute(sql.replace("?", "%s").encode(), given))
         return cursor
+
+    @contextmanager
+    def _piped(self) -> Iterator[None]:
+        """Statements that answer nothing are sent with the next one that does: some four round trips a transaction."""
+        if not self._connections:
+            raise _Cut("the last try to connect failed")
+        pipeline = self._connection.pipeline()
+        pipeline.__enter__()
+        try:
+            yield
+        except BaseException as error:
+            with suppress(psycopg.Error):
+                pipeline.__exit__(type(error), error, error.__traceback__)
+            raise
+        self._asked(lambda: pipeline.__exit__(None, None, None))
 
     def _asked(self, work: Callable[[], object]) -> None:
         try:

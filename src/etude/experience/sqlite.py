@@ -95,9 +95,9 @@ class SqliteDatabase:
         except sqlite3.DatabaseError as error:
             raise _in_words(self.path, error) from error
 
-    def execute(self, sql: str, *values: Any) -> int:
+    def execute(self, sql: str, *values: Any) -> None:
         try:
-            return self._connection.execute(sql, values).rowcount
+            self._connection.execute(sql, values)
         except sqlite3.DatabaseError as error:
             raise _in_words(self.path, error) from error
 
