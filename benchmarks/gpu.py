@@ -41,7 +41,7 @@ class Part:
 
 
 PARTS = (
-    Part("tests", ("pytest", "-q", "-rfs", "tests/gpu", "-p", "no:cacheprovider"), 240, quick=False),
+    Part("tests", ("pytest", "--noconftest", "-rfs", "-W", "default", "-m", "not slow", "tests/gpu"), 240, quick=False),
     Part("gpu_parity", ("benchmarks.gpu_parity",), 150, ("exact", "native")),
     Part("gpu_engine", ("benchmarks.gpu_engine",), 200, ("critical_batch", "decode", "decode_exact")),
     Part("gpu_learner", ("benchmarks.gpu_learner",), 120, ("mfu_microbatch", "mfu_step", "tokens_per_s")),
@@ -81,9 +81,8 @@ def _stamp(part: Part) -> int:
     return path.stat().st_mtime_ns if path.is_file() else 0
 
 
-def _kept(device: str) -> dict[str, dict[str, Any]]:
+def kept(path: Path, device: str) -> dict[str, dict[str, Any]]:
     """Parts that an earlier call did well, at this commit and on this device."""
-    path = RESULTS / "gpu.json"
     if not path.is_file():
         return {}
     found = json.loads(path.read_text())
@@ -110,7 +109,7 @@ def main() -> None:
     if not args.quick and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu needs a GPU that torch sees; --quick runs a tiny model anywhere")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    stop, rows = time.monotonic() + args.limit_s, {} if args.quick else _kept(device)
+    stop, rows = time.monotonic() + args.limit_s, {} if args.quick else kept(RESULTS / "gpu.json", device)
     chosen = [p for p in PARTS if (p.name in args.only if args.only else p.name not in rows)]
     for part in chosen:
         left = stop - time.monotonic()

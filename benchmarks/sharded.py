@@ -2,13 +2,14 @@
 
 `steps`: 20 steps of the laptop's model over two ranks of FSDP2, with and without expert parallelism, with AdamW and
 with Muon; against one process that computes the ranks' shares in turn (digests of what both publish), and against one
-that knows of no shares (losses). Rewards alternate, samples are the first weights' own, so ratios leave 1 step by step.
+that knows of no shares (losses). Rewards alternate, samples are the first weights' own once rounded to bf16, so ratios
+leave 1 step by step.
 
 `run`: `etude run` with `learner.ranks = 2` from a mid-trained checkpoint, its solve rate beside those of the default's
 seeds from the same start (`benchmarks.numerics_runs`). A run that has ended is read, one that was broken off gone on
 with.
 
-`python -m benchmarks.sharded [--only steps run] --start CHECKPOINT [--steps 20]`
+`python -m benchmarks.sharded [--only steps run] --start CHECKPOINT [--steps 20] [--defaults ROWS]`
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.sharded_ranks import Job, Trained, alone, batches, together
 from etude.evals.intervals import wilson
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.training import LearnerConfig
-from etude.training.config import OptimizerKind
+from etude.training.config import LiveWeights, OptimizerKind
 from etude.training.ranks import run_ranks
 
 LENGTHS = [90, 160, 48, 120, 70, 110]
@@ -48,6 +49,7 @@ def cases(start: Path, folder: Path, steps: int) -> dict[str, Job]:
         "FSDP2": (two, exact, EXACT),
         "FSDP2, expert parallel": (experts, exact, EXACT),
         "FSDP2, expert parallel, Muon": (replace(experts, optimizer=OptimizerKind.MUON), exact, EXACT),
+        "FSDP2, expert parallel, float32 weights": (replace(experts, weights=LiveWeights.F32), exact, EXACT),
         "FSDP2, context parallel": (replace(two, context_parallel=2), exact, EXACT),
         "FSDP2, expert parallel, native bf16": (replace(experts, dtype=ComputeDtype.BFLOAT16), bf16, NATIVE),
     }
@@ -58,10 +60,11 @@ def cases(start: Path, folder: Path, steps: int) -> dict[str, Job]:
 
 
 def apart(ranks: Trained, one: Trained) -> Row:
-    """Largest relative differences of two trainings, step by step."""
+    """Largest differences of two trainings, step by step, by the largest number that the one had: a loss may be 0."""
     pairs = {"loss": (ranks.losses, one.losses), "grad_norm": (ranks.norms, one.norms)}
     return {
-        what: max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(*both, strict=True)) for what, both in pairs.items()
+        what: max(abs(a - b) for a, b in zip(*both, strict=True)) / max(map(abs, both[1]))
+        for what, both in pairs.items()
     }
 
 
@@ -79,6 +82,7 @@ def compared(name: str, job: Job, ranks: list[Trained]) -> Row:
         "first_ratio_off_one": ranks[0].fresh[0],
         "largest_relative_difference_to_one_process": apart(ranks[0], shares),
         "largest_relative_difference_to_one_without_shares": apart(ranks[0], one),
+        "largest_relative_difference_of_those_two": apart(shares, one),
         "losses": {"ranks": [round(x, 7) for x in ranks[0].losses], "one": [round(x, 7) for x in one.losses]},
     }
 
@@ -91,12 +95,12 @@ def stepped(start: Path, steps: int) -> list[Row]:
         return [compared(name, job, [told[i] for told in by_rank]) for i, (name, job) in enumerate(jobs.items())]
 
 
-def ran(start: Path, steps: int) -> Row:
+def ran(start: Path, steps: int, defaults: Path) -> Row:
     """One whole run of a learner of two ranks, and the default's seeds beside it."""
     sizes = [f"start={start.resolve()}", "evals.baseline_tasks=1", f"rl.steps={steps}", "evals.every=10"]
-    row = learned("sharded-0", LAPTOP, [*sizes, "seed=0", *RUN])
-    kept = json.loads((RESULTS / "numerics_runs.json").read_text())
-    default = [one for one in kept["rows"] if one["way"] == "default"]
+    row = learned("sharded-0", LAPTOP, [*sizes, "evals.heldout_tasks=512", "seed=0", *RUN])
+    del row["command_wall_s"]  # of what was left to do
+    default = [one for one in json.loads(defaults.read_text()).values() if one["way"] == "default"]
     seeds = {str(one["seed"]): one["after"] for one in default}
     solved, tasks = (sum(one["after"][key] for one in default) for key in ("solved", "num_tasks"))
     pooled = wilson(solved, tasks)
@@ -107,6 +111,7 @@ def ran(start: Path, steps: int) -> Row:
         "default_after_by_seed": seeds,
         "default_after": {key: round(value, 4) for key, value in together_.items()},
         "after_minus_default": ahead(together_, row["after"]),
+        "after_minus_default_of_the_same_seed": ahead(seeds["0"], row["after"]),
     }
 
 
@@ -116,6 +121,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=["steps", "run"], default=["steps", "run"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--run-steps", type=int, default=40)
+    parser.add_argument("--defaults", type=Path, default=Path("runs/numerics-rows.json"), help="numerics_runs' rows")
     args = parser.parse_args()
     kept = RESULTS / "sharded.json"
     before = json.loads(kept.read_text()) if kept.is_file() else {}
@@ -123,7 +129,7 @@ def main() -> None:
     if "steps" in args.only:
         found["steps"] = stepped(args.start, args.steps)
     if "run" in args.only:
-        found["run"] = ran(args.start, args.run_steps)
+        found["run"] = ran(args.start, args.run_steps, args.defaults)
     report("sharded", found)
 
 

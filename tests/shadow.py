@@ -3,18 +3,21 @@
 Tensors of torch's `FakeTensorMode` have a shape, a dtype and a device, and no numbers. On the device "shadow" every
 operator checks that its tensors are on one device, as on a GPU, and whatever asks for a number (`item`, `tolist`, `if`)
 is refused, where a GPU would be waited for. So what runs here brings no CPU tensor together with a device's and does
-not wait. It shows nothing of numbers, kernels, alignment, memory or speed, and nothing of Triton programs.
+not wait. It shows nothing of numbers, kernels, alignment, memory or speed. Of a Triton program, which nobody runs here,
+it shows that every tensor that it is given is on the device.
 
-A program of its own, since the device is registered for the whole process: `python -m tests.shadow` prints a line of
-JSON a case, its name and the error, if there is one.
+A program of its own, since the device is registered for the whole process: `python -m tests.shadow [exact]` prints a
+line of JSON a case, its name and the error, if there is one; "exact", which needs Triton, is of exact mode.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +29,7 @@ from etude.inference.device_runner import DeviceRunner
 from etude.inference.scheduler import Scheduler, Sequence
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
-from etude.numerics.operators import Native
+from etude.numerics.operators import Native, Operators
 from etude.records.completion import CompletionRequest, Sampling
 
 NAME = "shadow"
@@ -36,12 +39,32 @@ SIZES = ModelConfig(
 )  # fmt: skip
 
 
+def operators() -> Operators:
+    """Those of the mode that was asked for."""
+    if "exact" not in sys.argv:
+        return Native(torch.bfloat16)
+    from etude.numerics.gpu import ExactGpu
+
+    return ExactGpu(torch.bfloat16)
+
+
+def only_look() -> None:
+    """Have Triton launch nothing, and look where the tensors of each launch are."""
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, **named: Any) -> None:
+        places = {t.device.type for t in (*args, *named.values()) if isinstance(t, torch.Tensor)}
+        assert places <= {NAME}, f"{self.__name__} is given tensors on {sorted(places)}"
+
+    JITFunction.run = run
+
+
 def model(held: torch.dtype) -> Transformer:
     """On the device, in bfloat16: weights in float32 as a learner's are, or as an engine holds them."""
     device, before = torch.device(NAME), torch.get_default_dtype()
     torch.set_default_dtype(held)
     with device:
-        made = Transformer(SIZES, seed=None, dtype=held, operators=Native(torch.bfloat16))
+        made = Transformer(SIZES, seed=None, dtype=held, operators=operators())
     torch.set_default_dtype(before)
     made.cos, made.sin = made.cos.to(device), made.sin.to(device)
     return made
@@ -95,7 +118,7 @@ def stepped() -> None:
 
 def refused(call: Callable[[], object], words: str) -> None:
     """What the device would not let pass is not let pass here."""
-    with pytest.raises((RuntimeError, DataDependentOutputException)) as error:
+    with pytest.raises((RuntimeError, AssertionError, DataDependentOutputException)) as error:
         call()
     assert words in f"{error.type.__name__}: {error.value}"
 
@@ -110,10 +133,19 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
+EXACT: dict[str, Callable[[], None]] = {
+    "a program is given no tensor of the CPU": lambda: refused(
+        lambda: operators().linear(torch.ones(4, 16).bfloat16(), torch.ones(8, 16)), "is given tensors on ['cpu']"
+    ),
+}
+
+
 def main() -> None:
     """Every case by itself."""
     _setup_privateuseone_for_python_backend(NAME)
-    for name, case in CASES.items():
+    if "exact" in sys.argv:
+        only_look()
+    for name, case in (CASES | (EXACT if "exact" in sys.argv else {})).items():
         said = ""
         try:
             with FakeTensorMode(allow_non_fake_inputs=True):

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from etude.errors import DeadlineExceeded, EtudeError, WeightsError
-from etude.loop.placement import ADDRESS, Here, Placement
+from etude.loop.placement import ADDRESS, Here, NoRoom, Placement
 from etude.loop.processes import Child, Role, Supervisor
 from etude.loop.wire import Failed, Lost
 from etude.records import Version
@@ -39,7 +39,9 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return
     from etude.loop import on_ray, ray_cluster
 
-    ray_cluster.connect("ray")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ray_cluster, "ROOM_HERE", 1.0)  # one of each role
+        ray_cluster.connect("ray")
     try:
         yield on_ray.OnRay
     finally:
@@ -54,32 +56,42 @@ class Placed:
         self.telemetry = Telemetry(path / "events.jsonl", process="test")
         self.placement = place(path)
         self.supervisor = Supervisor(self.telemetry, hung_s=hung_s, placement=self.placement)
-        self.child = Child(
-            "worker-0",
-            [str(COMPONENT), *words],
-            logs=path / "logs",
+        self.words = words
+        self.child = self.component("worker-0")
+        self.ups = 0
+        self._up = asyncio.Event()
+
+    def component(self, name: str) -> Child:
+        return Child(
+            name,
+            [str(COMPONENT), *self.words],
+            logs=self.path / "logs",
             telemetry=self.telemetry,
             env={"A_WORD": "from outside"},
             placement=self.placement,
         )
-        self.ups = 0
-        self._up = asyncio.Event()
 
     async def __aenter__(self) -> Placed:
-        await self.supervisor.add(self.child, Role(self._on_up, self._answers, with_socket=True))
+        await self.supervisor.add(self.child, self.role)
         return self
+
+    @property
+    def role(self) -> Role:
+        return Role(self._on_up, self._answers, with_socket=True)
 
     async def __aexit__(self, *_: object) -> None:
         await self.supervisor.close()
         self.telemetry.close()
 
-    async def _on_up(self, _: Child) -> None:
-        await self.call("ready", bool)
+    async def _on_up(self, child: Child) -> None:
+        assert child.caller is not None
+        await child.caller.call("ready", bool, deadline_s=30.0)
         self.ups += 1
         self._up.set()
 
-    async def _answers(self, _: Child) -> None:
-        await self.call("ready", bool, deadline_s=60.0)
+    async def _answers(self, child: Child) -> None:
+        assert child.caller is not None
+        await child.caller.call("ready", bool, deadline_s=60.0)
 
     async def call(self, method: str, kind: Any, *args: object, deadline_s: float = 30.0) -> Any:
         assert self.child.caller is not None
@@ -193,6 +205,24 @@ def test_a_component_that_cannot_start_says_why(place: Open, tmp_path: Path) -> 
     asyncio.run(main())
 
 
+def test_a_program_that_is_not_called_runs_to_its_end_and_its_exit_code_is_told(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        placed = Placed(place, tmp_path)
+        script = "import os, sys; print(os.getcwd()); sys.exit(75)"
+        argv, told = ["-c", script], placed.telemetry
+        child = Child("corpus", argv, logs=tmp_path / "logs", telemetry=told, placement=placed.placement)
+        placed.supervisor.children["corpus"] = child
+        try:
+            await child.start(with_socket=False)
+            assert await child.exited() == 75
+            assert (child.pid, child.caller, child.was_killed) == (None, None, False)
+        finally:
+            await placed.__aexit__()
+        assert (tmp_path / "logs" / "corpus.log").read_text() == f"{os.getcwd()}\n"
+
+    asyncio.run(main())
+
+
 def test_nothing_is_left_when_it_is_closed(place: Open, tmp_path: Path) -> None:
     async def main() -> tuple[int, int]:
         async with Placed(place, tmp_path) as placed:
@@ -201,3 +231,50 @@ def test_nothing_is_left_when_it_is_closed(place: Open, tmp_path: Path) -> None:
     pid, parent = asyncio.run(main())
     assert gone(pid)
     assert parent == os.getpid() or gone(parent)
+
+
+# What a cluster alone can show
+
+
+@pytest.mark.parametrize("place", ["ray"], indirect=True)
+def test_who_finds_no_room_waits_and_takes_the_room_that_becomes_free(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        placed = Placed(place, tmp_path)
+        try:
+            both = {name: placed.component(name) for name in ("worker-0", "worker-1")}
+            await placed.supervisor.add_all((child, placed.role) for child in both.values())
+            [first] = [name for name, child in both.items() if child.pid is not None]
+            [other] = both.keys() - {first}
+            assert both[other].is_waiting
+            await placed.supervisor.remove(first)
+            await placed.until_up(2)
+            assert both[other].pid is not None
+        finally:
+            await placed.__aexit__()
+        events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+        [waited] = [event for event in events if event.get("state") == "waiting"]
+        assert waited["name"] == other
+        assert "worker 1" in waited["reason"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", ["ray"], indirect=True)
+def test_a_role_that_no_node_has_room_for_ends_the_wait_by_name(
+    place: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from etude.loop import on_ray
+
+    async def main() -> None:
+        async with Placed(place, tmp_path / "one"):  # another run has it
+            monkeypatch.setattr(on_ray, "PLACED_S", 0.0)
+            monkeypatch.setattr(on_ray, "ROOM_S", 0.0)
+            late = Placed(place, tmp_path / "late")
+            try:
+                with pytest.raises(NoRoom, match=r"no node has room for worker-0: .*worker 1") as caught:
+                    await late.__aenter__()
+                assert """ray start --address=... --resources='{"worker": 1}'""" in caught.value.hint
+            finally:
+                await late.__aexit__()
+
+    asyncio.run(main())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.test_run import Running, _event
+from tests.running import Running, event_of
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def told(run: Running, name: str) -> list[dict[str, Any]]:
     """What the learner said of one of its ranks."""
     path = run.path / "events" / "learner.jsonl"
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return [event for event in map(_event, lines) if event.get("kind") == "process" and event["name"] == name]
+    return [event for event in map(event_of, lines) if event.get("kind") == "process" and event["name"] == name]
 
 
 @pytest.mark.slow

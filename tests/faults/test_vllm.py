@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,10 @@ from etude.inference.vllm.process import Vllm
 from etude.inference.vllm.started import started
 from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model
+from etude.records.adapter import B
 from etude.records.completion import CompletionRequest, Sampling, Version
 from etude.stores import DirectoryStore
+from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
 from etude.training.exports import export
 from etude.weights import Channel
@@ -112,12 +114,40 @@ def test_an_adapter_whose_vllm_was_killed_ends_and_fails_what_was_in_flight(tmp_
 
 def test_a_model_that_vllm_cannot_load_ends_the_start_with_vllms_own_words(tmp_path: Path) -> None:
     async def run() -> None:
-        more = checkpoint(tmp_path)
-        config = json.loads((tmp_path / "model" / "config.json").read_text())
-        (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_attention_heads": 3}))
+        save_model(Transformer(replace(SIZES, head_dim=24), seed=0), tmp_path / "model", dtype="f32")
         with pytest.raises(EngineError, match="did not start") as caught:
-            async with started(tmp_path / "model", tmp_path, *more):
+            async with started(tmp_path / "model", tmp_path, "--context-tokens", "256"):
                 pass
-        assert "num_heads = 3" in caught.value.facts or "Error" in caught.value.facts
+        assert "Unsupported CPU attention configuration: head_dim=24" in caught.value.facts
+        assert "hint:" in caught.value.facts
 
     asyncio.run(run())
+
+
+def test_published_adapters_are_merged_into_the_live_weights_of_a_real_vllm(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    store, config = DirectoryStore(tmp_path / "store"), EngineConfig(max_sequences=4, context_tokens=256)
+    settings = LearnerConfig(weights=LiveWeights.F32, lora_rank=4, lora_alpha=8.0)
+    learner = TorchLearner(settings, channel=Channel(store))
+    learner.load(tmp_path / "model")
+    before = learner.probe(TEXT)
+
+    async def story(vllm: Vllm) -> None:
+        for step in range(2):
+            learner.step = step
+            for name, view in learner.trained.views().items():
+                if name.endswith(B):
+                    view.normal_(0.0, 0.02 * (step + 1), generator=torch.Generator().manual_seed(len(name)))
+            learner.trained.settle()
+            version, right = learner.publish([]).version, learner.probe(TEXT)
+            assert not budget_of("float32").holds(compare(before, right)), "it is another model"
+            async with (
+                asyncio.timeout(400),
+                vllm_server.following(vllm, tmp_path / "model", config, store, tmp_path / "store") as engine,
+            ):
+                held, logprobs = await engine.verify(TEXT)
+                assert held == version
+                assert budget_of("float32").holds(compare(logprobs, right))
+
+    with vllm_server.serving(tmp_path / "model", config) as vllm:
+        asyncio.run(story(vllm))

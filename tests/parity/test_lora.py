@@ -58,7 +58,7 @@ def batch_of(samples: list[Sample], step: int) -> Batch:
     return Batch(batch_id="b", step=step, samples=tuple(samples), rollout_ids=(), num_loss_tokens=count)
 
 
-@pytest.mark.parametrize("dtype", [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16], ids=str)
+@pytest.mark.parametrize("dtype", ComputeDtype, ids=str)
 @pytest.mark.parametrize("sizes", FAMILIES.values(), ids=FAMILIES)
 def test_what_an_engine_samples_with_an_adapter_has_exactly_the_learners_probabilities(
     tmp_path: Path, sizes: ModelConfig, dtype: ComputeDtype

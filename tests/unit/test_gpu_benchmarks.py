@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import gpu_engine, gpu_learner, gpu_parity, gpu_swap
+from benchmarks import gpu, gpu_engine, gpu_learner, gpu_parity, gpu_swap
 from benchmarks.gpu_model import TINY, Peaks, Work, qwen, random_model
+from benchmarks.report import commit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -57,3 +60,24 @@ def test_each_part_runs_on_a_tiny_model() -> None:
     swaps = asyncio.run(gpu_swap.under_load(gpu_swap.QUICK, CPU))
     assert (swaps["differing_after_the_last"], swaps["requests_failed"]) == (0, 0)
     assert swaps["spans_of_the_first"] == 1 + gpu_swap.QUICK.swaps
+
+
+def test_a_part_that_hangs_or_fails_costs_itself_alone_and_is_told() -> None:
+    hangs = gpu.run(gpu.Part("hangs", ("http.server", "0", "--bind", "127.0.0.1"), 1.0), quick=False, limit_s=1.0)
+    assert hangs["ended"] == "over its limit"
+    fails = gpu.run(gpu.Part("fails", ("json.tool", "nowhere.json"), 30.0), quick=False, limit_s=30.0)
+    assert fails["ended"] != 0
+    assert "nowhere.json" in fails["last_words"]
+
+
+def test_parts_that_went_well_at_this_commit_and_on_this_device_are_not_done_again(tmp_path: Path) -> None:
+    path, parts = (
+        tmp_path / "gpu.json",
+        {"good": {"ended": 0}, "bad": {"ended": 1}, "late": {"ended": "over its limit"}},
+    )
+    assert gpu.kept(path, "a chip") == {}
+    path.write_text(json.dumps({"commit": commit(), "device": "a chip", "parts": parts}))
+    assert gpu.kept(path, "a chip") == {"good": {"ended": 0}}
+    assert gpu.kept(path, "another chip") == {}
+    path.write_text(json.dumps({"commit": "0" * 12, "device": "a chip", "parts": parts}))
+    assert gpu.kept(path, "a chip") == {}

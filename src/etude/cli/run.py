@@ -104,12 +104,12 @@ def _leave() -> None:
     ray_cluster.disconnect()
 
 
-def _placement(on: str, folder: RunFolder) -> Placement | None:
+def _placement(on: str, folder: RunFolder, config: RunConfig) -> Placement | None:
     if on == LOCAL:
         return None
     from etude.loop.on_ray import OnRay
 
-    return OnRay(folder.path)
+    return OnRay(folder.path, ranks=config.learner.ranks)
 
 
 async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
@@ -117,7 +117,7 @@ async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
     from etude.loop.phases import run_phases
 
     telemetry = Telemetry(folder / "events" / "conductor.jsonl", process="conductor")
-    placement = _placement(on, folder)
+    placement = _placement(on, folder, config)
     work = asyncio.create_task(run_phases(folder, config, telemetry, placement=placement), name="run")
     loop = asyncio.get_running_loop()
     stopped = False

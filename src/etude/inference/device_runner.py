@@ -75,7 +75,7 @@ class DeviceRunner:
         self._routes = torch.zeros(routes, dtype=kind, device=self.device)
         self._lost = Lost(model)
         self.graphs: list[_Decode] = []
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not model.operators.waits:
             self._capture(num_slots)
 
     @torch.inference_mode()

@@ -25,7 +25,6 @@ from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
 from etude.loop.places import weights_store
 from etude.loop.wire import Handler
-from etude.numerics.device import device_for
 from etude.numerics.operators import operators_for
 from etude.numerics.parallel import RankLost
 from etude.records import Batch, Sample
@@ -72,9 +71,9 @@ def make_learner(
     )
 
 
-def starting_point(run: RunFolder, config: RunConfig) -> Reference:
-    """The checkpoint that a run began with, as what KL is measured to, computed as the policy is."""
-    device = device_for(config.learner.device)
+def starting_point(run: RunFolder, config: RunConfig, group: Group = ONE) -> Reference:
+    """The checkpoint that a run began with, as what KL is measured to, computed as the policy is; whole on a rank."""
+    device = group.device(config.learner.device)
     operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
     where = run / "checkpoints" / "mid"
     return Reference(where, temperature=config.rl.temperature, operators=operators, device=device)
@@ -112,7 +111,7 @@ class Learning:
 
     @functools.cached_property
     def reference(self) -> Reference:
-        return starting_point(self.run, self.config)
+        return starting_point(self.run, self.config, self.group or ONE)
 
     def begin(self, checkpoint: str) -> int:
         """Load a checkpoint; the version step it stands at. What a lost lineage still publishes is waited for: two

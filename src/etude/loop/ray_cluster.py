@@ -29,7 +29,7 @@ ROLES = ("learner", "engine", "worker", "grader")
 CHECK_S = 60.0  # for a node to say what it lacks
 PROVE_S = 600.0  # for its machines to prove the first tasks
 _OBJECTS_BYTES = 100 << 20  # of a cluster that is started here: no data goes through Ray
-_MANY = 64.0
+ROOM_HERE = 64.0  # of each role, in a cluster that is started here
 _SHARED = "mount one file system on every node at the same path, for runs/ and for what the config names"
 
 
@@ -51,7 +51,7 @@ def connect(on: str) -> None:
                 raise
         else:
             return
-        room = dict.fromkeys(ROLES, _MANY)
+        room = dict.fromkeys(ROLES, ROOM_HERE)
         here: dict[str, Any] = {"num_cpus": 0, "resources": room, "object_store_memory": _OBJECTS_BYTES}
         ray.init("local", include_dashboard=False, **here, **quiet)
     except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
@@ -87,7 +87,7 @@ def room(role: str) -> int:
 def offers() -> str:
     """What each node takes, for an error message."""
     told = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in ROLES) for n in nodes()]
-    return "; ".join(told) or f"none of {len(ray.nodes())} nodes offers a role"
+    return "; ".join(told) or f"none of {sum(n['Alive'] for n in ray.nodes())} nodes offers a role"
 
 
 def _name(node: Mapping[str, Any]) -> str:

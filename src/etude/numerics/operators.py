@@ -15,6 +15,7 @@ sorted by expert, K experts a token, R rows of logits, V vocabulary, T tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,11 @@ class Operators:
     @property
     def exact(self) -> bool:
         """Whether a row's bits depend on that row alone."""
+        return False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a model's forward asks a device for numbers, so that it cannot be captured."""
         return False
 
     @property
@@ -273,9 +279,13 @@ class Native(Operators):
         gate_up_E2FD: torch.Tensor,
         down_EDF: torch.Tensor,
     ) -> torch.Tensor | None:
-        if not mixtures.suits(x_ND, gate_up_E2FD, down_EDF):
-            return None
-        return mixtures.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
+        if mixtures.suits(x_ND, gate_up_E2FD, down_EDF):
+            return mixtures.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
+        if x_ND.device.type == "cuda" and find_spec("triton") is not None:  # other dtypes and widths
+            from etude.numerics.gpu import mix
+
+            return mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
+        return None
 
 
 class Exact(Operators):

@@ -8,7 +8,7 @@ A sum over ranks keeps the bits of one rank because nobody adds in passing: each
 every rank adds them in one binary tree, whose lower levels are each rank's own (`exact.tree`). A library's all-reduce
 adds in an order of its own.
 
-Collectives run over any `torch.distributed` group of CPU tensors, and each has a deadline: a rank that died or hangs is
+Collectives run over any `torch.distributed` group, and each has a deadline: a rank that died or hangs is
 an error in the others that names what they waited for.
 """
 

@@ -89,7 +89,7 @@ class LearnerConfig:
     context_parallel: int = ranged(1, low=1)  # and so many each text
     device: str = "auto"  # of the weights and all that is computed with them; ranks of GPUs have one each
     recompute: bool = False  # forward each layer again in the backward pass: less memory, a third more work
-    lora_rank: int = ranged(0, low=0, high=4096)  # 0: all weights train; else adapters do, which want about 10 times lr
+    lora_rank: int = ranged(0, low=0, high=4096)  # 0: all weights train; else adapters do, at 4 to 10 times lr
     lora_alpha: float = ranged(32.0, low=1e-3, high=1e6)  # an adapter's product is multiplied by alpha / rank
     lora_on: LoraOn = LoraOn.ALL
 

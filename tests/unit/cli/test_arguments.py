@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
@@ -87,3 +88,16 @@ def test_a_cluster_that_does_not_listen_is_told_at_once(on):
 
     with pytest.raises(ConfigError, match=f"no Ray cluster answers at {on}: .*refused"):
         ray_cluster.connect(on)
+
+
+def test_a_cluster_without_ray_says_what_to_install(monkeypatch, capsys, tmp_path):
+    import etude.loop
+
+    monkeypatch.delattr(etude.loop, "ray_cluster", raising=False)
+    monkeypatch.delitem(sys.modules, "etude.loop.ray_cluster", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.toml").write_text("seed = 1\n")
+    assert main(["run", "c.toml", "--on", "ray"]) == 2
+    said = capsys.readouterr().err
+    assert "error: --on ray needs Ray: it is not installed\n  hint: pip install 'etude[ray]'" in said

@@ -14,6 +14,7 @@ import pytest
 import torch
 from benchmarks import sharded_ranks as ranked
 from benchmarks.sharded_ranks import Job, Trained
+from tests.unit.models.families import DEEPSEEK, DENSE
 from tests.unit.training import ranked_learner
 
 from etude.errors import CheckpointError
@@ -162,7 +163,8 @@ def test_trouble_on_one_rank_is_told_by_all_and_they_go_on(
         assert trained.digests == alone.digests
 
 
-@pytest.mark.parametrize("way", ["killed", pytest.param("hung", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["killed", "hung"])
 def test_a_rank_that_is_lost_in_a_collective_is_named(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path, way: str
 ) -> None:
@@ -185,6 +187,48 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(
 def test_settings_that_ranks_cannot_share_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LearnerConfig(**settings)
+
+
+@pytest.mark.slow
+def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_path: Path) -> None:
+    """Experts over two pairs of ranks, their rows over the others; and texts over two ranks beside that."""
+    first = jobs_in(tmp_path)[SAVED]
+    four = replace(CONFIG, ranks=4)
+    experts = replace(first, config=four, save=tmp_path / "of-four")
+    texts = replace(first, config=replace(four, context_parallel=2), store=tmp_path / "texts", save=None)
+    alone = ranked.alone(replace(experts, store=tmp_path / "one", save=None))
+    apart = ranked.alone(replace(texts, store=tmp_path / "two"))
+    for one, other in run_ranks(ranked.together, [experts, texts], ranks=4, stall_s=200.0):
+        assert one == alone
+        assert other.fresh == apart.fresh
+        assert other.losses == pytest.approx(apart.losses, rel=1e-5)
+    learner = TorchLearner(replace(CONFIG, ranks=1, expert_parallel=1))
+    learner.load(tmp_path / "of-four")
+    assert learner.version is not None
+    assert learner.version.digest == alone.digests[-1]
+
+
+@pytest.mark.slow
+def test_every_family_is_shared(tmp_path: Path) -> None:
+    """Latents, shared experts and biases of choosing; and a dense model. Texts are gathered as latents."""
+    configs = {"latent": replace(DEEPSEEK, context_tokens=1024), "dense": DENSE}
+    for name, config in configs.items():
+        save_model(Transformer(config, seed=4), tmp_path / name, dtype="f32")
+    latent, dense = (ranked.batches(tmp_path / name, [40, 33, 57, 20], steps=2, numerics=EXACT) for name in configs)
+    long = ranked.batches(tmp_path / "latent", [600, 40], steps=1, numerics=EXACT)
+    biased, plain = replace(CONFIG, balance_bias=1e-3), replace(CONFIG, expert_parallel=1)
+    texts = replace(plain, context_parallel=2, recompute=True)
+    jobs = [
+        Job(tmp_path / "latent", tmp_path / "a", biased, latent),
+        Job(tmp_path / "latent", tmp_path / "b", replace(biased, optimizer=OptimizerKind.MUON), latent),
+        Job(tmp_path / "dense", tmp_path / "c", plain, dense),
+        Job(tmp_path / "latent", tmp_path / "d", texts, long),
+    ]
+    alone = [ranked.alone(replace(job, store=job.store.with_suffix(".one"))) for job in jobs]
+    for told in run_ranks(ranked.together, jobs, ranks=2, stall_s=100.0):
+        assert told[:3] == alone[:3]
+        assert told[3].fresh == [0.0]
+        assert told[3].losses == pytest.approx(alone[3].losses, rel=1e-5)
 
 
 @pytest.mark.slow

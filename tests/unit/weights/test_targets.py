@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from etude.errors import WeightsError
 from etude.records.completion import Version
@@ -108,6 +109,23 @@ def test_fused_stacked_and_transposed_places(zeros) -> None:
     swap_there_and_back(pieces, old, new)
     bits = qkv if isinstance(qkv, np.ndarray) else qkv.view(torch.int16).numpy().view(np.uint16)
     assert bits.tolist() == np.concatenate([shaped(new[name]) for name in "qkv"]).tolist()
+
+
+def test_what_lies_in_one_storage_of_a_device_is_written_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            copies.extend([func] * ("index_copy" in str(func)))
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(live, "in_host_memory", lambda value: False)
+    monkeypatch.setattr(targets, "DENSE", 0)
+    copies: list[object] = []
+    old = {f"{e}.{part}": tensor(7, 5, seed=2 * e + i) for e in range(3) for i, part in enumerate(("gate", "up"))}
+    w13 = torch.zeros(4, 14, 5, dtype=torch.bfloat16)[1:]  # not at the storage's start
+    pieces = joined(*(fused(w13[e], {f"{e}.gate": 7, f"{e}.up": 7}) for e in range(3)))
+    with Count():
+        swap_there_and_back(pieces, old, {name: stepped(one, seed=i) for i, (name, one) in enumerate(old.items())})
+    assert len(copies) == 3  # there, back, and there again
 
 
 def test_columns_of_a_matrix_and_two_copies_of_one_tensor(zeros) -> None:

@@ -34,6 +34,7 @@ from etude.models.config import ModelConfig
 
 START_S, STOP_S, CONTROL_S = 570.0, 5.0, 30.0
 LAST_LINES = 40
+_ERROR = re.compile(r"\b(?!EngineDead)\w+(?:Error|Exception): .*")  # the cause, not that something else has ended
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -119,6 +120,7 @@ class Vllm(Calls):
     ) -> None:
         super().__init__(socket, name=name, gives_routes=gives_routes)
         self._last: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._errors: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self.process = subprocess.Popen(
             argv,
             env=env,
@@ -179,16 +181,16 @@ class Vllm(Calls):
             await asyncio.sleep(0.1)
 
     def last_words(self) -> str:
-        """What it said of why it ended: the errors among its last lines, or those lines."""
-        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in self._last]
-        errors = [line for line in lines if re.search(r"(?:Error|Exception|Interrupt)\b", line)]
-        return "\n".join(dict.fromkeys(errors[-3:] or lines[-3:]))
+        """What it said of why it cannot go on: the last errors that it told, or its last lines."""
+        return "; ".join([*dict.fromkeys(self._errors)][-3:] or [line.strip() for line in self._last][-3:])
 
     def _pass_on(self) -> None:
         assert self.process.stdout is not None, "started with a pipe"
         for line in self.process.stdout:
             text = line.decode(errors="replace")
             self._last.append(text)
+            if found := _ERROR.search(text):
+                self._errors.append(found[0].strip())
             sys.stdout.write(text)
             sys.stdout.flush()
 

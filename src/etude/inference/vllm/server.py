@@ -86,9 +86,12 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
     failed: list[EtudeError] = []
     needs_routes = args.needs_routes and model.num_moe_layers > 0
     lifespan = _lifespan(vllm, engine, following, telemetry, failed, needs_routes=needs_routes)
-    serve(build_app(engine, token=token, lifespan=lifespan), listener, name=args.name, ready_file=args.ready_file)
-    if failed:
-        raise failed[0]
+    try:
+        serve(build_app(engine, token=token, lifespan=lifespan), listener, name=args.name, ready_file=args.ready_file)
+    except SystemExit:  # uvicorn's, of a start that failed
+        if failed:
+            raise failed[0] from None
+        raise
 
 
 def read_model(checkpoint: Path) -> ModelConfig:
@@ -133,10 +136,18 @@ def _lifespan(
                 if following is not None:
                     await following.stop()
         except EtudeError as error:
-            failed.append(error)
+            failed.append(_with_words(error, vllm))
             raise
 
     return span()
+
+
+def _with_words(error: EtudeError, vllm: Vllm) -> EtudeError:
+    """The error, with what vLLM said of its own."""
+    words = vllm.last_words()
+    if vllm.alive or words in error.facts:
+        return error
+    return type(error)(error.what, f"{error.facts}; vLLM's last words: {words}", hint=error.hint)
 
 
 def _require_routes(engine: VllmEngine, needed: bool) -> None:

@@ -56,6 +56,10 @@ class Quantised(Operators):
     def weights(self, weight: torch.Tensor) -> torch.Tensor:
         return _round(weight, self.format, True) if self.rounds_weights else weight
 
+    @property
+    def waits(self) -> bool:
+        return True  # experts are dispatched by the host
+
     def mixture(self, *_: torch.Tensor) -> torch.Tensor | None:
         """None: what `inner` does in one rounds nothing between its products."""
         return None

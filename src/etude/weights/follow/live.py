@@ -48,9 +48,23 @@ class Scatter:
         self.flat[self.places] = self.codes
 
 
+@dataclass(eq=False)
+class Sent:
+    """Codes that go to places of a device's storage; they are there already."""
+
+    storage: Any  # torch: all of it, 1-D, of signed integers of the codes' width
+    places: Any  # torch, int64, from the storage's start
+    codes: Any  # torch
+
+    def __call__(self) -> None:
+        self.storage.index_copy_(0, self.places, self.codes)
+
+
 def together(calls: Sequence[Call]) -> Call:
-    """One call that makes them all; scatters into host memory in one where the native kernels are."""
+    """One call that makes them all; scatters into host memory in one where the native kernels are, those into a
+    device's in one a storage: launching one for each of thousands of tensors takes longer than writing."""
     kernels = native.load()
+    calls = _by_storage(calls)
     rows = [(c.flat, c.places, c.codes) for c in calls if _is_native(c)]
     if kernels is not None and rows:
         calls = [kernels.scatter(rows), *(c for c in calls if not _is_native(c))]
@@ -60,6 +74,23 @@ def together(calls: Sequence[Call]) -> Call:
             call()
 
     return make
+
+
+def _by_storage(calls: Sequence[Call]) -> list[Call]:
+    """Of what was sent to one storage one call; the single ones become its parts, so that nothing is held twice."""
+    groups: dict[tuple[int, object], list[Sent]] = {}
+    for call in calls:
+        if isinstance(call, Sent):
+            groups.setdefault((call.storage.data_ptr(), call.storage.dtype), []).append(call)
+    found = [call for call in calls if not isinstance(call, Sent)]
+    for group in groups.values():
+        sizes = [len(one.places) for one in group]
+        places, codes = _torch().cat([one.places for one in group]), _torch().cat([one.codes for one in group])
+        whole = Sent(group[0].storage, places, codes)
+        for one, places, codes in zip(group, whole.places.split(sizes), whole.codes.split(sizes), strict=True):
+            one.places, one.codes = places, codes
+        found.append(whole)
+    return found
 
 
 def _is_native(call: Call) -> TypeGuard[Scatter]:
@@ -140,13 +171,9 @@ class Window:
         if isinstance(flat, np.ndarray):
             small = native.load() is not None and flat.size <= 1 << 32 and flat.flags.aligned
             return Scatter(flat, places.astype(np.uint32 if small else np.int64, copy=False), codes)
-        index = _sent(places.astype(np.int64, copy=False), flat.device)
-        values = _sent(codes.view(_SIGNED[self.itemsize]), flat.device)
-
-        def send() -> None:
-            flat.index_copy_(0, index, values)
-
-        return send
+        storage = flat.as_strided((flat.untyped_storage().nbytes() // self.itemsize,), (1,), 0)
+        from_start = _sent(places.astype(np.int64, copy=False), flat.device) + flat.storage_offset()
+        return Sent(storage, from_start, _sent(codes.view(_SIGNED[self.itemsize]), flat.device))
 
     def fill(self, codes: Codes) -> None:
         """Write all: codes of this shape, in any strides. Needs no memory on a host."""

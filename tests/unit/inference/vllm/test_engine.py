@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.errors import EngineBehind, EngineError
+from etude.errors import EngineBehind, EngineError, WeightsError
 from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy
 from etude.inference.vllm.engine import VllmEngine
+from etude.inference.vllm.follow import Following
 from etude.inference.vllm.process import Calls
+from etude.inference.vllm.server import _require_routes
 from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
+from etude.stores import MemoryStore
+from etude.weights import Channel, Tensor
+from etude.weights.follow.head import Head
 
 ANSWERS = Path(__file__).parent / "answers"
 MODEL = ModelConfig(vocab_size=256, num_layers=2, num_experts=4)
@@ -33,6 +38,7 @@ class Server:
         self.asked: list[tuple[str, Any]] = []
         self.answer: Callable[[asyncio.StreamWriter], Awaitable[None]] = self.whole
         self.body, self.status, self.gone = GENERATED, 200, asyncio.Event()
+        self.workers: Callable[[str, Any], list[Any]] = lambda method, args: []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -43,12 +49,20 @@ class Server:
                 self.asked.append((path, json.loads(body or b"null")))
                 if path.startswith("/inference"):
                     await self.answer(writer)
+                elif path == "/collective_rpc":
+                    told = json.dumps({"results": self.workers(**self.called(-1))}).encode()
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(told), told))
                 else:
                     writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
         except (asyncio.IncompleteReadError, ConnectionError):
             self.gone.set()
         finally:
             writer.close()
+
+    def called(self, number: int) -> dict[str, Any]:
+        """A call to the workers: `method` and `args`."""
+        calls = [body for path, body in self.asked if path == "/collective_rpc"]
+        return {name: calls[number][name] for name in ("method", "args")}
 
     async def whole(self, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(self.body), self.body))
@@ -215,5 +229,110 @@ def test_a_swap_that_fails_leaves_the_engine_frozen_until_one_succeeds(tell: Cal
             engine.moved(SECOND)
         server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
         assert (await engine.generate(ask())).spans[0].version == SECOND
+
+    tell(story)
+
+
+def published(step: int, store: MemoryStore) -> Version:
+    weights = {"w": Tensor("f32", (2,), np.array([step, 7], np.uint32))}
+    parent = Head(store, "policy").version()
+    return Channel(store).publish(weights, step=step, parent=parent, rollout_ids=[]).version
+
+
+def told(version: Version) -> dict[str, Any]:
+    return {"step": version.step, "incarnation": version.incarnation, "digest": version.digest}
+
+
+def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_writes(
+    tell: Callable[[Story], None],
+) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        store = MemoryStore()
+        old, new = published(0, store), published(1, store)
+        at, said = [old, new], list[str]()
+
+        def workers(method: str, args: list[Any]) -> list[Any]:
+            said.append(method if not args else f"{method} {args[0]['step']}")
+            if method == "etude_prepare":
+                at[0] = new if args else old
+                return [None, None]
+            if method == "etude_state":
+                return [{"prepared": told(v), "preparing": True, "trouble": ""} for v in at]
+            return [{"version": told(v), "trouble": ""} for v in at]
+
+        server.workers = workers
+        assert await Following(engine, Head(store, "policy"), "s").step() == new
+        assert said == ["etude_prepare", "etude_state", "etude_prepare 1", "etude_state", "etude_swap"]
+        assert (await engine.info()).version == new
+
+    tell(story)
+
+
+def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_next_try(
+    tell: Callable[[Story], None],
+) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        store, swaps = MemoryStore(), 0
+        version = published(0, store)
+
+        def workers(method: str, args: list[Any]) -> list[Any]:
+            nonlocal swaps
+            if method == "etude_state":
+                return [{"prepared": told(version), "preparing": True, "trouble": ""}]
+            swaps += method == "etude_swap"
+            return [{"version": told(version), "trouble": "no memory" if swaps == 1 else ""}]
+
+        server.workers = workers
+        following = Following(engine, Head(store, "policy"), "s")
+        with pytest.raises(WeightsError, match="could not write a version") as caught:
+            await following.step()
+        assert caught.value.facts == "no memory"
+        waiting = asyncio.ensure_future(engine.generate(ask()))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        assert await following.step() == version
+        server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
+        assert (await waiting).spans[0].version == version
+        assert await following.step() is None
+
+    tell(story)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"prepared": None, "preparing": False, "trouble": ""}, "finds nothing new"),
+        ({"prepared": None, "preparing": False, "trouble": "a digest differs"}, "a digest differs"),
+    ],
+)
+def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
+    tell: Callable[[Story], None], state: dict[str, Any], said: str
+) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        store = MemoryStore()
+        published(0, store)
+        server.workers = lambda method, args: [state]
+        following = Following(engine, Head(store, "policy"), "s")
+        await following.start_at_head()
+        await following.stop()
+        assert said in engine.trouble
+        with pytest.raises(EngineError, match="did not reach step 1") as caught:
+            await engine.adopt(1, deadline_s=0.05)
+        assert said in caught.value.facts
+        assert (await engine.info()).version == FIRST
+        assert (await engine.generate(ask())).spans[0].version == FIRST
+
+    tell(story)
+
+
+def test_an_engine_without_routes_ends_where_a_run_needs_them(tell: Callable[[Story], None]) -> None:
+    async def story(engine: VllmEngine, server: Server) -> None:
+        server.workers = lambda method, args: [{"missing": "RoutesMissing: GPUModelRunner has no requests"}]
+        engine.routes = await engine._route_source()
+        _require_routes(engine, False)
+        with pytest.raises(EngineError, match="does not tell routes, which this run needs") as caught:
+            _require_routes(engine, True)
+        assert "has no requests" in caught.value.facts
+        assert "routes" not in (await engine.info()).capabilities
 
     tell(story)

@@ -16,7 +16,7 @@ from etude.inference.errors import MalformedRequest
 from etude.inference.vllm import protocol
 from etude.inference.vllm.protocol import Broken, Part
 from etude.models.config import ModelConfig
-from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Version
+from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic, Version
 
 ANSWERS = Path(__file__).parent / "answers"
 MODEL = ModelConfig(num_layers=3, num_experts=8, top_k=2, dense_layers=(1,))
@@ -162,6 +162,8 @@ def test_what_is_asked_has_the_requests_own_stop_tokens_seed_and_salt() -> None:
     assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([7], True, 0)
     assert params["seed"] == protocol.keyed_seed(0, PROMPT)
     assert params["routed_experts_prompt_start"] == 0
+    production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False, stream=False)
+    assert json.loads(production)["priority"] < body["priority"], "vLLM serves the lower number first"
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
