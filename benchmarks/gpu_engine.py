@@ -6,7 +6,7 @@ a step is the bytes that it must read (benchmarks/gpu_model.py: all weights, all
 context) over the memory's bandwidth, or its operations over the peak where those take longer. The critical batch is the
 one at which computing takes as long as reading the weights. For each batch: tokens a second, the share of the
 roofline by the datasheet's bandwidth and by what a copy reaches here, and the device's part of a step alone (a graph's
-replay). Also: prompts, in chunks; and, at a smaller batch, exact mode.
+replay), with the programs that its time goes to. Also: prompts, in chunks; and, at a smaller batch, exact mode.
 
 `python -m benchmarks.gpu_engine [--quick]`: quick is a tiny model, wherever it runs, and writes no result.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_model import TINY, Peaks, Work, device, peaks, qwen, random_model, seconds, share, wait
+from benchmarks.gpu_model import TINY, Peaks, Work, device, kernels, peaks, qwen, random_model, seconds, share, wait
 from benchmarks.report import report
 from etude.inference.device_runner import DeviceRunner, runner_for
 from etude.inference.runner import Runner
@@ -88,9 +88,10 @@ def decode(model: Transformer, batch: int, size: Size, peak: Peaks, on: torch.de
     step_s = median(spent[2:])
     context = size.context + size.steps // 2
     roofline = bound(Work(size.sizes), batch, context, peak)
-    replay_s = None
+    replay_s, most = None, list[dict[str, Any]]()
     if isinstance(runner, DeviceRunner) and runner.graphs:
         replay_s = round(seconds(on, runner.graphs[-1].run, repeats=10), 6)
+        most = kernels(on, runner.graphs[-1].run)
     return {
         "batch": batch,
         "mean_context": context,
@@ -101,6 +102,7 @@ def decode(model: Transformer, batch: int, size: Size, peak: Peaks, on: torch.de
         "of_roofline": None if roofline[0] is None else share(roofline[0], step_s),
         "of_roofline_reached": share(roofline[1], step_s),
         "ready_s": round(ready_s, 2),
+        "kernels": most,
     }
 
 

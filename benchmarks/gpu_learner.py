@@ -4,9 +4,8 @@ Float32 weights and gradients, bfloat16 activations, torch's fused AdamW: 16 byt
 sequences of 4096 tokens, of which every fourth carries loss (what an agent sampled among what it read); a step is four
 of them and the optimiser's. Utilisation is the operations that the model must do (benchmarks/gpu_model.py) over the
 time and the chip's dense bfloat16 peak: nothing that is computed twice counts. What RL does beside (checks, ratios,
-entropy) is not in it. Also: the same over what a large product
-reaches here, the memory at its peak, where a microbatch's time goes by its parts, and how close the device's forward
-is to the same in float32 by one sequence at a time.
+entropy) is not in it. Also: the same over what a large product reaches here, the memory at its peak, which programs a
+microbatch's time goes to, and how close the device's forward is to one in float32, sequence by sequence.
 
 `python -m benchmarks.gpu_learner [--quick]`: quick is a tiny model, wherever it runs, and writes no result.
 """
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_model import TINY, Peaks, Work, device, peaks, qwen, random_model, seconds, share
+from benchmarks.gpu_model import TINY, Peaks, Work, device, kernels, peaks, qwen, random_model, seconds, share
 from benchmarks.report import report
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
@@ -105,6 +104,7 @@ def measure(size: Size, on: torch.device, peak: Peaks) -> dict[str, Any]:
     with torch.no_grad():
         forward_s = seconds(on, step.forward, repeats=size.repeats)
     whole_s = seconds(on, step.whole, repeats=max(1, size.repeats // 2), warm_ups=1)
+    most = kernels(on, step.microbatch)
     operations, tokens = step.operations, size.length * size.sequences
     rates = {"microbatch": operations / microbatch_s, "step": operations * size.microbatches / whole_s}
     held = torch.cuda.max_memory_allocated(on) if on.type == "cuda" else 0
@@ -122,6 +122,7 @@ def measure(size: Size, on: torch.device, peak: Peaks) -> dict[str, Any]:
         **{f"mfu_{name}": share(rate, peak.operations_per_s) for name, rate in rates.items()},
         **{f"of_reached_{name}": share(rate, peak.reached_operations_per_s) for name, rate in rates.items()},
         "peak_memory_gb": round(held / 1e9, 2),
+        "kernels": most,
         **closeness(step.model, size, on),
     }
 

@@ -147,6 +147,23 @@ def seconds(on: torch.device, work: Callable[[], object], *, repeats: int, warm_
     return median(found)
 
 
+def kernels(on: torch.device, work: Callable[[], object], *, most: int = 12) -> list[dict[str, Any]]:
+    """Which programs of a GPU its time goes to, in one call: names, shares of all their time, launches."""
+    if on.type != "cuda":
+        return []
+    both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=both) as profile:
+        work()
+        wait(on)
+    found = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
+    whole = sum(e.self_device_time_total for e in found) or 1.0
+    found.sort(key=lambda e: -e.self_device_time_total)
+    return [
+        {"kernel": e.key[:90], "share": round(e.self_device_time_total / whole, 3), "launches": e.count}
+        for e in found[:most]
+    ]
+
+
 def wait(on: torch.device) -> None:
     if on.type == "cuda":
         torch.cuda.synchronize(on)

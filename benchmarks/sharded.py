@@ -2,7 +2,8 @@
 
 `steps`: 20 steps of the laptop's model over two ranks of FSDP2, with and without expert parallelism, with AdamW and
 with Muon; against one process that computes the ranks' shares in turn (digests of what both publish), and against one
-that knows of no shares (losses). Rewards alternate, samples are the first weights' own, so ratios leave 1 step by step.
+that knows of no shares (losses). Rewards alternate, samples are the first weights' own once rounded to bf16, so ratios
+leave 1 step by step.
 
 `run`: `etude run` with `learner.ranks = 2` from a mid-trained checkpoint, its solve rate beside those of the default's
 seeds from the same start (`benchmarks.numerics_runs`). A run that has ended is read, one that was broken off gone on

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 from benchmarks.vllm_follow import measure
+from tests import vllm_server
 
-VLLM = os.environ.get("ETUDE_VLLM", "")
+from etude.inference.vllm.environment import environment
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not VLLM, reason="ETUDE_VLLM names no virtual environment with vLLM")
+@vllm_server.NEEDS_VLLM
 def test_vllm_swapped_under_requests_scores_like_a_fresh_one() -> None:
-    found = measure(Path(VLLM), num_versions=2)
+    found = measure(environment().folder, num_versions=2)
     assert found["adopted"] == 3
     assert found["wrong_tensors"] == 0
     assert found["requests"]["failed"] == 0

@@ -163,7 +163,8 @@ def test_trouble_on_one_rank_is_told_by_all_and_they_go_on(
         assert trained.digests == alone.digests
 
 
-@pytest.mark.parametrize("way", ["killed", pytest.param("hung", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["killed", "hung"])
 def test_a_rank_that_is_lost_in_a_collective_is_named(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path, way: str
 ) -> None:
