@@ -87,8 +87,8 @@ class World:
         argv = ["nice", "-n", "5", sys.executable, "-m", "etude.inference.server", "--name", name, "--poll-s", "0.2"]
         argv += ["--host", "0.0.0.0", "--port", str(ENGINE), "--store", self.network.url(name)]
         argv += ["--register", f"http://{home}:{8810 + number}", "--advertise", f"http://127.0.0.1:{BACK + number}"]
-        log = (self.folder.parent / f"{self.folder.name}-{name}.log").open("a")
-        self.engines[name] = self.network.regions[name].spawn(argv, self.env, stdout=log, stderr=log)
+        with (self.folder.parent / f"{self.folder.name}-{name}.log").open("a") as log:
+            self.engines[name] = self.network.regions[name].spawn(argv, self.env, stdout=log, stderr=log)
         self.at[f"{name} started"] = time.time()
 
     def until(self, what: str, done: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import hmac
 import time
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -102,20 +102,28 @@ class Registrar:
             self._ask_everybody()
             roster = self.registry.roster(now=time.monotonic())
             draining = {n for n, one in roster.items() if n in told and one.state is told[n].state is State.DRAINING}
-            for name, listed in roster.items():
-                if name not in told or told[name].state is not listed.state:
-                    changed(name, listed)
-            gone = {name: self.engines.get(name) for name in told.keys() - roster.keys()}
-            for name, engine in gone.items():
-                changed(name, msgspec.structs.replace(told[name], state=State.LEFT))
-                if self.engines.get(name) is engine:  # else it has joined again just now
-                    await self._close(name)
+            new = {n: one for n, one in roster.items() if n not in told or told[n].state is not one.state}
+            left = {n: msgspec.structs.replace(told[n], state=State.LEFT) for n in told.keys() - roster.keys()}
             told = self.roster = roster
+            await self._cut([*left, *(name for name, one in new.items() if one.state is State.LOST)], left)
+            for name, listed in (new | left).items():
+                changed(name, listed)
             sessions = await beat(roster)
             for name in draining:
                 if not (sessions.get(name) or roster[name].num_running):
                     self.registry.drained(name)
             await asyncio.sleep(max(0.0, self._beat_s - (time.monotonic() - began)))
+
+    async def _cut(self, names: Sequence[str], left: Container[str]) -> None:
+        """Nobody waits for these engines' answers any longer; those that left are not asked again."""
+        engines = {name: self.engines[name] for name in names if name in self.engines}
+        for name, engine in engines.items():
+            if self.engines.get(name) is not engine:
+                continue  # it has joined again just now
+            if name in left:
+                await self._close(name)
+            else:
+                await engine.close()
 
     def head(self, version: Version) -> None:
         """What was published last; whoever holds a lost lineage's is given nothing from now on."""

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from etude.errors import DeadlineExceeded, InputError
-from etude.inference import MalformedRequest, Unauthorised
+from etude.inference import EngineGone, MalformedRequest, Unauthorised
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
 from etude.inference.fleet import Fleet
@@ -150,8 +150,12 @@ def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again
             home.registrar.head(version(3))
             cut_off = asyncio.create_task(home.registration("west", url).keep())
             await home.until("west", State.SERVING)
+            waiting = asyncio.create_task(home.registrar.serving()["west"].adopt(99, deadline_s=100.0))
+            await asyncio.sleep(0.05)
             cut_off.cancel()
             await home.until("west", State.LOST)
+            with pytest.raises(EngineGone):
+                await waiting
             assert "west" not in home.registrar.serving()
             home.told.clear()
             back = asyncio.create_task(home.registration("west", url).keep())
