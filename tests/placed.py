@@ -47,7 +47,7 @@ async def end(code: int) -> None:
 
 
 async def said() -> list[str]:
-    return [*sys.argv[1:-2], os.environ.get("A_WORD", ""), os.environ["OMP_NUM_THREADS"]]
+    return [*sys.argv[1:-2], os.environ.get("A_WORD", ""), os.environ["OMP_NUM_THREADS"], str(os.nice(0))]
 
 
 async def pids() -> tuple[int, int]:

@@ -40,6 +40,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     from etude.loop import on_ray, ray_cluster
 
     with pytest.MonkeyPatch.context() as patched:
+        patched.delenv("RAY_ADDRESS", raising=False)
         patched.setattr(ray_cluster, "ROOM_HERE", 1.0)  # one of each role
         ray_cluster.connect("ray")
     try:
@@ -67,6 +68,7 @@ class Placed:
             [str(COMPONENT), *self.words],
             logs=self.path / "logs",
             telemetry=self.telemetry,
+            nice=3,
             env={"A_WORD": "from outside"},
             placement=self.placement,
         )
@@ -146,11 +148,11 @@ def test_a_call_that_is_no_longer_waited_for_is_cancelled_there(place: Open, tmp
     asyncio.run(main())
 
 
-def test_a_component_is_told_its_address_and_environment_and_writes_to_its_log(place: Open, tmp_path: Path) -> None:
+def test_a_component_has_its_address_environment_niceness_and_log(place: Open, tmp_path: Path) -> None:
     async def main() -> None:
         async with Placed(place, tmp_path, "--host", ADDRESS) as placed:
-            word, address, of_env, threads = await placed.call("said", list[str])
-            assert (word, of_env, threads) == ("--host", "from outside", "1")
+            word, address, of_env, threads, nice = await placed.call("said", list[str])
+            assert (word, of_env, threads, nice) == ("--host", "from outside", "1", str(os.nice(0) + 3))
             assert address.count(".") == 3
             used = await placed.supervisor.usage(True)
             assert used["worker-0"]["cpu_s"] > 0

@@ -34,26 +34,23 @@ _SHARED = "mount one file system on every node at the same path, for runs/ and f
 
 
 def connect(on: str) -> None:
-    """Connect this process to a cluster: "ray" is the one of this machine, started if there is none; "HOST:PORT" one
-    that this machine is a node of; "ray://HOST:PORT" one by its client's port. Raises `ConfigError`."""
+    """Connect this process to a cluster: "HOST:PORT" is one that this machine is a node of, "ray://HOST:PORT" one by
+    its client's port, "ray" the one that RAY_ADDRESS names; without that one is started here, for this process alone.
+    Raises `ConfigError`."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of what is started here
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # who waits for room is in our own events
+    os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 would starve components beside anything else
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if on != "ray":
             _must_listen(on.removeprefix("ray://"))
             ray.init(on, **quiet)
-            return
-        try:
+        elif "RAY_ADDRESS" in os.environ:
             ray.init("auto", **quiet)
-        except ConnectionError:
-            if "RAY_ADDRESS" in os.environ:
-                raise
         else:
-            return
-        room = dict.fromkeys(ROLES, ROOM_HERE)
-        here: dict[str, Any] = {"num_cpus": 0, "resources": room, "object_store_memory": _OBJECTS_BYTES}
-        ray.init("local", include_dashboard=False, **here, **quiet)
+            room = dict.fromkeys(ROLES, ROOM_HERE)
+            here: dict[str, Any] = {"num_cpus": 0, "resources": room, "object_store_memory": _OBJECTS_BYTES}
+            ray.init("local", include_dashboard=False, **here, **quiet)
     except (OSError, RuntimeError, ValueError, ImportError, RayError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {on}",

@@ -9,6 +9,7 @@ the component, whatever Ray knows of it yet. Knows nothing of what the component
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import os
 import signal
@@ -62,6 +63,8 @@ class RayHost:
     async def start(self, program: Program, secret: bytes) -> int:
         """Start the program once the conductor is connected; its pid. Raises `DeadlineExceeded`."""
         link = await self._linked(program.name, secret)
+        with contextlib.suppress(PermissionError):  # Ray makes its workers 15 nicer than what else runs on the node
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
         argv, options = program.popen(self._address, link if program.with_socket else None)
         program.log.parent.mkdir(parents=True, exist_ok=True)
         with program.log.open("ab") as log:
