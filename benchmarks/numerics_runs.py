@@ -113,11 +113,12 @@ def main() -> None:
     args = parser.parse_args()
     kept = Path("runs") / f"{args.name}-rows.json"
     rows: dict[str, Row] = json.loads(kept.read_text()) if kept.is_file() else {}
+    sizes = [f"rl.steps={args.steps}", f"evals.every={args.every}", f"evals.heldout_tasks={args.heldout}"]
+    alike = ["evals.baseline_tasks=1", *sizes, *args.set]
     if not args.table:
         if args.start is None:
             parser.error("--start CHECKPOINT is wanted")
-        sizes = [f"rl.steps={args.steps}", f"evals.every={args.every}", f"evals.heldout_tasks={args.heldout}"]
-        shared = [f"start={args.start.resolve()}", "evals.baseline_tasks=1", *sizes, *args.set]
+        shared = [f"start={args.start.resolve()}", *alike]
         for seed in args.seeds:  # so that one seed of all ways is there early
             for way in args.ways:
                 name = f"{args.name}-{way.replace(', ', '-').replace(' ', '-')}-{seed}"
@@ -125,8 +126,8 @@ def main() -> None:
                     settings = [*shared, f"seed={seed}", *WAYS[way]]
                     rows[name] = {"way": way, "seed": seed} | learned(name, args.config, settings)
                     kept.write_text(json.dumps(rows))
-                    report("numerics_runs", {"settings": shared[1:], **result(rows)})
-    report("numerics_runs", {"settings": args.set, **result(rows)})
+                    report("numerics_runs", {"settings": alike, **result(rows)})
+    report("numerics_runs", {"settings": alike, **result(rows)})
 
 
 if __name__ == "__main__":
