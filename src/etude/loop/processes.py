@@ -185,7 +185,7 @@ class Supervisor:
 
     async def add_all(self, members: Iterable[tuple[Child, Role]]) -> None:
         """`add` children that do the same, at once. Those that wait for room join when there is some: this returns when
-        all others are ready, and one at least."""
+        all others are ready, and one at least; where there are none at all, at once."""
         changed = asyncio.Event()
 
         def told(role: Role) -> Role:
@@ -196,6 +196,8 @@ class Supervisor:
             return replace(role, waits=waits)
 
         adding = {asyncio.create_task(self.add(child, told(role))): child for child, role in members}
+        if not adding:
+            return
         for task in adding:
             task.add_done_callback(lambda _: changed.set())
         try:

@@ -42,3 +42,11 @@ def test_a_child_that_dies_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(EtudeError, match="learner ended while starting") as caught:
         brought_up(tmp_path, "raise SystemExit('no room')", READY_S)
     assert "no room" in caught.value.facts
+
+
+def test_no_children_are_not_waited_for(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with asyncio.timeout(10):
+            await Supervisor(Telemetry(tmp_path / "events.jsonl", process="test")).add_all([])
+
+    asyncio.run(story())
