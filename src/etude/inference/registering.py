@@ -114,7 +114,7 @@ class Registration:
             self._tell(error.what)
             return 0.0
         except EngineError as error:
-            self._tell(f"{error.what}: {error.facts}")
+            self._tell(f"{error.what}: {error.facts}; asked again every {AGAIN_S:g} s")
             return AGAIN_S
 
     def _tell(self, text: str) -> None:

@@ -84,7 +84,10 @@ class Registry:
     def drain(self, name: str) -> None:
         """Give it nothing new. Raises `NotRegistered`."""
         if name not in self.members:
-            raise NotRegistered(f"no engine {name!r} has joined", hint=f"known: {', '.join(sorted(self.members))}")
+            known = ", ".join(sorted(self.members)) or "none so far"
+            raise NotRegistered(
+                f"no engine {name!r} has joined", f"those that have: {known}", hint="see etude fleet list"
+            )
         self.members[name].draining = True
 
     def drained(self, name: str) -> None:

@@ -26,11 +26,19 @@ Beat = Callable[[Roster], Awaitable[dict[str, int]]]
 
 
 def check_listen(config: RunConfig) -> None:
-    """Raises `ConfigError` for a registry that others can reach and anybody may use."""
-    host = config.fleet.listen.rpartition(":")[0]
-    if host and host not in LOOPBACK and environment_token() is None:
-        what = f"fleet.listen = {config.fleet.listen!r} without a token"
-        raise ConfigError(what, "anybody could join and be sent rollouts", hint="set ETUDE_TOKEN, here and at engines")
+    """Raises `ConfigError` for a registry that others can reach and anybody may use, and for one that has no place."""
+    listen = config.fleet.listen
+    host, _, port = listen.rpartition(":")
+    if not host:
+        return
+    if host not in LOOPBACK and environment_token() is None:
+        facts, hint = "anybody could join and be sent rollouts", "set ETUDE_TOKEN, here and at engines"
+        raise ConfigError(f"fleet.listen = {listen!r} without a token", facts, hint=hint)
+    try:
+        bind(host.strip("[]"), int(port)).close()
+    except ConfigError as error:
+        hint = "name an address of this machine and a free port"
+        raise ConfigError(f"fleet.listen = {listen!r}: {error.what}", error.facts, hint=hint) from None
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,19 @@ def test_a_fleet_that_could_have_no_engine_or_no_door_is_refused(fleet: dict[str
 def test_a_door_that_others_reach_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ETUDE_TOKEN", raising=False)
     joining.check_listen(build(RunConfig, ELSEWHERE))
-    wide = build(RunConfig, {"fleet": {"listen": "0.0.0.0:8790"}})
+    wide = build(RunConfig, {"fleet": {"listen": "0.0.0.0:0"}})
     with pytest.raises(ConfigError, match="without a token"):
         joining.check_listen(wide)
     monkeypatch.setenv("ETUDE_TOKEN", "t")
     joining.check_listen(wide)
+
+
+def test_a_door_that_somebody_has_is_named_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = build(RunConfig, {"fleet": {"listen": f"127.0.0.1:{taken.getsockname()[1]}"}})
+        with pytest.raises(ConfigError, match="fleet.listen = .* cannot listen on") as error:
+            joining.check_listen(config)
+    assert "a free port" in error.value.hint
 
 
 def test_how_much_runs_follows_the_engines_that_serve() -> None:

@@ -6,6 +6,7 @@ then come `Ask`s. It imports what the store needs, and no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -35,11 +36,12 @@ def main(argv: Sequence[str]) -> None:
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     store, name, limit_bytes, poll_s = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
     follower = Follower(store, name, limit_bytes=limit_bytes, can_undo=False)
-    while data := connection.recv(MAX_MESSAGE_BYTES):
-        answer, fds = reply(follower, msgspec.msgpack.decode(data, type=Ask), poll_s)
-        socket.send_fds(connection, [msgspec.msgpack.encode(answer)], fds)
-        for fd in fds:
-            os.close(fd)
+    with contextlib.suppress(ConnectionError):  # a parent that goes may leave bytes unread
+        while data := connection.recv(MAX_MESSAGE_BYTES):
+            answer, fds = reply(follower, msgspec.msgpack.decode(data, type=Ask), poll_s)
+            socket.send_fds(connection, [msgspec.msgpack.encode(answer)], fds)
+            for fd in fds:
+                os.close(fd)
 
 
 def reply(follower: Follower, ask: Ask, poll_s: float) -> tuple[Answer, list[int]]:
