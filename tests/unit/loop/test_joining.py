@@ -50,7 +50,7 @@ def test_a_door_that_others_reach_wants_a_token(monkeypatch: pytest.MonkeyPatch)
 def test_a_door_that_somebody_has_is_named_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = build(RunConfig, {"fleet": {"listen": f"127.0.0.1:{taken.getsockname()[1]}"}})
-        with pytest.raises(ConfigError, match="fleet.listen = .* cannot listen on") as error:
+        with pytest.raises(ConfigError, match=r"fleet\.listen = .* cannot listen on") as error:
             joining.check_listen(config)
     assert "a free port" in error.value.hint
 
