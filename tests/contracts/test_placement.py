@@ -43,10 +43,12 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         patched.delenv("RAY_ADDRESS", raising=False)
         patched.setattr(ray_cluster, "ROOM_HERE", 1.0)  # one of each role
         ray_cluster.connect("ray")
-    try:
-        yield on_ray.OnRay
-    finally:
-        ray_cluster.disconnect()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ETUDE_TOKEN", "of this test")  # else one is made, and left to all that comes later
+        try:
+            yield on_ray.OnRay
+        finally:
+            ray_cluster.disconnect()
 
 
 class Placed:

@@ -187,11 +187,12 @@ def test_the_oldest_stretches_are_deleted_to_keep_within_the_budget_and_are_miss
     copied: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = Ledger(copied / "ledger.sqlite", capacity=12)
-    assert keep_within(copied, ledger, disk_gb=1.0) == 0
+    traces = copied / "traces"
+    assert keep_within(copied, ledger, traces, disk_gb=1.0) == 0
     assert (kept_from(ledger), len(list((copied / "traces").iterdir()))) == (0, STEPS)
     (copied / "checkpoints" / ".step-000001.gone").mkdir()  # by one that was killed
-    assert keep_within(copied, ledger, disk_gb=0.0) > 0
-    assert keep_within(copied, ledger, disk_gb=0.0) == 0
+    assert keep_within(copied, ledger, traces, disk_gb=0.0) > 0
+    assert keep_within(copied, ledger, traces, disk_gb=0.0) == 0
     assert kept_from(ledger) == 4
     ledger.close()
     assert sorted(path.name for path in (copied / "checkpoints").iterdir())[-3:] == [

@@ -121,8 +121,8 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
     """Nearly the nearest matrix with orthonormal rows, or columns where those are fewer; of the same shape.
 
     >>> turned = newton_schulz(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]]))
-    >>> [round(x, 1) for x in torch.linalg.svdvals(turned).tolist()]
-    [1.1, 0.7]
+    >>> [0.6 < x < 1.3 for x in torch.linalg.svdvals(turned).tolist()]
+    [True, True]
     """
     a, b, c = COEFFICIENTS
     x = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.bfloat16)
