@@ -28,6 +28,7 @@ from etude.cli.arguments import (
     positive,
     public_key,
     step,
+    within,
     written,
 )
 from etude.cli.engine_commands import engine_commands
@@ -113,19 +114,23 @@ def _plan_command(commands: Commands[Parser]) -> None:
     plan.add_argument("config", type=Path, metavar="CONFIG", help="a config.toml, or a checkpoint directory")
     plan.add_argument("--set", action="append", default=[], metavar="a.b=value", help="override a setting")
     plan.add_argument("--hardware", default="cpu", metavar="NAME", help="cpu (this one, measured), h100, h200, b200")
-    plan.add_argument("--learner-ranks", type=positive, default=1, metavar="N")
+    plan.add_argument("--learner-ranks", type=positive, metavar="N", help="(default: the config's)")
     plan.add_argument("--engines", type=positive, metavar="N", help="(default: the config's)")
-    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine")
-    plan.add_argument("--link-gbits", type=float, default=10.0, metavar="N", help="from learner to engines (10)")
-    shares = (
-        ("signal-share", "of rollouts that are trained on"),
-        ("solved-share", "of rollouts that solve their task"),
-    )
-    means = (("turns", "of a rollout"), ("prompt-tokens", "before the first turn"), ("sampled-tokens", "of a rollout"))
-    more = (("tool-tokens", "that tools answer, of a rollout"), ("tool-s", "a turn waits for its tool"))
-    money = (("changed-share", "of the weights, a version"), ("dollars-an-hour", "of a device, or of this machine"))
-    for name, help in (*means, *more, *shares, *money):
-        plan.add_argument(f"--{name}", type=float, metavar="N", help=help)
+    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine (1)")
+    a_share, tokens = within(0, 1), within(0, 1e9)
+    for name, kind, help in (
+        ("turns", within(1, 1e6), "of a rollout"),
+        ("prompt-tokens", tokens, "before the first turn"),
+        ("sampled-tokens", within(1, 1e9), "of a rollout"),
+        ("tool-tokens", tokens, "that tools answer, of a rollout"),
+        ("tool-s", within(0, 1e6), "a turn waits for its tool"),
+        ("signal-share", a_share, "of rollouts that are trained on"),
+        ("solved-share", a_share, "of rollouts that solve their task"),
+        ("changed-share", a_share, "of the weights, a version"),
+        ("link-gbits", within(1e-3, 1e6), "from learner to engines (10)"),
+        ("dollars-an-hour", within(0, 1e6), "of a device, or of this machine"),
+    ):
+        plan.add_argument(f"--{name}", type=kind, metavar="N", help=help)
     plan.add_argument("--against", type=Path, metavar="RUN", help="take a run's rollouts, and tell how far it is off")
     plan.add_argument("--json", action="store_true")
 

@@ -15,11 +15,13 @@ from rich.table import Table
 
 from etude.cli.places import console, open_run
 from etude.config import build, load, overridden, to_toml
-from etude.errors import CheckpointError, EtudeError, NoCheckpoint
+from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint
 from etude.loop.config import RunConfig
 from etude.loop.measured import Steps
 from etude.models.config import ModelConfig
-from etude.plan import Device, Layout, Measured, Plan, Shape, device, plan
+from etude.models.headers import check_rank
+from etude.plan import Device, Layout, Measured, Plan, Shape, Training, device, plan
+from etude.training.config import LearnerConfig, LiveWeights, OptimizerKind
 
 CALIBRATE_S = 300.0
 
@@ -28,12 +30,13 @@ def planned(args: argparse.Namespace) -> int:
     """Print a plan; with --against also what a run measured, and how far the plan is off."""
     config = _config(args)
     model = _model(config)
+    check_rank(model, config.learner.lora_rank)
     run = open_run(args.against) if args.against is not None else None
     steps = Steps.read(run, config) if run is not None else None
+    shape, layout = _shape(args, config, steps), _layout(args, config, steps)
     hardware = _calibrated(config) if args.hardware == "cpu" else device(args.hardware)
     if args.dollars_an_hour is not None:
         hardware = replace(hardware, dollars_h=args.dollars_an_hour)
-    shape, layout = _shape(args, config, steps), _layout(args, config, steps)
     found = plan(model, shape, layout, hardware)
     cores = hardware.cores if isinstance(hardware, Measured) else 0
     beside = steps.beside(found, cores) if steps is not None and cores else {}
@@ -49,11 +52,13 @@ def planned(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
+    ranks = [] if args.learner_ranks is None else [f"learner.ranks={args.learner_ranks}"]
+    settings = [*args.set, *ranks]  # checked as a run's
     if args.config.is_dir():
         if not (args.config / "config.json").is_file():
             raise NoCheckpoint(f"{args.config} is no checkpoint", "no config.json", hint="give a config.toml or one")
-        return build(RunConfig, {**overridden(args.set), "start": str(args.config)})
-    return load(args.config, RunConfig, args.set)
+        return build(RunConfig, {**overridden(settings), "start": str(args.config)})
+    return load(args.config, RunConfig, settings)
 
 
 def _model(config: RunConfig) -> ModelConfig:
@@ -88,11 +93,13 @@ def _shape(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> 
 
 def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> Layout:
     engines = len(config.fleet.engines) if args.engines is None else args.engines
+    if not engines:
+        raise ConfigError("the config has no engines of its own", "fleet.engines = []", hint="--engines: how many join")
     changed = args.changed_share
     if changed is None:
         changed = steps.changed_share if steps is not None else Layout.changed_share
     return Layout(
-        learner_ranks=args.learner_ranks,
+        learner_ranks=config.learner.ranks,
         engines=engines,
         engine_ranks=args.engine_ranks,
         max_sequences=config.engine.max_sequences,
@@ -100,10 +107,22 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
         max_lag=config.experience.max_lag,
         max_running=max(1, engines * config.engine.max_sequences * 3 // 4),
         budget_tokens=config.learner.budget_tokens,
-        link_bytes_s=args.link_gbits * 1.25e8,
+        link_bytes_s=Layout.link_bytes_s if args.link_gbits is None else args.link_gbits * 1.25e8,
         changed_share=changed,
         evaluated=steps.evaluated if steps is not None else config.evals.during_tasks / config.evals.every,
         dtype_bytes=4 if config.engine.dtype == "float32" else 2,
+        training=_training(config.learner),
+    )
+
+
+def _training(learner: LearnerConfig) -> Training:
+    return Training(
+        lora_rank=learner.lora_rank,
+        lora_on=str(learner.lora_on),
+        muon=learner.optimizer is OptimizerKind.MUON,
+        masters=learner.weights is not LiveWeights.F32,
+        recompute=learner.recompute,
+        dtype_bytes=4 if learner.dtype == "float32" else 2,
     )
 
 
@@ -120,23 +139,30 @@ def _calibrated(config: RunConfig) -> Measured:
             raise EtudeError(
                 f"waited {CALIBRATE_S:g} s for this machine to be measured", hint="name hardware: --hardware h200"
             ) from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise EtudeError("this machine could not be measured", last, hint="name hardware: --hardware h200")
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    lines = done.stdout.splitlines()
+    if done.returncode == Exit.DONE:
+        return Measured(**json.loads(lines[-1]))
+    if lines:  # an error of ours, in its parts
+        what, facts, hint = json.loads(lines[-1])
+    else:
+        what, facts, hint = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1], "", ""
+    named = "name hardware: --hardware h200"
+    cause = f"{what}: {facts}" if facts else what
+    raise EtudeError("this machine could not be measured", cause, hint=f"{hint}; or {named}" if hint else named)
 
 
 def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measured) -> Table:
     on_cpu = isinstance(hardware, Measured)
     work = "CPU seconds" if on_cpu else "device seconds"
-    engines = "CPU seconds, all" if on_cpu else f"{layout.engines} of {layout.engine_ranks} device(s)"
+    engines = _counted(layout.engines, "engine")
+    engines += ", CPU seconds of all" if on_cpu else f", {_counted(layout.engine_ranks, 'device')} each"
     batch = "an engine" if on_cpu else f"an engine; arithmetic bounds it from {found.critical_batch:.0f} on"
     sync = f"{found.sync_bytes / 1e6:,.1f} MB, {layout.changed_share:.0%} of the weights changed"
     rollout = f"{shape.turns:.1f} turns, {shape.context:.0f} tokens, {shape.sampled_tokens:.0f} of them sampled"
     price = f"${hardware.dollars_h:g} an hour and {'machine' if on_cpu else 'device'}"
     table = Table("what", "planned", "of")
     table.add_row("step", _seconds(found.step_s), f"bound by {found.bound_by}; {shape.rollouts} rollouts")
-    table.add_row("learner", _seconds(found.learner_s), f"{layout.learner_ranks} rank(s)")
+    table.add_row("learner", _seconds(found.learner_s), _learner(layout))
     table.add_row("engines", _seconds(found.engines_s), engines)
     if on_cpu:
         table.add_row("machines", _seconds(found.machines_s), "CPU seconds: worker, grader, conductor")
@@ -150,6 +176,18 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     table.add_row("a step", f"${found.step_dollars:.4f}", price)
     table.add_row("a million sampled tokens", f"${found.million_tokens_dollars:.2f}", "training and tools among it")
     return table
+
+
+def _learner(layout: Layout) -> str:
+    """In words."""
+    training = layout.training
+    adapters = f", adapters of rank {training.lora_rank}" if training.lora_rank else ""
+    rule, again = "Muon" if training.muon else "AdamW", ", activations computed again" if training.recompute else ""
+    return f"{_counted(layout.learner_ranks, 'rank')}, {rule}{adapters}{again}"
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _compared(beside: dict[str, tuple[float, float]]) -> Table:

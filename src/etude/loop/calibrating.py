@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from etude.config import load, to_toml
+from etude.errors import EtudeError
 from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template
 from etude.inference import EngineConfig
 from etude.inference.config import EngineKind
@@ -150,6 +151,7 @@ def prepared(config: RunConfig, folder: Path) -> RunFolder:
     run = RunFolder.create(folder, config_toml=to_toml(one), seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
     if config.start is not None:
+        ChatFormat.load(config.start)  # what it lacks is told of where the user put it
         take_checkpoint(config.start, run, telemetry)
         return run
     train_tokenizer(
@@ -224,10 +226,10 @@ def _explained(
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path, required=True)
-    config = load(parser.parse_args().config, RunConfig)
+def measured(config: RunConfig) -> Measured:
+    """Of one rank, whatever their number. Raises `EtudeError`."""
+    learner = replace(config.learner, ranks=1, expert_parallel=1, context_parallel=1)
+    config = replace(config, learner=learner)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="etude-plan-") as scratch:
         run = prepared(config, Path(scratch) / "run")
@@ -241,7 +243,19 @@ def main() -> int:
             **engine,
             **asyncio.run(machine_constants(run, config, engine)),
         }
-    print(json.dumps(asdict(Measured(**found))))
+    return Measured(**found)
+
+
+def main() -> int:
+    """Prints the constants; or, with an exit code that says so, an error's parts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True)
+    try:
+        found = measured(load(parser.parse_args().config, RunConfig))
+    except EtudeError as error:
+        print(json.dumps([error.what, error.facts, error.hint]))
+        return error.exit_code
+    print(json.dumps(asdict(found)))
     return 0
 
 

@@ -7,14 +7,27 @@ a machine is measured elsewhere and handed in.
 >>> model = ModelConfig(hidden_size=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, vocab_size=151936,
 ...     expert_size=768, num_experts=128, top_k=8, context_tokens=32768)
 >>> shape = Shape(16, 16, turns=20.0, prompt_tokens=4000.0, sampled_tokens=8000.0, tool_tokens=8000.0, tool_s=1.0)
->>> layout = Layout(learner_ranks=8, engines=8, max_sequences=32, context_tokens=32768, max_running=192)
+>>> layout = Layout(learner_ranks=8, engines=8, max_sequences=32, context_tokens=32768, max_running=192,
+...     training=Training(recompute=True))
 >>> found = plan(model, shape, layout, device("h200"))
 >>> found.bound_by, round(found.learner_memory.total / 1e9), found.engine_memory.fits
-('the engines', 82, False)
+('the engines', 92, False)
 """
 
 from etude.plan.hardware import DEVICES, Device, Measured, device
 from etude.plan.planning import Memory, Plan, critical_batch, plan
-from etude.plan.shape import Layout, Shape
+from etude.plan.shape import Layout, Shape, Training
 
-__all__ = ["DEVICES", "Device", "Layout", "Measured", "Memory", "Plan", "Shape", "critical_batch", "device", "plan"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Layout",
+    "Measured",
+    "Memory",
+    "Plan",
+    "Shape",
+    "Training",
+    "critical_batch",
+    "device",
+    "plan",
+]

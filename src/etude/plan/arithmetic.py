@@ -5,9 +5,12 @@ Every one has its source in its docstring. N: parameters; L: layers; T: tokens; 
 
 from __future__ import annotations
 
-from math import log2
+from math import log2, prod
 
 from etude.models.config import ModelConfig
+from etude.models.headers import hf_shapes
+from etude.models.low import is_rounded
+from etude.plan.shape import Training
 
 FLOAT32_BYTES, BF16_BYTES = 4, 2
 
@@ -38,10 +41,13 @@ def forward_flops(model: ModelConfig, context: float) -> float:
     return 2.0 * active_parameters(model) + attention_flops(model, context)
 
 
-def training_flops(model: ModelConfig, context: float, *, recomputed: bool = True) -> float:
+def training_flops(model: ModelConfig, context: float, training: Training) -> float:
     """Of one token: forward, twice that backward, and once more where activations are computed again. Kaplan et al.
-    2020; Korthikanti et al. 2022, "Reducing Activation Recomputation" (arXiv 2205.05198), section 4."""
-    return (4.0 if recomputed else 3.0) * forward_flops(model, context)
+    2020; Korthikanti et al. 2022, "Reducing Activation Recomputation" (arXiv 2205.05198), section 4. A frozen matrix
+    has no gradient, which is half of its backward pass; what adapters cost beside it is left out. Hu et al. 2021,
+    "LoRA" (arXiv 2106.09685), section 4.2."""
+    frozen = 2.0 * active_parameters(model) if training.lora_rank else 0.0
+    return (4.0 if training.recompute else 3.0) * forward_flops(model, context) - frozen
 
 
 def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
@@ -67,34 +73,59 @@ def read_bytes(model: ModelConfig, batch: float, width: int = BF16_BYTES) -> flo
     return width * (model.num_parameters - lookup - experts * (1.0 - experts_met(model, batch)))
 
 
-def learner_state_bytes(model: ModelConfig, ranks: int) -> float:
-    """Weights, gradients and optimiser of one of so many ranks that share everything: bf16 weights, float32 masters,
-    float32 gradients, two float32 moments; 18 bytes a parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054),
-    section 3.1, with gradients in float32."""
-    return model.num_parameters * (BF16_BYTES + 4 * FLOAT32_BYTES) / ranks
+def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
+    """Shapes of attention's and MLP's matrices, experts one by one: what Muon moves and adapters are of."""
+    found = ((".mlp." in name, shape) for name, shape in hf_shapes(model) if is_rounded(name))
+    return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
 
 
-def activation_bytes(model: ModelConfig, tokens: int, *, width: int = BF16_BYTES) -> float:
-    """Of one forward of so many tokens on a rank, with every layer computed again in the backward pass: each layer's
-    input, the inside of one layer, and a float32 row of logits and its gradient a token. Korthikanti et al. 2022
-    (arXiv 2205.05198), section 4.1; the inside is counted for these blocks."""
+def trained_parameters(model: ModelConfig, training: Training) -> int:
+    """Parameters that an optimiser moves and versions are of: all, or A [r, I] and B [O, r] of each adapted matrix
+    [O, I]. Hu et al. 2021 (arXiv 2106.09685), section 4.1."""
+    if not training.lora_rank:
+        return model.num_parameters
+    return training.lora_rank * sum(map(sum, matrices(model, training.lora_on)))
+
+
+def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
+    """Live weights of one of so many ranks that share everything, in float32 whatever they are rounded to. Of an
+    adapted matrix there are two, the frozen and the merged one, and its adapters."""
+    held = model.num_parameters
+    if training.lora_rank:
+        held += sum(map(prod, matrices(model, training.lora_on))) + trained_parameters(model, training)
+    return float(FLOAT32_BYTES) * held / ranks
+
+
+def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
+    """Gradients, masters and moments of one of so many ranks that share everything, all float32, of what is trained:
+    with the weights 20 bytes a parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 3.1, with
+    weights and gradients in float32. Muon has no second moment of matrices: Jordan et al. 2024."""
+    trained = trained_parameters(model, training)
+    vectors = (4 if training.masters else 3) * trained - (sum(map(prod, matrices(model))) if training.muon else 0)
+    return float(FLOAT32_BYTES) * vectors / ranks
+
+
+def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> float:
+    """Of one forward of so many tokens on a rank: each layer's input and inside, and a float32 row of logits and its
+    gradient a token; the inside of one layer only where they are computed again in the backward pass. Korthikanti et
+    al. 2022 (arXiv 2205.05198), section 4.1; the inside is counted for these blocks."""
     d, k = model.hidden_size, max(1, model.top_k + model.num_shared)
     mlp = k * (3 * model.expert_size + d) if model.num_moe_layers else 3 * model.dense_width
     inside = 6 * d + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 2 * mlp
-    return float(tokens) * (width * (model.num_layers * d + inside) + 2 * FLOAT32_BYTES * model.vocab_size)
+    kept = model.num_layers * d + (1 if training.recompute else model.num_layers) * inside
+    return float(tokens) * (training.dtype_bytes * kept + 2 * FLOAT32_BYTES * model.vocab_size)
 
 
-def delta_bytes(model: ModelConfig, changed: float, width: int = BF16_BYTES) -> float:
-    """A version's delta where a share `changed` of the weights differs from the version before: which ones (the entropy
+def delta_bytes(parameters: int, changed: float, width: int = BF16_BYTES) -> float:
+    """A version's delta where a share `changed` of its weights differs from the version before: which ones (the entropy
     of a place, Shannon 1948), a sign, and about one bit of how far; not more than the weights themselves.
 
-    >>> model = ModelConfig()
-    >>> round(delta_bytes(model, 0.02) / (2 * model.num_parameters), 3)
+    >>> round(delta_bytes(1_000_000, 0.02) / 2_000_000, 3)
     0.011
     """
     if changed <= 0.0:
         return 0.0
     if changed >= 1.0:
-        return float(width * model.num_parameters)
+        return float(width * parameters)
     place = -(changed * log2(changed) + (1 - changed) * log2(1 - changed))
-    return min(float(width), (place + 2.0 * changed) / 8.0) * model.num_parameters
+    return min(float(width), (place + 2.0 * changed) / 8.0) * parameters

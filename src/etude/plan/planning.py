@@ -2,7 +2,7 @@
 
 On accelerators learner and engines have devices of their own and run beside each other, so a step takes as long as the
 slowest of them. On one machine's CPU they share its cores, so a step takes as long as all they compute together, or as
-the learner alone, whose part is one thread. Pure: what is measured is handed in.
+the learner alone, each of whose ranks is one thread. Pure: what is measured is handed in.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Plan:
     bound_by: str
     learner_device_s: float
     engine_device_s: float
-    inference_to_training: float
+    inference_to_training: float  # 0: nothing is trained on
     step_dollars: float
     million_tokens_dollars: float  # of sampled tokens
 
@@ -100,9 +100,10 @@ def settled(guess: float, step: Callable[[float], float]) -> float:
 
 def memory_of(model: ModelConfig, layout: Layout, room: float) -> tuple[Memory, Memory]:
     """Of a learner's rank and of an engine's device."""
-    state = arithmetic.learner_state_bytes(model, layout.learner_ranks)
-    weights = arithmetic.BF16_BYTES * model.num_parameters / layout.learner_ranks
-    learner = Memory(weights, state - weights, arithmetic.activation_bytes(model, layout.budget_tokens), 0.0, room)
+    training, shared = layout.training, layout.learner_ranks
+    weights = arithmetic.weights_bytes(model, training, shared)
+    optimiser = arithmetic.optimiser_bytes(model, training, shared)
+    learner = Memory(weights, optimiser, arithmetic.activation_bytes(model, layout.budget_tokens, training), 0.0, room)
     slots = layout.max_sequences * layout.context_tokens
     cache = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * slots / layout.engine_ranks
     held = layout.dtype_bytes * model.num_parameters / layout.engine_ranks
@@ -112,7 +113,8 @@ def memory_of(model: ModelConfig, layout: Layout, room: float) -> tuple[Memory, 
 def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, device: Device) -> Plan:
     mean, ranks = shape.context / 2, layout.engine_ranks
     trained = shape.rollouts * shape.signal_share * shape.context
-    learner_device_s = arithmetic.training_flops(model, mean) * trained / (device.flops * device.training_share)
+    flops = arithmetic.training_flops(model, mean, layout.training) * trained
+    learner_device_s = flops / (device.flops * device.training_share)
     prefill_s = arithmetic.forward_flops(model, mean) * shape.prefill_tokens / (device.flops * device.training_share)
     kv = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * mean
 
@@ -134,8 +136,8 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, device: Device
     a_rollout_s = shape.sampled_tokens * decode_s(batch) / batch + prefill_s / ranks
     rollouts = shape.rollouts + layout.evaluated
     rollout_s = shape.sampled_tokens * decode_s(batch) + prefill_s / ranks + apart_s
-    sync_bytes = arithmetic.delta_bytes(model, layout.changed_share)
-    snapshot = arithmetic.BF16_BYTES * model.num_parameters
+    published = arithmetic.trained_parameters(model, layout.training)
+    sync_bytes, snapshot = arithmetic.delta_bytes(published, layout.changed_share), arithmetic.BF16_BYTES * published
     sync_s = sync_bytes / layout.link_bytes_s + snapshot / layout.learner_ranks / ENCODE_BYTES_S
     parts = {
         "the learner": learner_device_s / layout.learner_ranks,
@@ -148,7 +150,8 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, device: Device
 
 def _on_cpu(model: ModelConfig, shape: Shape, layout: Layout, cpu: Measured) -> Plan:
     trained = shape.rollouts * shape.signal_share * shape.context
-    learner_s = cpu.training_s + cpu.training_s_token * trained + cpu.publish_s
+    rank_s = cpu.training_s + cpu.training_s_token * trained / layout.learner_ranks + cpu.publish_s
+    learner_s = rank_s * layout.learner_ranks
     machine_s = cpu.turn_s * shape.turns + cpu.grade_s * shape.fresh_grades
     flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
 
@@ -167,13 +170,14 @@ def _on_cpu(model: ModelConfig, shape: Shape, layout: Layout, cpu: Measured) -> 
     together = (learner_s + engines_s + machines_s) / cpu.cores
     parts = {
         "the cores": together,
-        "the learner": learner_s,
+        "the learner": rank_s,
         "an engine": engines_s / layout.engines,
         "waiting for tools": shape.turns * shape.tool_s / (layout.max_lag + 1),
     }
     decode_s = cpu.decode_s + cpu.decode_s_sequence * batch
     rollout_s = together * min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / max(1.0, rollouts)
-    sync = (cpu.publish_s + cpu.follow_s, arithmetic.delta_bytes(model, layout.changed_share))
+    published = arithmetic.trained_parameters(model, layout.training)
+    sync = (cpu.publish_s + cpu.follow_s, arithmetic.delta_bytes(published, layout.changed_share))
     priced = Device("cpu", 0.0, 0.0, cpu.memory_bytes, cpu.dollars_h)
     found = {**parts, "learner device": learner_s, "engines device": engines_s}
     return _made(model, shape, layout, priced, found, batch, decode_s, rollout_s, sync, machines_s)
@@ -216,7 +220,7 @@ def _made(
         bound_by=bound_by,
         learner_device_s=learner_device_s,
         engine_device_s=engine_device_s,
-        inference_to_training=engine_device_s / learner_device_s,
+        inference_to_training=engine_device_s / learner_device_s if learner_device_s else 0.0,
         step_dollars=dollars,
         million_tokens_dollars=1e6 * dollars / (shape.rollouts * shape.sampled_tokens),
     )

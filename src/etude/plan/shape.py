@@ -50,6 +50,18 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Training:
+    """What the learner trains, and by what."""
+
+    lora_rank: int = 0  # 0: all weights; else adapters of so many rows, on a frozen base
+    lora_on: str = "all"  # or "attention", "mlp"
+    muon: bool = False  # matrices have one moment; by AdamW all weights have two
+    masters: bool = True  # beside live weights that are rounded
+    recompute: bool = False  # of a layer nothing is kept for the backward pass
+    dtype_bytes: int = 4  # of an activation
+
+
+@dataclass(frozen=True)
 class Layout:
     """Who computes, and how they are joined."""
 
@@ -65,3 +77,4 @@ class Layout:
     changed_share: float = 0.05  # of the weights, a version
     evaluated: float = 0.0  # rollouts of evaluations beside each step
     dtype_bytes: int = 2  # of an engine's weights and cache
+    training: Training = Training()

@@ -6,26 +6,37 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from etude import cli
 from etude.config import to_toml
 from etude.errors import RunError
 from etude.loop.config import RunConfig
 from etude.loop.measured import Steps
+from etude.models import Transformer
 from etude.models.config import ModelConfig
+from etude.models.lora import Adapters
 from etude.models.parts import Family, Latent, Routing, Scores
-from etude.plan import Layout, Measured, Shape, critical_batch, device, plan
+from etude.plan import Layout, Measured, Shape, Training, critical_batch, device, plan
 from etude.plan.arithmetic import (
+    activation_bytes,
     active_parameters,
     delta_bytes,
     experts_met,
     forward_flops,
     kv_bytes_token,
-    learner_state_bytes,
+    optimiser_bytes,
     read_bytes,
+    trained_parameters,
     training_flops,
+    weights_bytes,
 )
+from etude.records.adapter import AdapterConfig
 from etude.run import RunFolder
+from etude.training.config import LiveWeights, LoraOn
+from etude.training.group import ONE
+from etude.training.muon import Muon
+from etude.training.trained import chosen_modules
 
 QWEN = ModelConfig(  # Qwen3-30B-A3B as its maker describes it: 30.5B parameters, 3.3B active
     hidden_size=2048,
@@ -62,7 +73,8 @@ def test_a_known_model_has_the_sizes_that_its_maker_tells():
     assert QWEN.num_parameters == pytest.approx(30.5e9, rel=0.01)
     assert active_parameters(QWEN) + QWEN.vocab_size * QWEN.hidden_size == pytest.approx(3.3e9, rel=0.02)
     assert kv_bytes_token(QWEN) == 48 * 2 * 4 * 128 * 2
-    assert learner_state_bytes(QWEN, 8) == 18 * QWEN.num_parameters / 8
+    whole = Training()
+    assert weights_bytes(QWEN, whole, 8) + optimiser_bytes(QWEN, whole, 8) == 20 * QWEN.num_parameters / 8
 
 
 def test_a_latent_is_kept_once_for_all_heads():
@@ -98,12 +110,49 @@ def test_the_critical_batch_is_where_arithmetic_takes_as_long_as_reading():
 
 
 def test_training_is_three_forwards_and_a_fourth_where_activations_are_computed_again():
-    assert training_flops(QWEN, 100, recomputed=False) == 3 * forward_flops(QWEN, 100)
-    assert training_flops(QWEN, 100) == 4 * forward_flops(QWEN, 100)
+    assert training_flops(QWEN, 100, Training()) == 3 * forward_flops(QWEN, 100)
+    assert training_flops(QWEN, 100, Training(recompute=True)) == 4 * forward_flops(QWEN, 100)
+    kept, again = (activation_bytes(QWEN, 8192, Training(recompute=recompute)) for recompute in (False, True))
+    assert again < kept / 5
+
+
+def test_kept_activations_are_what_a_forward_holds_for_its_backward_pass():
+    config, tokens, held = ModelConfig(), 256, {}
+    model = Transformer(config, seed=0)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def hold(tensor: torch.Tensor) -> torch.Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            held[memory.data_ptr()] = (memory.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        kept_by = model(torch.arange(tokens) % config.vocab_size)  # held until they are counted
+    logits = 2 * 4 * tokens * config.vocab_size
+    assert kept_by[0].requires_grad
+    assert activation_bytes(config, tokens, Training()) - logits == pytest.approx(
+        sum(size for size, _ in held.values()), rel=0.1
+    )
+
+
+@pytest.mark.parametrize("sizes", [{}, {"family": Family.QWEN3, "num_experts": 0, "top_k": 0, "dense_size": 96}])
+def test_of_adapters_and_muon_a_plan_counts_the_numbers_that_the_learners_optimiser_holds(sizes):
+    config = ModelConfig(**sizes)
+    model = Transformer(config, seed=0)
+    muon = Muon(model, between=ONE, weights=LiveWeights.BF16)
+    held = sum(vector.numel() for vector in (muon.grad, muon.master, muon.first, muon.second))
+    assert optimiser_bytes(config, Training(muon=True), 1) == 4 * held
+    for on in LoraOn:
+        chosen = AdapterConfig(4, 32.0, chosen_modules(Transformer(config, seed=0), on), "")
+        adapters = Adapters(Transformer(config, seed=0), chosen, dtype=torch.bfloat16)
+        training = Training(lora_rank=4, lora_on=str(on))
+        assert trained_parameters(config, training) == sum(p.numel() for p in adapters.parameters())
+        assert optimiser_bytes(config, training, 1) == 16 * trained_parameters(config, training)
 
 
 def test_a_delta_grows_with_the_share_that_changed_and_never_past_the_weights():
-    sizes = [delta_bytes(QWEN, share) for share in (0.0, 0.01, 0.05, 0.3, 0.99, 1.0)]
+    sizes = [delta_bytes(QWEN.num_parameters, share) for share in (0.0, 0.01, 0.05, 0.3, 0.99, 1.0)]
     assert sizes == sorted(sizes)
     assert sizes[0] == 0.0
     assert sizes[-1] == 2 * QWEN.num_parameters
@@ -136,6 +185,7 @@ def test_on_a_cpu_the_cores_are_shared_and_the_learner_is_one_thread():
 def test_a_checkpoint_is_planned_for_by_its_config_alone_and_without_torch(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(QWEN.to_hf()))
     argv = ["plan", str(tmp_path), "--hardware", "b200", "--learner-ranks", "16", "--engines", "16", "--json"]
+    argv += ["--set", "learner.recompute=true"]
     assert cli.main(argv) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["plan"]["learner_memory"]["fits"]
@@ -144,11 +194,85 @@ def test_a_checkpoint_is_planned_for_by_its_config_alone_and_without_torch(tmp_p
     subprocess.run([sys.executable, "-c", program, *argv], check=True, capture_output=True)
 
 
+def planned(config, capsys, *words: str) -> dict:
+    """What is told of a config of eight ranks and three engines on an accelerator."""
+    config.write_text(
+        """[learner]\nranks = 8\nrecompute = true\n[fleet]\nengines = ["reference", "reference", "reference"]\n"""
+    )
+    assert cli.main(["plan", str(config), "--hardware", "h200", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_is_of_the_configs_learner_and_engines_and_flags_override_them(tmp_path, capsys):
+    config = tmp_path / "config.toml"
+    layout = planned(config, capsys)["layout"]
+    assert (layout["learner_ranks"], layout["engines"], layout["training"]["recompute"]) == (8, 3, True)
+    layout = planned(config, capsys, "--learner-ranks", "2", "--engines", "5")["layout"]
+    assert (layout["learner_ranks"], layout["engines"]) == (2, 5)
+
+
+def test_adapters_muon_and_kept_activations_change_what_a_rank_holds_and_how_long_it_trains(tmp_path, capsys):
+    def told(*settings: str) -> dict:
+        words = [word for setting in settings for word in ("--set", setting)]
+        return planned(tmp_path / "config.toml", capsys, "--learner-ranks", "1", *words)["plan"]
+
+    again, kept = told(), told("learner.recompute=false")
+    muon, adapters = told('learner.optimizer="muon"'), told("learner.lora_rank=4")
+    assert again["learner_s"] == pytest.approx(kept["learner_s"] * 4 / 3)
+    assert again["learner_memory"]["activations"] < kept["learner_memory"]["activations"]
+    assert muon["learner_memory"]["optimiser"] < 0.9 * again["learner_memory"]["optimiser"]
+    assert adapters["learner_memory"]["optimiser"] < 0.3 * again["learner_memory"]["optimiser"]
+    assert adapters["learner_memory"]["weights"] > again["learner_memory"]["weights"]
+    assert adapters["sync_bytes"] < 0.3 * again["sync_bytes"]
+
+
+def test_where_nothing_is_trained_on_a_plan_is_still_told(tmp_path, capsys):
+    assert planned(tmp_path / "config.toml", capsys, "--signal-share", "0")["plan"]["inference_to_training"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "range_"),
+    [
+        ("--turns", "-3", "1 to 1e+06"),
+        ("--turns", "nan", "1 to 1e+06"),
+        ("--prompt-tokens", "inf", "0 to 1e+09"),
+        ("--sampled-tokens", "-5", "1 to 1e+09"),
+        ("--tool-tokens", "many", "0 to 1e+09"),
+        ("--tool-s", "-100", "0 to 1e+06"),
+        ("--signal-share", "5", "0 to 1"),
+        ("--solved-share", "-1", "0 to 1"),
+        ("--changed-share", "2", "0 to 1"),
+        ("--link-gbits", "0", "0.001 to 1e+06"),
+        ("--link-gbits", "-1", "0.001 to 1e+06"),
+        ("--dollars-an-hour", "-3", "0 to 1e+06"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_the_range(capsys, flag, value, range_):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "config.toml", flag, value])
+    assert ended.value.code == 2
+    assert f"argument {flag}: {value!r} is not a number from {range_}\n  hint: " in capsys.readouterr().err
+
+
+def test_a_machine_that_cannot_be_measured_keeps_its_cause(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(ModelConfig().to_hf()))
+    assert cli.main(["plan", str(tmp_path)]) != 0
+    first, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert first.startswith("error: this machine could not be measured: ")
+    assert "hint" not in first
+    assert f"no tokeniser in {tmp_path}" in first
+    assert hint.startswith("  hint: ")
+    assert hint.endswith("; or name hardware: --hardware h200")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--hardware", "h20"], "did you mean 'h200'?"),
         (["--set", "rl.stepz=3"], "did you mean 'rl.steps'?"),
+        (["--set", "learner.lora_rank=4", "--learner-ranks", "8"], "adapters train in one process"),
+        (["--set", "learner.lora_rank=4000"], "an adapter of more than"),
+        (["--set", "fleet.engines=[]", "--set", "fleet.listen=127.0.0.1:0"], "hint: --engines: how many join"),
     ],
 )
 def test_what_is_not_known_is_named(tmp_path, capsys, words, says):
