@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 
@@ -47,6 +48,7 @@ async def end(code: int) -> None:
 
 
 async def said() -> list[str]:
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "a component blocks no signal"
     return [*sys.argv[1:-2], os.environ.get("A_WORD", ""), os.environ["OMP_NUM_THREADS"], str(os.nice(0))]
 
 

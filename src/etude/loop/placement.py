@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -67,9 +68,11 @@ class Program:
 
 
 def _begin(nice: int) -> None:
-    """Die with the parent's thread, by the kernel, and be as nice as told. Runs between fork and exec."""
+    """Die with the parent's thread, by the kernel, be as nice as told, and block no signal: what Ray starts from within
+    a program inherits a blocked Ctrl-C. Runs between fork and exec."""
     when_parent_dies()
     os.nice(nice)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 class Process(Protocol):
