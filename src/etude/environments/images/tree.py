@@ -159,7 +159,7 @@ class Tree:
         path = plain(path, self.budget.limits)
         self._forget()
         try:
-            fd = open_in(self.root, path or ".", _FOLDER, one_mount=True)
+            fd = self._open(path)
         except (FileNotFoundError, NotADirectoryError):
             return
         try:
@@ -195,25 +195,30 @@ class Tree:
         if keep and folder == self._last[0] and self._last[1] >= 0:
             return self._last[1], name
         try:
-            fd = open_in(self.root, folder or ".", _FOLDER, one_mount=True)
+            fd = self._open(folder)
         except FileNotFoundError:
             if not make:
                 raise
             self.folder(folder)
-            fd = open_in(self.root, folder, _FOLDER, one_mount=True)
+            fd = self._open(folder)
         except NotADirectoryError:
             if not make:
                 raise
             self._make_way(folder)
             return self._parent(path, keep=keep)
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.EXDEV):
-                raise BadSource(f"{path} leads in a circle, or away", hint="mend the source's links") from None
-            raise
         if keep:
             self._forget()
             self._last = (folder, fd)
         return fd, name
+
+    def _open(self, folder: str) -> int:
+        """A folder. `BadSource` for links that lead in a circle, or away; else `OSError`, as the kernel says."""
+        try:
+            return open_in(self.root, folder or ".", _FOLDER, one_mount=True)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EXDEV):
+                raise BadSource(f"{folder} leads in a circle, or away", hint="mend the source's links") from None
+            raise
 
     def _make_way(self, folder: str) -> None:
         """Replace the file that stands where a folder has to be."""
@@ -221,7 +226,7 @@ class Tree:
         for depth in range(1, len(parts) + 1):
             at = "/".join(parts[:depth])
             try:
-                os.close(open_in(self.root, at, _FOLDER, one_mount=True))
+                os.close(self._open(at))
             except FileNotFoundError:
                 return
             except NotADirectoryError:

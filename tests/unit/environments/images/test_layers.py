@@ -9,7 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.environments.images.archives import files_of, special, tar_of
 
@@ -124,6 +124,7 @@ ENTRIES = st.lists(
 
 @settings(max_examples=150)
 @given(ENTRIES)
+@example([("a", "a"), ("a/.wh..wh..opq", None)])
 def test_any_layer_is_applied_inside_or_refused(tmp_path_factory, entries):
     root = tmp_path_factory.mktemp("case") / "root"
     root.mkdir()
