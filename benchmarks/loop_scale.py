@@ -87,7 +87,7 @@ class Crew:
     """Workers that wait, graders that draw."""
 
     def __init__(self, run: RunFolder, config: RunConfig) -> None:
-        self.config, self.engines, self._learner = config, dict[str, Any](), Learner(run)
+        self.config, self.engines, self.far, self._learner = config, dict[str, Any](), (), Learner(run)
         self.learners = SimpleNamespace(pick=self._pick)
         self.max_running = Limit(config.experience.groups_per_step * config.experience.group_size)
 
