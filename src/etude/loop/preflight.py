@@ -51,8 +51,8 @@ def preflight(
 
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more.
     `proven`: the tasks were proven where they will be judged. `given`: names of the settings that the user gave. `said`
-    is told of what takes longer, an image that was built, of layers of the checkpoint that are left out, and of what was
-    given and is not used."""
+    is told of what takes longer, an image that was built, of layers of the checkpoint that are left out, and of
+    settings that are not used."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank

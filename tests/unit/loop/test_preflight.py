@@ -47,9 +47,7 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
         ([], []),
     ],
 )
-def test_what_is_given_of_the_model_and_is_not_what_the_checkpoint_is_is_told(
-    given: list[str], told: list[str]
-) -> None:
+def test_settings_of_the_model_that_the_checkpoint_overrules_are_told(given: list[str], told: list[str]) -> None:
     said: list[str] = []
     config = RunConfig(start=Path("checkpoint"), model=ModelConfig(hidden_size=160, num_layers=3))
     tell_other_model(config, ModelConfig(hidden_size=128, num_layers=3), given, said.append)
