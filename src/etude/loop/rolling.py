@@ -30,7 +30,7 @@ from etude.records.rollout import Boundary
 from etude.rollouts import settle
 from etude.telemetry import Telemetry
 
-AT_ONCE = 64  # rollouts that one transaction starts
+AT_ONCE = 16  # rollouts that one transaction starts or stores: their records may be large
 
 
 def keyed_seed(*parts: object) -> int:
@@ -167,8 +167,10 @@ class Rolling:
         return await self._ended[-1].counts
 
     def _store(self) -> None:
-        """One transaction for all that ended; what bears signs of cheating is quarantined in it."""
-        ended, self._ended, counts = self._ended, [], list[bool]()
+        """One transaction for those that ended; what bears signs of cheating is quarantined in it."""
+        ended, self._ended, counts = self._ended[:AT_ONCE], self._ended[AT_ONCE:], list[bool]()
+        if self._ended:
+            asyncio.get_running_loop().call_soon(self._store)
 
         def work() -> None:
             counts[:] = self.ledger.finish_all([(one.rollout, one.outcome) for one in ended])
