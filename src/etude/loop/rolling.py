@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 
@@ -187,6 +188,7 @@ class Rolling:
             self._settled.set()
 
     def _tell(self, rollout: Rollout, outcome: Outcome) -> None:
+        served = [turn.completion.engine for turn in rollout.trace.turns]
         self.telemetry.event(
             "rollout",
             rollout_id=rollout.rollout_id,
@@ -200,5 +202,6 @@ class Rolling:
             malformed=rollout.num_malformed,
             wall_s=round(rollout.wall_s, 4),
             tool_s=round(rollout.tool_s, 4),
-            engines=sorted({turn.completion.engine for turn in rollout.trace.turns}),
+            engines=sorted(set(served)),
+            moves=sum(one != other for one, other in pairwise(served)),
         )
