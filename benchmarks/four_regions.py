@@ -215,7 +215,8 @@ def touches(world: World, name: str) -> Callable[[Event], bool]:
     """Whether a fault of this region may have held a rollout up."""
     begin = {"dies": "dies killed", "apart": "apart cut off"}.get(name)
     since = world.at.get(begin, 0.0) if begin else 0.0
-    until = world.at.get("apart joined", 0.0) + 10.0 if name == "apart" else float("inf")
+    serving = [e["t"] for e in world.events("fleet.state") if e["engine"] == name and e["state"] == "serving"]
+    until = serving[-1] if name == "apart" else float("inf")  # it was given work again
 
     def touched(e: Event) -> bool:
         return name in e["engines"] and e["t"] >= since and e["t"] - e["wall_s"] <= until

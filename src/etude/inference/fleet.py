@@ -352,6 +352,10 @@ def _take(member: _Member, at: _Try, said: Version | EngineError) -> None:
         at.skipped.add(member.name)
     elif at.request.pin_step is not None and said.step > at.request.pin_step:
         at.hopeless.add(member.name)
+    elif said.step < at.step:
+        facts = f"it was asked for step {at.step} and says that it holds {said.step}"
+        at.refused[member.name] = EngineBehind(f"{member.name} does not catch up", facts, hint="see its log")
+        at.skipped.add(member.name)
     else:
         member.holds(said.step)
 
