@@ -14,9 +14,13 @@ SHOWN = {
     "admit a group": "admit a group of 8",
     "start": "start a rollout",
     "finish": "finish one",
-    "next_waiting": "who is next",
+    "start 16": "start 16 at once",
+    "finish 16": "finish 16 at once",
     "open_groups": "which groups are open",
-    "group_ready": "is a group ready",
+    "ready_groups": "is a group ready",
+    "group": "a group's records",
+    "batch of a step": "the batch of a step of 128",
+    "commit of a step": "the commit of one",
 }
 
 
@@ -45,7 +49,7 @@ def _ledger(found: dict[str, Any]) -> list[str]:
     lines.append("| --- " * (1 + len(rows)) + "|")
     lines.append("| transitions a second | " + " | ".join(f"{row['transitions_a_s']:,}" for row in rows) + " |")
     lines.append("| CPU µs a transition | " + " | ".join(f"{row['cpu_us_a_transition']:.0f}" for row in rows) + " |")
-    for name, words in SHOWN.items():
+    for name, words in ((name, words) for name, words in SHOWN.items() if name in rows[0]["us"]):
         lines.append(f"| {words}, ms | " + " | ".join(f"{row['us'][name] / 1e3:.2f}" for row in rows) + " |")
     looks = ("audit --new", "audit", "reconcile")
     lines += [f"| `{name}`, s | " + " | ".join(f"{row[name]['s']:.2f}" for row in rows) + " |" for name in looks]

@@ -8,7 +8,7 @@ Knows nothing of what a state means.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -18,6 +18,7 @@ from etude.errors import LedgerError
 FORMAT = 1
 """Of the tables, the same in both."""
 SERVERS = ("postgresql://", "postgres://")
+AT_ONCE = 1000  # rows of values in one statement: both databases take some 32,000 values
 
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, position)",
@@ -50,10 +51,6 @@ class Database(Protocol):
         Outside `transact` it commits by itself."""
         ...
 
-    def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
-        """One statement for every row of values."""
-        ...
-
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
 
     def prove(self) -> None:
@@ -63,6 +60,25 @@ class Database(Protocol):
     def close(self) -> None:
         """Idempotent. An open transaction is undone."""
         ...
+
+
+def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+    """One statement for many rows, as many round trips as for one. `VALUES ?` stands for all of them; a query over
+    them calls their columns column1, column2 …, in both databases, and casts what may be null."""
+    for first in range(0, len(rows), AT_ONCE):
+        some = rows[first : first + AT_ONCE]
+        row = f"({marks(some[0])})"
+        values = (value for one in some for value in one)
+        db.execute(sql.replace("VALUES ?", f"VALUES {', '.join([row] * len(some))}"), *values)
+
+
+def marks(values: Collection[Any]) -> str:
+    """A place for each value.
+
+    >>> marks(["a", "b"])
+    '?, ?'
+    """
+    return ", ".join("?" * len(values))
 
 
 def open_database(

@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -185,15 +185,6 @@ class PostgresDatabase:
             self._run(sql, values)
         else:
             self.transact(lambda: self._run(sql, values))
-
-    def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
-        kept = [tuple(map(_plain, row)) for row in values]
-
-        def work() -> None:
-            with self._connection.cursor() as cursor:
-                self._asked(lambda: cursor.executemany(sql.replace("?", "%s"), kept))
-
-        self.transact(work)
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         return self._ask(sql, values) if self._depth else self._again(lambda: self._ask(sql, values))

@@ -64,7 +64,7 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     rolling = Rolling(ledger, Crew(config), telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
-        running = asyncio.create_task(rolling.run(ledger.next_waiting, asyncio.Event()))
+        running = asyncio.create_task(rolling.run(asyncio.Event()))
         settled = asyncio.create_task(rolling.progress())
         await asyncio.wait([running, settled], timeout=20, return_when=asyncio.FIRST_COMPLETED)
         assert settled.done(), running
@@ -81,7 +81,7 @@ def test_a_flagged_rollout_is_quarantined_with_its_reason_and_trains_nobody(tmp_
     ledger, events = rolled(tmp_path)
     assert ledger.states() == {"graded": 3, "quarantined": 1}
     assert ledger.row("g000000.0").reason == "exit: ends the process by os._exit (calc.py:3)"
-    assert ledger.group_ready("g000000")
+    assert ledger.ready_groups(["g000000"]) == {"g000000"}
     assert "g000000.0" not in [rollout.rollout_id for rollout, _ in ledger.group("g000000").valid]
     assert [(event["rollout_id"], event["state"]) for event in events] == [("g000000.0", "quarantined")]
     assert ledger.slots()[0] == 3
