@@ -216,6 +216,27 @@ def test_an_engine_that_stops_answering_is_lost_a_standby_stands_in_and_back_it_
     run(story)
 
 
+def test_a_list_of_the_fleet_has_no_numbers_of_who_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "t")
+
+    async def story() -> None:
+        async with world(lease_s=0.3) as home, served() as (_, url):
+            home.registrar.head(version(3))
+            keeping = asyncio.create_task(home.registration("west", url).keep())
+            await home.until("west", State.SERVING)
+            assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
+            keeping.cancel()
+            await home.until("west", State.LOST)
+            assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
+
+    run(story)
+    _, serving, _, lost = capsys.readouterr().out.splitlines()
+    assert serving.split()[:6] == ["west", "west", "serving", "3", "0", "0"]
+    assert lost.split()[:7] == ["west", "west", "lost", "3", "-", "-", "-"]
+
+
 def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again() -> None:
     async def story() -> None:
         async with world(lease_s=0.3) as home, served() as (_, url):
