@@ -130,6 +130,8 @@ def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
     phase = current_phase(view)
     if phase is not None and phase.name == "mid-training":
         yield from _mid_training(view)
+    if phase is not None and phase.end is None:
+        yield from _starting(view)
     if phase is not None and phase.name == "rl" and phase.end is None:
         yield from _evaluating(view, since=phase.start)
     steps = view.by_step("rl.step")
@@ -179,6 +181,14 @@ def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
     known = [(name, one) for name in ("before", "after") if (one := found[name]) and one["rate"] is not None]
     if known:
         yield "held-out", Text(" → ".join(f"{one['rate']:.2f}{_interval(one)} {name}" for name, one in known))
+
+
+def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
+    """Who is not up yet, or not up again. A phase's own program is not waited for to be ready."""
+    now = {text(event, "name"): text(event, "state") for event in view.of("process")}
+    names = [name for name, state in now.items() if state in ("start", "restart", "waiting") and name not in PHASES]
+    if names:
+        yield "starting", Text(", ".join(names))
 
 
 def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:

@@ -113,6 +113,17 @@ def test_a_phase_without_steps_has_no_progress(writer):
     assert progress(view) is None
 
 
+def test_until_everybody_is_up_those_who_are_not_are_named(writer):
+    writer.event(0.0, "conductor", "process", name="corpus", state="start")
+    writer.event(1.0, "conductor", "phase", phase="eval-before", state="start")
+    for name in ("learner", "engine-0"):
+        writer.event(2.0, "conductor", "process", name=name, state="start")
+    writer.event(3.0, "conductor", "process", name="learner", state="ready")
+    assert plain_line(RunView(writer.path)) == "3.0 s  eval-before  starting engine-0"
+    writer.event(4.0, "conductor", "process", name="engine-0", state="ready")
+    assert plain_line(RunView(writer.path)) == "4.0 s  eval-before"
+
+
 def test_an_evaluation_tells_how_far_it_is_alone_and_between_two_steps(writer):
     writer.event(0.0, "conductor", "phase", phase="eval-before", state="start")
     for done in (0, 40, 60):
