@@ -20,6 +20,11 @@ from etude.telemetry import Telemetry
 
 TELL_EVERY_S = 1.0
 Played = tuple[Rollout, Outcome]
+Each = Callable[[], None]
+
+
+def _nothing() -> None:
+    """For whoever reads the events."""
 
 
 async def evaluate(
@@ -36,11 +41,12 @@ async def evaluate(
     temperature: float,
     out: Path,
     telemetry: Telemetry,
+    each: Each = _nothing,
 ) -> EvalResult:
     """Solve rate of version step `step` on the first `num_tasks` of a split; the `eval.result` event's facts.
 
     Keeps every rollout with its transcript: ``out/<name>.parquet`` for held-out tasks, ``out/<name>-<step>.parquet``
-    for validation tasks; replaced when done again.
+    for validation tasks; replaced when done again. `each` is called for every rollout that is done.
     """
     began = time.perf_counter()
 
@@ -48,7 +54,7 @@ async def evaluate(
         return await run_once(crew, spec)
 
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
-    done = await played(crew, specs, one, name=name, telemetry=telemetry)
+    done = await played(crew, specs, one, name=name, telemetry=telemetry, each=each)
     rows = [make_row(r, outcome, transcript=_transcript(chat, r)) for r, outcome in done]
     file_name = name if split is Split.HELDOUT else f"{name}-{step:06d}"
     write_rows(out / f"{file_name}.parquet", rows)
@@ -64,6 +70,7 @@ async def played(
     *,
     name: str,
     telemetry: Telemetry,
+    each: Each = _nothing,
 ) -> list[Played]:
     """Every spec played, as many at once as there is room for; `eval.progress` tells of it."""
     room, num_done, told = Room(crew.max_running), 0, float("-inf")
@@ -71,12 +78,13 @@ async def played(
     async def placed(spec: RolloutSpec) -> Played:
         nonlocal num_done, told
         async with room.place():
-            played = await one(spec)
+            result = await one(spec)
         num_done += 1
+        each()
         if num_done == len(specs) or time.monotonic() - told >= TELL_EVERY_S:
             told = time.monotonic()
             telemetry.event("eval.progress", name=name, done=num_done, total=len(specs))
-        return played
+        return result
 
     telemetry.event("eval.progress", name=name, done=0, total=len(specs))
     return await asyncio.gather(*(placed(spec) for spec in specs))

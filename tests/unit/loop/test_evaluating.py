@@ -26,7 +26,10 @@ def test_an_evaluation_tells_its_begin_and_its_end_however_quick_it_is(tmp_path:
 
     telemetry = Telemetry(tmp_path / "conductor.jsonl", process="conductor")
     specs: Any = list(range(7))
-    assert asyncio.run(played(crew, specs, one, name="before", telemetry=telemetry)) == specs
+    counted: list[None] = []
+    each = lambda: counted.append(None)  # noqa: E731
+    assert asyncio.run(played(crew, specs, one, name="before", telemetry=telemetry, each=each)) == specs
+    assert len(counted) == 7
     assert asyncio.run(played(crew, [], one, name="oracle", telemetry=telemetry)) == []
     telemetry.close()
     said = [(e["name"], e["done"], e["total"]) for e in read_events(tmp_path) if e["kind"] == "eval.progress"]
