@@ -61,14 +61,15 @@ def _ledger(found: dict[str, Any]) -> list[str]:
 def _loop(found: dict[str, Any]) -> list[str]:
     lines = [
         "",
-        "| groups a step | ledger | rollouts a second | in proportion | conductor, CPU ms a rollout | memory, MB |",
+        "| groups a step | ledger | rollouts a second | in proportion | CPU ms a rollout | stall p99, ms | MB |",
     ]
-    lines.append("| --- " * 6 + "|")
+    lines.append("| --- " * 7 + "|")
     for kind, rows in found["kinds"].items():
         for row in rows:
             share = row["rollouts_a_s"] / (rows[0]["rollouts_a_s"] * row["scale"] / rows[0]["scale"])
             cells = (row["groups"], kind, f"{row['rollouts_a_s']:,}", f"{share:.0%}", row["conductor_cpu_ms_a_rollout"])
-            lines.append("| " + " | ".join(map(str, cells)) + f" | {row['peak_mb']:.0f} |")
+            told = (*cells, row.get("stall_ms_p99", ""), round(row["peak_mb"]))
+            lines.append("| " + " | ".join(map(str, told)) + " |")
     return lines
 
 

@@ -87,8 +87,10 @@ def open_database(
     """A path is an SQLite file, `postgresql://host/db#run_id` a schema on a server (`pip install 'etude[postgres]'`).
     One that is not there is made, or with `readonly` a `NoLedger`. `said` is told of a server that was waited for."""
     if is_server(place):
-        from etude.experience.postgres import PostgresDatabase
-
+        try:
+            from etude.experience.postgres import PostgresDatabase
+        except ImportError as error:
+            raise _no_client(error) from None
         return PostgresDatabase(str(place), readonly=readonly, check=check, said=said)
     from etude.experience.sqlite import SqliteDatabase
 
@@ -98,9 +100,16 @@ def open_database(
 def check_server(url: str) -> None:
     """Raise what a run would end with whose config names this server: it is not there, lets nobody in, gives no right
     to make a schema."""
-    from etude.experience.postgres import check
-
+    try:
+        from etude.experience.server_words import check
+    except ImportError as error:
+        raise _no_client(error) from None
     check(url)
+
+
+def _no_client(error: ImportError) -> LedgerError:
+    hint = "pip install 'etude[postgres]'"
+    return LedgerError("experience.ledger names a PostgreSQL server", str(error), hint=hint)
 
 
 def is_server(place: Path | str) -> bool:

@@ -188,10 +188,11 @@ class Ledger(Looking):
         judged, moves = [], []
         for row, finished in ends:
             outcome = finished.outcome
-            graded = isinstance(outcome, Graded)
-            told = (outcome.reward, None) if isinstance(outcome, Graded) else (None, outcome.boundary)
-            judged.append((row.rollout_id, *told))
-            to = State.GRADED if graded else State.INVALID
+            if isinstance(outcome, Graded):
+                to, reward, boundary = State.GRADED, outcome.reward, None
+            else:
+                to, reward, boundary = State.INVALID, None, outcome.boundary
+            judged.append((row.rollout_id, reward, boundary))
             moves.append(_Move(row, to, outcome.reason or to))
         each(
             self._db,

@@ -278,13 +278,10 @@ class Conductor:
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
-        while True:
-            order = self.ledger.open_groups()
-            ready = self.ledger.ready_groups(order[: 2 * self.window.groups_per_step])
-            taken = self.window.take(order, ready)
-            if taken is not None:
-                return taken
-            await self.rolling.progress()
+        ready = self.ledger.ready_groups(self.ledger.open_groups())
+        while (taken := self.window.take(self.ledger.open_groups(), ready)) is None:
+            ready |= await self.rolling.progress()
+        return taken
 
     async def _group(self, group_id: str) -> Group:
         """What a group left. A step's records are many: the loop comes round between two groups."""

@@ -31,7 +31,7 @@ from etude.records.rollout import Boundary
 from etude.rollouts import settle
 from etude.telemetry import Telemetry
 
-AT_ONCE = 64  # rollouts that one transaction starts
+AT_ONCE = 16  # rollouts that one transaction starts or stores: their records may be large
 
 
 def keyed_seed(*parts: object) -> int:
@@ -113,14 +113,17 @@ class Rolling:
 
     def __init__(self, ledger: Ledger, crew: Crew, telemetry: Telemetry) -> None:
         self.ledger, self.crew, self.telemetry = ledger, crew, telemetry
-        self._settled = asyncio.Event()
+        self._settled, self._ready = asyncio.Event(), set[str]()
         self._ended: list[_Ended] = []  # to be stored; at most as many as run at once
         self._lost: Counter[str] = Counter()  # workers that died under a rollout
 
-    async def progress(self) -> None:
-        """Wait until some group has no member left that is awaited. Each rollout has deadlines of its own."""
-        self._settled.clear()
+    async def progress(self) -> set[str]:
+        """Wait until some groups have no member left that is awaited: which ones, since this was asked last. Each
+        rollout has deadlines of its own."""
         await self._settled.wait()
+        self._settled.clear()
+        ready, self._ready = self._ready, set()
+        return ready
 
     async def run(self, more: asyncio.Event) -> None:
         """Start waiting rollouts in order, for ever; cancel to stop. `more` is set when there may be new ones."""
@@ -168,8 +171,10 @@ class Rolling:
         return await self._ended[-1].counts
 
     def _store(self) -> None:
-        """One transaction for all that ended; what bears signs of cheating is quarantined in it."""
-        ended, self._ended, counts = self._ended, [], list[bool]()
+        """One transaction for those that ended; what bears signs of cheating is quarantined in it."""
+        ended, self._ended, counts = self._ended[:AT_ONCE], self._ended[AT_ONCE:], list[bool]()
+        if self._ended:
+            asyncio.get_running_loop().call_soon(self._store)
 
         def work() -> None:
             counts[:] = self.ledger.finish_all([(one.rollout, one.outcome) for one in ended])
@@ -213,7 +218,8 @@ class Rolling:
             self._settle({spec.group_id})
 
     def _settle(self, group_ids: set[str]) -> None:
-        if self.ledger.ready_groups(group_ids):
+        if ready := self.ledger.ready_groups(group_ids):
+            self._ready |= ready
             self._settled.set()
 
     def _tell(self, rollout: Rollout, outcome: Outcome) -> None:
