@@ -74,7 +74,11 @@ class _Member:
         crowd = self.num_running + 1
         if typical_s is None or not self.region:
             return crowd / self.size
-        return (self.pace.seconds(crowd) if self.pace.num_served else typical_s / WORTH) * max(1.0, crowd / self.size)
+        return (self.pace.seconds(crowd) if self.is_known else typical_s / WORTH) * max(1.0, crowd / self.size)
+
+    @property
+    def is_known(self) -> bool:
+        return self.pace.known(time.monotonic())
 
     def is_behind(self, step: int) -> bool:
         return self.step is not None and self.step < step
@@ -94,7 +98,8 @@ class _Member:
         began, crowd = time.monotonic(), self.num_running
         try:
             yield
-            self.pace.served(time.monotonic() - began, (crowd + self.num_running) / 2)
+            now = time.monotonic()
+            self.pace.served(now - began, (crowd + self.num_running) / 2, now=now)
         finally:
             self._count(-1, production, -needed(request))
 
@@ -249,9 +254,9 @@ class Fleet:
 
     def _quickest(self, at: _Try, able: list[_Member], home: _Member | None, region: str | None) -> _Member | None:
         """Where the request is expected to end first, or in its `home`, or in the `region`, while that is worth it."""
-        paces = [m.pace.seconds(m.num_running + 1) for m in able if m.pace.num_served]
+        paces = [m.pace.seconds(m.num_running + 1) for m in able if m.is_known]
         typical_s = sum(paces) / len(paces) if paces else None
-        tried = [m for m in able if m.pace.num_served or m.num_running < TRIAL or not m.region]
+        tried = [m for m in able if m.is_known or m.num_running < TRIAL or not m.region]
         best = min(tried or able, key=lambda m: rank(m, at, typical_s), default=None)
         near = home or min((m for m in able if m.region == region), key=lambda m: rank(m, at, typical_s), default=None)
         if best is None or near is None:

@@ -7,6 +7,7 @@ import contextlib
 
 import aiohttp
 
+from etude.errors import InputError
 from etude.inference.client import HttpEngine
 from etude.inference.errors import EngineGone
 from etude.inference.fleet import Fleet
@@ -44,10 +45,11 @@ class RosterFollower:
         await self.follow({})
 
     async def follow_registry(self, url: str) -> None:
-        """Ask the registry again and again, for ever. One that does not answer leaves the fleet as it was."""
+        """Ask the registry again and again, for ever. One that does not answer, or has something else answer in its
+        place, leaves the fleet as it was."""
         async with aiohttp.ClientSession(headers=bearing(self._token)) as session:
             while True:
-                with contextlib.suppress(EngineGone):
+                with contextlib.suppress(EngineGone, InputError):
                     await self.follow(await roster_of(session, url))
                 await asyncio.sleep(EVERY_S)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference import Assignment, EngineBusy, EngineGone, Fleet
 from etude.inference.membership import Listed, State
+from etude.inference.pace import FORGET_S
 from etude.records import Completion, CompletionRequest
 from etude.records.completion import Traffic, Version
 from etude.seams import EngineInfo, Policy
@@ -392,9 +394,10 @@ def regions(**paces: float) -> tuple[Fleet, dict[str, Member]]:
     return policy, members
 
 
-def seen(policy: Fleet, name: str, *, alone: float = 0.0, each: float = 0.0) -> None:
+def seen(policy: Fleet, name: str, *, alone: float = 0.0, each: float = 0.0, ago_s: float = 0.0) -> None:
+    now = time.monotonic() - ago_s
     for crowd in [1, 8, 24] * 20 if alone or each else []:
-        policy._members[name].pace.served(alone + each * crowd, crowd)
+        policy._members[name].pace.served(alone + each * crowd, crowd, now=now)
 
 
 def test_a_rollouts_session_leaves_a_region_where_it_takes_twice_as_long_and_a_persons_stays() -> None:
@@ -428,6 +431,18 @@ def test_an_engine_of_unknown_pace_is_tried_with_a_few_requests() -> None:
         for member in members.values():
             await member.resume()
         await asyncio.gather(*asking)
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_was_slow_is_tried_again_after_a_while() -> None:
+    async def story() -> None:
+        policy, _ = regions(near=0.1, slow=0.0)
+        seen(policy, "slow", alone=5.0, ago_s=FORGET_S / 2)
+        assert await served_by(policy, "a") == ["near"]
+        policy, _ = regions(near=0.1, slow=0.0)
+        seen(policy, "slow", alone=5.0, ago_s=FORGET_S)
+        assert await served_by(policy, "a", "b") == ["slow", "slow"], "it is quick by now"
 
     asyncio.run(story())
 
