@@ -178,6 +178,18 @@ def load_model(
     return model
 
 
+def each_weight(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of a checkpoint directory's model by Hugging Face's name, sorted, one at a time, float32. Raises
+    `CheckpointError`."""
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    found = check_weights(path, config)
+    with torch.device("meta"):
+        views = hf_views(Transformer(config, seed=None))
+    with _opened(path) as read:
+        for name in sorted(views):
+            yield name, _read(name, tuple(views[name].shape), found, read).float()
+
+
 def _require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
     if not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(

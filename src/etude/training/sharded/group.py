@@ -22,17 +22,18 @@ from etude.numerics.config import Quantise
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
 from etude.seams import BlobStore
-from etude.training.config import LearnerConfig, LiveWeights
-from etude.training.group import SHARDS, STATE
+from etude.training.config import LiveWeights
+from etude.training.group import SHARDS, STATE, Rowwise
 from etude.training.optimizer import AdamW, places
 from etude.training.rows import Rows
 from etude.training.sharded import checkpoint
 from etude.training.sharded.context import TextPart, part_of
+from etude.training.sharded.lora import Across, LowRankShards
 from etude.training.sharded.mesh import Mesh
 from etude.training.sharded.shards import Cut, cuts_of, names_of, shard
 from etude.training.sharded.trained import Shards
 from etude.training.sharded.wholes import Wholes
-from etude.training.trained import Trained, recomputing
+from etude.training.trained import Loading, Trained, recomputing
 from etude.weights.shards.sharded import ShardedChannel
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class Sharded:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
-        self._cuts: dict[str, Cut] = {}
+        self._cuts: Mapping[str, Cut] = {}  # of what trains
         self._wholes: Wholes | None = None
 
     def channel(self, store: BlobStore, **settings: Any) -> ShardedChannel:
@@ -121,8 +122,13 @@ class Sharded:
         with self.waited("counts"):
             distributed.all_reduce(counts)
 
-    def norm(self, squares: Sequence[float]) -> float:
-        return math.sqrt(math.fsum(x for one in self.gathered(list(squares)) for x in one))
+    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
+        mine = [x for name, rows in squares.items() if self._counts(self._cuts[name]) for x in rows]
+        return math.sqrt(math.fsum(x for one in self.gathered(mine) for x in one))
+
+    def _counts(self, cut: Cut) -> bool:
+        """Whether this rank speaks for what it has of a parameter."""
+        return not cut.copied or (self.mesh.expert_fsdp.get_local_rank() if cut.expert else self.rank) == 0
 
     def gathered(self, one: T) -> list[T]:
         found: list[Any] = [None] * self.size
@@ -130,37 +136,47 @@ class Sharded:
             distributed.all_gather_object(found, one, group=self.mesh.control)
         return found
 
+    def at_first(self, one: T) -> list[T]:
+        """What every rank has, by rank, on rank 0; elsewhere nothing."""
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self.waited("weights"):
+            distributed.gather_object(one, found, dst=0, group=self.mesh.control)
+        return found or []
+
     # weights in and out
 
-    def load(
-        self,
-        path: Path,
-        config: LearnerConfig,
-        operators: Operators,
-        device: torch.device,
-        *,
-        quantise: Quantise,
-        seed: int,
-        resumed: bool,
-    ) -> Trained:
-        mesh = self.mesh
+    def load(self, loading: Loading) -> Trained:
+        mesh, config, operators = self.mesh, loading.config, loading.operators
         with self.agreed("checkpoint"):
-            if quantise is not Quantise.NONE:
+            loading.check_kind()
+            if loading.quantise is not Quantise.NONE:
                 raise ConfigError(
-                    f"numerics.quantise = {str(quantise)!r} with learner.ranks = {self.size}",
+                    f"numerics.quantise = {str(loading.quantise)!r} with learner.ranks = {self.size}",
                     "a format packs matrices that no rank has whole",
                     hint="train in one process, or without a format",
                 )
-            model = load_model(path, operators=operators, held=torch.float32, parallel=mesh.expert).to(device)
-        recomputing(model, config.recompute)
-        self._cuts = cuts_of(model, mesh)
-        self._wholes = Wholes(self._cuts, mesh)
-        trained = Shards(model, self, self._cuts, names_of(model, self._cuts, mesh), config.weights, path)
+        trained = LowRankShards(loading, self) if config.lora_rank else self._whole(loading)
+        self._cuts = trained.copies or trained.cuts
+        self._wholes = Wholes(trained.cuts, mesh)
         lossless = operators.dtype is torch.bfloat16 and config.weights is LiveWeights.BF16
         with self.waited("shards"):
             gathered = torch.bfloat16 if lossless and not operators.exact else None
-            shard(model, mesh, exact=operators.exact, gathered=gathered)
+            shard(trained.model, mesh, exact=operators.exact, gathered=gathered)
         return trained
+
+    def _whole(self, loading: Loading) -> Shards:
+        mesh, config = self.mesh, loading.config
+        with self.agreed("checkpoint"):
+            model = load_model(loading.path, operators=loading.operators, held=torch.float32, parallel=mesh.expert).to(
+                loading.device
+            )
+        recomputing(model, config.recompute)
+        cuts = cuts_of(model, mesh)
+        return Shards(model, self, cuts, names_of(model, cuts, mesh), config.weights, loading.path)
+
+    def summed(self, optimizer: AdamW, shares: int) -> Rowwise | None:
+        copied = any(cut.copied for cut in self._cuts.values())
+        return Across(optimizer, self._cuts, self.mesh) if copied else None
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         with self.agreed("optimiser"):

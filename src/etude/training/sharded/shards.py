@@ -17,7 +17,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from etude.models.naming import hf_views
 from etude.models.transformer import Block, Stack, Transformer
@@ -46,13 +46,15 @@ class Tree:
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter of the whole model, and what this rank has of it: rows [start, stop) of its first dimension."""
+    """A parameter of the whole model, and what this rank has of it: rows [start, stop) of its first dimension.
+    `copied`: those that FSDP2 would share them with have them, too."""
 
     shape: tuple[int, ...]
     start: int
     stop: int
     mesh: DeviceMesh
     expert: bool
+    copied: bool = False
 
     @property
     def rows(self) -> slice:
@@ -61,7 +63,9 @@ class Cut:
     def distributed(self, own: torch.Tensor) -> DTensor:
         """This rank's rows, as a part of the whole."""
         strides = torch.empty(self.shape, device="meta").stride()
-        places = [Shard(0)] * self.mesh.ndim
+        places: list[Placement] = [Shard(0)] * self.mesh.ndim
+        if self.copied:
+            places[-1] = Replicate()
         made: DTensor = DTensor.from_local(
             own, self.mesh, places, run_check=False, shape=torch.Size(self.shape), stride=strides
         )

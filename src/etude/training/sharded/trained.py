@@ -36,6 +36,8 @@ class Shards:
         assets: Path,
     ) -> None:
         self.model, self._group, self._cuts = model, group, cuts
+        self.cuts = cuts  # of the model
+        self.copies: Mapping[str, Cut] = {}  # of what trains in its place, where something does
         self._weights, self._assets = weights, assets
         self._named, others = names
         views = hf_views(model)
@@ -55,20 +57,24 @@ class Shards:
 
     def exported(self) -> dict[str, Tensor]:
         """The whole tensors that this rank publishes. Collective."""
-        kinds = [(self._weights, self._wholes()), (LiveWeights.F32, self._others)]
+        return self._coded(self._wholes(self.views()))
+
+    def _coded(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+        kinds = [(self._weights, wholes), (LiveWeights.F32, self._others)]
         return {
             name: Tensor(str(kind), tuple(view.shape), coded(view, kind))
             for kind, views in kinds
             for name, view in views.items()
         }
 
-    def base(self) -> None:
-        """All is published."""
+    def base(self) -> dict[str, Tensor] | None:
+        """None: all is published."""
+        return None
 
     def write(self, folder: Path) -> None:
         """Hugging Face's directory, its weights in a file a rank. Collective."""
         group = self._group
-        tensors = self._wholes() | {name: one.clone() for name, one in self._others.items()}
+        tensors = self._wholes(self.views()) | {name: one.clone() for name, one in self._others.items()}
         file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
         with group.agreed("weights"):
             save_tensors(tensors, folder / file)
@@ -79,10 +85,11 @@ class Shards:
                 where = {name: own for own, sizes in there for name in sizes}
                 write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
 
-    def _wholes(self) -> dict[str, torch.Tensor]:
-        """The live weights that this rank is to have whole, by Hugging Face's names, as they are stored."""
+    def _wholes(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of each parameter's rows the tensors that this rank is to have whole, by Hugging Face's names, as they are
+        stored. Collective."""
         found, kind = {}, stored_dtype(self._weights)
-        rows = {name: own.to(kind) for name, own in self.views().items()}
+        rows = {name: own.to(kind) for name, own in views.items()}
         for parameter, whole in self._group.together(rows).items():
             cut, flat = self._cuts[parameter], whole.flatten()
             first = cut.start * math.prod(cut.shape[1:]) if cut.expert else 0
