@@ -54,8 +54,8 @@ class Adapters(nn.Module):
 
     `dtype`: what versions are published in, and merged matrices rounded to; all else that the model computes with is to
     be, too (`rounded`). `held`: what A and B lie in (None: `dtype`). They are zeros, and nothing is written yet.
-    `digest`: the model's, where it is known. Raises `CheckpointError` where the model is not the config's base, or has
-    not its modules.
+    `digest`: the model's, where it is known. `device`: of A and B, where the model has no memory yet (`share`). Raises
+    `CheckpointError` where the model is not the config's base, or has not its modules.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Adapters(nn.Module):
         dtype: torch.dtype,
         held: torch.dtype | None = None,
         digest: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -80,10 +81,8 @@ class Adapters(nn.Module):
         self.config = AdapterConfig(config.rank, config.alpha, config.modules, found)
         model.requires_grad_(False)
         chosen = _chosen(model, config.modules)
-        own = {p.data_ptr(): name for name, p in model.named_parameters()}
-        self._adapters = [
-            _adapter(own[matrix.weight.data_ptr()], matrix, self.config, dtype, held or dtype) for matrix in chosen
-        ]
+        own, lies = {id(p): name for name, p in model.named_parameters()}, {"dtype": held or dtype, "device": device}
+        self._adapters = [_adapter(own[id(matrix.weight)], matrix, self.config, dtype, lies) for matrix in chosen]
         self.trained = nn.ParameterList([p for one in self._adapters for p in (one.pairs.a, one.pairs.b)])
         if isinstance(model.operators, Adapted):
             for one in self._adapters:
@@ -105,11 +104,16 @@ class Adapters(nn.Module):
             self._merge(one)
 
     def share(self, rows: Mapping[str, slice]) -> None:
-        """From now on have of each adapted parameter these rows only, of base and merged matrix; A and B stay whole.
-        FSDP2 has the model now, or will before `settle`."""
+        """FSDP2 has the model, and left these rows of each adapted parameter here: from now on base and merged matrix
+        are those; A and B stay whole."""
         self._adapters = [
-            replace(one, base=one.base[rows[one.parameter]].clone(), rows=rows[one.parameter]) for one in self._adapters
+            replace(one, base=self._memory(one).to(self.dtype, copy=True), rows=rows[one.parameter])
+            for one in self._adapters
         ]
+
+    def _memory(self, one: _Adapter) -> torch.Tensor:
+        """Where the merged matrix, or what is here of it, lies."""
+        return own_part(self._model[0].get_parameter(one.parameter))
 
     @property
     def bases(self) -> dict[str, torch.Tensor]:
@@ -141,8 +145,7 @@ class Adapters(nn.Module):
         return [(frozenset(one.views), functools.partial(self._merge, one)) for one in self._adapters]
 
     def _merge(self, one: _Adapter) -> None:
-        weight: Any = self._model[0].get_parameter(one.parameter)
-        out = weight.to_local() if hasattr(weight, "to_local") else weight.detach()
+        out = self._memory(one)
         if out.numel():
             merge(one.base, one.pairs if one.rows is None else one.pairs.of(one.rows), out, dtype=self.dtype)
 
@@ -166,8 +169,15 @@ def weights_digest(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dty
 @torch.no_grad()
 def rounded(model: Transformer, dtype: torch.dtype) -> None:
     """Have every parameter hold a number of `dtype`, in the memory that it has."""
-    for parameter in model.parameters():
+    for parameter in map(own_part, model.parameters()):
         parameter.copy_(parameter.to(dtype))
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: all of one that FSDP2 does not have."""
+    whole: Any = tensor
+    own: torch.Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+    return own.detach()
 
 
 def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
@@ -196,11 +206,11 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _adapter(name: str, matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, held: torch.dtype) -> _Adapter:
+def _adapter(name: str, matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, lies: Mapping[str, Any]) -> _Adapter:
     weight = matrix.weight
     stack, (out_size, in_size) = weight.shape[:-2], weight.shape[-2:]
     rows = list(matrix.rows.values())[: len(matrix.rows) // math.prod(stack)]
-    kind: dict[str, Any] = {"dtype": held, "device": weight.device}
+    kind = {**lies, "device": lies["device"] or weight.device}
     a = nn.Parameter(torch.zeros(*stack, len(rows), config.rank, in_size, **kind))
     b = nn.Parameter(torch.zeros(*stack, out_size, config.rank, **kind))
     base = weight.detach().to(dtype, copy=True)

@@ -104,8 +104,8 @@ class Loading:
 
     @property
     def base(self) -> Path:
-        """Where the frozen weights under adapters lie. Raises `CheckpointError`."""
-        return next_base(self.path) if self.resumed else self.path
+        """Where the model's weights lie: under adapters, the frozen ones. Raises `CheckpointError`."""
+        return next_base(self.path) if self.resumed and self.config.lora_rank else self.path
 
     def check_kind(self) -> None:
         """Raises `CheckpointError` where its learner trained something else."""

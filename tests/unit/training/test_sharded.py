@@ -159,6 +159,18 @@ def test_a_checkpoint_of_another_mesh_is_gone_on_with(
         assert [one.digests for one in by_rank] == wanted
 
 
+def test_a_rank_reads_and_holds_what_its_share_needs(tmp_path: Path) -> None:
+    """Half of the model in float32 and half of its file, where the whole model would be twice as much and more."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    save_model(Transformer(SIZES, seed=4), small, dtype="bf16")  # first, for all that is loaded once
+    save_model(Transformer(replace(SIZES, hidden_size=256, expert_size=1024, num_experts=16)), large, dtype="bf16")
+    stored = (large / "model.safetensors").stat().st_size
+    rows = replace(CONFIG, expert_parallel=1)
+    starts = [(small, replace(rows, lora_rank=3)), (large, rows)]
+    for _, grown in run_ranks(ranked_learner.loaded_bytes, starts, ranks=2):
+        assert stored < grown < 1.8 * stored
+
+
 def test_trouble_on_one_rank_is_told_by_all_and_they_go_on(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
 ) -> None:

@@ -16,21 +16,22 @@ from torch import distributed
 
 from etude.errors import CheckpointError, ConfigError, EtudeError
 from etude.models.attention import Cache, Packed
-from etude.models.checkpoint import complete, load_model, load_tensors, sync
+from etude.models.checkpoint import complete, sync
 from etude.models.transformer import Transformer
+from etude.numerics.adapted import Adapted
 from etude.numerics.config import Quantise
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
 from etude.seams import BlobStore
 from etude.training.config import LiveWeights
 from etude.training.group import SHARDS, STATE, Rowwise
-from etude.training.optimizer import AdamW, places
+from etude.training.optimizer import AdamW
 from etude.training.rows import Rows
 from etude.training.sharded import checkpoint
 from etude.training.sharded.context import TextPart, part_of
 from etude.training.sharded.lora import Across, LowRankShards
 from etude.training.sharded.mesh import Mesh
-from etude.training.sharded.shards import Cut, cuts_of, names_of, shard
+from etude.training.sharded.shards import Cut, begin, cuts_of, fill, names_of, shard
 from etude.training.sharded.trained import Shards
 from etude.training.sharded.wholes import Wholes
 from etude.training.trained import Loading, Trained, recomputing
@@ -155,24 +156,22 @@ class Sharded:
                     "a format packs matrices that no rank has whole",
                     hint="train in one process, or without a format",
                 )
-        trained = LowRankShards(loading, self) if config.lora_rank else self._whole(loading)
-        self._cuts = trained.copies or trained.cuts
-        self._wholes = Wholes(trained.cuts, mesh)
+            base = loading.base
+            operators = Adapted(operators) if config.lora_rank else operators
+            model = recomputing(begin(base, operators, mesh), config.recompute)
+        cuts = cuts_of(model, mesh)
+        parts = (model, self, cuts, names_of(model, cuts, mesh), config.weights, base)
+        trained = LowRankShards(*parts, loading) if config.lora_rank else Shards(*parts)
+        self._cuts = trained.copies or cuts
+        self._wholes = Wholes(cuts, mesh)
         lossless = operators.dtype is torch.bfloat16 and config.weights is LiveWeights.BF16
         with self.waited("shards"):
             gathered = torch.bfloat16 if lossless and not operators.exact else None
-            shard(trained.model, mesh, exact=operators.exact, gathered=gathered)
+            shard(model, mesh, exact=operators.exact, gathered=gathered)
+        with self.agreed("weights"):
+            fill(model, base, cuts, trained.named, mesh)
+            trained.filled()
         return trained
-
-    def _whole(self, loading: Loading) -> Shards:
-        mesh, config = self.mesh, loading.config
-        with self.agreed("checkpoint"):
-            model = load_model(loading.path, operators=loading.operators, held=torch.float32, parallel=mesh.expert).to(
-                loading.device
-            )
-        recomputing(model, config.recompute)
-        cuts = cuts_of(model, mesh)
-        return Shards(model, self, cuts, names_of(model, cuts, mesh), config.weights, loading.path)
 
     def summed(self, optimizer: AdamW, shares: int) -> Rowwise | None:
         copied = any(cut.copied for cut in self._cuts.values())
@@ -180,29 +179,10 @@ class Sharded:
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         with self.agreed("optimiser"):
-            if not (path / SHARDS).is_dir():
-                optimizer.restore(self._of_one(load_tensors(path / STATE), optimizer))
-        if (path / SHARDS).is_dir():
-            with self.agreed("optimiser"):
+            if (path / SHARDS).is_dir():
                 checkpoint.restore(path / SHARDS, optimizer, self._cuts, self.mesh.control)
-
-    def _of_one(self, state: Mapping[str, torch.Tensor], optimizer: AdamW) -> dict[str, torch.Tensor]:
-        """Of the vectors of one process, what this rank has."""
-        shapes = {name: torch.Size(cut.shape) for name, cut in self._cuts.items()}
-        where, begin, size = places(shapes, optimizer.turned)
-        found = {key: vector.clone() for key, vector in optimizer.state().items()}
-        for key, vector in found.items():
-            whole = state.get(key)
-            if whole is None or len(whole) != {"second": size - begin, "num_steps": 1}.get(key, size):
-                raise CheckpointError(f"the optimiser's {key!r} does not fit", hint="load a whole learner checkpoint")
-            if key == "num_steps":
-                vector.copy_(whole)
-                continue
-            for name, own in optimizer.named(vector, skipped=key == "second").items():
-                place = where[name]
-                place = slice(place.start - begin, place.stop - begin) if key == "second" else place
-                own.copy_(whole[place].view(shapes[name])[self._cuts[name].rows])
-        return found
+            else:
+                checkpoint.restore_of_one(path / STATE, optimizer, self._cuts)
 
     @contextlib.contextmanager
     def directory(self, path: Path) -> Iterator[Path]:

@@ -8,7 +8,7 @@ have the same A and B move them alike. Of those that do one publishes and saves 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,53 +16,64 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, EtudeError
 from etude.models.adapter_files import fill, write_adapter
-from etude.models.checkpoint import each_weight, load_model
+from etude.models.checkpoint import each_weight
 from etude.models.headers import HINT_DAMAGED
 from etude.models.lora import Adapters, rounded, weights_digest
+from etude.models.transformer import Transformer
 from etude.numerics.adapted import Adapted
 from etude.records.adapter import PUBLISHED
+from etude.training.config import LiveWeights
 from etude.training.exports import published, stored_dtype
 from etude.training.group import Rowwise
 from etude.training.optimizer import AdamW, local
 from etude.training.sharded.mesh import Mesh
-from etude.training.sharded.shards import Cut, Tree, cuts_of, names_of
+from etude.training.sharded.shards import Cut, Named, Tree
 from etude.training.sharded.trained import Shards
-from etude.training.trained import Loading, recomputing
+from etude.training.trained import Loading
 from etude.weights.tensors import Tensor
 
 if TYPE_CHECKING:
     from etude.training.sharded.group import Sharded
 
 
+SILENT_BYTES = 16 << 30
+"""Rank 0 is heard of after each so many bytes of a base that it takes the digest of: within some ten seconds."""
+
+
 class LowRankShards(Shards):
     """`trained.Trained`. Made before FSDP2 has the model."""
 
-    def __init__(self, loading: Loading, group: Sharded) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        group: Sharded,
+        cuts: Mapping[str, Cut],
+        named: Mapping[str, list[Named]],
+        weights: LiveWeights,
+        base: Path,
+        loading: Loading,
+    ) -> None:
         """Collective. Raises `CheckpointError`."""
-        mesh, weights = group.mesh, loading.config.weights
-        kind = stored_dtype(weights)
-        with group.agreed("base"):
-            base = loading.base
-            digest = weights_digest(each_weight(base), kind) if group.rank == 0 else ""
-        digest = group.gathered(digest)[0]
-        with group.agreed("checkpoint"):
-            operators = Adapted(loading.operators)
-            model = load_model(base, operators=operators, held=torch.float32, parallel=mesh.expert).to(loading.device)
-            recomputing(model, loading.config.recompute)
+        super().__init__(model, group, cuts, named, weights, base)
+        mesh, kind = group.mesh, stored_dtype(weights)
+        self._rows = {name: _within(cut, model.get_parameter(name).shape[0], mesh) for name, cut in cuts.items()}
+        digest = _digest(base, kind, group)
+        with group.agreed("adapter"):
             wanted, tensors = loading.adapter(model)
-            self.adapters = Adapters(model, wanted, dtype=kind, held=torch.float32, digest=digest)
-            rounded(model, kind)
-        cuts = cuts_of(model, mesh)
+            held, device = torch.float32, mesh.device
+            self.adapters = Adapters(model, wanted, dtype=kind, held=held, digest=digest, device=device)
         self._fill(loading, tensors, group)
-        own = {name: _within(cut, model.get_parameter(name).shape[0], mesh) for name, cut in cuts.items()}
-        self.adapters.share(own)
-        operators.moving = True
-        super().__init__(model, group, cuts, names_of(model, cuts, mesh), weights, base)
+        assert isinstance(model.operators, Adapted), "a learner of adapters has them"
+        model.operators.moving = True
         self.copies = self._copies()
         first = {False: mesh.rank == 0, True: mesh.expert_fsdp.get_local_rank() == 0}
         self._mine = {n for name, names in self.adapters.names.items() if first[cuts[name].expert] for n in names}
+
+    def filled(self) -> None:
+        rounded(self.model, self.adapters.dtype)
+        self.adapters.share(self._rows)
 
     def _fill(self, loading: Loading, tensors: Mapping[str, torch.Tensor], group: Sharded) -> None:
         """A and B as they begin, or as they were saved."""
@@ -124,6 +135,33 @@ class LowRankShards(Shards):
             if group.rank == 0:
                 tensors = {name: one for own in there for name, one in own.items()}
                 write_adapter(folder, tensors, self.adapters.config, self._assets, dtype=kind)
+
+
+def _digest(base: Path, kind: torch.dtype, group: Sharded) -> str:
+    """The base's, which rank 0 takes: a large one takes longer than a collective may, so it says now and then that it
+    is at work. Raises `CheckpointError`."""
+    told: str | EtudeError | None = None
+    if group.rank == 0:
+        try:
+            told = weights_digest(_watched(base, group), kind)
+        except CheckpointError as error:
+            told = error
+        group.gathered(told)
+    while told is None:
+        told = group.gathered(told)[0]
+    if isinstance(told, EtudeError):
+        raise told
+    return told
+
+
+def _watched(base: Path, group: Sharded) -> Iterator[tuple[str, torch.Tensor]]:
+    num_bytes = 0
+    for name, tensor in each_weight(base):
+        yield name, tensor
+        num_bytes += tensor.nbytes
+        if num_bytes > SILENT_BYTES:
+            num_bytes = 0
+            group.gathered(None)
 
 
 class Across(Rowwise):

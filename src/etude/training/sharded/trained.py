@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from etude.models.checkpoint import save_tensors, write_about, write_index
-from etude.models.naming import hf_views
+from etude.models.naming import hf_biases
 from etude.models.transformer import Transformer
 from etude.training.config import LiveWeights
 from etude.training.exports import coded, stored_dtype
@@ -31,7 +31,7 @@ class Shards:
         model: Transformer,
         group: Sharded,
         cuts: Mapping[str, Cut],
-        names: tuple[Mapping[str, list[Named]], list[str]],
+        named: Mapping[str, list[Named]],
         weights: LiveWeights,
         assets: Path,
     ) -> None:
@@ -39,9 +39,15 @@ class Shards:
         self.cuts = cuts  # of the model
         self.copies: Mapping[str, Cut] = {}  # of what trains in its place, where something does
         self._weights, self._assets = weights, assets
-        self._named, others = names
-        views = hf_views(model)
-        self._others = {name: views[name] for name in others} if group.rank == 0 else {}
+        self.named = named
+
+    def filled(self) -> None:
+        """FSDP2 has the model, which holds its weights now."""
+
+    @property
+    def _others(self) -> dict[str, torch.Tensor]:
+        """What is in no parameter and on every rank: the first's."""
+        return hf_biases(self.model) if self._group.rank == 0 else {}
 
     @property
     def parameters_of(self) -> nn.Module:
@@ -93,7 +99,7 @@ class Shards:
         for parameter, whole in self._group.together(rows).items():
             cut, flat = self._cuts[parameter], whole.flatten()
             first = cut.start * math.prod(cut.shape[1:]) if cut.expert else 0
-            for one in self._named[parameter]:
+            for one in self.named[parameter]:
                 if first <= one.start and one.stop <= first + len(flat):
                     found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
         return found
