@@ -120,6 +120,13 @@ def left(pid: int) -> list[psutil.Process]:
         return []
 
 
+def total(page: str, name: str) -> float:
+    """The sum of a counter of vLLM's own, from its page of metrics."""
+    return sum(
+        float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))
+    )
+
+
 async def gone(processes: list[psutil.Process], *, within_s: float) -> list[psutil.Process]:
     """Those that still live after so long."""
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, within_s)

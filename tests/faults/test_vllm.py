@@ -17,12 +17,13 @@ from tests import vllm_server
 from etude.errors import EngineError
 from etude.evals.parity import Parity, budget_of, compare
 from etude.inference.config import EngineConfig
+from etude.inference.errors import EngineBusy
 from etude.inference.vllm.process import Vllm
 from etude.inference.vllm.started import started
 from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model
 from etude.records.adapter import B
-from etude.records.completion import CompletionRequest, Sampling, Version
+from etude.records.completion import Completion, CompletionRequest, Sampling, Traffic, Version
 from etude.stores import DirectoryStore
 from etude.training import LearnerConfig, TorchLearner
 from etude.training.config import LiveWeights
@@ -149,5 +150,53 @@ def test_published_adapters_are_merged_into_the_live_weights_of_a_real_vllm(tmp_
                 assert held == version
                 assert budget_of("float32").holds(compare(logprobs, right))
 
+    with vllm_server.serving(tmp_path / "model", config) as vllm:
+        asyncio.run(story(vllm))
+
+
+def test_production_has_its_first_token_before_rollouts_that_hold_every_seat_and_they_say_what_they_would_have_said(
+    tmp_path: Path,
+) -> None:
+    def ask(name: str, num_prompt: int, max_tokens: int, traffic: Traffic = Traffic.ROLLOUT) -> CompletionRequest:
+        prompt, seed = np.random.default_rng(sum(name.encode())).integers(0, 256, num_prompt), sum(name.encode())
+        return CompletionRequest(
+            request_id=name,
+            session_id=name,
+            prompt_ids=prompt.astype(np.int32),
+            sampling=Sampling(max_tokens=max_tokens, stop_token_ids=(), seed=seed),
+            traffic=traffic,
+        )
+
+    async def story(vllm: Vllm) -> None:
+        folder = (tmp_path / "model", config, DirectoryStore(tmp_path / "store"), tmp_path / "store")
+        async with asyncio.timeout(400), vllm_server.following(vllm, *folder) as engine:
+            rollouts = [ask(f"rollout {number}", 8, 240) for number in range(4)]
+            alone = [await engine.generate(request) for request in rollouts]
+            first = asyncio.gather(*(engine.generate(request) for request in rollouts))
+            async with asyncio.timeout(60):
+                while vllm_server.total(await engine.metrics(), "vllm:generation_tokens_total") < 1200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)  # another process counts: each has a quarter
+            later = [ask(f"later {number}", 8, 200) for number in range(config.max_waiting)]
+            rest = asyncio.gather(*(engine.generate(request) for request in later))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineBusy):
+                await engine.generate(ask("one more", 8, 8))
+            served = vllm_server.total(await engine.metrics(), "vllm:request_success_total")
+            long = ask("production", 200, 20, Traffic.PRODUCTION)  # as long a prompt as there is room for
+            parts = engine.stream(long)
+            assert await anext(parts)
+            assert vllm_server.total(await engine.metrics(), "vllm:request_success_total") == served, "nobody had ended"
+            assert isinstance([part async for part in parts][-1], Completion)
+            assert engine.counters.production_requests == 1
+            assert vllm_server.total(await engine.metrics(), "vllm:num_preemptions_total") >= 1
+            for done, before in zip(await first, alone, strict=True):
+                assert np.array_equal(done.token_ids, before.token_ids)
+                assert np.allclose(done.logprobs, before.logprobs, rtol=0, atol=1e-4)
+                assert np.array_equal(done.routes, before.routes)
+            assert [len(done.token_ids) for done in await rest] == [200] * config.max_waiting
+
+    checkpoint(tmp_path)
+    publish(tmp_path, seed=1)
+    config = EngineConfig(max_sequences=4, context_tokens=256, max_waiting=6)
     with vllm_server.serving(tmp_path / "model", config) as vllm:
         asyncio.run(story(vllm))

@@ -34,15 +34,15 @@ from etude.inference.follow import NO_VERSION, Following, initial_version
 from etude.inference.lifetime import die_with_parent
 from etude.inference.membership import Join
 from etude.inference.metrics import Load
-from etude.inference.registering import Registration, address_towards, wanted
+from etude.inference.registering import WAIT_S, Registration, address_towards, wanted
 from etude.inference.serving import add_arguments, config_of, listen, read_token, serve
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.models.packed import PackedWeights
+from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.device import device_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.operators import operators_for
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights import FollowerProcess
@@ -81,7 +81,7 @@ def _take_wanted(args: argparse.Namespace, token: str | None) -> None:
     would have no weights."""
     args.model = None
     if args.register:
-        asked = wanted(args.register, token)
+        asked = wanted(args.register, token, wait_s=args.wait_s)
         args.mode, args.quantise, args.degree = Mode(asked.mode), Quantise(asked.quantise), asked.degree
         args.dtype, args.model = asked.dtype, ModelConfig.from_hf(json.loads(asked.model))
         args.context_tokens = args.context_tokens or asked.context_tokens
@@ -116,7 +116,7 @@ def _serve(
 ) -> None:
     engine, following = _build(args, chain, telemetry)
     registration = _registration(args, listener, token)
-    lifespan = _lifespan(engine, following, telemetry, registration)
+    lifespan = _lifespan(engine, following, telemetry, registration, place=args.store or "")
     app = build_app(engine, token=token, lifespan=lifespan, operators=engine.operators if args.show_operators else None)
     serve(app, listener, name=args.name, ready_file=args.ready_file)
 
@@ -163,7 +163,7 @@ def _registration(args: argparse.Namespace, listener: socket.socket, token: str 
     host = address_towards(args.register) if host in ("0.0.0.0", "::") else host
     url = args.advertise or f"http://{f'[{host}]' if ':' in host else host}:{port}"
     asked = Join(name=args.name, url=url, region=args.region, standby=args.standby)
-    return Registration(args.register, asked, token=token)
+    return Registration(args.register, asked, token=token, wait_s=args.wait_s)
 
 
 def _lifespan(
@@ -171,6 +171,8 @@ def _lifespan(
     following: Following | None,
     telemetry: Telemetry | None,
     registration: Registration | None,
+    *,
+    place: str,
 ) -> contextlib.AbstractAsyncContextManager[None]:
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:
@@ -179,7 +181,7 @@ def _lifespan(
             await asyncio.to_thread(following.start_at_head)
         elif following is not None:
             following.start()  # a registry gives it no work until it has caught up
-        watch = asyncio.create_task(_watch(engine, telemetry))
+        watch = asyncio.create_task(_watch(engine, telemetry, place))
         member = asyncio.create_task(_be_member(registration)) if registration else None
         yield
         watch.cancel()
@@ -203,11 +205,22 @@ async def _be_member(registration: Registration) -> None:
     os._exit(0)  # it has finished what it had; what it started ends with it
 
 
-async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None) -> None:
-    """Each second: report the load, and end the process if the engine cannot be helped."""
-    load, last = Load(), time.monotonic()
+def waits_for(engine: ReferenceEngine, place: str) -> str:
+    """What an engine without weights says that it waits for; nothing once it has some."""
+    if engine.version != NO_VERSION:
+        return ""
+    return f"{engine.name} waits for a first version in {place}" + (f": {engine.trouble}" if engine.trouble else "")
+
+
+async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None, place: str) -> None:
+    """Each second: report the load, say what is waited for, and end the process if the engine cannot be helped."""
+    load, last, told = Load(), time.monotonic(), ""
     while True:
         await asyncio.sleep(1.0)
+        waits = waits_for(engine, place)
+        if waits and waits != told:
+            print(waits, file=sys.stderr, flush=True)
+        told = waits
         if not engine.alive or engine.stalled_s > engine.config.stall_s:
             state = f"has not moved for {engine.stalled_s:.0f} s" if engine.alive else "is dead"
             print(
@@ -225,6 +238,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m etude.inference.server", description="One inference engine.")
     add_arguments(parser, needs_checkpoint=False)
     parser.add_argument("--register", metavar="URL", help="join the run whose registry listens there (fleet.listen)")
+    parser.add_argument(
+        "--wait-s", type=float, default=WAIT_S, help="for a registry that is away (default %(default)g)"
+    )
     parser.add_argument("--advertise", metavar="URL", help="where the run reaches this engine, if not as it listens")
     parser.add_argument("--region", default="", help="its lane in the report (default: its name)")
     parser.add_argument("--standby", action="store_true", help="follow the weights; work when others are lost")

@@ -25,7 +25,7 @@ from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
 from etude.loop.places import weights_store
 from etude.loop.wire import Handler
-from etude.numerics.operators import operators_for
+from etude.numerics.choosing import operators_for
 from etude.numerics.parallel import RankLost
 from etude.records import Batch, Sample
 from etude.records.adapter import BASE_CHANNEL

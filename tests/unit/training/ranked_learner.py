@@ -13,8 +13,8 @@ import torch
 from benchmarks.sharded_ranks import Job, Trained, steps
 
 from etude.errors import ParityError
+from etude.numerics.choosing import operators_for
 from etude.numerics.config import NumericsConfig, Quantise
-from etude.numerics.operators import operators_for
 from etude.numerics.parallel import RankLost
 from etude.stores import DirectoryStore
 from etude.training import LearnerConfig, TorchLearner

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,7 @@ from etude.inference.vllm.protocol import Part
 from etude.inference.vllm.routes import WANTED
 from etude.inference.wire import GENERATE
 from etude.models.config import ModelConfig
-from etude.records.completion import Completion, CompletionRequest, Sampling, Version
+from etude.records.completion import Completion, CompletionRequest, Sampling, Traffic, Version
 from etude.records.wire import Routes
 from etude.seams import EngineInfo
 
@@ -77,7 +78,7 @@ class VllmEngine:
         self._pins = Pins(lease_s=config.pin_lease_s)
         self._versions, self.adoption = {0: version}, 0
         self._salt = uuid.uuid4().hex[:8]
-        self._num = self._tokens = 0  # requests here, and the tokens of context that they may come to
+        self._num, self._tokens = Counter[Traffic](), 0  # requests here, and the tokens that they may come to
         self._paused = False
         self._open = asyncio.Event()  # clear while a swap writes
         self._open.set()
@@ -146,7 +147,7 @@ class VllmEngine:
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
         """Never waits for vLLM, so that a hung one can still be looked at."""
-        running = min(self._num, self.config.max_sequences)
+        running = min(self.num_here, self.config.max_sequences)
         return EngineInfo(
             name=self.name,
             version=self.version,
@@ -154,7 +155,7 @@ class VllmEngine:
             context_tokens=self.config.context_tokens,
             max_sequences=self.config.max_sequences,
             num_running=running,
-            num_waiting=self._num - running,
+            num_waiting=self.num_here - running,
             kv_tokens_free=max(0, self.kv_tokens - self._tokens),
             capabilities=(*CAPABILITIES, "routes") if self.routes.native or self.routes.kept else CAPABILITIES,
             parity=self.parity,
@@ -227,7 +228,7 @@ class VllmEngine:
     @property
     def num_here(self) -> int:
         """Requests that vLLM has."""
-        return self._num
+        return self._num.total()
 
     async def freeze(self) -> None:
         await self.vllm.ask("/pause?mode=keep&clear_cache=false", what="to pause")
@@ -251,12 +252,13 @@ class VllmEngine:
     async def _served(self, request: CompletionRequest) -> AsyncIterator[_Begun]:
         """A place, from a request's beginning to its end, however that comes; its deadline has a name."""
         self._checks.request(request)
-        if self._num >= self.config.max_sequences + self.config.max_waiting:
-            raise EngineBusy(
-                f"{self.name} is full", f"{self._num} requests are here", hint="ask another engine, or a little later"
-            )
+        num_here = self._num[request.traffic]
+        if num_here >= self.config.max_sequences + self.config.max_waiting:
+            facts, hint = f"{num_here} requests of {request.traffic} are here", "ask another engine, or a little later"
+            raise EngineBusy(f"{self.name} is full", facts, hint=hint)
         room = len(request.prompt_ids) + request.sampling.max_tokens
-        self._num, self._tokens = self._num + 1, self._tokens + room
+        self._num[request.traffic] += 1
+        self._tokens += room
         pinned = done = False
         try:
             async with asyncio.timeout(request.deadline_s):
@@ -273,12 +275,14 @@ class VllmEngine:
         except TimeoutError:
             raise EngineError(
                 f"request {request.request_id} passed its deadline of {request.deadline_s:g} s",
-                f"{self.name} has {self._num} requests{', and is paused' if self._paused else ''}",
+                f"{self.name} has {self.num_here} requests{', and is paused' if self._paused else ''}",
                 hint="give it more time, or fewer requests at once; where it hangs, restart it",
             ) from None
         finally:
-            self._num, self._tokens = self._num - 1, self._tokens - room
+            self._num[request.traffic] -= 1
+            self._tokens -= room
             self.counters.requests += done
+            self.counters.production_requests += done and request.traffic is Traffic.PRODUCTION
             self.counters.failed += not done
             if pinned:
                 self._pins.leave(request.session_id, now=time.monotonic(), coming_back=request.keep_session)
@@ -304,6 +308,7 @@ class VllmEngine:
     async def _completed(self, request: CompletionRequest, begun: _Begun, answer: Part) -> Completion:
         routes = await self._routes(request, begun, answer)
         self.counters.tokens += len(answer.token_ids)
+        self.counters.production_tokens += len(answer.token_ids) * (request.traffic is Traffic.PRODUCTION)
         self.counters.cached_tokens += answer.num_cached
         self.counters.prefill_tokens += len(request.prompt_ids) - answer.num_cached
         return protocol.completed(

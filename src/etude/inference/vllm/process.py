@@ -35,6 +35,10 @@ from etude.models.config import ModelConfig
 START_S, STOP_S, CONTROL_S = 570.0, 5.0, 30.0
 LAST_LINES = 40
 _ERROR = re.compile(r"\b(?!EngineDead)\w+(?:Error|Exception): .*")  # the cause, not that something else has ended
+SCHEDULERS = {
+    device: f"etude.inference.vllm.scheduling.{name}"
+    for device, name in (("cpu", "StrictScheduler"), ("cuda", "StrictAsyncScheduler"))
+}
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -216,6 +220,7 @@ def start(
     argv += ["--model", str(checkpoint), "--dtype", str(config.dtype), "--skip-tokenizer-init", "--seed", "0"]
     argv += ["--max-model-len", str(config.context_tokens + 1)]  # a text is scored with one token after it
     argv += ["--max-num-seqs", str(config.max_sequences), "--scheduling-policy", "priority"]
+    argv += ["--scheduler-cls", SCHEDULERS[device]]
     argv += ["--enable-prefix-caching", "--block-size", str(BLOCK_TOKENS), *_prefill(config, device)]
     blocks = -(-kv_tokens // BLOCK_TOKENS) + 1  # vLLM keeps one for itself
     argv += ["--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
@@ -230,10 +235,12 @@ def start(
 
 def _prefill(config: EngineConfig, device: str) -> list[str]:
     """How many tokens a step computes. In chunks on a GPU; whole prompts on a CPU, whose build (0.32) ends when a
-    request with a seed has not come to its prompt's end in a step: "CPU Generator does not use offset"."""
+    request with a seed has not come to its prompt's end in a step: "CPU Generator does not use offset". Beside a token
+    for everybody who runs there is room for the longest: else it would wait for them."""
     tokens = config.step_tokens + config.max_sequences
     if device == "cpu":
-        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(tokens, config.context_tokens + 1))]
+        whole = config.context_tokens + 1 + config.max_sequences
+        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(tokens, whole))]
     return ["--enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
 
