@@ -189,7 +189,8 @@ async def machine_constants(run: RunFolder, config: RunConfig, engine: Mapping[s
 
 async def _play(members: Crew, config: RunConfig, kind: str) -> list[Rollout]:
     source = open_tasks(config, canaries=False)
-    tasks = [source.task(Split.TRAIN, i) for i in range(PLAYED)]
+    size = source.size(Split.TRAIN) or PLAYED  # of few tasks, some are played more often
+    tasks = [source.task(Split.TRAIN, i % size) for i in range(PLAYED)]
     specs = [siblings(f"{kind}{i}", task, 1, seed=i, temperature=1.0)[0] for i, task in enumerate(tasks)]
 
     async def one(i: int) -> Rollout:
