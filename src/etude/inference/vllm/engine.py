@@ -92,7 +92,7 @@ class VllmEngine:
         await self._label()
         self.routes = await self._route_source()
         prompt, told = list(range(1, min(8, self.model.vocab_size))), 3
-        trial = await self.generate(_trial(prompt, told))
+        trial = await self.generate(_trial(prompt, told, self.version))
         version, logprobs = await self.verify(prompt)
         if (self.routes.kept or self.routes.native) and protocol.any_missing(trial.routes):
             self.routes = RouteSource(missing="its routers were listened to and said nothing")
@@ -349,8 +349,10 @@ class VllmEngine:
         return f"{self._salt}-{self.adoption}"
 
 
-def _trial(prompt: list[int], num_tokens: int) -> CompletionRequest:
+def _trial(prompt: list[int], num_tokens: int, held: Version) -> CompletionRequest:
     """A request whose answer shows what a build can do."""
     sampling = Sampling(max_tokens=num_tokens, stop_token_ids=())
     ids = np.array(prompt, np.int32)
-    return CompletionRequest(request_id="trial", session_id="trial", prompt_ids=ids, sampling=sampling)
+    return CompletionRequest(
+        request_id="trial", session_id="trial", prompt_ids=ids, sampling=sampling, min_step=held.step
+    )

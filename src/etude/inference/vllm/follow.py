@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,12 +27,20 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two questions to the workers, 
 
 
 class Following:
-    """Follows from `start_at_head` to `stop`. `place`: the store, as vLLM's workers open it; `head` is of the same."""
+    """Follows from `start_at_head` to `stop`. `place`: the store, as vLLM's workers open it, `head` is of the same;
+    `cache`: a directory in which a region's engines share what they fetched."""
 
     def __init__(
-        self, engine: VllmEngine, head: Head, place: str, *, poll_s: float = 0.05, telemetry: Telemetry | None = None
+        self,
+        engine: VllmEngine,
+        head: Head,
+        place: str,
+        *,
+        cache: Path | None = None,
+        poll_s: float = 0.05,
+        telemetry: Telemetry | None = None,
     ) -> None:
-        self.engine, self.head, self.place, self.poll_s = engine, head, place, poll_s
+        self.engine, self.head, self.place, self.cache, self.poll_s = engine, head, place, cache, poll_s
         self._telemetry = telemetry
         self._task: asyncio.Task[None] | None = None
         self._held: Version | None = None  # what was written last; None: what vLLM loaded, or nobody knows
@@ -39,7 +48,7 @@ class Following:
     async def start_at_head(self) -> None:
         """Adopt what is there, so that the first request finds it, then follow. Trouble with a version is told, not
         raised; a model that the workers have no map for is an `EngineError`."""
-        await self.engine.vllm.call("etude_follow", self.place)
+        await self.engine.vllm.call("etude_follow", self.place, "policy", "", "", str(self.cache or ""))
         await self._try()
         self._task = asyncio.create_task(self._run(), name=f"{self.engine.name}-follow")
 

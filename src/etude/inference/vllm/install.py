@@ -4,6 +4,7 @@ what it has; the mark that makes it an environment is written last.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import os
@@ -22,7 +23,10 @@ from etude.errors import EngineError, InputError
 from etude.inference.vllm.environment import MARK, Environment, Mark, link_package, pins, required_version
 
 DEVICES = ("cpu", "cuda")
-TELL_EVERY_S = 5.0
+TELL_EVERY_S, LAST_LINES = 5.0, 8
+FULL_BYTES = 1 << 20
+"""With less than that free a disk is full, whatever the program that failed said of it."""
+AGAIN = "mend the cause, then run it again: what is there is kept, and is no environment until the end"
 Said = Callable[[str], None]
 
 
@@ -39,13 +43,16 @@ def install(environment: Environment, device: str, *, said: Said) -> Mark:
     _refuse_others(environment, wanted)
     pinned = pins()[device]
     _require_room(environment.folder, pinned["gib"])
-    environment.folder.mkdir(parents=True, exist_ok=True)
-    with _alone(environment.folder), _constraints(pinned["constraints"]) as constraints:
-        for number, (what, argv) in enumerate(steps := _steps(environment, device, constraints), 1):
-            said(f"{number}/{len(steps)} {what}")
-            _run(environment, argv, what, said=said)
-        (environment.folder / f"{MARK}.new").write_bytes(msgspec.json.encode(wanted))
-        (environment.folder / f"{MARK}.new").replace(environment.folder / MARK)
+    try:
+        environment.folder.mkdir(parents=True, exist_ok=True)
+        with _alone(environment.folder), _constraints(pinned["constraints"]) as constraints:
+            for number, (what, argv) in enumerate(steps := _steps(environment, device, constraints), 1):
+                said(f"{number}/{len(steps)} {what}")
+                _run(environment, argv, what, said=said)
+            (environment.folder / f"{MARK}.new").write_bytes(msgspec.json.encode(wanted))
+            (environment.folder / f"{MARK}.new").replace(environment.folder / MARK)
+    except OSError as error:
+        raise EngineError(f"{environment.folder} cannot be written", str(error), hint=AGAIN) from None
     return wanted
 
 
@@ -64,18 +71,26 @@ def _steps(environment: Environment, device: str, constraints: Sequence[str]) ->
 
 
 def _run(environment: Environment, argv: Sequence[str], what: str, *, said: Said) -> None:
-    log = environment.folder / "install.log"
+    log, last = environment.folder / "install.log", collections.deque[bytes](maxlen=LAST_LINES)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env["PYTHONPATH"] = str(link_package(environment.folder))
-    with log.open("ab") as output, _telling(environment.folder, said):
-        status = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env).returncode
-    if status:
-        words = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
-        raise EngineError(
-            f"{what} could not be installed into {environment.folder}",
-            words,
-            hint=f"the whole log is {log}; what is there is kept: run it again once the cause is mended",
-        )
+    with (
+        _telling(environment.folder, said),
+        subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        ) as process,
+    ):
+        assert process.stdout is not None, "started with a pipe"
+        for line in process.stdout:
+            last.append(line)
+            with contextlib.suppress(OSError), log.open("ab") as output:  # a full disk: what was said last is kept here
+                output.write(line)
+    if process.returncode:
+        words = b"".join(last).decode(errors="replace").strip()
+        free = shutil.disk_usage(environment.folder).free
+        full = f"{free} bytes are free on its disk; " if free < FULL_BYTES else ""
+        hint = f"make room: {AGAIN}" if full else f"the whole log is {log}; {AGAIN}"
+        raise EngineError(f"{what} could not be installed into {environment.folder}", full + words, hint=hint)
 
 
 @contextlib.contextmanager

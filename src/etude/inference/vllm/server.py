@@ -2,7 +2,8 @@
 
 Starts vLLM in its own environment as a child, follows the weight chain with it, and serves `app` on a socket as
 `etude.inference.server` does for our own engine: the same protocol, the same ready file, the same ends. vLLM dies with
-it, however it ends. ETUDE_TOKEN in the environment is the bearer token that every POST must carry.
+it, however it ends. ETUDE_TOKEN in the environment is the bearer token that every POST must carry. With ``--register
+URL`` it joins the fleet of a run elsewhere, as `etude.inference.server` does, and needs no checkpoint.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from pathlib import Path
 from etude.errors import CheckpointError, EngineError, EtudeError
 from etude.inference.app import build_app
 from etude.inference.lifetime import die_with_parent
+from etude.inference.membership import NO_VERSION
 from etude.inference.metrics import Load
-from etude.inference.serving import add_arguments, config_of, listen, read_token, serve
+from etude.inference.registering import Registration, be_member, registration_of, wanted
+from etude.inference.serving import add_arguments, config_of, listen, read_token, require_weights, serve
 from etude.inference.vllm.engine import VllmEngine
 from etude.inference.vllm.environment import environment, required_version
 from etude.inference.vllm.follow import Following
+from etude.inference.vllm.joining import made_checkpoint, take_wanted
 from etude.inference.vllm.process import Vllm, start
 from etude.models.config import ModelConfig
 from etude.records.completion import Version
@@ -55,9 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     token, listener = read_token(args.host), listen(args.host, args.port)
+    held, named = environment(args.environment), args.checkpoint is not None
+    more = _prepare(args, token, folder)
     config, model = config_of(args), read_model(args.checkpoint)
     kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
-    held = environment(args.environment)
     vllm = start(
         held,
         args.checkpoint,
@@ -68,30 +73,44 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         threads=args.threads,
         folder=folder,
         extension=args.extension,
-        arguments=args.argument,
+        arguments=[*more, *args.argument],
     )
     engine = VllmEngine(
         vllm,
         name=args.name,
         model=model,
         config=config,
-        version=initial_version(args.checkpoint),
+        version=initial_version(args.checkpoint) if named else NO_VERSION,
         kv_tokens=kv_tokens,
         parity=f"vllm-{required_version()}-{held.require().device}-{config.dtype}",
     )
     following = None
     if args.store is not None:
-        head = Head(open_store(args.store), "policy")
-        following = Following(engine, head, args.store, poll_s=args.poll_s, telemetry=telemetry)
+        head = Head(open_store(args.store, cache=args.cache), "policy")
+        following = Following(engine, head, args.store, cache=args.cache, poll_s=args.poll_s, telemetry=telemetry)
+    registration = registration_of(args, listener, token)
     failed: list[EtudeError] = []
     needs_routes = args.needs_routes and model.num_moe_layers > 0
-    lifespan = _lifespan(vllm, engine, following, telemetry, failed, needs_routes=needs_routes)
+    lifespan = _lifespan(vllm, engine, following, telemetry, failed, registration, needs_routes=needs_routes)
     try:
         serve(build_app(engine, token=token, lifespan=lifespan), listener, name=args.name, ready_file=args.ready_file)
     except SystemExit:  # uvicorn's, of a start that failed
         if failed:
             raise failed[0] from None
         raise
+
+
+def _prepare(args: argparse.Namespace, token: str | None, folder: Path) -> list[str]:
+    """See to what vLLM starts from; the arguments that it needs for that. Raises `EngineError` where it would have no
+    weights, or cannot be what a run elsewhere wants."""
+    asked = wanted(args.register, token) if args.register else None
+    if asked is not None:
+        take_wanted(args, asked)
+    require_weights(args)
+    if asked is None or args.checkpoint is not None:
+        return []
+    args.checkpoint = folder / "checkpoint"
+    return made_checkpoint(asked, args.store, args.cache, args.checkpoint)
 
 
 def read_model(checkpoint: Path) -> ModelConfig:
@@ -117,6 +136,7 @@ def _lifespan(
     following: Following | None,
     telemetry: Telemetry | None,
     failed: list[EtudeError],
+    registration: Registration | None,
     *,
     needs_routes: bool,
 ) -> contextlib.AbstractAsyncContextManager[None]:
@@ -131,8 +151,12 @@ def _lifespan(
                 if following is not None:
                     await following.start_at_head()
                 watch = asyncio.create_task(_watch(engine, telemetry))
+                member = asyncio.create_task(be_member(registration)) if registration else None
                 yield
                 watch.cancel()
+                if registration is not None and member is not None:
+                    member.cancel()
+                    await registration.leave()
                 if following is not None:
                     await following.stop()
         except EtudeError as error:

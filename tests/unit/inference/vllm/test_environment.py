@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -93,6 +94,32 @@ def test_a_step_that_fails_is_told_and_leaves_no_environment_and_the_next_instal
     steps("true")
     assert install(held, "cpu", said=said.append) == held.mark == Mark(vllm=required_version(), device="cpu")
     assert said == ["1/1 a step", "1/1 a step"]
+
+
+def test_a_disk_that_fills_while_installing_is_named_and_leaves_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    try:
+        (tmp_path / "full").write_bytes(bytes(4096))
+        monkeypatch.setitem(pins()["cpu"], "gib", 0.0)  # there was room when it began
+        held = Environment(tmp_path / "e")
+        with pytest.raises(EngineError, match="the environment could not be installed") as caught:
+            install(held, "cpu", said=print)
+        assert caught.value.facts.startswith("0 bytes are free on its disk; ")
+        assert caught.value.hint.startswith("make room: ")
+        monkeypatch.setattr(installing, "_steps", lambda *_: [("all of it", ["true"])])
+        with pytest.raises(EngineError, match="cannot be written") as caught:  # the mark, which comes last
+            install(held, "cpu", said=print)
+        assert "No space left" in caught.value.facts
+        assert main(["engines", "list", "--folder", str(held.folder)]) == 0
+        assert "not complete" in capsys.readouterr().out
+        with pytest.raises(EngineError, match="is not installed"):
+            held.require()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refused(
