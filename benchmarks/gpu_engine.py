@@ -13,9 +13,7 @@ replay), with the programs that its time goes to. Also: prompts, in chunks; and,
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import time
 from dataclasses import dataclass
 from statistics import median
@@ -24,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_model import TINY, Peaks, Work, device, kernels, peaks, qwen, random_model, seconds, share, wait
-from benchmarks.report import report
+from benchmarks import gpu_model
+from benchmarks.gpu_model import TINY, Peaks, Work, kernels, peaks, qwen, random_model, seconds, share, wait
 from etude.inference.device_runner import DeviceRunner, runner_for
 from etude.inference.runner import Runner
 from etude.inference.scheduler import Scheduler, Sequence
@@ -165,20 +163,10 @@ def measure(size: Size, on: torch.device, peak: Peaks, *, exact: bool = True) ->
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tiny model; no result is kept")
-    args = parser.parse_args()
-    on = device()
-    if not args.quick and on.type == "cpu":
-        raise SystemExit("benchmarks.gpu_engine needs a GPU that torch sees; --quick runs a tiny model anywhere")
+def main(quick: bool, on: torch.device) -> dict[str, Any]:
     peak = peaks(on)
-    found = {**peak.facts(), **measure(QUICK if args.quick else FULL, on, peak)}
-    if args.quick:
-        print(json.dumps(found, indent=2))
-    else:
-        report("gpu_engine", found)
+    return {**peak.facts(), **measure(QUICK if quick else FULL, on, peak)}
 
 
 if __name__ == "__main__":
-    main()
+    gpu_model.main("gpu_engine", __doc__, main)

@@ -12,15 +12,13 @@ microbatch's time goes to, and how close the device's forward is to one in float
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_model import TINY, Peaks, Work, device, kernels, peaks, qwen, random_model, seconds, share
-from benchmarks.report import report
+from benchmarks import gpu_model
+from benchmarks.gpu_model import TINY, Peaks, Work, kernels, peaks, qwen, random_model, seconds, share
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
 from etude.numerics.operators import Native
@@ -127,20 +125,10 @@ def measure(size: Size, on: torch.device, peak: Peaks) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tiny model; no result is kept")
-    args = parser.parse_args()
-    on = device()
-    if not args.quick and on.type == "cpu":
-        raise SystemExit("benchmarks.gpu_learner needs a GPU that torch sees; --quick runs a tiny model anywhere")
+def main(quick: bool, on: torch.device) -> dict[str, Any]:
     peak = peaks(on)
-    found = {**peak.facts(), **measure(QUICK if args.quick else FULL, on, peak)}
-    if args.quick:
-        print(json.dumps(found, indent=2))
-    else:
-        report("gpu_learner", found)
+    return {**peak.facts(), **measure(QUICK if quick else FULL, on, peak)}
 
 
 if __name__ == "__main__":
-    main()
+    gpu_model.main("gpu_learner", __doc__, main)

@@ -13,6 +13,8 @@ here, in the same run.
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import report
 from etude.models import ModelConfig, Transformer
 from etude.numerics.operators import Operators
 
@@ -171,3 +174,19 @@ def wait(on: torch.device) -> None:
 
 def share(part: float, whole: float | None) -> float | None:
     return None if whole is None else round(part / whole, 3)
+
+
+def main(name: str, doc: str | None, measure: Callable[[bool, torch.device], dict[str, Any]]) -> dict[str, Any]:
+    """The command line of a benchmark: `measure(quick, device)`, reported, or printed alone where it was of a tiny
+    model. What was found."""
+    parser = argparse.ArgumentParser(description=doc and doc.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model; no result is kept")
+    quick, on = parser.parse_args().quick, device()
+    if not quick and on.type == "cpu":
+        raise SystemExit(f"benchmarks.{name} needs a GPU that torch sees; --quick runs a tiny model anywhere")
+    found = measure(quick, on)
+    if quick:
+        print(json.dumps(found, indent=2))
+    else:
+        report(name, found)
+    return found

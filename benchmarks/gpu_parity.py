@@ -11,16 +11,14 @@ the engine's routes replayed.
 
 from __future__ import annotations
 
-import argparse
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.gpu_model import TINY, device, qwen, random_model
-from benchmarks.report import report
+from benchmarks import gpu_model
+from benchmarks.gpu_model import TINY, qwen, random_model
 from etude.inference.device_runner import runner_for
 from etude.inference.scheduler import Scheduler, Sequence
 from etude.models import ModelConfig, Transformer
@@ -117,21 +115,11 @@ def measure(size: Size, on: torch.device) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tiny model; no result is kept")
-    args = parser.parse_args()
-    on = device()
-    if not args.quick and on.type == "cpu":
-        raise SystemExit("benchmarks.gpu_parity needs a GPU that torch sees; --quick runs a tiny model anywhere")
-    found = measure(QUICK if args.quick else FULL, on)
-    if args.quick:
-        print(json.dumps(found, indent=2))
-    else:
-        report("gpu_parity", {"device": torch.cuda.get_device_name(on), "torch": torch.__version__, **found})
-    if found["exact"]["differing"]:
-        raise SystemExit("exact mode differs: see exact.differing")
+def main(quick: bool, on: torch.device) -> dict[str, Any]:
+    chip = torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu"
+    return {"device": chip, "torch": torch.__version__, **measure(QUICK if quick else FULL, on)}
 
 
 if __name__ == "__main__":
-    main()
+    if gpu_model.main("gpu_parity", __doc__, main)["exact"]["differing"]:
+        raise SystemExit("exact mode differs: see exact.differing")

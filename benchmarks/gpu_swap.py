@@ -12,9 +12,7 @@ the device, prepared from its bytes, and written.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -24,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu_model import TINY, device, peaks, qwen, random_model, seconds, wait
-from benchmarks.report import report
+from benchmarks import gpu_model
+from benchmarks.gpu_model import TINY, peaks, qwen, random_model, seconds, wait
 from etude.inference import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, hf_views
@@ -190,23 +188,12 @@ def by_object(size: Size, on: torch.device) -> dict[str, Any]:
     return {"elements": old.numel(), "delta_bytes": len(data), "ratio": round(old.nbytes / len(data), 1), **rates}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="a tiny model; no result is kept")
-    args = parser.parse_args()
-    on = device()
-    if not args.quick and on.type == "cpu":
-        raise SystemExit("benchmarks.gpu_swap needs a GPU that torch sees; --quick runs a tiny model anywhere")
-    size = QUICK if args.quick else FULL
+def main(quick: bool, on: torch.device) -> dict[str, Any]:
+    size = QUICK if quick else FULL
     sys.setswitchinterval(0.0005)  # as the engine's own process does
     found = {**peaks(on).facts(), "share": size.share, **asyncio.run(under_load(size, on))}
-    if on.type == "cuda":
-        found["object"] = by_object(size, on)
-    if args.quick:
-        print(json.dumps(found, indent=2))
-    else:
-        report("gpu_swap", found)
+    return {**found, "object": by_object(size, on)} if on.type == "cuda" else found
 
 
 if __name__ == "__main__":
-    main()
+    gpu_model.main("gpu_swap", __doc__, main)

@@ -1,9 +1,9 @@
 """`etude plan` held to runs that were measured: how far it is off, of a step's time, CPU, and bytes of a version.
 
-This machine is measured once for each config, in turns with nothing else; the runs' rollouts (their turns and tokens)
-are taken from their folders, and no constant is. `load` is the load average while the constants were taken: what else
-runs makes a CPU second do less, so constants of a loaded machine are too large.
-`python -m benchmarks.plan CONFIG RUN [RUN ...]`
+Each run is planned by its own config, with this machine measured anew; its rollouts (their turns and tokens) are taken
+from its folder, and no constant is. `load` is the load average while the constants were taken: what else runs makes a
+CPU second do less, so constants of a loaded machine are too large.
+`python -m benchmarks.plan RUN [RUN ...]`
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,18 +35,19 @@ def page(text: str) -> str:
     """The guide with the committed result in it."""
     rows = json.loads((RESULTS / "plan.json").read_text())["rows"]
     lines = ["| run | load | " + " | ".join(TOLD.values()) + " |", "| --- " * (2 + len(TOLD)) + "|"]
-    for number, row in enumerate(rows):
+    for row in rows:
         cells = [row["of a step"][name] for name in TOLD]
         shown = (f"{c['planned']:,.3g} / {c['measured']:,.3g} (**{c['off']:+.0%}**)" for c in cells)
-        lines.append(f"| {number} | {row['load']:.0f} | " + " | ".join(shown) + " |")
+        name = re.sub(r"-\d{8}-.*", "", row["run"]).removeprefix("bench-")  # without its time
+        lines.append(f"| {name} | {row['load']:.0f} | " + " | ".join(shown) + " |")
     before, _, rest = text.partition(FROM)
     return before + FROM + "\n".join([*lines, ""]) + TO + rest.partition(TO)[2]
 
 
-def held(config: Path, run: Path) -> dict[str, object]:
+def held(run: Path) -> dict[str, object]:
     """A plan beside one run."""
     before = os.getloadavg()[0]
-    argv = [sys.executable, "-m", "etude.cli", "plan", str(config), "--against", str(run), "--json"]
+    argv = [sys.executable, "-m", "etude.cli", "plan", str(run / "config.toml"), "--against", str(run), "--json"]
     told = json.loads(subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout)
     rows = {
         name: {"planned": round(row["planned"], 4), "measured": round(row["measured"], 4)}
@@ -64,10 +66,9 @@ def held(config: Path, run: Path) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
     parser.add_argument("runs", type=Path, nargs="+")
     args = parser.parse_args()
-    rows = [held(args.config, run) for run in args.runs]
+    rows = [held(run) for run in args.runs]
     off = [abs(row["of a step"]["step_s"]["off"]) for row in rows]  # type: ignore[index]
     told = {"worst_off": max(off), "mean_off": round(fmean(off), 3), "reached": max(off) <= GOAL}
     report("plan", {"goal": GOAL, **told, "rows": rows})

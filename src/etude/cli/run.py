@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     if args.on != LOCAL:
         _join(args.on, config, RUNS if folder is None else folder.path.parent)
     adopted = folder is not None and folder.ended("corpus")
-    preflight(config, adopted=adopted, proven=args.on != LOCAL, said=partial(print, file=sys.stderr))
+    said = partial(print, file=sys.stderr)
+    preflight(config, adopted=adopted, proven=args.on != LOCAL, given=leaves(given), said=said)
     if args.dry_run:
         print(to_toml(config), end="")
         return 0

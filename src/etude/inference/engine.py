@@ -1,8 +1,7 @@
-"""The reference engine: one thread that owns the model and steps it, and an asyncio face (`seams.Engine`).
+"""The reference engine: a model that one thread steps (`stepping`), and an asyncio face (`seams.Engine`).
 
-The thread alone touches scheduler, KV and weights; everybody else hands it calls, which it answers between two
-steps. So pausing, swapping weights and cancelling happen between two tokens by construction, without a lock around
-the model. A swap waits until no session pins the current version (`pins`).
+The thread alone touches scheduler, KV and weights; pausing, swapping weights and cancelling happen between two tokens.
+A swap waits until no session pins the current version (`pins`).
 
 Two deadlines guard a request: the thread drops it when it is late and says in which phase it was; and should the
 thread itself hang, the waiting side gives up shortly after and says how long the thread has not moved.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -28,11 +26,12 @@ from etude.inference.checks import Checks, behind
 from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
 from etude.inference.device_runner import runner_for
-from etude.inference.errors import EngineBusy, MalformedRequest
+from etude.inference.errors import MalformedRequest
 from etude.inference.metrics import exposition
 from etude.inference.pins import Pins
 from etude.inference.scheduler import Plan, Scheduler
 from etude.inference.scheduler import Sequence as Running
+from etude.inference.stepping import Stepping, fail
 from etude.inference.watched import as_wire, engine_results
 from etude.inference.wire import OperatorResult
 from etude.models import Transformer
@@ -43,17 +42,7 @@ from etude.weights.follow.targets import Swap
 T = TypeVar("T")
 
 CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact" where the operators are
-CONTROL_DEADLINE_S = 30.0  # for calls that wait for the end of a step only
 GRACE_S = 0.5  # the thread's own answer about a late request comes first, if the thread is well
-REST_S = 0.05  # how often a thread with nothing to compute looks for late and cancelled requests
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Something for the thread to do between two steps, and whom to tell should it die first."""
-
-    run: Callable[[], None]
-    future: Future[Any]
 
 
 @dataclass(frozen=True)
@@ -98,27 +87,16 @@ class ReferenceEngine:
         self._paused = False
         self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()
         self._awaiting: list[tuple[int, Future[Version]]] = []  # who waits for which step
-        self._inbox: deque[_Call] = deque()
-        self._wake = threading.Condition()
-        self._closing = False
-        self._death: EngineError | None = None
-        self._beat = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=f"{name}-steps", daemon=True)
+        max_calls = self.config.max_waiting + self.config.max_sequences
+        self._thread = Stepping(name, self._advance, self._fail_all, max_calls=max_calls)
 
     def start(self) -> None:
         """Begin to serve."""
-        self._beat = time.monotonic()
         self._thread.start()
 
     def close(self) -> None:
         """Fail what is in flight and stop. Idempotent. Raises `EngineError` when the thread does not end."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join(CONTROL_DEADLINE_S)
-            if self._thread.is_alive():
-                raise self._hung(f"{self.name} did not stop within {CONTROL_DEADLINE_S:g} s")
+        self._thread.close()
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -130,12 +108,12 @@ class ReferenceEngine:
     @property
     def alive(self) -> bool:
         """Whether the stepping thread runs."""
-        return self._thread.is_alive() and self._death is None
+        return self._thread.alive
 
     @property
     def stalled_s(self) -> float:
-        """How long the stepping thread has not moved; under `REST_S` and one step's time when all is well."""
-        return time.monotonic() - self._beat
+        """How long the stepping thread has not moved."""
+        return self._thread.stalled_s
 
     async def generate(self, request: CompletionRequest) -> Completion:
         """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
@@ -168,22 +146,23 @@ class ReferenceEngine:
 
     async def _serve(self, running: Running) -> Completion:
         request = running.request
-        self._post(_Call(lambda: self._submit(running), running.future))
+        self._thread.post(lambda: self._submit(running), running.future)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(running.future), request.deadline_s + GRACE_S)
         except TimeoutError:
-            raise self._hung(f"request {request.request_id} passed its deadline of {request.deadline_s:g} s") from None
+            what = f"request {request.request_id} passed its deadline of {request.deadline_s:g} s"
+            raise self._thread.hung(what) from None
 
     async def pause(self) -> None:
-        await self._ask(lambda: setattr(self, "_paused", True), "to pause")
+        await self._thread.ask(lambda: setattr(self, "_paused", True), "to pause")
 
     async def resume(self) -> None:
-        await self._ask(lambda: setattr(self, "_paused", False), "to resume")
+        await self._thread.ask(lambda: setattr(self, "_paused", False), "to resume")
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
         """Wait until whoever follows the weight chain (`follow`) has swapped to `min_step` or later."""
         future: Future[Version] = Future()
-        self._post(_Call(lambda: self._await_step(min_step, future), future))
+        self._thread.post(lambda: self._await_step(min_step, future), future)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), deadline_s)
         except TimeoutError:
@@ -215,7 +194,7 @@ class ReferenceEngine:
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
         ids = self._checks.text(token_ids)
-        return await self._ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
+        return await self._thread.ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
         """Every operator's results for a text (`watched`). Nobody's request is stepped meanwhile."""
@@ -224,7 +203,7 @@ class ReferenceEngine:
             raise MalformedRequest(
                 f"{prompt_tokens} of {len(token_ids)} tokens are the prompt", hint="there is one at least"
             )
-        return await self._ask(
+        return await self._thread.ask(
             lambda: as_wire(engine_results(self._runner.model, token_ids, prompt_tokens=prompt_tokens)),
             "to show its operators",
         )
@@ -236,76 +215,23 @@ class ReferenceEngine:
         ends the engine, since its memory is no version's.
         """
         future: Future[Swapped] = Future()
-        self._post(_Call(lambda: self._swaps.append((swap, future)), future))
+        self._thread.post(lambda: self._swaps.append((swap, future)), future)
         return future
 
     def between_steps(self, call: Callable[[], T]) -> Future[T]:
         """Have the stepping thread run `call` before its next step. From any thread."""
-        future: Future[T] = Future()
-
-        def answer() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except Exception as error:  # noqa: BLE001 - whatever it is belongs to the caller, not to the thread
-                    future.set_exception(error)
-
-        self._post(_Call(answer, future))
-        return future
-
-    # -- handing calls to the thread
-
-    def _post(self, call: _Call) -> None:
-        with self._wake:
-            if self._death is not None or self._closing:
-                raise self._death or _closing(self.name)
-            if len(self._inbox) > self.config.max_waiting + self.config.max_sequences:
-                raise EngineBusy(
-                    f"{self.name} does not take up calls", f"{len(self._inbox)} wait", hint="see whether it hangs"
-                )
-            self._inbox.append(call)
-            self._wake.notify()
-
-    async def _ask(self, call: Callable[[], T], what: str) -> T:
-        future = self.between_steps(call)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)
-        except TimeoutError:
-            raise self._hung(f"{self.name} was asked {what} and did not within {CONTROL_DEADLINE_S:g} s") from None
-
-    def _hung(self, what: str) -> EngineError:
-        return EngineError(
-            what,
-            f"the stepping thread of {self.name} has not moved for {self.stalled_s:.1f} s",
-            hint="restart the engine; its requests can be sent again elsewhere",
-        )
+        return self._thread.between_steps(call)
 
     # -- on the thread
 
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._beat = time.monotonic()
-                while self._inbox:
-                    self._inbox.popleft().run()
-                self._swap_if_free()
-                for gone in self._scheduler.departed(time.monotonic()):
-                    self._left(gone, failed=True)
-                plan = Plan([], []) if self._paused else self._scheduler.plan()
-                if plan:
-                    self._step(plan)
-                else:
-                    self._rest()
-            self._fail_all(_closing(self.name))
-        except Exception as error:  # noqa: BLE001 - the thread's last word: everybody who waits must hear it
-            self._fail_all(
-                EngineError(f"{self.name} died", f"{type(error).__name__}: {error}", hint="restart it; see its log")
-            )
-
-    def _rest(self) -> None:
-        with self._wake:
-            if not self._inbox and not self._closing:
-                self._wake.wait(REST_S)
+    def _advance(self) -> bool:
+        self._swap_if_free()
+        for gone in self._scheduler.departed(time.monotonic()):
+            self._left(gone, failed=True)
+        plan = Plan([], []) if self._paused else self._scheduler.plan()
+        if plan:
+            self._step(plan)
+        return bool(plan)
 
     def _step(self, plan: Plan) -> None:
         begin, counters = time.perf_counter(), self.counters
@@ -335,7 +261,7 @@ class ReferenceEngine:
             self._scheduler.submit(running)
         except EngineError as error:
             self.counters.failed += 1
-            _fail(running.future, error)
+            fail(running.future, error)
             return
         if request.pin_step is not None:
             self._pins.enter(request.session_id)
@@ -387,7 +313,7 @@ class ReferenceEngine:
             self.version = swap.version
             for gone in self._scheduler.overtaken(self.version.step):
                 self._left(gone, failed=True)
-                _fail(gone.future, behind(gone.request, self.name, self.version))
+                fail(gone.future, behind(gone.request, self.name, self.version))
             pause_s = time.perf_counter() - begin
             self.counters.swaps += 1
             future.set_result(Swapped(swap.version, pause_s, len(self._scheduler.running)))
@@ -404,27 +330,14 @@ class ReferenceEngine:
             future.set_result(self.version)
 
     def _fail_all(self, error: EngineError) -> None:
-        with self._wake:
-            self._death = error
-            futures: list[Future[Any]] = [call.future for call in self._inbox]
-            self._inbox.clear()
-        futures += [running.future for running in (*self._scheduler.waiting, *self._scheduler.running)]
+        futures: list[Future[Any]] = [r.future for r in (*self._scheduler.waiting, *self._scheduler.running)]
         futures += [swap for _, swap in self._swaps]
         futures += [waiter for _, waiter in self._awaiting]
         for future in futures:
-            _fail(future, error)
+            fail(future, error)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
     """From the stepping thread: there are new tokens. A loop that has closed has nobody who listens."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(news.set)
-
-
-def _fail(future: Future[Any], error: EngineError) -> None:
-    if not future.done() and future.set_running_or_notify_cancel():
-        future.set_exception(error)
-
-
-def _closing(name: str) -> EngineError:
-    return EngineError(f"{name} is closing", hint="send the request to another engine")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from etude.config import leaves, to_plain
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import runtime_of
 from etude.environments.images import ImageStore
@@ -43,18 +44,21 @@ def preflight(
     *,
     adopted: bool = False,
     proven: bool = False,
+    given: Collection[str] = (),
     said: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later.
 
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more.
-    `proven`: the tasks were proven where they will be judged. `said` is told of what takes longer, an image that was
-    built, and of layers of the checkpoint that are left out."""
+    `proven`: the tasks were proven where they will be judged. `given`: names of the settings that the user gave. `said`
+    is told of what takes longer, an image that was built, of layers of the checkpoint that are left out, and of
+    settings that are not used."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
         model = check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, said=said)
         check_experts(model, config.learner.expert_parallel)
+        tell_other_model(config, model, given, said)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
@@ -175,6 +179,17 @@ def check_start(
     ChatFormat.load(checkpoint)
     tell_left_out(checkpoint, model, said)
     return model
+
+
+def tell_other_model(
+    config: RunConfig, model: ModelConfig, given: Collection[str], said: Callable[[str], None]
+) -> None:
+    """Tell which of the `[model]` that was given is not what the starting checkpoint is."""
+    wanted, is_ = (leaves({"model": to_plain(one)}) for one in (config.model, model))
+    other = [name for name in sorted(given) if name in wanted and wanted[name] != is_.get(name)]
+    if other:
+        told = ", ".join(f"{name} = {wanted[name]!r} (it has {is_.get(name)!r})" for name in other)
+        said(f"start = {str(config.start)!r} says what the model is; not used: {told}")
 
 
 def check_experts(model: ModelConfig, expert_parallel: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import doctest
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import msgspec
 
 from etude.errors import TaskError
 from etude.records.task import Answer, Split, Task, Trust
+from etude.syntax import literal, parse
 from etude.tasks.lines import lines_of
 from etude.tasks.splits import split_of
 from etude.tasks.visible import TEST_COMMAND, TEST_FILE, call_text, visible_tests
@@ -121,16 +121,10 @@ def _parse(raw: bytes, place: str) -> _Line:
 def _defined(source: str, place: str) -> list[str]:
     """Names of the functions that a source defines at its top level."""
     try:
-        tree = _syntax(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        tree = parse(source)
+    except SyntaxError as error:
         raise TaskError(f"{place} is not Python", str(error), hint="mend the source in that line") from None
     return [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-
-
-def _syntax(source: str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # odd escapes in other people's docstrings are theirs
-        return ast.parse(source)
 
 
 def _examples(line: _Line) -> Iterator[tuple[str, str, Any]]:
@@ -141,14 +135,14 @@ def _examples(line: _Line) -> Iterator[tuple[str, str, Any]]:
         return
     for example in examples:
         try:
-            call = _syntax(example.source.strip()).body
+            call = parse(example.source.strip()).body
             if not (len(call) == 1 and isinstance(call[0], ast.Expr) and isinstance(call[0].value, ast.Call)):
                 continue
             node = call[0].value
             if not (isinstance(node.func, ast.Name) and node.func.id == line.entry_point) or node.keywords:
                 continue
             args = [ast.literal_eval(a) for a in node.args]
-            want = ast.literal_eval(example.want.strip())
+            want = literal(example.want)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             continue
         yield MODULE, call_text(line.entry_point, args), want

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError, Exit, InputError
-from etude.loop.preflight import check_experts, check_start
+from etude.loop.config import RunConfig
+from etude.loop.preflight import check_experts, check_start, tell_other_model
 from etude.models.config import ModelConfig
 
 
@@ -36,3 +37,18 @@ def test_experts_that_ranks_cannot_share_are_refused() -> None:
         check_experts(ModelConfig(num_experts=8), 3)
     assert "8 experts" in str(refused.value)
     assert "take a divisor" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["model.hidden_size", "model.num_layers", "seed"], ["not used: model.hidden_size = 160 (it has 128)"]),
+        (["model.num_layers"], []),
+        ([], []),
+    ],
+)
+def test_settings_of_the_model_that_the_checkpoint_overrules_are_told(given: list[str], told: list[str]) -> None:
+    said: list[str] = []
+    config = RunConfig(start=Path("checkpoint"), model=ModelConfig(hidden_size=160, num_layers=3))
+    tell_other_model(config, ModelConfig(hidden_size=128, num_layers=3), given, said.append)
+    assert [line.partition("; ")[2] for line in said] == told

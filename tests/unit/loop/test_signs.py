@@ -65,8 +65,9 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
 
     async def main() -> None:
         running = asyncio.create_task(rolling.run(ledger.next_waiting, asyncio.Event()))
-        async with asyncio.timeout(20):
-            await rolling.progress()
+        settled = asyncio.create_task(rolling.progress())
+        await asyncio.wait([running, settled], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert settled.done(), running
         running.cancel()
         await asyncio.wait([running])
 

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 
+from etude.syntax import parse
+
 _CONFIGURATION = frozenset(
     {"conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py", "usercustomize.py",
      "entry_points.txt", "noxfile.py"}
@@ -115,8 +117,8 @@ def signs_in_code(path: str, data: bytes, before: str = "") -> list[Sign]:
 
 def _signs(path: str, data: bytes) -> list[Sign]:
     try:
-        tree = ast.parse(data)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = parse(data)
+    except SyntaxError:
         return []
     found: dict[tuple[str, str], str] = {}
     for node, rule, reason in _walk(tree):

@@ -17,6 +17,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from etude.syntax import literal, parse
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPPOSITES = {
     "assertEqual": "assertNotEqual",
@@ -51,8 +53,8 @@ def variants(source: str, names: Sequence[str], index: int, rng: random.Random) 
     'def test_a():\\n    assert f(2) == 8\\n'
     """
     try:
-        function = _find(ast.parse(source), names)
-    except (SyntaxError, ValueError, RecursionError):
+        function = _find(parse(source), names)
+    except SyntaxError:
         return
     if function is None:
         return
@@ -75,8 +77,8 @@ def anywhere(source: str, rng: random.Random) -> Iterator[str]:
     ['import calc, sys\\nsys.exit(calc.f(2) != 8)\\n']
     """
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):
+        tree = parse(source)
+    except SyntaxError:
         return
     sides = [side for pair in _compared(tree, (ast.Eq, ast.NotEq)) for side in pair if _is_literal(side)]
     text = source.encode()
@@ -239,7 +241,7 @@ def _other(atom: ast.Constant, text: bytes, offsets: _Offsets, rng: random.Rando
     if new is None:
         return None
     if isinstance(atom.value, str | bytes) and text[start:stop].lstrip(b"b").startswith(b"'"):
-        single = repr(ast.literal_eval(new))
+        single = repr(literal(new))
         new = single if single.lstrip("b").startswith("'") else new
     return _Edit(start, stop, new)
 

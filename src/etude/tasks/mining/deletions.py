@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -17,6 +16,7 @@ from pathlib import PurePosixPath
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner
 from etude.seams import Runtime
+from etude.syntax import parse
 from etude.tasks.mining.commits import (
     HIDDEN_DEADLINE_S,
     MAX_FAILING,
@@ -47,10 +47,8 @@ def functions_in(path: str, text: str) -> list[Function]:
     ['f']
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = parse(text)
+    except SyntaxError:
         return []
     if "\r" in text or "\f" in text:
         return []

@@ -17,6 +17,7 @@ from etude.errors import TaskError
 from etude.records.image import Image
 from etude.records.task import Runner
 from etude.seams import Machine, Runtime
+from etude.syntax import parse
 from etude.tasks.guest import program
 
 _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|conftest|tests)\.py$")
@@ -52,8 +53,8 @@ def runner_for(texts: Iterable[str]) -> Runner:
 
 def _needs_pytest(text: str) -> bool:
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
+        tree = parse(text)
+    except SyntaxError:
         return False
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) and any(a.name.split(".")[0] == "pytest" for a in node.names):

@@ -14,6 +14,7 @@ import types
 import warnings
 from collections.abc import Iterator
 
+from etude.syntax import parse
 from etude.tasks.mutation.edits import Edit
 
 _COMPARISONS = {
@@ -33,10 +34,7 @@ def python_edits(text: str) -> list[Edit] | None:
     if len(text) > MAX_CHARS:
         return None
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # odd escapes in other people's code are theirs
-            tree = ast.parse(text)
-        return _Finder(text).edits(tree)
+        return _Finder(text).edits(parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError, UnicodeError):
         return None
 

@@ -1,0 +1,161 @@
+"""The thread that steps an engine, and answers what it is handed between two steps.
+
+Only this thread touches what the engine computes with. Whoever else wants something of it hands over a call and gets a
+future: so a pause, a swap or a cancelled request falls between two tokens by construction, without a lock around the
+model. A thread that hangs is told by how long it has not moved. Knows nothing of models and requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from etude.errors import EngineError
+from etude.inference.errors import EngineBusy
+
+T = TypeVar("T")
+
+CONTROL_DEADLINE_S = 30.0  # for calls that wait for the end of a step only
+REST_S = 0.05  # how often a thread with nothing to compute looks for late and cancelled requests
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something for the thread to do between two steps, and whom to tell should it die first."""
+
+    run: Callable[[], None]
+    future: Future[Any]
+
+
+class Stepping:
+    """Calls `step` over and over until it is closed; `step` says whether there was anything to compute.
+
+    `ended` is called on the thread as its last act, with the error that everybody who still waits must hear. At most
+    `max_calls` wait to be taken up.
+    """
+
+    def __init__(
+        self, name: str, step: Callable[[], bool], ended: Callable[[EngineError], None], *, max_calls: int
+    ) -> None:
+        self.name, self._step, self._ended, self._max_calls = name, step, ended, max_calls
+        self._inbox: deque[_Call] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._death: EngineError | None = None
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name=f"{name}-steps", daemon=True)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._beat = time.monotonic()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fail what waits and stop. Idempotent. Raises `EngineError` when the thread does not end."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join(CONTROL_DEADLINE_S)
+            if self._thread.is_alive():
+                raise self.hung(f"{self.name} did not stop within {CONTROL_DEADLINE_S:g} s")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive() and self._death is None
+
+    @property
+    def stalled_s(self) -> float:
+        """How long the thread has not moved; under `REST_S` and one step's time when all is well."""
+        return time.monotonic() - self._beat
+
+    def post(self, run: Callable[[], None], future: Future[Any]) -> None:
+        """Have the thread call `run`, which answers `future` then or later; from any thread. Raises `EngineError` when
+        it has ended or is about to, `EngineBusy` when it takes up no calls."""
+        with self._wake:
+            if self._death is not None or self._closing:
+                raise self._death or _closing(self.name)
+            if len(self._inbox) > self._max_calls:
+                raise EngineBusy(
+                    f"{self.name} does not take up calls", f"{len(self._inbox)} wait", hint="see whether it hangs"
+                )
+            self._inbox.append(_Call(run, future))
+            self._wake.notify()
+
+    def between_steps(self, call: Callable[[], T]) -> Future[T]:
+        """Have the thread run `call` before its next step. From any thread."""
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except Exception as error:  # noqa: BLE001 - whatever it is belongs to the caller, not to the thread
+                    future.set_exception(error)
+
+        self.post(answer, future)
+        return future
+
+    async def ask(self, call: Callable[[], T], what: str) -> T:
+        """What `call` returns on the thread. `what` ends the sentence "… was asked". Raises `EngineError` when it does
+        not come in time."""
+        future = self.between_steps(call)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)
+        except TimeoutError:
+            raise self.hung(f"{self.name} was asked {what} and did not within {CONTROL_DEADLINE_S:g} s") from None
+
+    def hung(self, what: str) -> EngineError:
+        """The error of somebody who waited in vain."""
+        return EngineError(
+            what,
+            f"the stepping thread of {self.name} has not moved for {self.stalled_s:.1f} s",
+            hint="restart the engine; its requests can be sent again elsewhere",
+        )
+
+    # -- on the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._beat = time.monotonic()
+                while self._inbox:
+                    self._inbox.popleft().run()
+                if not self._step():
+                    self._rest()
+            self._end(_closing(self.name))
+        except Exception as error:  # noqa: BLE001 - the thread's last word: everybody who waits must hear it
+            self._end(
+                EngineError(f"{self.name} died", f"{type(error).__name__}: {error}", hint="restart it; see its log")
+            )
+
+    def _rest(self) -> None:
+        with self._wake:
+            if not self._inbox and not self._closing:
+                self._wake.wait(REST_S)
+
+    def _end(self, error: EngineError) -> None:
+        with self._wake:
+            self._death = error
+            futures = [call.future for call in self._inbox]
+            self._inbox.clear()
+        for future in futures:
+            fail(future, error)
+        self._ended(error)
+
+
+def fail(future: Future[Any], error: EngineError) -> None:
+    """Answer a future by an error, unless it is answered or was cancelled."""
+    if not future.done() and future.set_running_or_notify_cancel():
+        future.set_exception(error)
+
+
+def _closing(name: str) -> EngineError:
+    return EngineError(f"{name} is closing", hint="send the request to another engine")
