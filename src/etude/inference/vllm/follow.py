@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from etude.errors import DeadlineExceeded, EtudeError, WeightsError
-from etude.inference.vllm.engine import VllmEngine
+from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.vllm.process import VllmCalls
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights.follow.head import Head
@@ -32,7 +33,7 @@ class Following:
 
     def __init__(
         self,
-        engine: VllmEngine,
+        engine: ForeignEngine,
         head: Head,
         place: str,
         *,
@@ -41,6 +42,8 @@ class Following:
         telemetry: Telemetry | None = None,
     ) -> None:
         self.engine, self.head, self.place, self.cache, self.poll_s = engine, head, place, cache, poll_s
+        assert isinstance(engine.calls, VllmCalls), "its workers are called"
+        self._call = engine.calls.call
         self._telemetry = telemetry
         self._task: asyncio.Task[None] | None = None
         self._held: Version | None = None  # what was written last; None: what vLLM loaded, or nobody knows
@@ -48,7 +51,7 @@ class Following:
     async def start_at_head(self) -> None:
         """Adopt what is there, so that the first request finds it, then follow. Trouble with a version is told, not
         raised; a model that the workers have no map for is an `EngineError`."""
-        await self.engine.vllm.call("etude_follow", self.place, "policy", "", "", str(self.cache or ""))
+        await self._call("etude_follow", self.place, "policy", "", "", str(self.cache or ""))
         await self._try()
         self._task = asyncio.create_task(self._run(), name=f"{self.engine.name}-follow")
 
@@ -101,7 +104,7 @@ class Following:
 
     async def _prepared(self) -> None:
         """Every worker has one and the same version fetched and proven."""
-        call, version = self.engine.vllm.call, None
+        call, version = self._call, None
         await call("etude_prepare")
         end, rest_s = time.monotonic() + PREPARE_S, FIRST_LOOK_S
         while time.monotonic() < end:
@@ -130,7 +133,7 @@ class Following:
 
     async def _written(self) -> Version:
         """The version that every worker has written. Raises `WeightsError`: the engine stays frozen then."""
-        call = self.engine.vllm.call
+        call = self._call
         told: list[dict[str, Any]] = await call("etude_swap", deadline_s=SWAP_S)
         trouble = next((one["trouble"] for one in told if one["trouble"]), "")
         if trouble:

@@ -1,7 +1,8 @@
-"""What a vLLM that joins a run elsewhere begins with: the run says what it must be, its store has the weights.
+"""What a server of another make begins with that joins a run elsewhere: the run says what it must be, its store has the
+weights.
 
-vLLM loads a directory. One is made of the run's config.json and, where adapters are published, of the base that they
-are on; else vLLM begins with weights of no meaning and writes the first version whole. Nothing is served before that.
+It loads a directory. One is made of the run's config.json and, where adapters are published, of the base that they
+are on; else it begins with weights of no meaning and writes the first version whole. Nothing is served before that.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ AS_IT_COMES = ["--load-format", "dummy"]
 
 
 def take_wanted(args: argparse.Namespace, asked: Wanted) -> None:
-    """What a run wants of a vLLM stands in for what was not given. Raises `EngineError` where it cannot be."""
+    """What a run wants of any engine stands in for what was not given. Raises `EngineError` where it cannot be."""
     if asked.mode == Mode.EXACT or asked.quantise != Quantise.NONE:
         raise EngineError(
             f"{args.name} cannot compute what the run at {args.register} wants",
-            f"it wants numerics.mode = '{asked.mode}' and quantise = '{asked.quantise}'; vLLM has 'native' and 'none'",
+            f"it wants numerics.mode = '{asked.mode}' and quantise = '{asked.quantise}'; here are 'native' and 'none'",
             hint="join with a reference engine: python -m etude.inference.server --register ...",
         )
     take_sizes(args, asked)
@@ -38,7 +39,7 @@ def take_wanted(args: argparse.Namespace, asked: Wanted) -> None:
 
 
 def made_checkpoint(asked: Wanted, place: str, cache: Path | None, folder: Path) -> list[str]:
-    """What vLLM can start from, put into `folder`; the arguments that it needs for that. Waits for the run's first
+    """What it can start from, put into `folder`; the arguments that it needs for that. Waits for the run's first
     version. Raises `DeadlineExceeded`, `StoreError`, `WeightsError`."""
     folder.mkdir()
     (folder / "config.json").write_text(asked.model)

@@ -1,4 +1,4 @@
-"""`etude engines install vllm`: the environment, step by step. What is killed goes on where it was, since pip keeps
+"""`etude engines install`: the environment, step by step. What is killed goes on where it was, since pip keeps
 what it has; the mark that makes it an environment is written last.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from etude.errors import EngineError, InputError
-from etude.inference.vllm.environment import MARK, Environment, Mark, link_package, pins, required_version
+from etude.inference.foreign.environment import MARK, Environment, Make, Mark, link_package
 
 DEVICES = ("cpu", "cuda")
 TELL_EVERY_S, LAST_LINES = 5.0, 8
@@ -35,17 +35,19 @@ def install(environment: Environment, device: str, *, said: Said) -> Mark:
 
     Raises `EngineError` for a step that fails, a disk without room, and where another process installs there."""
     if device not in DEVICES:
-        raise InputError(f"--device {device}", f"vLLM is installed for {' or '.join(DEVICES)}", hint="name one of them")
-    wanted = Mark(vllm=required_version(), device=device)
-    if environment.mark == wanted and environment.version == wanted.vllm:
-        said(f"vLLM {wanted.vllm} for {device} is in {environment.folder}")
+        raise InputError(f"--device {device}", f"engines are installed for {' or '.join(DEVICES)}", hint="name one")
+    make, wanted = environment.make, Mark(device=device)
+    if environment.mark == wanted and environment.version == make.version:
+        said(f"{make.name} {make.version} for {device} is in {environment.folder}")
         return wanted
     _refuse_others(environment, wanted)
-    pinned = pins()[device]
-    _require_room(environment.folder, pinned["gib"])
+    pinned = make.pins[device]
+    if pinned.get("refused"):
+        raise EngineError(f"{make.name} is not installed for {device}", pinned["refused"], hint=pinned["hint"])
+    _require_room(environment, pinned["gib"])
     try:
         environment.folder.mkdir(parents=True, exist_ok=True)
-        with _alone(environment.folder), _constraints(pinned["constraints"]) as constraints:
+        with _alone(environment.folder), _constraints(make, pinned["constraints"]) as constraints:
             for number, (what, argv) in enumerate(steps := _steps(environment, device, constraints), 1):
                 said(f"{number}/{len(steps)} {what}")
                 _run(environment, argv, what, said=said)
@@ -58,15 +60,15 @@ def install(environment: Environment, device: str, *, said: Said) -> Mark:
 
 def _steps(environment: Environment, device: str, constraints: Sequence[str]) -> list[tuple[str, list[str]]]:
     """(what, command line) of each step."""
+    pins = environment.make.pins
     pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check"]
     steps = [("the environment", [sys.executable, "-m", "venv", str(environment.folder)])]
-    steps += [(", ".join(names), [*pip, "install", *constraints, *names]) for names in pins()[device]["install"]]
-    needs = [*pins()["etude"], *pins()["extras"]]
+    steps += [(", ".join(names), [*pip, "install", *constraints, *names]) for names in pins[device]["install"]]
+    needs = [*pins["etude"], *pins["extras"]]
     steps.append(("what etude needs there", [*pip, "install", *constraints, *needs]))
-    if removed := pins()[device]["remove"]:
+    if removed := pins[device]["remove"]:
         steps.append((f"without {', '.join(removed)}", [*pip, "uninstall", "--yes", *removed]))
-    trial = "import vllm, etude.inference.vllm.worker; print(vllm.__version__)"
-    steps.append(("a first import", [str(environment.python), "-c", trial]))
+    steps.append(("a first import", [str(environment.python), "-c", pins["trial"]]))
     return steps
 
 
@@ -122,11 +124,11 @@ def size_bytes(folder: Path) -> int:
 
 
 def _refuse_others(environment: Environment, wanted: Mark) -> None:
-    held = environment.version
-    if environment.mark is not None and (held != wanted.vllm or environment.mark.device != wanted.device):
+    held, make = environment.version, environment.make
+    if environment.mark is not None and (held != make.version or environment.mark.device != wanted.device):
         raise EngineError(
-            f"{environment.folder} holds vLLM {held} for {environment.mark.device}",
-            f"asked for is {wanted.vllm} for {wanted.device}",
+            f"{environment.folder} holds {make.name} {held} for {environment.mark.device}",
+            f"asked for is {make.version} for {wanted.device}",
             hint="name another --folder, or take that one away first",
         )
     if environment.mark is None and environment.folder.exists():
@@ -139,12 +141,13 @@ def _refuse_others(environment: Environment, wanted: Mark) -> None:
             )
 
 
-def _require_room(folder: Path, gib: float) -> None:
+def _require_room(environment: Environment, gib: float) -> None:
+    folder = environment.folder
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(parent).free + (size_bytes(folder) if folder.exists() else 0)
     if free < gib * 2**30:
         raise EngineError(
-            f"no room for vLLM at {folder}",
+            f"no room for {environment.make.name} at {folder}",
             f"{free / 2**30:.1f} GiB are free, it takes {gib:g}",
             hint="make room, or name a folder on another disk by --folder",
         )
@@ -162,9 +165,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _constraints(name: str) -> Iterator[list[str]]:
+def _constraints(make: Make, name: str) -> Iterator[list[str]]:
     if not name:
         yield []
         return
-    with resources.as_file(resources.files("etude.inference.vllm").joinpath(name)) as path:
+    with resources.as_file(resources.files(f"etude.inference.{make.key}").joinpath(name)) as path:
         yield ["--constraint", str(path)]
