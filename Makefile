@@ -41,7 +41,7 @@ lint: $(VENV)/.dev
 test: lint
 	@if ls $(NATIVE).* > /dev/null 2>&1 && cargo --version > /dev/null 2>&1; then \
 		for crate in $(CRATES); do (cd $$crate && cargo test $(CARGO)) || exit 1; done; fi
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: lint
 	$(BIN)/pytest

@@ -32,7 +32,9 @@ from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Packed, Transformer
 from etude.models.parts import Family, Latent, Routing, Scores
-from etude.numerics.operators import Exact, Native, Operators
+from etude.numerics.exact.operators import Exact
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 from etude.numerics.parallel import Split
 from etude.records import CompletionRequest, Sampling, Version
 

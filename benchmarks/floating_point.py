@@ -27,7 +27,9 @@ from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, load_model
 from etude.models.attention import Packed
 from etude.models.checkpoint import save_model
-from etude.numerics.operators import Exact, Native, Operators
+from etude.numerics.exact.operators import Exact
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 from etude.records import Sample
 from etude.training.routes import Replay
 from etude.training.rows import lay_flat, microbatches

@@ -21,7 +21,7 @@ from benchmarks import gpu_model
 from benchmarks.gpu_model import TINY, Peaks, Work, kernels, peaks, qwen, random_model, seconds, share
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
-from etude.numerics.operators import Native
+from etude.numerics.native import Native
 
 EVERY = 4  # one token of so many carries loss
 

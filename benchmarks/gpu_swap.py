@@ -27,7 +27,7 @@ from benchmarks.gpu_model import TINY, peaks, qwen, random_model, seconds, wait
 from etude.inference import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, hf_views
-from etude.numerics.operators import Native
+from etude.numerics.native import Native
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.weights import Update
 from etude.weights.follow.runtime_map import Map, named

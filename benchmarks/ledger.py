@@ -37,6 +37,7 @@ from etude.records.task import Split, Trust
 
 SIBLINGS, A_STEP, LIVE_STEPS = 8, 1024, 2  # rollouts of a group, of a step of the past; steps that are really played
 LIVE = 16 * SIBLINGS  # rollouts of such a step
+TOGETHER = 16  # rollouts of half a step are started and finished so many at once, the others one by one
 FIRST_LIVE = 1_000_000  # number of the first such step: beyond every length's past
 TASK = Task(source="t", split=Split.TRAIN, index=0, family="f", instruction="i", files={}, exports=())
 LIFE = (("", "admitted", ""), ("admitted", "running", ""), ("running", "graded", "judged"))
@@ -123,6 +124,22 @@ class Costs:
         return {name: round(1e6 * sorted(took)[len(took) // 2], 1) for name, took in self._took.items()}
 
 
+def ended(spec: RolloutSpec) -> tuple[Rollout, Graded]:
+    """A rollout that did nothing, and its grade."""
+    rollout = Rollout(
+        rollout_id=spec.rollout_id,
+        group_id=spec.group_id,
+        attempt=0,
+        task=TASK,
+        trace=Trace(()),
+        ending=Ending.SUBMITTED,
+        exports={},
+        wall_s=0.0,
+        tool_s=0.0,
+    )
+    return rollout, Graded(reward=0.0, terms={}, trust=Trust.DATA, reason="judged")
+
+
 def play(ledger: Ledger, traces: Path, step: int, costs: Costs) -> list[str]:
     """One step's rollouts through all of their states, as the conductor does it."""
     first = ledger.num_groups()
@@ -134,30 +151,19 @@ def play(ledger: Ledger, traces: Path, step: int, costs: Costs) -> list[str]:
         ]
 
         def admit(specs: list[RolloutSpec] = specs) -> None:
-            for spec in specs:
-                ledger.admit(spec)
+            ledger.admit(*specs)
             ledger.move_cursor("train", ledger.cursor("train") + 1)
 
         costs("num_groups", ledger.num_groups)
         costs("admit a group", lambda admit=admit: ledger.transaction(admit))  # type: ignore[misc]
-    while (rollout_id := costs("next_waiting", ledger.next_waiting)) is not None:
-        costs("start", lambda i=rollout_id: ledger.move(i, "running"))  # type: ignore[misc]
-        spec = ledger.spec(rollout_id)
-        done = Rollout(
-            rollout_id=rollout_id,
-            group_id=spec.group_id,
-            attempt=0,
-            task=TASK,
-            trace=Trace(()),
-            ending=Ending.SUBMITTED,
-            exports={},
-            wall_s=0.0,
-            tool_s=0.0,
-        )
-        graded = Graded(reward=0.0, terms={}, trust=Trust.DATA, reason="judged")
-        costs("finish", lambda done=done, graded=graded: ledger.finish(done, graded))  # type: ignore[misc]
-        costs("group_ready", lambda group=spec.group_id: ledger.group_ready(group))  # type: ignore[misc]
-    groups = [ledger.group(name) for name in costs("open_groups", ledger.open_groups)]
+    for _ in range(LIVE // 2):
+        (spec,) = costs("start", lambda: ledger.start(1))
+        costs("finish", lambda spec=spec: ledger.finish(*ended(spec)))  # type: ignore[misc]
+        costs("ready_groups", lambda spec=spec: ledger.ready_groups([spec.group_id]))  # type: ignore[misc]
+    while specs := costs(f"start {TOGETHER}", lambda: ledger.start(TOGETHER)):
+        done = [ended(spec) for spec in specs]
+        costs(f"finish {TOGETHER}", lambda done=done: ledger.finish_all(done))  # type: ignore[misc]
+    groups = [costs("group", lambda name=name: ledger.group(name)) for name in costs("open_groups", ledger.open_groups)]
     batch = make_batch(groups, batch_id=f"b{step}", step=step, max_lag=9)
     write_trace(traces, batch, groups)
     costs("batch of a step", lambda: ledger.batch(batch))

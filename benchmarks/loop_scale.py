@@ -3,7 +3,8 @@
 The real conductor, window, ledger (both kinds), traces and channel of weights; rollouts, grades and steps are stood in
 for: a rollout is a wait of .5 to 1.5 s drawn by its seed and 200 tokens, a step is a wait of `STEP_S`. As many run at
 once as the groups ask for, so with sixteen times the groups there should be sixteen times the rollouts a second: what
-is missing is what the conductor costs. Each case has a process of its own; the audit ends each.
+is missing is what the conductor costs. A stall is how late its loop came round to a beat. Each case has a process of
+its own; the audit ends each.
 `python -m benchmarks.loop_scale [--scales 1 4 16] [--kinds sqlite postgres] [--steps 6]`
 """
 
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,18 +35,20 @@ from etude.experience import audit
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig
 from etude.loop.room import Limit
-from etude.records import Graded, Outcome, Rollout, RolloutSpec, Task, Version
+from etude.records import Graded, Rollout, RolloutSpec, Task, Version
 from etude.records.rollout import Ending
+from etude.records.sample import Published
 from etude.records.task import Split, Trust
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry, read_events
-from etude.testing import FakeLearner
+from etude.testing import FakeCaller, FakeCrew
 from etude.weights.chain.channel import Channel
 from etude.weights.chain.steps import Steps
 from etude.weights.tensors import Tensor
 
 GROUPS, SIBLINGS, A_ROLLOUT_S, STEP_S, WARM_STEPS = 16, 8, 1.0, 1.0, 2
+BEAT_S = 0.01  # the loop is asked this often whether it comes round
 PICTURE = Path(__file__).parents[1] / "docs" / "concepts" / "loop-scale.svg"
 
 
@@ -58,68 +62,51 @@ class Tasks:
         return Task(source="s", split=split, index=index, family="f", instruction="i", files={}, exports=())
 
 
-class Learner:
-    """Waits where a learner computes; publishes a version of two numbers."""
+def publishing(run: RunFolder) -> Callable[[int, Sequence[str]], Published]:
+    """Publishes versions of two numbers in a run's real channel."""
+    channel, versions = Channel(DirectoryStore(run / "weights")), list[Version | None]([None])
 
-    name = "learner"
+    def publish(step: int, rollout_ids: Sequence[str]) -> Published:
+        weights = {"w": Tensor("bf16", (2,), np.array([step, 1], np.uint16))}
+        done = channel.publish(weights, step=step, parent=versions[-1], rollout_ids=tuple(rollout_ids))
+        versions.append(done.version)
+        return done
 
-    def __init__(self, run: RunFolder) -> None:
-        self.lost, self._made, self._version = asyncio.Event(), FakeLearner(), None
-        self._channel, self._offered = Channel(DirectoryStore(run / "weights")), ()
-
-    async def call(self, method: str, kind: type, *args: Any, deadline_s: float) -> Any:
-        if method == "forward_backward":
-            await asyncio.sleep(STEP_S)
-            self._made.batches.clear()
-        if method in ("forward_backward", "optim_step", "save"):
-            return getattr(self._made, method)(*args)
-        if method == "offer":
-            self._offered = args[0]
-        if method == "published":
-            weights = {"w": Tensor("bf16", (2,), np.array([self._made.step, 1], np.uint16))}
-            done = self._channel.publish(weights, step=self._made.step, parent=self._version, rollout_ids=self._offered)
-            self._version = done.version
-            return done
-        return {"begin": 0, "parity": "", "probe": [], "computed": ({}, {})}.get(method)
+    return publish
 
 
-class Crew:
-    """Workers that wait, graders that draw."""
+def play(spec: RolloutSpec) -> Rollout:
+    return Rollout(
+        rollout_id=spec.rollout_id,
+        group_id=spec.group_id,
+        attempt=spec.attempt,
+        task=spec.task,
+        trace=chain([(spec.min_step, 100)], [(spec.min_step, 94)]),
+        ending=Ending.SUBMITTED,
+        exports={},
+        wall_s=1.0,
+        tool_s=0.0,
+    )
 
-    def __init__(self, run: RunFolder, config: RunConfig) -> None:
-        self.config, self.engines, self.far, self._learner = config, dict[str, Any](), (), Learner(run)
-        self.learners = SimpleNamespace(pick=self._pick)
-        self.max_running = Limit(config.experience.groups_per_step * config.experience.group_size)
 
-    async def _pick(self, *, deadline_s: float) -> Learner:
-        return self._learner
+def drawn(rollout: Rollout) -> Graded:
+    reward = float(random.Random(rollout.rollout_id).random() < 0.5)
+    return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="drawn")
 
-    def wants_parity(self, learner_class: str) -> None:
-        """There are no engines to be held to it."""
 
-    def head(self, version: Version) -> None:
-        """Nor any that could be behind."""
+def takes_s(spec: RolloutSpec) -> float:
+    return A_ROLLOUT_S * random.Random(spec.seed).uniform(0.5, 1.5)
 
-    async def some_engine(self) -> None:
-        """Nor any to wait for."""
 
-    async def rollout(self, spec: RolloutSpec) -> Rollout:
-        await asyncio.sleep(A_ROLLOUT_S * random.Random(spec.seed).uniform(0.5, 1.5))
-        return Rollout(
-            rollout_id=spec.rollout_id,
-            group_id=spec.group_id,
-            attempt=spec.attempt,
-            task=spec.task,
-            trace=chain([(spec.min_step, 100)], [(spec.min_step, 94)]),
-            ending=Ending.SUBMITTED,
-            exports={},
-            wall_s=1.0,
-            tool_s=0.0,
-        )
-
-    async def grade(self, rollout: Rollout) -> Outcome:
-        reward = float(random.Random(rollout.rollout_id).random() < 0.5)
-        return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="drawn")
+async def stalls(work: Coroutine[Any, Any, None]) -> list[float]:
+    """Do work; by how many seconds the loop was late for each of its beats meanwhile, sorted."""
+    late, doing = list[float](), asyncio.ensure_future(work)
+    while not doing.done():
+        began = time.perf_counter()
+        await asyncio.wait([doing], timeout=BEAT_S)
+        late.append(max(0.0, time.perf_counter() - began - BEAT_S))
+    doing.result()
+    return sorted(late)
 
 
 def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
@@ -132,10 +119,13 @@ def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
     config = build(RunConfig, raw)
     run = RunFolder.create(folder / "run", config_toml=to_toml(config), seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-    crew, chat = Crew(run, config), SimpleNamespace(vocab_size=256)
+    learner = FakeCaller(publishing(run), step_s=STEP_S)
+    places = Limit(config.experience.groups_per_step * config.experience.group_size)
+    crew = FakeCrew(config, places, play=play, judge=drawn, takes_s=takes_s, learner=learner)
+    chat = SimpleNamespace(vocab_size=256)
     conductor = Conductor(run, config, telemetry, crew, Tasks(), chat)  # type: ignore[arg-type]
     cpu = time.process_time()
-    asyncio.run(conductor.reinforce())
+    late = asyncio.run(stalls(conductor.reinforce()))
     cpu_s = time.process_time() - cpu
     telemetry.close()
     done = [event["t"] for event in read_events(run / "events") if event["kind"] == "rl.step"]
@@ -148,6 +138,8 @@ def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
     return {
         "rollouts_a_s": round((len(done) - WARM_STEPS) * a_step / wall_s, 1),
         "step_s": round(wall_s / (len(done) - WARM_STEPS), 2),
+        "stall_ms_p99": round(1e3 * late[int(0.99 * len(late))], 1),
+        "stall_ms_max": round(1e3 * late[-1], 1),
         "conductor_cpu_ms_a_rollout": round(1e3 * cpu_s / total, 3),
         "ledger_bytes_a_rollout": round(file.stat().st_size / total) if file.exists() else None,
         "rollouts": total,

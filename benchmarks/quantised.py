@@ -41,10 +41,10 @@ from etude.models.headers import WEIGHTS
 from etude.models.low import is_rounded
 from etude.models.packed import PackedWeights
 from etude.numerics import Mode, NumericsConfig, Quantise
+from etude.numerics.choosing import operators_for
 from etude.numerics.config import ComputeDtype
 from etude.numerics.formats import FORMATS
 from etude.numerics.low import pack
-from etude.numerics.operators import operators_for
 from etude.records import CompletionRequest, Sampling, Version
 
 VERSION = Version(step=0, incarnation="00000000", digest="0" * 64)

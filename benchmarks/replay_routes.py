@@ -40,7 +40,9 @@ from etude.inference.kv import KVCache, Span, StepCache
 from etude.models import Transformer, hf_views, load_model
 from etude.models.attention import Packed
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
-from etude.numerics.operators import Exact, Native, Operators
+from etude.numerics.exact.operators import Exact
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.records.wire import Routes, pack

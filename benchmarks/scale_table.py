@@ -14,9 +14,13 @@ SHOWN = {
     "admit a group": "admit a group of 8",
     "start": "start a rollout",
     "finish": "finish one",
-    "next_waiting": "who is next",
+    "start 16": "start 16 at once",
+    "finish 16": "finish 16 at once",
     "open_groups": "which groups are open",
-    "group_ready": "is a group ready",
+    "ready_groups": "is a group ready",
+    "group": "a group's records",
+    "batch of a step": "the batch of a step of 128",
+    "commit of a step": "the commit of one",
 }
 
 
@@ -45,7 +49,7 @@ def _ledger(found: dict[str, Any]) -> list[str]:
     lines.append("| --- " * (1 + len(rows)) + "|")
     lines.append("| transitions a second | " + " | ".join(f"{row['transitions_a_s']:,}" for row in rows) + " |")
     lines.append("| CPU µs a transition | " + " | ".join(f"{row['cpu_us_a_transition']:.0f}" for row in rows) + " |")
-    for name, words in SHOWN.items():
+    for name, words in ((name, words) for name, words in SHOWN.items() if name in rows[0]["us"]):
         lines.append(f"| {words}, ms | " + " | ".join(f"{row['us'][name] / 1e3:.2f}" for row in rows) + " |")
     looks = ("audit --new", "audit", "reconcile")
     lines += [f"| `{name}`, s | " + " | ".join(f"{row[name]['s']:.2f}" for row in rows) + " |" for name in looks]
@@ -57,14 +61,15 @@ def _ledger(found: dict[str, Any]) -> list[str]:
 def _loop(found: dict[str, Any]) -> list[str]:
     lines = [
         "",
-        "| groups a step | ledger | rollouts a second | in proportion | conductor, CPU ms a rollout | memory, MB |",
+        "| groups a step | ledger | rollouts a second | in proportion | CPU ms a rollout | stall p99, ms | MB |",
     ]
-    lines.append("| --- " * 6 + "|")
+    lines.append("| --- " * 7 + "|")
     for kind, rows in found["kinds"].items():
         for row in rows:
             share = row["rollouts_a_s"] / (rows[0]["rollouts_a_s"] * row["scale"] / rows[0]["scale"])
             cells = (row["groups"], kind, f"{row['rollouts_a_s']:,}", f"{share:.0%}", row["conductor_cpu_ms_a_rollout"])
-            lines.append("| " + " | ".join(map(str, cells)) + f" | {row['peak_mb']:.0f} |")
+            told = (*cells, row.get("stall_ms_p99", ""), round(row["peak_mb"]))
+            lines.append("| " + " | ".join(map(str, told)) + " |")
     return lines
 
 

@@ -10,8 +10,8 @@ import torch
 
 from etude.models import ModelConfig, load_model
 from etude.models.attention import Packed
+from etude.numerics.choosing import operators_for
 from etude.numerics.config import NumericsConfig
-from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample
 from etude.records.rollout import Path as TokenPath
 from etude.stores import DirectoryStore

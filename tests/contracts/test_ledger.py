@@ -97,6 +97,65 @@ def test_a_full_ledger_admits_nobody(ledger, kit):
     assert ledger.states() == {"admitted": 8}
 
 
+def test_rollouts_that_do_not_all_fit_are_all_refused(ledger, kit):
+    with pytest.raises(LedgerError, match="all 8 are held"):
+        ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(9)])
+    with pytest.raises(LedgerError, match=re.escape("g000001.0 was admitted before")):
+        ledger.admit(*[kit.spec(f"g00000{i}.0") for i in (0, 1, 1)])
+    assert (ledger.states(), ledger.slots(), ledger.num_groups()) == ({}, (0, 8), 0)
+
+
+def test_rollouts_start_in_order_of_admission_at_the_attempt_that_counts(ledger, kit):
+    ledger.admit(*[kit.spec(f"g00000{i}.0") for i in (3, 1, 2)])
+    assert [spec.rollout_id for spec in ledger.start(2)] == ["g000003.0", "g000001.0"]
+    ledger.move("g000003.0", "requeued", reason="its worker died")
+    assert [(spec.rollout_id, spec.attempt) for spec in ledger.start(8)] == [("g000003.0", 1), ("g000002.0", 0)]
+    assert ledger.start(8) == []
+    assert ledger.states() == {"running": 3}
+
+
+def test_of_rollouts_that_end_together_each_counts_once(ledger, kit):
+    ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(3)])
+    ledger.start(2)
+    ids = ["g000000.0", "g000000.1", "g000000.0", "g000000.2"]
+    ended = [(kit.rollout(i), kit.invalid if i == "g000000.1" else kit.graded(number)) for number, i in enumerate(ids)]
+    assert ledger.finish_all(ended) == [True, True, False, False]  # delivered twice; never started
+    assert ledger.states() == {"graded": 1, "invalid": 1, "admitted": 1}
+    assert (ledger.row("g000000.0").reward, ledger.row("g000000.1").boundary) == (0.0, "machine")
+    assert ledger.ready_groups(["g000000"]) == set()
+
+
+def test_many_rollouts_take_as_many_statements_as_few(place, kit):
+    """The same calls for 2 and for 1,050 rollouts; more than `AT_ONCE` take another round of them."""
+    counted = {}
+    for many in (2, 24, 1050):
+        ledger = Ledger(
+            place.replace("#", f"#{many}-") if isinstance(place, str) else place.with_name(f"{many}"), capacity=many
+        )
+        counted[many], database = 0, ledger._db
+
+        def count(call, many=many):
+            def counting(*args):
+                counted[many] += 1
+                return call(*args)
+
+            return counting
+
+        database.execute, database.rows = count(database.execute), count(database.rows)
+        ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(many)])
+        ended = [(kit.rollout(spec.rollout_id), kit.graded(spec.attempt)) for spec in ledger.start(many)]
+        assert all(ledger.finish_all(ended))
+        batch = batch_of(ledger, "g000000")
+        ledger.batch(batch)
+        ledger.commit(batch.rollout_ids, kit.version(1))
+        assert ledger.states() == {"no-signal": many}
+        ledger.reconcile([])
+        assert ledger.states() == {"graded": many}
+        ledger.close()
+    assert counted[24] == counted[2]
+    assert counted[1050] < 2 * counted[2]
+
+
 def test_a_rollout_without_an_advantage_ends_as_no_signal(ledger, kit, finish_group):
     finish_group("g000000", [1.0, 1.0])
     batch = batch_of(ledger, "g000000")
@@ -142,7 +201,7 @@ def test_a_rollout_whose_worker_left_nothing_is_invalid_data_of_its_group(ledger
     ledger.move("g000000.0", "running")
     ledger.fail("g000000.0", kit.invalid)
     stored = ledger.group("g000000")
-    assert ledger.group_ready("g000000")
+    assert ledger.ready_groups(["g000000"]) == {"g000000"}
     assert (stored.valid, stored.invalid) == ((), (kit.invalid,))
     assert ledger.row("g000000.0").boundary == "machine"
 
@@ -151,7 +210,7 @@ def test_groups_come_in_order_of_admission_whatever_finished_first(ledger, kit, 
     ledger.admit(kit.spec("g000007.0"))
     finish_group("g000003", [1.0])
     assert ledger.open_groups() == ["g000007", "g000003"]
-    assert [ledger.group_ready(g) for g in ledger.open_groups()] == [False, True]
+    assert ledger.ready_groups(ledger.open_groups()) == {"g000003"}
     assert ledger.num_groups() == 2
 
 

@@ -18,7 +18,8 @@ from etude.environments import NamespaceRuntime
 from etude.environments.burst import Capacity, FleetHost, FleetRuntime, WarmRuntime
 from etude.environments.gvisor import GVisorRuntime
 from etude.errors import MachineError
-from etude.seams import Machine, Printed, Runtime, Started
+from etude.records.command import Printed, Started
+from etude.seams import Machine, Runtime
 from etude.testing import MemoryRuntime
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.small_disk import small_disk
 
 from etude.errors import StoreError
 from etude.experience import Ledger, audit
@@ -98,13 +99,9 @@ def test_kill_9_at_random_points_loses_no_finished_rollout_and_trains_none_twice
     assert len(lineage) >= 4
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs a small filesystem of its own")
 def test_a_disk_that_fills_up_is_a_store_error_and_the_ledger_stays_whole(tmp_path):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this machine mounts no tmpfs")
-    try:
-        ledger = Ledger(tmp_path / "ledger.sqlite", capacity=4)
+    with small_disk(tmp_path, "512k") as disk:
+        ledger = Ledger(disk / "ledger.sqlite", capacity=4)
         ledger.remember("note", "before")
         with pytest.raises(StoreError, match="cannot be written") as caught:
             ledger.remember("note", "x" * 2_000_000)
@@ -113,5 +110,3 @@ def test_a_disk_that_fills_up_is_a_store_error_and_the_ledger_stays_whole(tmp_pa
         ledger.remember("note", "after")
         assert ledger.recall("note") == "after"
         ledger.close()
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)

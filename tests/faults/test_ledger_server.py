@@ -12,14 +12,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import psutil
 import psycopg
 import pytest
 from tests.faults.test_ledger import CHILD, lineage_of
+from tests.postgres_server import PostgresServer, programs
+from tests.running import Running
+from tests.small_disk import fill, small_disk
 from tests.small_rollouts import Kit
 
 from etude.errors import LedgerError, StoreError
-from etude.experience import Ledger, audit
-from etude.experience import postgres as server_module
+from etude.experience import Ledger, audit, server_session
+from etude.experience import postgres as postgres_module
 from etude.experience.database import check_server
 
 
@@ -173,7 +177,7 @@ def test_a_conductor_that_lost_its_lock_to_another_writes_no_more(postgres, tmp_
         relay.close()  # cut off; the server notices at once
         second = Ledger(f"{postgres.url}#{tmp_path.name}", capacity=8)
         with between(postgres, tmp_path) as (way, _):
-            first._db._url = first._db._url.replace(str(relay.port), str(way.port))
+            first._db.session.url = first._db.session.url.replace(str(relay.port), str(way.port))
             with pytest.raises(LedgerError, match="written by another conductor"):
                 first.admit(kit.spec("g000000.0"))
         assert second.states() == {}
@@ -185,7 +189,7 @@ def test_confirmed_transactions_that_a_server_lost_end_the_run(postgres, place, 
     ledger = Ledger(place, capacity=8)
     ledger.admit(kit.spec("g000000.0"))
     with psycopg.connect(postgres.url, autocommit=True) as other:  # as a standby that was behind would have it
-        schema = server_module.schema_of(tmp_path.name)
+        schema = postgres_module.schema_of(tmp_path.name)
         other.execute(f"UPDATE {schema}.meta SET value = '\"an older one\"' WHERE key = 'commit'".encode())
     postgres.kill()
     postgres.start()
@@ -196,7 +200,7 @@ def test_confirmed_transactions_that_a_server_lost_end_the_run(postgres, place, 
 
 
 def test_a_server_that_stays_away_is_an_error_in_time_and_one_that_returns_goes_on(postgres, place, kit, monkeypatch):
-    monkeypatch.setattr(server_module, "RECONNECT_S", 0.5)
+    monkeypatch.setattr(postgres_module, "RECONNECT_S", 0.5)
     ledger = Ledger(place, capacity=8)
     postgres.kill()
     with pytest.raises(StoreError, match=r"waited 0\.5 s for the ledger's server") as caught:
@@ -211,14 +215,105 @@ def test_a_server_that_stays_away_is_an_error_in_time_and_one_that_returns_goes_
 def test_a_session_that_hangs_is_given_up_and_ended_and_the_work_done_once(place, kit, monkeypatch):
     said: list[str] = []
     ledger = Ledger(place, capacity=8, said=said.append)
-    backend = ledger._db._connection.info.backend_pid
-    monkeypatch.setattr(server_module, "ANSWER_S", 0.0)
-    monkeypatch.setattr(server_module, "PATIENCE_S", 0.5)
+    backend = ledger._db.session.connection.info.backend_pid
+    monkeypatch.setattr(server_session, "ANSWER_S", 0.0)
+    monkeypatch.setattr(server_session, "PATIENCE_S", 0.5)
     os.kill(backend, signal.SIGSTOP)
     threading.Timer(2.0, os.kill, (backend, signal.SIGCONT)).start()
     ledger.admit(kit.spec("g000000.0"))
     assert (ledger.states(), len(said)) == ({"admitted": 1}, 1)
     ledger.close()
+
+
+@pytest.fixture
+def crowded(tmp_path, monkeypatch) -> Iterator[PostgresServer]:
+    """A server on a small disk of its own."""
+    bin = programs()
+    assert bin is not None
+    monkeypatch.setenv("PGPASSWORD", "a-password")
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        server = PostgresServer(disk, bin)
+        yield server
+        server.stop()
+
+
+def test_a_servers_disk_without_room_for_rows_is_an_error_and_goes_on_once_there_is(crowded, kit):
+    ledger = Ledger(f"{crowded.url}#a-run", capacity=8)
+    ledger.admit(kit.spec("g000000.0"))
+    ballast = fill(crowded.folder)
+    with pytest.raises(StoreError, match=r"cannot be written.* No space left on device") as caught:
+        ledger.put("g000000.0", "log", os.urandom(300_000))
+    assert "free the server's disk" in caught.value.hint
+    assert (ledger.states(), ledger.get("g000000.0", "log")) == ({"admitted": 1}, None)
+    ballast.unlink()
+    ledger.put("g000000.0", "log", b"x")
+    ledger.close()
+
+
+def test_a_server_that_ends_for_want_of_room_for_its_log_has_what_it_confirmed(crowded, kit, monkeypatch):
+    monkeypatch.setattr(postgres_module, "RECONNECT_S", 0.5)
+    ledger, confirmed = Ledger(f"{crowded.url}#a-run", capacity=8), list[int]()
+    ballast = fill(crowded.folder)
+
+    def until_it_ends() -> None:
+        for number in range(1000):
+            ledger.remember("note", number)
+            confirmed.append(number)
+            with suppress(psycopg.Error), psycopg.connect(crowded.url, autocommit=True) as other:
+                other.execute("SELECT pg_switch_wal()")  # other runs on this server use up its log
+
+    with pytest.raises(StoreError, match="for the ledger's server") as caught:
+        until_it_ends()
+    assert "disk" in caught.value.hint
+    ballast.unlink()
+    crowded.start()
+    assert ledger.recall("note") == confirmed[-1]
+    ledger.admit(kit.spec("g000000.0"))
+    ledger.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("left_bytes", [0, 300_000])
+def test_a_run_whose_servers_disk_fills_up_ends_by_name_and_resumes_with_room(
+    crowded, game, cli_in, tmp_path, left_bytes
+):
+    running = Running(cli_in(tmp_path), game.config).begin("rl.steps=40", f"experience.ledger={crowded.url}")
+    try:
+        running.at_step(2)
+        ballast = fill(crowded.folder, left_bytes)
+        assert running.end() not in (0, None)
+        assert "Traceback" not in running.said, running.said
+        assert "error: " in running.said
+        assert "disk" in running.said.partition("hint: ")[2], running.said
+        running.assert_nothing_left()
+        ballast.unlink()
+        if not crowded.runs:
+            crowded.start()
+        assert running.resume().end() == 0, running.said
+        running.assert_sound()
+    finally:
+        running.stop()
+
+
+def test_a_server_of_a_test_ends_with_the_process_that_started_it(tmp_path):
+    script = """
+import sys
+from pathlib import Path
+from tests.postgres_server import PostgresServer, programs
+server = PostgresServer(Path(sys.argv[1]), programs())
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+    argv = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as tests:
+        assert tests.stdout is not None
+        server = psutil.Process(int(tests.stdout.readline()))
+        family = [server, *server.children(recursive=True)]
+        assert len(family) > 1
+        tests.kill()
+    _, left = psutil.wait_procs(family, 20)
+    assert not left
 
 
 def refused(what: Callable[[], object], words: str, hint: str) -> None:

@@ -22,7 +22,8 @@ from tests.here import opened
 import etude
 from etude.environments import MachineLimits, NamespaceRuntime
 from etude.errors import MachineError
-from etude.seams import ExecResult, Machine
+from etude.records.command import ExecResult
+from etude.seams import Machine
 
 MIB = 1 << 20
 

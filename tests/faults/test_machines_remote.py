@@ -21,7 +21,7 @@ from etude.environments import NamespaceRuntime
 from etude.environments.remote import ClientConfig, Keyring, Quota, RemoteRuntime, create_app, serving
 from etude.environments.remote.sandboxes import Boxes
 from etude.errors import MachineError
-from etude.seams import Printed
+from etude.records.command import Printed
 
 KEY = "e2b_" + "0123456789" * 4
 CLIENT = """

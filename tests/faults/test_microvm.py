@@ -22,7 +22,8 @@ from tests.here import opened
 from tests.virtual import microvm
 
 from etude.environments.microvm import MicroVMRuntime
-from etude.seams import ExecResult, Machine, Printed, Started
+from etude.records.command import ExecResult, Printed, Started
+from etude.seams import Machine
 
 MIB = 1 << 20
 

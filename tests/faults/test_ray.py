@@ -78,6 +78,25 @@ def test_a_run_goes_on_when_the_node_of_its_learner_is_lost_and_grows_again_when
     joined.end()
 
 
+def test_a_learner_whose_ranks_are_on_two_nodes_loses_one_and_goes_on_when_another_joins(
+    running: Running, nodes: Nodes, whole: tuple[Node, Node]
+) -> None:
+    running.begin("rl.steps=8", "learner.ranks=2", "learner.expert_parallel=2", on=nodes.address).at_step(2)
+    of_rank = hosting(running, "learner-host-1", whole)
+    assert hosting(running, "learner", whole) is not of_rank
+    of_rank.lose()
+    running.until(lambda: any(e["state"] == "lost" for e in running.events("lineage")), "the learner to be missed")
+    joined = nodes.add("c", learner=1)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+    said = (running.path / "logs" / "learner.log").read_text()
+    assert "rank 1 of the learner, on " in said
+    assert nodes.address.partition(":")[0] in said, "the host is named by the address that others reach"
+    redone = running.cli("replay", running.path, "8", "--json")
+    assert redone.returncode == 0, redone.stdout + redone.stderr
+    joined.end()
+
+
 def test_a_run_whose_actors_are_killed_ends_and_its_audit_is_sound(
     running: Running, nodes: Nodes, whole: tuple[Node, Node]
 ) -> None:

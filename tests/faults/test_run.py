@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.running import Running, event_of
+from tests.small_disk import fill, small_disk
 
 from etude import cli as etude
 from etude.run import RunFolder
@@ -427,27 +427,22 @@ def _files(folder: Path) -> dict[Path, int]:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "etude-test", str(disk)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", "64m") as mounted:
+        yield mounted
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("left_bytes", [0, 4096, 65_536, 300_000])
 def test_a_disk_that_fills_up_ends_the_run_by_name_and_loses_nothing(
-    game: Any, tmp_path: Path, small_disk: Path, cli_in: Callable[[Path], Any], left_bytes: int
+    game: Any, tmp_path: Path, disk: Path, cli_in: Callable[[Path], Any], left_bytes: int
 ) -> None:
-    running = Running(cli_in(tmp_path), game.config, runs=small_disk).begin("rl.steps=40")
+    running = Running(cli_in(tmp_path), game.config, runs=disk).begin("rl.steps=40")
     try:
         running.at_step(2)
-        ballast = _fill(small_disk, left_bytes)
+        ballast = fill(disk, left_bytes)
         assert running.end() not in (0, None)
         assert "Traceback" not in running.said, running.said
         assert "error: " in running.said
@@ -458,16 +453,6 @@ def test_a_disk_that_fills_up_ends_the_run_by_name_and_loses_nothing(
         running.assert_sound()
     finally:
         running.stop()
-
-
-def _fill(disk: Path, left_bytes: int) -> Path:
-    ballast = disk / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(65_536))
-    with ballast.open("r+b") as file:
-        file.truncate(max(0, ballast.stat().st_size - left_bytes))
-    return ballast
 
 
 FROM_NOTHING = """seed = 1

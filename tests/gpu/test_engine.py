@@ -23,7 +23,8 @@ from etude.inference.watched import engine_results
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.attention import Packed
 from etude.numerics.gpu import ExactGpu
-from etude.numerics.operators import Native, Operators
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 from etude.records.completion import CompletionRequest, Sampling, Version
 from etude.weights import Update
 from etude.weights.delta.arrays import tensor_of

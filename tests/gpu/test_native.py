@@ -18,7 +18,8 @@ from etude.models.experts import Choice
 from etude.models.experts import mix as on_the_host
 from etude.numerics import mixtures, varlen
 from etude.numerics.gpu import rows as programs
-from etude.numerics.operators import Native, Operators
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")

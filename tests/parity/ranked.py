@@ -17,7 +17,8 @@ from torch import distributed
 
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.parallel import share_of
-from etude.numerics.operators import Native, Operators
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel, RankLost, Split
 from etude.training.ranks import Alone, Ranks
 

@@ -15,7 +15,7 @@ from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics import ComputeDtype, Mode, Native, NumericsConfig, Operators
-from etude.numerics.operators import Exact
+from etude.numerics.exact.operators import Exact
 from etude.records import Batch, Completion, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.training import LearnerConfig, TorchLearner

@@ -15,7 +15,8 @@ from etude.inference.engine import ReferenceEngine
 from etude.models import ModelConfig
 from etude.models.parts import Family, Latent, Routing, Scores
 from etude.numerics.exact import products
-from etude.numerics.operators import Exact, Native
+from etude.numerics.exact.operators import Exact
+from etude.numerics.native import Native
 
 QWEN = ModelConfig(
     vocab_size=61, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_size=20,

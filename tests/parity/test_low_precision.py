@@ -18,8 +18,8 @@ from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.models.packed import PackedWeights
 from etude.models.parts import Family, Latent, Routing, Scores
 from etude.numerics import NumericsConfig, Quantise
+from etude.numerics.choosing import operators_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.operators import operators_for
 from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.stores import MemoryStore

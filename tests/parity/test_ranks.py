@@ -17,10 +17,13 @@ from tests.parity.test_exact import DEEPSEEK, QWEN
 from etude.errors import ConfigError
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.parallel import cut, share
+from etude.numerics.choosing import operators_for
 from etude.numerics.config import NumericsConfig, Quantise
+from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
 from etude.numerics.low import Quantised
-from etude.numerics.operators import Exact, Native, Operators, operators_for
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 from etude.numerics.parallel import Parallel, Split
 from etude.training.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following
 from etude.models import ModelConfig, Transformer, hf_views
-from etude.numerics.operators import Exact
+from etude.numerics.exact.operators import Exact
 from etude.records import Completion
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor

@@ -118,7 +118,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.open_step is None)
     @rule()
     def batch(self) -> None:
-        ready = [g for g in self.ledger.open_groups() if self.ledger.group_ready(g)][:2]
+        ready = sorted(self.ledger.ready_groups(self.ledger.open_groups()))[:2]
         groups = [self.ledger.group(g) for g in ready]
         if not groups:
             return

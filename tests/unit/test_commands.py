@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from etude.environments.commands import Commands
-from etude.seams import Command, ExecResult
+from etude.records.command import Command, ExecResult
 
 DONE = ExecResult(exit_code=0, output=b"", timed_out=False, truncated=False, wall_s=0.0)
 

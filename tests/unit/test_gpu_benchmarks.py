@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from etude.models import Transformer
-from etude.numerics.operators import Native
+from etude.numerics.native import Native
 
 CPU = torch.device("cpu")
 MADE_UP = Peaks("a chip", 1e12, 1e11, 0.8e12, 0.9e11)

@@ -21,7 +21,8 @@ from types import MappingProxyType
 from etude.environments.backends import open_runtime
 from etude.environments.images.store import ImageStore, default_store
 from etude.errors import InputError
-from etude.seams import Machine, Printed, Runtime, Started
+from etude.records.command import Printed, Started
+from etude.seams import Machine, Runtime
 
 _CHUNK = 64 << 10
 _MOST_BYTES = 256 << 20

@@ -141,8 +141,8 @@ def _model(asked: Asked, dtype: str, *, packed: bool = False) -> Transformer:
     from etude.models import load_model
     from etude.models.packed import PackedWeights
     from etude.numerics import Mode, NumericsConfig, Quantise
+    from etude.numerics.choosing import operators_for
     from etude.numerics.formats import FORMATS
-    from etude.numerics.operators import operators_for
 
     numerics = NumericsConfig(Mode(asked.mode), Quantise(asked.quant))
     kind: torch.dtype = getattr(torch, dtype)

@@ -90,6 +90,9 @@ def _new_name(config: Path) -> str:
 
 def _join(on: str, config: RunConfig, runs: Path) -> None:
     """Connect to a Ray cluster whose nodes can take part. Raises `ConfigError`."""
+    if config.fleet.ranks_away:
+        facts, hint = f"Ray places the ranks where --on {on} says", "leave fleet.ranks_away and fleet.ranks_at out"
+        raise ConfigError(f"fleet.ranks_away = {config.fleet.ranks_away} with --on", facts, hint=hint)
     try:
         from etude.loop import ray_cluster
     except ImportError:

@@ -31,6 +31,11 @@ def require(programs: dict[str, str], what: str) -> None:
             raise MachineError(f"{program} not found", f"{what} run in it", hint=f"install: {package}")
 
 
+def bound(command: Sequence[str], *, by: str = "KILL") -> list[str]:
+    """A command that gets this signal when the thread that starts it ends, and is not begun where it already has."""
+    return ["setpriv", f"--pdeathsig={by}", "--", "sh", "-c", _STILL_THERE, str(os.getpid()), *command]
+
+
 class BoundProcess:
     """A started program. `said` is a descriptor that its standard error, and output where none is given, go to."""
 
@@ -44,10 +49,9 @@ class BoundProcess:
         fds: Sequence[int],
     ) -> None:
         self._said, self._closed = said, False
-        bound = ["setpriv", "--pdeathsig=KILL", "--", "sh", "-c", _STILL_THERE, str(os.getpid()), *command]
         try:
             self._process = subprocess.Popen(
-                bound,
+                bound(command),
                 stdin=subprocess.DEVNULL if stdin is None else stdin,
                 stdout=said if stdout is None else stdout,
                 stderr=said,

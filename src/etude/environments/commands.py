@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Unpack
 
 from etude.errors import MachineError
-from etude.seams import Command, ExecOptions, ExecResult
+from etude.records.command import Command, ExecOptions, ExecResult
 
 Begin = Callable[[Command], Coroutine[Any, Any, ExecResult]]
 MAX_COMMANDS = 4096  # of one machine: each keeps its result

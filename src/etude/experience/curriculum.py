@@ -13,7 +13,7 @@ the batches in order of admission, so synchronous RL repeats. Knows nothing of t
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from etude.experience.groups import Group
 
@@ -55,11 +55,11 @@ class Signals:
         with_signal, seen = self._counts.get(family, (0.0, 0.0))
         self._counts[family] = (MEMORY * with_signal + signal, MEMORY * seen + 1.0)
 
-    def count(self, groups: Iterable[Group], known: Callable[[str], bool]) -> None:
+    def count(self, groups: Iterable[Group], known: Container[str]) -> None:
         """Count the groups of a step, but for those without a valid member, and those whose id is `known`: counted
         when a lineage trained them that was lost since."""
         for group in groups:
-            if group.valid and not known(group.group_id):
+            if group.valid and group.group_id not in known:
                 self.add(group.valid[0][0].task.family, signal=len(set(group.rewards)) > 1)
 
     def chance(self, family: str) -> float:

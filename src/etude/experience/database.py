@@ -8,7 +8,7 @@ Knows nothing of what a state means.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -18,6 +18,7 @@ from etude.errors import LedgerError
 FORMAT = 1
 """Of the tables, the same in both."""
 SERVERS = ("postgresql://", "postgres://")
+AT_ONCE = 1000  # rows of values in one statement: both databases take some 32,000 values
 
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, position)",
@@ -50,10 +51,6 @@ class Database(Protocol):
         Outside `transact` it commits by itself."""
         ...
 
-    def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
-        """One statement for every row of values."""
-        ...
-
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
 
     def prove(self) -> None:
@@ -65,14 +62,35 @@ class Database(Protocol):
         ...
 
 
+def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
+    """One statement for many rows, as many round trips as for one. `VALUES ?` stands for all of them; a query over
+    them calls their columns column1, column2 …, in both databases, and casts what may be null."""
+    for first in range(0, len(rows), AT_ONCE):
+        some = rows[first : first + AT_ONCE]
+        row = f"({marks(some[0])})"
+        values = (value for one in some for value in one)
+        db.execute(sql.replace("VALUES ?", f"VALUES {', '.join([row] * len(some))}"), *values)
+
+
+def marks(values: Collection[Any]) -> str:
+    """A place for each value.
+
+    >>> marks(["a", "b"])
+    '?, ?'
+    """
+    return ", ".join("?" * len(values))
+
+
 def open_database(
     place: Path | str, *, readonly: bool = False, check: Callable[[], None] | None = None, said: Callable[[str], None]
 ) -> Database:
     """A path is an SQLite file, `postgresql://host/db#run_id` a schema on a server (`pip install 'etude[postgres]'`).
     One that is not there is made, or with `readonly` a `NoLedger`. `said` is told of a server that was waited for."""
     if is_server(place):
-        from etude.experience.postgres import PostgresDatabase
-
+        try:
+            from etude.experience.postgres import PostgresDatabase
+        except ImportError as error:
+            raise _no_client(error) from None
         return PostgresDatabase(str(place), readonly=readonly, check=check, said=said)
     from etude.experience.sqlite import SqliteDatabase
 
@@ -82,9 +100,16 @@ def open_database(
 def check_server(url: str) -> None:
     """Raise what a run would end with whose config names this server: it is not there, lets nobody in, gives no right
     to make a schema."""
-    from etude.experience.postgres import check
-
+    try:
+        from etude.experience.server_words import check
+    except ImportError as error:
+        raise _no_client(error) from None
     check(url)
+
+
+def _no_client(error: ImportError) -> LedgerError:
+    hint = "pip install 'etude[postgres]'"
+    return LedgerError("experience.ledger names a PostgreSQL server", str(error), hint=hint)
 
 
 def is_server(place: Path | str) -> bool:

@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from etude.errors import LedgerError
-from etude.experience.database import open_database
+from etude.experience.database import each, marks, open_database
 from etude.experience.groups import Finished
 from etude.experience.lineage import Lineage, by_step
 from etude.experience.looking import FINISHED, SPEC, Looking
@@ -35,6 +36,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 _LINEAGE = frozenset({State.BATCHED, State.TRAINED, State.NO_SIGNAL})
 _HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
 _SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), count(rollout_id), count(*) FROM slots"
+
+
+class _Move(NamedTuple):
+    """One transition of a row that was just read."""
+
+    row: Row
+    to: State
+    reason: str = ""
+    facts: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def attempt(self) -> int:
+        return self.row.attempt + (self.to is State.REQUEUED and self.row.state is State.RUNNING)
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,7 @@ class Ledger(Looking):
     @_atomic
     def _create_slots(self) -> None:
         self.remember("capacity", self._capacity)
-        self._db.each("INSERT INTO slots VALUES (?, NULL)", [(slot,) for slot in range(self._capacity)])
+        each(self._db, "INSERT INTO slots (slot) VALUES ?", [(slot,) for slot in range(self._capacity)])
 
     @classmethod
     def reading(cls, place: Path | str) -> Ledger:
@@ -107,13 +121,13 @@ class Ledger(Looking):
     @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
         """One transition. `LedgerError` when the table forbids it, or when a slot is needed and none is free."""
-        self._move(self.row(rollout_id), State(to), reason, facts)
+        self._move([_Move(self.row(rollout_id), State(to), reason, facts)])
 
     @_atomic
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
         """Keep bytes under a rollout's name, durable with the transaction; the last put wins."""
         self.row(rollout_id)
-        self._put(rollout_id, name, data)
+        self._put(name, [(rollout_id, data)])
 
     @_atomic
     def transaction(self, work: Callable[[], None]) -> None:
@@ -124,47 +138,69 @@ class Ledger(Looking):
     # The life of a rollout
 
     @_atomic
-    def admit(self, spec: RolloutSpec) -> None:
-        """A new rollout takes a slot. Its place in the order of admission is final."""
-        if self._value("SELECT 1 FROM rollouts WHERE rollout_id = ?", spec.rollout_id):
-            raise LedgerError(f"rollout {spec.rollout_id} was admitted before", hint="count groups on, never reuse")
-        if not self._value("SELECT 1 FROM rollouts WHERE group_id = ? LIMIT 1", spec.group_id):
-            self.remember("groups", self.num_groups() + 1)
-        self._db.execute(
-            "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES (?, ?, ?, ?)",
-            *(spec.rollout_id, spec.group_id, State.ADMITTED, spec.attempt),
-        )
-        self._take_slot(spec.rollout_id, grow=False)
-        self._log(spec.rollout_id, None, State.ADMITTED, spec.attempt, "", {})
-        self._put(spec.rollout_id, SPEC, pack(spec))
+    def admit(self, *specs: RolloutSpec) -> None:
+        """New rollouts take slots, all or none. Their places in the order of admission are final."""
+        groups, ids = {spec.group_id for spec in specs}, [spec.rollout_id for spec in specs]
+        sql = f"SELECT rollout_id, group_id FROM rollouts WHERE group_id IN ({marks(groups)})"
+        there = self._db.rows(f"{sql} OR rollout_id IN ({marks(ids)})", *groups, *ids)
+        again = [i for i, count in Counter([*ids, *{i for i, _ in there}.intersection(ids)]).items() if count > 1]
+        if again:
+            raise LedgerError(f"rollout {again[0]} was admitted before", hint="count groups on, never reuse")
+        self.remember("groups", self.num_groups() + len(groups - {group_id for _, group_id in there}))
+        born = [(spec.rollout_id, spec.group_id, State.ADMITTED, spec.attempt) for spec in specs]
+        each(self._db, "INSERT INTO rollouts (rollout_id, group_id, state, attempt) VALUES ?", born)
+        self._take_slots(ids, grow=False)
+        self._log([(spec.rollout_id, None, State.ADMITTED, spec.attempt, "", {}) for spec in specs])
+        self._put(SPEC, [(spec.rollout_id, pack(spec)) for spec in specs])
 
     @_atomic
+    def start(self, limit: int) -> list[RolloutSpec]:
+        """The first so many that wait are running from now on."""
+        rows = self.next_waiting(limit)
+        self._move([_Move(row, State.RUNNING) for row in rows])
+        return self.specs(rows) if rows else []
+
     def finish(self, rollout: Rollout, outcome: Outcome) -> bool:
         """Store what a worker returned and how it was judged. False: of an attempt that no longer counts; nothing
         is changed (the answer of a worker given up for dead, or a second delivery)."""
-        row = self.row(rollout.rollout_id)
-        if row.state is not State.RUNNING or row.attempt != rollout.attempt:
-            return False
-        self._end(row, Finished(rollout_id=row.rollout_id, outcome=outcome, rollout=rollout))
-        return True
+        return self.finish_all([(rollout, outcome)])[0]
+
+    @_atomic
+    def finish_all(self, ended: Sequence[tuple[Rollout, Outcome]]) -> list[bool]:
+        """`finish` for several at once."""
+        counts, ends = list[bool](), dict[str, tuple[Row, Finished]]()
+        rows = self.known([rollout.rollout_id for rollout, _ in ended])
+        for row, (rollout, outcome) in zip(rows, ended, strict=True):
+            runs = row.state is State.RUNNING and row.attempt == rollout.attempt
+            counts.append(runs and row.rollout_id not in ends)
+            if counts[-1]:
+                ends[row.rollout_id] = row, Finished(rollout_id=row.rollout_id, outcome=outcome, rollout=rollout)
+        self._end(list(ends.values()))
+        return counts
 
     @_atomic
     def fail(self, rollout_id: str, invalid: Invalid) -> None:
         """A running or requeued rollout becomes invalid and left nothing: its worker died once too often."""
-        self._end(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))
+        self._end([(self.row(rollout_id), Finished(rollout_id=rollout_id, outcome=invalid))])
 
-    def _end(self, row: Row, finished: Finished) -> None:
-        outcome = finished.outcome
-        graded = isinstance(outcome, Graded)
-        to = State.GRADED if graded else State.INVALID
-        self._put(row.rollout_id, FINISHED, pack(finished))
-        self._db.execute(
-            "UPDATE rollouts SET reward = ?, boundary = ? WHERE rollout_id = ?",
-            outcome.reward if isinstance(outcome, Graded) else None,
-            outcome.boundary if isinstance(outcome, Invalid) else None,
-            row.rollout_id,
+    def _end(self, ends: Sequence[tuple[Row, Finished]]) -> None:
+        self._put(FINISHED, [(row.rollout_id, pack(finished)) for row, finished in ends])
+        judged, moves = [], []
+        for row, finished in ends:
+            outcome = finished.outcome
+            if isinstance(outcome, Graded):
+                to, reward, boundary = State.GRADED, outcome.reward, None
+            else:
+                to, reward, boundary = State.INVALID, None, outcome.boundary
+            judged.append((row.rollout_id, reward, boundary))
+            moves.append(_Move(row, to, outcome.reason or to))
+        each(
+            self._db,
+            "UPDATE rollouts SET reward = CAST(column2 AS double precision), boundary = CAST(column3 AS text)"
+            " FROM (VALUES ?) AS judged WHERE rollout_id = column1",
+            judged,
         )
-        self._move(row, to, outcome.reason or to)
+        self._move(moves)
 
     # Groups and batches
 
@@ -174,41 +210,33 @@ class Ledger(Looking):
         sampled = {sample.rollout_id for sample in batch.samples}
 
         def take() -> None:
-            for rollout_id in batch.rollout_ids:
-                self._take(self.row(rollout_id), batch)
-                self._db.execute(
-                    "UPDATE rollouts SET batch_id = ?, step = ?, has_sample = ? WHERE rollout_id = ?",
-                    *(batch.batch_id, batch.step, int(rollout_id in sampled), rollout_id),
-                )
+            rows = self.known(batch.rollout_ids)
+            for row in rows:
+                _check_taken(row, batch)
+            facts = {"batch_id": batch.batch_id, "step": batch.step}
+            self._move([_Move(row, State.BATCHED, "", facts) for row in rows if row.state is State.GRADED])
+            each(
+                self._db,
+                "UPDATE rollouts SET batch_id = column2, step = column3, has_sample = column4"
+                " FROM (VALUES ?) AS taken WHERE rollout_id = column1",
+                [(i, batch.batch_id, batch.step, int(i in sampled)) for i in batch.rollout_ids],
+            )
 
         self._db.transact(take, sync=True)
-
-    def _take(self, row: Row, batch: Batch) -> None:
-        if row.batch_id is not None:
-            raise LedgerError(
-                f"rollout {row.rollout_id} is in batch {row.batch_id}",
-                f"{batch.batch_id} wants it too",
-                hint="a rollout is trained once: form batches from open_groups()",
-            )
-        if row.state is State.GRADED:
-            self._move(row, State.BATCHED, facts={"batch_id": batch.batch_id, "step": batch.step})
-        elif row.state not in SETTLED:
-            raise LedgerError(
-                f"batch {batch.batch_id} wants rollout {row.rollout_id}",
-                f"which is {row.state}",
-                hint="wait until its group is ready",
-            )
 
     @_atomic
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
         """The version that learned from these is published: batched becomes trained, or no-signal without a sample."""
-        for row in map(self.row, rollout_ids):
-            if row.state is State.BATCHED:
-                self._trained(row, f"in {version}")
-        self._db.each("UPDATE rollouts SET version = ? WHERE rollout_id = ?", [(str(version), i) for i in rollout_ids])
+        self._trained(self.known(rollout_ids), f"in {version}")
+        sql = "UPDATE rollouts SET version = column2 FROM (VALUES ?) AS trained WHERE rollout_id = column1"
+        each(self._db, sql, [(i, str(version)) for i in rollout_ids])
 
-    def _trained(self, row: Row, reason: str) -> None:
-        self._move(row, State.TRAINED if row.has_sample else State.NO_SIGNAL, reason, {"step": row.step})
+    def _trained(self, rows: Collection[Row], reason: str) -> int:
+        """Those of them that are batched end with this reason; how many."""
+        batched = [row for row in rows if row.state is State.BATCHED]
+        ends = [(row, State.TRAINED if row.has_sample else State.NO_SIGNAL) for row in batched]
+        self._move([_Move(row, to, reason, {"step": row.step}) for row, to in ends])
+        return len(batched)
 
     @_atomic
     def reconcile(self, lineage: Lineage, *, believed: Callable[[], int] = lambda: 0) -> Reconciled:
@@ -217,30 +245,26 @@ class Ledger(Looking):
         was running runs again. `believed`, asked once the lineage was read: a step up to which the ledger itself stands
         in for manifests."""
         trained, freed, running = 0, 0, self.rows(states=[State.RUNNING])
-        for row in running:
-            self._move(row, State.REQUEUED, "the run was interrupted")
+        self._move([_Move(row, State.REQUEUED, "the run was interrupted") for row in running])
         for step, kept in by_step(lineage, self.steps(), believed=believed):
-            for row in self.rows(step=step):
-                if kept is None or row.rollout_id in kept:
-                    if row.state is State.BATCHED:
-                        self._trained(row, "found in the lineage")
-                        trained += 1
-                else:
-                    freed += row.state in _LINEAGE
-                    self._free(row)
+            rows, wanted = self.rows(step=step), None if kept is None else set(kept)
+            trained += self._trained(
+                [row for row in rows if wanted is None or row.rollout_id in wanted], "found in the lineage"
+            )
+            freed += self._free(step, [row for row in rows if wanted is not None and row.rollout_id not in wanted])
         return Reconciled(trained=trained, freed=freed, requeued=len(running))
 
-    def _free(self, row: Row) -> None:
-        """The step that took this rollout is not in the lineage: its group is open again."""
-        if row.step is not None and row.step <= int(self.recall("pruned") or 0):
-            self.remember("pruned", row.step - 1)  # the steps from here on will be made again
-        if row.state in _LINEAGE:
-            self._move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage")
-            self._move(self.row(row.rollout_id), State.GRADED, "its stored outcome stands")
-        self._db.execute(
-            "UPDATE rollouts SET batch_id = NULL, step = NULL, has_sample = NULL, version = NULL WHERE rollout_id = ?",
-            row.rollout_id,
-        )
+    def _free(self, step: int, rows: Sequence[Row]) -> int:
+        """The step that took these is not in the lineage: their groups are open again. How many it had trained."""
+        if rows and step <= int(self.recall("pruned") or 0):
+            self.remember("pruned", step - 1)  # the steps from here on will be made again
+        taken = [row for row in rows if row.state in _LINEAGE]
+        self._move([_Move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage") for row in taken])
+        again = self.known([row.rollout_id for row in taken])
+        self._move([_Move(row, State.GRADED, "its stored outcome stands") for row in again])
+        sql = "UPDATE rollouts SET batch_id = NULL, step = NULL, has_sample = NULL, version = NULL"
+        each(self._db, f"{sql} WHERE rollout_id IN (VALUES ?)", [(row.rollout_id,) for row in rows])
+        return len(taken)
 
     @_atomic
     def prune(self, step: int) -> int:
@@ -266,58 +290,57 @@ class Ledger(Looking):
 
     # Writing
 
-    def _put(self, rollout_id: str, name: str, data: bytes) -> None:
-        sql = "INSERT INTO blobs VALUES (?, ?, ?) ON CONFLICT (rollout_id, name) DO UPDATE SET data = excluded.data"
-        self._db.execute(sql, rollout_id, name, data)
+    def _put(self, name: str, blobs: Sequence[tuple[str, bytes]]) -> None:
+        sql = "INSERT INTO blobs VALUES ? ON CONFLICT (rollout_id, name) DO UPDATE SET data = excluded.data"
+        each(self._db, sql, [(rollout_id, name, data) for rollout_id, data in blobs])
 
-    def _move(self, row: Row, to: State, reason: str = "", facts: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """One transition of a row that was just read, inside a transaction of the caller."""
-        check(row.rollout_id, row.state, to, reason)
-        attempt = row.attempt + (to is State.REQUEUED and row.state is State.RUNNING)
-        self._db.execute(
-            "UPDATE rollouts SET state = ?, attempt = ?, reason = ? WHERE rollout_id = ?",
-            *(to, attempt, reason, row.rollout_id),
+    def _move(self, moves: Sequence[_Move]) -> None:
+        """Transitions of rows that were just read, each once, inside a transaction of the caller."""
+        for row, to, reason, _ in moves:
+            check(row.rollout_id, row.state, to, reason)
+        each(
+            self._db,
+            "UPDATE rollouts SET state = column2, attempt = column3, reason = column4"
+            " FROM (VALUES ?) AS moved WHERE rollout_id = column1",
+            [(move.row.rollout_id, move.to, move.attempt, move.reason) for move in moves],
         )
-        if row.state not in HOLDING and to in HOLDING:
-            self._take_slot(row.rollout_id, grow=row.state in _LINEAGE)
-        elif row.state in HOLDING and to not in HOLDING:
-            self._release_slot(row.rollout_id)
-        self._log(row.rollout_id, row.state, to, attempt, reason, facts)
+        takers = [row for row, to, *_ in moves if row.state not in HOLDING and to in HOLDING]
+        self._take_slots([row.rollout_id for row in takers], grow=all(row.state in _LINEAGE for row in takers))
+        self._release_slots([row.rollout_id for row, to, *_ in moves if row.state in HOLDING and to not in HOLDING])
+        self._log([(m.row.rollout_id, m.row.state, m.to, m.attempt, m.reason, m.facts) for m in moves])
 
-    def _log(
-        self, rollout_id: str, origin: State | None, to: State, attempt: int, reason: str, facts: Mapping[str, Any]
-    ) -> None:
-        self._db.execute(
-            "INSERT INTO transitions (t, rollout_id, origin, state, attempt, reason, facts) VALUES (?,?,?,?,?,?,?)",
-            *(
-                time.time(),
-                rollout_id,
-                origin,
-                to,
-                attempt,
-                reason,
-                json.dumps(dict(facts), default=str) if facts else "{}",
-            ),
+    def _log(self, moves: Sequence[tuple[str, State | None, State, int, str, Mapping[str, Any]]]) -> None:
+        each(
+            self._db,
+            "INSERT INTO transitions (t, rollout_id, origin, state, attempt, reason, facts) VALUES ?",
+            [(time.time(), *move, json.dumps(dict(facts), default=str) if facts else "{}") for *move, facts in moves],
         )
 
-    def _take_slot(self, rollout_id: str, *, grow: bool) -> None:
-        free = self._value("SELECT min(slot) FROM slots WHERE rollout_id IS NULL")
-        if free is not None:
-            self._db.execute("UPDATE slots SET rollout_id = ? WHERE slot = ?", rollout_id, free)
-        elif grow:
-            self._db.execute("INSERT INTO slots SELECT max(slot) + 1, CAST(? AS text) FROM slots", rollout_id)
-        else:
+    def _take_slots(self, rollout_ids: Sequence[str], *, grow: bool) -> None:
+        if not rollout_ids:
+            return
+        sql = f"SELECT slot FROM slots WHERE rollout_id IS NULL ORDER BY slot LIMIT {len(rollout_ids)}"
+        free = [slot for (slot,) in self._db.rows(sql)]
+        sql = "UPDATE slots SET rollout_id = column2 FROM (VALUES ?) AS taken WHERE slot = column1"
+        each(self._db, sql, list(zip(free, rollout_ids, strict=False)))
+        beyond = rollout_ids[len(free) :]
+        if beyond and not grow:
             raise LedgerError(
-                f"no slot is free for rollout {rollout_id}",
+                f"no slot is free for rollout {beyond[0]}",
                 f"all {self._capacity} are held",
                 hint="admit only what the window has room for",
             )
+        if beyond:
+            last = self._value("SELECT max(slot) FROM slots")
+            each(self._db, "INSERT INTO slots VALUES ?", [(last + 1 + n, i) for n, i in enumerate(beyond)])
 
-    def _release_slot(self, rollout_id: str) -> None:
-        if self._value("SELECT count(*) FROM slots") > self._capacity:
-            self._db.execute("DELETE FROM slots WHERE rollout_id = ?", rollout_id)
-        else:
-            self._db.execute("UPDATE slots SET rollout_id = NULL WHERE rollout_id = ?", rollout_id)
+    def _release_slots(self, rollout_ids: Sequence[str]) -> None:
+        if not rollout_ids:
+            return
+        borrowed = max(0, self.slots()[1] - self._capacity)
+        gone, freed = rollout_ids[:borrowed], rollout_ids[borrowed:]
+        each(self._db, "DELETE FROM slots WHERE rollout_id IN (VALUES ?)", [(i,) for i in gone])
+        each(self._db, "UPDATE slots SET rollout_id = NULL WHERE rollout_id IN (VALUES ?)", [(i,) for i in freed])
 
     def _check_slots(self) -> None:
         holding, held, count = self._db.rows(_SLOTS)[0]
@@ -327,3 +350,19 @@ class Ledger(Looking):
                 f"{holding} rollouts hold a slot, {held} of {count} slots are taken, capacity {self._capacity}",
                 hint="this is a defect: keep the run folder and report it with etude ledger audit",
             )
+
+
+def _check_taken(row: Row, batch: Batch) -> None:
+    """Raise unless a batch may take this rollout."""
+    if row.batch_id is not None:
+        raise LedgerError(
+            f"rollout {row.rollout_id} is in batch {row.batch_id}",
+            f"{batch.batch_id} wants it too",
+            hint="a rollout is trained once: form batches from open_groups()",
+        )
+    if row.state not in SETTLED:
+        raise LedgerError(
+            f"batch {batch.batch_id} wants rollout {row.rollout_id}",
+            f"which is {row.state}",
+            hint="wait until its group is ready",
+        )

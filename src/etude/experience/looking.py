@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import Database
+from etude.experience.database import Database, marks
 from etude.experience.groups import Finished, Group
 from etude.experience.rows import COLUMNS, Row, as_row
 from etude.experience.transitions import SETTLED, State
 from etude.records.rollout import RolloutSpec
 from etude.records.wire import unpack
 
+_HIDDEN = (State.QUARANTINED, State.CANCELLED)
 SPEC, FINISHED = "spec", "finished"
 """Names of the blobs that the ledger itself keeps: a packed `RolloutSpec` and a packed `Finished`."""
 
@@ -33,10 +34,16 @@ class Looking:
 
     def row(self, rollout_id: str) -> Row:
         """`LedgerError` when there is no such rollout."""
-        found = self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id = ?", rollout_id)
-        if not found:
-            raise LedgerError(f"rollout {rollout_id} is not in the ledger", hint="list them: etude rollouts list RUN")
-        return as_row(found[0])
+        return self.known([rollout_id])[0]
+
+    def known(self, rollout_ids: Collection[str]) -> list[Row]:
+        """The rows of some rollouts, in their order. `LedgerError` when there is none of one."""
+        found = {row.rollout_id: row for row in self.found(rollout_ids)}
+        for rollout_id in rollout_ids:
+            if rollout_id not in found:
+                hint = "list them: etude rollouts list RUN"
+                raise LedgerError(f"rollout {rollout_id} is not in the ledger", hint=hint)
+        return [found[rollout_id] for rollout_id in rollout_ids]
 
     def rows(
         self,
@@ -50,7 +57,7 @@ class Looking:
         the last `limit` of them. In a long run all are many."""
         wanted: list[tuple[str, tuple[Any, ...]]] = [("step = ?", (step,))] if step is not None else []
         if states is not None:
-            wanted.append((f"state IN ({', '.join('?' * len(states))})", tuple(states)))
+            wanted.append((f"state IN ({marks(states)})", tuple(states)))
         if open_only:
             wanted.append(("batch_id IS NULL", ()))
         where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
@@ -63,8 +70,7 @@ class Looking:
 
     def found(self, rollout_ids: Collection[str]) -> list[Row]:
         """The rows of those of some rollouts that there are."""
-        marks = ", ".join("?" * len(rollout_ids))
-        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN ({marks})"
+        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
         return [as_row(r) for r in self._db.rows(sql, *rollout_ids)] if rollout_ids else []
 
     def count(self, *, after: int | None = None) -> int:
@@ -76,8 +82,8 @@ class Looking:
 
     def batched_again(self, rollout_ids: Collection[str]) -> set[str]:
         """Those of some rollouts that batches took more than once, of lost lineages included."""
-        marks = ", ".join("?" * len(rollout_ids))
-        sql = f"SELECT rollout_id FROM transitions WHERE rollout_id IN ({marks}) AND state = ? GROUP BY rollout_id"
+        mine = f"rollout_id IN ({marks(rollout_ids)})"
+        sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
         return {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *rollout_ids, State.BATCHED)}
 
     def states(self) -> dict[str, int]:
@@ -94,10 +100,13 @@ class Looking:
 
     def spec(self, rollout_id: str) -> RolloutSpec:
         """What to run, at the attempt that the ledger counts."""
-        spec = self._record(rollout_id, SPEC, RolloutSpec)
-        if spec is None:
-            raise LedgerError(f"rollout {rollout_id} has no spec left", "it was pruned", hint="it has ended: skip it")
-        return msgspec.structs.replace(spec, attempt=self.row(rollout_id).attempt)
+        return self.specs([self.row(rollout_id)])[0]
+
+    def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
+        """What to run of rollouts that were just read."""
+        sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
+        stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
+        return [_spec(row, stored.get(row.rollout_id)) for row in rows]
 
     def history(self, rollout_id: str) -> list[dict[str, Any]]:
         """Every transition of a rollout, oldest first."""
@@ -112,12 +121,11 @@ class Looking:
         """Rollouts that want a worker, in order of admission."""
         return self._ids("state IN (?, ?)", State.ADMITTED, State.REQUEUED)
 
-    def next_waiting(self) -> str | None:
-        """The first of `waiting`, without looking at the others."""
-        first = "SELECT min(position) AS position FROM rollouts WHERE state = ?"
-        sql = f"SELECT rollout_id FROM rollouts WHERE position = (SELECT min(position) FROM ({first} UNION {first}) f)"
-        found: str | None = self._value(sql, State.ADMITTED, State.REQUEUED)
-        return found
+    def next_waiting(self, limit: int) -> list[Row]:
+        """The first so many of `waiting`, without looking at the others."""
+        first = f"SELECT position, {COLUMNS} FROM rollouts WHERE state = ? ORDER BY position LIMIT {int(limit)}"
+        both = f"SELECT * FROM ({first}) AS a UNION ALL SELECT * FROM ({first}) AS b ORDER BY 1 LIMIT {int(limit)}"
+        return [as_row(values[1:]) for values in self._db.rows(both, State.ADMITTED, State.REQUEUED)]
 
     def open_groups(self) -> list[str]:
         """Groups that no batch has taken, in order of admission."""
@@ -129,22 +137,26 @@ class Looking:
         counted = self.recall("groups")  # an earlier etude did not: then once, by looking at all
         return int(self._value("SELECT count(DISTINCT group_id) FROM rollouts") if counted is None else counted)
 
-    def group_ready(self, group_id: str) -> bool:
-        """Whether nothing is awaited any more from any member."""
-        states = [state for (state,) in self._db.rows("SELECT state FROM rollouts WHERE group_id = ?", group_id)]
-        return bool(states) and all(State(state) in SETTLED for state in states)
+    def ready_groups(self, group_ids: Collection[str]) -> set[str]:
+        """Those of some groups in which nothing is awaited any more from any member."""
+        settled = f"count(*) = sum(CASE WHEN state IN ({marks(SETTLED)}) THEN 1 ELSE 0 END)"
+        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) GROUP BY group_id HAVING {settled}"
+        return {group_id for (group_id,) in self._db.rows(sql, *group_ids, *SETTLED)} if group_ids else set()
 
-    def was_batched(self, group_id: str) -> bool:
-        """Whether any batch ever took the group, one of a lost lineage included."""
-        sql = "SELECT 1 FROM rollouts JOIN transitions USING (rollout_id) WHERE group_id = ? AND transitions.state = ?"
-        return bool(self._db.rows(f"{sql} LIMIT 1", group_id, State.BATCHED))
+    def batched_groups(self, group_ids: Collection[str]) -> set[str]:
+        """Those of some groups that any batch ever took, one of a lost lineage included."""
+        sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
+        rows = self._db.rows(f"{sql} AND group_id IN ({marks(group_ids)})", State.BATCHED, *group_ids)
+        return {group_id for (group_id,) in rows}
 
     def group(self, group_id: str) -> Group:
         """The group with what is stored of it. A record that cannot be read is a `LedgerError`."""
-        ids = sorted(self._ids("group_id = ?", group_id))
-        hidden = set(self._ids("group_id = ? AND state IN (?, ?)", group_id, State.QUARANTINED, State.CANCELLED))
-        found = [self._record(i, FINISHED, Finished) for i in ids if i not in hidden]
-        return Group(group_id=group_id, rollout_ids=tuple(ids), finished=tuple(f for f in found if f is not None))
+        of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
+        sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
+        stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
+        ids = tuple(rollout_id for rollout_id, _ in stored)
+        found = [_read(i, FINISHED, data, Finished) for i, data in stored if data is not None]
+        return Group(group_id=group_id, rollout_ids=ids, finished=tuple(found))
 
     def cursor(self, split: str) -> int:
         """Index of the next task of a split."""
@@ -173,11 +185,17 @@ class Looking:
             i for (i,) in self._db.rows(f"SELECT rollout_id FROM rollouts WHERE {where} ORDER BY +position", *values)
         ]
 
-    def _record(self, rollout_id: str, name: str, kind: type[T]) -> T | None:
-        data = self.get(rollout_id, name)
-        try:
-            return None if data is None else unpack(data, kind)
-        except ValueError as error:
-            raise LedgerError(
-                f"the {name} of rollout {rollout_id} cannot be read", str(error), hint="quarantine it and go on"
-            ) from error
+
+def _spec(row: Row, data: bytes | None) -> RolloutSpec:
+    if data is None:
+        raise LedgerError(f"rollout {row.rollout_id} has no spec left", "it was pruned", hint="it has ended: skip it")
+    return msgspec.structs.replace(_read(row.rollout_id, SPEC, data, RolloutSpec), attempt=row.attempt)
+
+
+def _read(rollout_id: str, name: str, data: bytes, kind: type[T]) -> T:
+    try:
+        return unpack(data, kind)
+    except ValueError as error:
+        raise LedgerError(
+            f"the {name} of rollout {rollout_id} cannot be read", str(error), hint="quarantine it and go on"
+        ) from error

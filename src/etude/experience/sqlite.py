@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,12 +98,6 @@ class SqliteDatabase:
     def execute(self, sql: str, *values: Any) -> None:
         try:
             self._connection.execute(sql, values)
-        except sqlite3.DatabaseError as error:
-            raise _in_words(self.path, error) from error
-
-    def each(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
-        try:
-            self._connection.executemany(sql, values)
         except sqlite3.DatabaseError as error:
             raise _in_words(self.path, error) from error
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from etude.errors import ConfigError, nearest
 from etude.harness.commands import Call, Parameter, Signature
+from etude.records.command import ExecResult
 from etude.records.task import Task
-from etude.seams import ExecResult, Machine
+from etude.seams import Machine
 
 FILE_BYTES = 262_144
 """The largest file that `cat` and `edit` open."""

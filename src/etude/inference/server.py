@@ -47,10 +47,10 @@ from etude.inference.serving import (
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.models.packed import PackedWeights
+from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig, Quantise
 from etude.numerics.device import device_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.operators import operators_for
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights import FollowerProcess

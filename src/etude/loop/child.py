@@ -20,20 +20,24 @@ from etude.telemetry import Telemetry
 Handlers = dict[str, tuple[tuple[type, ...], Handler]]
 
 
-def main(handlers: Callable[[RunFolder, str, Telemetry], Awaitable[Handlers]]) -> None:
-    """Run a child: make its handlers, serve them, and end with the socket."""
+def main(handlers: Callable[..., Awaitable[Handlers]], *more: str) -> None:
+    """Run a child: make its handlers, serve them, and end with the socket. They are made of the run's folder, the
+    child's name, its telemetry, and what the arguments named `more` say, where they are given."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--socket", type=int, required=True)
+    for word in more:
+        parser.add_argument(f"--{word}")
     args = parser.parse_args()
+    said = {key: value for word in more if (value := getattr(args, key := word.replace("-", "_"))) is not None}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the conductor, which ends its children in order
     run = RunFolder.open(args.run)
     telemetry = Telemetry(run / "events" / f"{args.name}.jsonl", process=args.name)
 
     async def child() -> None:
         sock = socket.socket(fileno=args.socket)
-        await serve(sock, await handlers(run, args.name, telemetry))
+        await serve(sock, await handlers(run, args.name, telemetry, **said))
 
     asyncio.run(child())
     os._exit(0)  # threads that hang in a library do not hold the run up

@@ -58,6 +58,7 @@ from etude.weights.chain.steps import Steps
 
 STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # what a lost lineage still publishes is waited for first
+AT_ONCE = 8  # groups that one transaction admits
 MAX_FRUITLESS = 6  # lineages in a row that end without one step
 T = TypeVar("T")
 
@@ -175,7 +176,7 @@ class Conductor:
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(self._admit(), name="admit"),
-                tasks.create_task(self.rolling.run(self.ledger.next_waiting, self._admitted), name="rolling"),
+                tasks.create_task(self.rolling.run(self._admitted), name="rolling"),
             ]
             await self._train(tasks)
             for task in beside:
@@ -246,7 +247,7 @@ class Conductor:
         while self.trained < self.config.rl.steps:
             began = time.perf_counter()
             taken = await self._next_groups()
-            groups = [self.ledger.group(group_id) for group_id in taken]
+            groups = [await self._group(group_id) for group_id in taken]
             kl = self.config.experience.kl
             k1 = await self._call("k1", dict[str, float], whole_samples(groups)) if kl else None
             batch = make_batch(
@@ -270,45 +271,50 @@ class Conductor:
     def _take_batch(self, batch: Batch, groups: list[Group]) -> None:
         signals = Signals(self.ledger.recall("signals"))  # not this object's: this may be done again
         if self.config.experience.curriculum is Curriculum.SIGNAL:
-            signals.count(groups, self.ledger.was_batched)
+            signals.count(groups, self.ledger.batched_groups([group.group_id for group in groups]))
         self.ledger.batch(batch)
         self.ledger.remember("signals", signals.counts)
         self.signals = signals
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
-        while True:
-            order = self.ledger.open_groups()
-            ready = {g for g in order[: 2 * self.window.groups_per_step] if self.ledger.group_ready(g)}
-            taken = self.window.take(order, ready)
-            if taken is not None:
-                return taken
-            await self.rolling.progress()
+        ready = self.ledger.ready_groups(self.ledger.open_groups())
+        while (taken := self.window.take(self.ledger.open_groups(), ready)) is None:
+            ready |= await self.rolling.progress()
+        return taken
+
+    async def _group(self, group_id: str) -> Group:
+        """What a group left. A step's records are many: the loop comes round between two groups."""
+        await asyncio.sleep(0)
+        return self.ledger.group(group_id)
 
     async def _admit(self) -> None:
         """Admit groups whenever the window has room, in one transaction with the task cursor."""
-        size = self.config.experience.group_size
+        num_groups = self.config.rl.steps * self.window.groups_per_step
         while True:
             index = self.ledger.num_groups()
             self._published.clear()
-            if index >= self.config.rl.steps * self.window.groups_per_step:
+            if index >= num_groups:
                 return
-            if not self.window.room(index, self.step):
+            room = min(self.window.room(index, self.step), num_groups - index, AT_ONCE)
+            if not room:
                 await self._published.wait()
                 continue
-            task, cursor = self._draw(self.ledger.cursor(Split.TRAIN))
-            specs = siblings(
-                f"g{index:06d}",
-                task,
-                size,
-                seed=self.config.seed,
-                temperature=self.config.rl.temperature,
-                min_step=self.window.min_step(index),
-                keep_routes=self.config.wants_routes,
-            )
-            self.ledger.transaction(functools.partial(self._admit_group, specs, cursor))
+            specs, cursor = list[RolloutSpec](), self.ledger.cursor(Split.TRAIN)
+            for number in range(index, index + room):
+                task, cursor = self._draw(cursor)
+                specs += siblings(
+                    f"g{number:06d}",
+                    task,
+                    self.config.experience.group_size,
+                    seed=self.config.seed,
+                    temperature=self.config.rl.temperature,
+                    min_step=self.window.min_step(number),
+                    keep_routes=self.config.wants_routes,
+                )
+                await asyncio.sleep(0)
+            self.ledger.transaction(functools.partial(self._admit_groups, specs, cursor))
             self._admitted.set()
-            await asyncio.sleep(0)
 
     def _draw(self, cursor: int) -> tuple[Task, int]:
         """The next training task that the curriculum takes, and the cursor after it."""
@@ -320,9 +326,8 @@ class Conductor:
             if draw < self.signals.chance(task.family):
                 return task, cursor
 
-    def _admit_group(self, specs: list[RolloutSpec], cursor: int) -> None:
-        for spec in specs:
-            self.ledger.admit(spec)
+    def _admit_groups(self, specs: list[RolloutSpec], cursor: int) -> None:
+        self.ledger.admit(*specs)
         self.ledger.move_cursor(Split.TRAIN, cursor)
 
     async def evaluate(self, name: str, split: Split, num_tasks: int, tries: int = 1) -> EvalResult:

@@ -54,11 +54,15 @@ class FleetConfig:
     num_graders: int = ranged(1, low=1, high=64)
     hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
     listen: str = ""  # "HOST:PORT": where engines from elsewhere join the run; "": nowhere
+    ranks_away: int = ranged(0, low=0)  # of learner.ranks so many are brought by other machines: loop/rank_hosts.py
+    ranks_at: str = ""  # the address of the learner's machine at which they come to it
 
     def __post_init__(self) -> None:
         host, _, port = self.listen.rpartition(":")
         if self.listen and not (host and port.isdigit() and int(port) < 65_536):
             raise ValueError(f"listen = {self.listen!r} is no HOST:PORT")
+        if bool(self.ranks_away) != bool(self.ranks_at):
+            raise ValueError(f"ranks_away = {self.ranks_away} and ranks_at = {self.ranks_at!r}: each needs the other")
         least = 0 if self.listen else 1  # with a registry all of them may join from elsewhere
         if not least <= len(self.engines) <= MAX_ENGINES:
             why = "" if self.engines or self.listen else "; none where others can join: listen = 'HOST:PORT'"
@@ -178,6 +182,11 @@ class RunConfig:
 
     def _ranks_must_share(self) -> None:
         learner, experts = self.learner, self.model.num_experts
+        if self.fleet.ranks_away >= learner.ranks:
+            raise ValueError(
+                f"fleet.ranks_away = {self.fleet.ranks_away} of learner.ranks = {learner.ranks}: "
+                f"rank 0 is the run's own"
+            )
         if learner.ranks > 1 and self.numerics.quantise is not Quantise.NONE:
             raise ValueError(
                 f"learner.ranks = {learner.ranks} with numerics.quantise = {str(self.numerics.quantise)!r}: a format "

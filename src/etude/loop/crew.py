@@ -141,7 +141,11 @@ class Crew:
         )
 
     async def start_learner(self) -> None:
-        await self.supervisor.add(*self._member("learner", 0, self.learners))
+        """The learner; where its ranks are spread, who brings each of the others, too."""
+        ranks = self.config.learner.ranks if self.supervisor.placement.spreads else 1
+        brought = [self._rank_host(f"learner-host-{n}") for n in range(1, ranks)]
+        added = (self.supervisor.add(*one) for one in [self._member("learner", 0, self.learners), *brought])
+        await asyncio.gather(*added)
 
     async def close(self) -> None:
         await self._opened.aclose()
@@ -171,6 +175,9 @@ class Crew:
         name = f"{role}-{index}" if role != "learner" else role
         argv = ["-m", f"etude.loop.{module}", "--run", str(self.run.path), "--name", name]
         env = KEEPS_MEMORY if role == "learner" else NOTHING
+        fleet, ranks, spreads = self.config.fleet, self.config.learner.ranks, self.supervisor.placement.spreads
+        at, away = (ADDRESS, ranks - 1) if spreads else (fleet.ranks_at, fleet.ranks_away)
+        argv += ["--ranks-at", at, "--ranks-away", str(away)] if role == "learner" and away else []
 
         async def on_up(child: Child) -> None:
             caller = child.caller
@@ -185,6 +192,15 @@ class Crew:
             await child.caller.call("ready", bool, deadline_s=2 * self.supervisor.hung_s)
 
         return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
+
+    def _rank_host(self, name: str) -> tuple[Child, Role]:
+        """Who brings a rank. How it does is told by the learner."""
+
+        async def passes(_: Child) -> None:
+            """Its connection with the learner tells both how it is."""
+
+        argv = ["-m", "etude.loop.rank_hosts", "--run", str(self.run.path)]
+        return self._child(name, argv, env=KEEPS_MEMORY), Role(passes, passes)
 
     def _engine(self, name: str, kind: EngineKind) -> tuple[Child, Role]:
         ready_file = self.run / "logs" / f"{name}.ready"

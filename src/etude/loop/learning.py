@@ -25,7 +25,7 @@ from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
 from etude.loop.places import weights_store
 from etude.loop.wire import Handler
-from etude.numerics.operators import operators_for
+from etude.numerics.choosing import operators_for
 from etude.numerics.parallel import RankLost
 from etude.records import Batch, Sample
 from etude.records.adapter import BASE_CHANNEL
@@ -205,7 +205,10 @@ def unless_lost(leader: Leader | None, work: Callable[..., object], *arguments: 
         leader.lost(error)
 
 
-async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
+async def handlers(
+    run: RunFolder, name: str, telemetry: Telemetry, ranks_at: str = "", ranks_away: str = "0"
+) -> child.Handlers:
+    """The calls of a learner, `ranks_away` of whose ranks come from other machines to the address `ranks_at`."""
     torch.set_num_threads(NUM_THREADS)
     torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
     waiting = ThreadPoolExecutor(1, thread_name_prefix="published")
@@ -215,7 +218,7 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     if config.learner.ranks > 1:
         from etude.loop.ranks import Leader
 
-        leader = Leader(run, config, telemetry)
+        leader = Leader(run, config, telemetry, at=ranks_at, away=int(ranks_away))
 
     def in_thread(thread: ThreadPoolExecutor, work: Callable[..., object]) -> Handler:
         async def call(*arguments: object) -> object:
@@ -249,4 +252,4 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
 
 
 if __name__ == "__main__":
-    child.main(handlers)
+    child.main(handlers, "ranks-at", "ranks-away")

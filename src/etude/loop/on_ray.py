@@ -1,10 +1,10 @@
 """A `Placement` on a Ray cluster: each component is hosted by an actor, on a node that offers its role.
 
 A node says what it takes by resources named by role: ``ray start --resources='{"engine": 2, "worker": 1}'``. The
-learner has a placement group, so that its place is kept from mid-training on and while it is started again; engines are
-spread over nodes, workers and graders go where they are offered. Who finds no room waits for some, and the run goes on
-without it while another does the same: so a fleet grows when nodes join and shrinks when they leave. Restarts are the
-supervisor's, not Ray's.
+learner has a placement group with a place for each of its ranks, on as few nodes as have room for them, so that it is
+kept from mid-training on and while ranks are started again; engines are spread over nodes, workers and graders go where
+they are offered. Who finds no room waits for some, and the run goes on without it while another does the same: so a
+fleet grows when nodes join and shrinks when they leave. Restarts are the supervisor's, not Ray's.
 
 One file system holds the run folder for every node. Knows nothing of what components do.
 """
@@ -32,8 +32,8 @@ from etude.errors import DeadlineExceeded, EtudeError, RunError
 from etude.loop import usage
 from etude.loop.placement import NoRoom, Process, Program, Waits
 from etude.loop.ray_cluster import ROLES, offers, room
-from etude.loop.ray_host import LINK_S, RayHost, kept_alive
-from etude.loop.wire import Caller, Failed, Lost
+from etude.loop.ray_host import RayHost
+from etude.loop.wire import LINK_S, Caller, Failed, Lost, kept_alive
 
 ROOM_S = 600.0
 """For a node with room for what the run cannot go on without: an autoscaler needs minutes to bring one."""
@@ -108,7 +108,9 @@ class RayProcess:
 
 class OnRay:
     """Places components of one run on the cluster that `ray_cluster.connect` has connected to. `ranks`: of the learner,
-    which start each other and share a node; each has a GPU where the cluster has any."""
+    each of which has a place of its own, and a GPU where the cluster has any."""
+
+    spreads = True
 
     def __init__(self, run: Path, *, ranks: int = 1) -> None:
         self._token = os.environ.setdefault("ETUDE_TOKEN", secrets.token_hex(16))  # of engines: they are on a network
@@ -147,11 +149,12 @@ class OnRay:
     def _host(self, name: str) -> Any:
         """An actor that will host a component, once a node has room for it."""
         role = role_of(name)
-        gpus = {"learner": self._ranks, "engine": 1}.get(role, 0) if ray.cluster_resources().get("GPU") else 0
+        gpus = int(role in ("learner", "engine") and ray.cluster_resources().get("GPU", 0) > 0)
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "resources": {role: 1}, "max_restarts": 0}
         if role == "learner":
             if self._reserved is None:
-                self._reserved = placement_group([{"learner": 1, **({"GPU": gpus} if gpus else {})}])
+                place = {"learner": 1, **({"GPU": gpus} if gpus else {})}
+                self._reserved = placement_group([place] * self._ranks, strategy="PACK")
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._reserved)
         elif role == "engine":
             options["scheduling_strategy"] = "SPREAD"

@@ -95,7 +95,9 @@ class Process(Protocol):
 
 
 class Placement(Protocol):
-    """Starts programs."""
+    """Starts programs. `spreads`: each rank of a learner is a program of its own, on whichever machine has room."""
+
+    spreads: bool
 
     async def start(self, program: Program, waits: Waits) -> Process:
         """Start a program; `waits` is awaited when there is no room for it now. Raises `NoRoom` when there is none in
@@ -131,6 +133,8 @@ class LocalProcess:
 
 class Here:
     """Every program is a child of this process, on this machine."""
+
+    spreads = False
 
     async def start(self, program: Program, waits: Waits) -> Process:
         ours, theirs = socket.socketpair() if program.with_socket else (None, None)

@@ -22,6 +22,7 @@ from etude.experience.database import NoLedger, check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES, environment
+from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.joining import check_listen
 from etude.loop.places import check_store, has_published, ledger_place, read_ledger
@@ -68,6 +69,8 @@ def preflight(
     if config.experience.ledger:
         check_server(config.experience.ledger)
     check_listen(config)
+    if config.fleet.ranks_at:
+        check_ranks_at(config.fleet.ranks_at)
     check_foreign(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
@@ -79,6 +82,15 @@ def preflight(
     asyncio.run(build_images(config, said))
     if not proven:
         prove_tasks(config)
+
+
+def check_ranks_at(address: str) -> None:
+    """Whether ranks can be met at an address. Raises `ConfigError`."""
+    try:
+        bind(address, 0).close()
+    except ConfigError as error:
+        hint = "name an address of this machine, at which those with the other ranks reach it"
+        raise ConfigError(f"fleet.ranks_at = {address!r}: {error.what}", error.facts, hint=hint) from None
 
 
 def prove_tasks(config: RunConfig) -> None:

@@ -20,19 +20,7 @@ from typing import Any
 from etude.errors import DeadlineExceeded
 from etude.loop import usage
 from etude.loop.placement import Program, signal_group
-
-LINK_S = 30.0  # for the conductor to connect, and to be told that the other end is gone
-_IDLE_S, _BETWEEN_S, _PROBES = 10, 5, 4  # of TCP keep-alive: together they stay within LINK_S
-
-
-def kept_alive(sock: socket.socket) -> socket.socket:
-    """A connection that ends by itself when nothing is heard of the other side for `LINK_S`."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(LINK_S * 1000))
-    return sock
+from etude.loop.wire import LINK_S, kept_alive
 
 
 class RayHost:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +29,8 @@ from etude.records import Graded, Invalid, Outcome, Rollout, RolloutSpec, Task
 from etude.records.rollout import Boundary
 from etude.rollouts import settle
 from etude.telemetry import Telemetry
+
+AT_ONCE = 16  # rollouts that one transaction starts or stores: their records may be large
 
 
 def keyed_seed(*parts: object) -> int:
@@ -96,34 +98,48 @@ async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Rollout, Outcome]:
             spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
 
 
+class _Ended(NamedTuple):
+    """A rollout that is over. `counts` is set once it is stored."""
+
+    rollout: Rollout
+    outcome: Outcome
+    signs: list[Suspicion]
+    counts: asyncio.Future[bool]
+
+
 class Rolling:
     """Runs what the ledger has admitted."""
 
     def __init__(self, ledger: Ledger, crew: Crew, telemetry: Telemetry) -> None:
         self.ledger, self.crew, self.telemetry = ledger, crew, telemetry
-        self._settled = asyncio.Event()
+        self._settled, self._ready = asyncio.Event(), set[str]()
+        self._ended: list[_Ended] = []  # to be stored; at most as many as run at once
         self._lost: Counter[str] = Counter()  # workers that died under a rollout
 
-    async def progress(self) -> None:
-        """Wait until some group has no member left that is awaited. Each rollout has deadlines of its own."""
-        self._settled.clear()
+    async def progress(self) -> set[str]:
+        """Wait until some groups have no member left that is awaited: which ones, since this was asked last. Each
+        rollout has deadlines of its own."""
         await self._settled.wait()
+        self._settled.clear()
+        ready, self._ready = self._ready, set()
+        return ready
 
-    async def run(self, next_waiting: Callable[[], str | None], more: asyncio.Event) -> None:
+    async def run(self, more: asyncio.Event) -> None:
         """Start waiting rollouts in order, for ever; cancel to stop. `more` is set when there may be new ones."""
         room = Room(self.crew.max_running)  # of this call: one that was cancelled takes its places with it
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await room.acquire()
-                while (rollout_id := next_waiting()) is None:
+                while not (specs := self.ledger.start(min(1 + room.free, AT_ONCE))):
                     more.clear()
                     await more.wait()
-                self.ledger.move(rollout_id, "running")
-                tasks.create_task(self._run_one(rollout_id, room, more), name=rollout_id)
+                for _ in specs[1:]:
+                    await room.acquire()  # there is room: nothing is waited for
+                for spec in specs:
+                    tasks.create_task(self._run_one(spec, room, more), name=spec.rollout_id)
 
-    async def _run_one(self, rollout_id: str, room: Room, more: asyncio.Event) -> None:
+    async def _run_one(self, spec: RolloutSpec, room: Room, more: asyncio.Event) -> None:
         try:
-            spec = self.ledger.spec(rollout_id)
             try:
                 rollout = await self.crew.rollout(spec)
                 outcome = await judge(self.crew, rollout)
@@ -132,10 +148,9 @@ class Rolling:
                 more.set()
                 return
             signs = await asyncio.to_thread(self._signs, rollout, outcome)  # what was handed in may be large
-            if self._finish(rollout, outcome, signs):
+            if await self._finish(rollout, outcome, signs):
                 self._tell(rollout, outcome)
                 self._tell_signs(rollout, outcome, signs)
-            self._settle(spec.group_id)
         finally:
             room.release()
 
@@ -146,18 +161,37 @@ class Rolling:
         calls = [turn.call for turn in rollout.trace.turns]
         return suspicions(rollout.task, calls=calls, exports=rollout.exports, outcome=outcome)
 
-    def _finish(self, rollout: Rollout, outcome: Outcome, signs: list[Suspicion]) -> bool:
-        """Store it; what bears signs of cheating is quarantined in the same transaction. False: it no longer counts."""
-        counts = False
+    async def _finish(self, rollout: Rollout, outcome: Outcome, signs: list[Suspicion]) -> bool:
+        """Store it, together with whatever else ends before the loop comes round. False: it no longer counts."""
+        loop = asyncio.get_running_loop()
+        self._ended.append(_Ended(rollout, outcome, signs, loop.create_future()))
+        if len(self._ended) == 1:
+            loop.call_soon(self._store)
+        return await self._ended[-1].counts
+
+    def _store(self) -> None:
+        """One transaction for those that ended; what bears signs of cheating is quarantined in it."""
+        ended, self._ended, counts = self._ended[:AT_ONCE], self._ended[AT_ONCE:], list[bool]()
+        if self._ended:
+            asyncio.get_running_loop().call_soon(self._store)
 
         def work() -> None:
-            nonlocal counts
-            counts = self.ledger.finish(rollout, outcome)
-            if counts and signs:
-                self.ledger.move(rollout.rollout_id, State.QUARANTINED, reason=str(signs[0]))
+            counts[:] = self.ledger.finish_all([(one.rollout, one.outcome) for one in ended])
+            for one, counted in zip(ended, counts, strict=True):
+                if counted and one.signs:
+                    self.ledger.move(one.rollout.rollout_id, State.QUARANTINED, reason=str(one.signs[0]))
 
-        self.ledger.transaction(work)
-        return counts
+        try:
+            self.ledger.transaction(work)
+            self._settle({one.rollout.group_id for one in ended})
+        except Exception as error:  # noqa: BLE001  whatever it is: those who wait for it end with it
+            for one in ended:
+                if not one.counts.done():
+                    one.counts.set_exception(error)
+            return
+        for one, counted in zip(ended, counts, strict=True):
+            if not one.counts.done():  # its task was cancelled
+                one.counts.set_result(counted)
 
     def _tell_signs(self, rollout: Rollout, outcome: Outcome, signs: list[Suspicion]) -> None:
         draw = keyed_seed(self.crew.config.seed, "review", rollout.rollout_id) / 2**63
@@ -180,10 +214,11 @@ class Rolling:
         else:
             reason = f"{attempts} workers were lost"
             self.ledger.fail(spec.rollout_id, Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(lost)))
-            self._settle(spec.group_id)
+            self._settle({spec.group_id})
 
-    def _settle(self, group_id: str) -> None:
-        if self.ledger.group_ready(group_id):
+    def _settle(self, group_ids: set[str]) -> None:
+        if ready := self.ledger.ready_groups(group_ids):
+            self._ready |= ready
             self._settled.set()
 
     def _tell(self, rollout: Rollout, outcome: Outcome) -> None:

@@ -47,9 +47,14 @@ class Room:
     def __init__(self, limit: Limit) -> None:
         self._limit, self._num_taken = limit, 0
 
+    @property
+    def free(self) -> int:
+        """Places that `acquire` would not wait for."""
+        return max(0, self._limit.value - self._num_taken)
+
     async def acquire(self) -> None:
         """Wait for a place and take it."""
-        while self._num_taken >= self._limit.value:
+        while not self.free:
             await self._limit.changed.wait()
         self._num_taken += 1
 

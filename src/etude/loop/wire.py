@@ -28,6 +28,18 @@ CANCEL = "cancel"  # the method by which a caller says that it no longer waits
 _LENGTH = struct.Struct("<I")
 _frame = msgspec.msgpack.Decoder(tuple[int, str, bytes])
 T = TypeVar("T")
+LINK_S = 30.0  # for another machine to connect, and to be told that it is gone
+_IDLE_S, _BETWEEN_S, _PROBES = 10, 5, 4  # of TCP keep-alive: together they stay within LINK_S
+
+
+def kept_alive(sock: socket.socket) -> socket.socket:
+    """A connection that ends by itself when nothing is heard of the other side for `LINK_S`."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(LINK_S * 1000))
+    return sock
 
 
 class Lost(EtudeError):

@@ -31,8 +31,9 @@ from etude.models.parallel import share, whole_shape
 from etude.models.quantised import SCALE, dequantised
 from etude.models.transformer import Transformer
 from etude.numerics.config import Quantise
+from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
-from etude.numerics.operators import Exact, Operators
+from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 
 ASSETS = (

@@ -29,7 +29,8 @@ from etude.models.watch import Watch, unwatched
 from etude.numerics import mixtures
 from etude.numerics.adapted import Pairs
 from etude.numerics.exact import tree
-from etude.numerics.operators import Exact, Operators
+from etude.numerics.exact.operators import Exact
+from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 from etude.records.completion import route_dtype
 

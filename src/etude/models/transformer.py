@@ -28,7 +28,8 @@ from etude.models.parts import Scores
 from etude.models.replay import Recorded
 from etude.models.rope import Rope, tables
 from etude.models.watch import Watch, in_layer, unwatched
-from etude.numerics.operators import Exact, Operators
+from etude.numerics.exact.operators import Exact
+from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 from etude.numerics.parity import parity_class
 

@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 
 if TYPE_CHECKING:
-    from etude.numerics.operators import Exact, Native, Operators, operators_for
+    from etude.numerics.choosing import operators_for
+    from etude.numerics.exact.operators import Exact
+    from etude.numerics.native import Native
+    from etude.numerics.operators import Operators
     from etude.numerics.parity import parity_class
     from etude.numerics.sampling import sample, uniform
 
@@ -37,10 +40,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "Exact": "operators",
-    "Native": "operators",
+    "Exact": "exact.operators",
+    "Native": "native",
     "Operators": "operators",
-    "operators_for": "operators",
+    "operators_for": "choosing",
     "parity_class": "parity",
     "sample": "sampling",
     "uniform": "sampling",

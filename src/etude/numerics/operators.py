@@ -15,7 +15,6 @@ sorted by expert, K experts a token, R rows of logits, V vocabulary, T tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from etude.errors import ConfigError
-from etude.numerics import exact, mixtures, varlen, vocabulary
-from etude.numerics.config import Mode, NumericsConfig, Quantise
-from etude.numerics.exact.products import Product
+from etude.numerics import exact, mixtures
 from etude.numerics.exact.windows import ANY, Windows
-from etude.numerics.formats import FORMATS
 
 if TYPE_CHECKING:
     from etude.numerics.adapted import Pairs  # made of operators
@@ -176,11 +172,11 @@ class Operators:
 
     def softmax(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """A router's probabilities, float32 [N, E]."""
-        return _wide(scores_NE).softmax(-1)
+        return wide(scores_NE).softmax(-1)
 
     def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
         """float32 [N, E]."""
-        return _wide(scores_NE).sigmoid()
+        return wide(scores_NE).sigmoid()
 
     def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
         """Indices of the k largest, largest first, int64 [N, k]."""
@@ -234,185 +230,6 @@ class Operators:
         return logits_RV.log_softmax(-1)
 
 
-class Native(Operators):
-    """Torch as it comes: the fastest path for each shape, and so bits that depend on the batch."""
-
-    def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        return F.linear(x_NI, weight_OI.to(x_NI.dtype))
-
-    def per_head(self, x_NHI: torch.Tensor, weight_HOI: torch.Tensor) -> torch.Tensor:
-        return torch.einsum("nhi,hoi->nho", x_NHI, weight_HOI.to(x_NHI.dtype))
-
-    def packed(self, lengths: Sequence[int], device: torch.device) -> PackedCausal:
-        """On a device one kernel for all sequences, where it has one for the dtype and the width."""
-        each = super().packed(lengths, device)
-        if device.type == "cpu":
-            return each
-        starts, longest = varlen.starts(lengths, device), max(lengths)
-
-        def attend(
-            q_NHA: torch.Tensor, k_NGA: torch.Tensor, v_NGC: torch.Tensor, scale: float | None = None
-        ) -> torch.Tensor:
-            if not varlen.suits(device, q_NHA.dtype, q_NHA.shape[-1]):
-                return each(q_NHA, k_NGA, v_NGC, scale)
-            return varlen.attend(q_NHA, k_NGA, v_NGC, starts, starts, longest, longest, scale=scale)
-
-        return attend
-
-    def log_softmax(self, logits_RV: torch.Tensor, temperature: torch.Tensor | float = 1.0) -> torch.Tensor:
-        """On a device without float32 copies of the logits."""
-        if logits_RV.device.type == "cpu":
-            return super().log_softmax(logits_RV, temperature)
-        if isinstance(temperature, torch.Tensor):
-            divisor = temperature.to(logits_RV.device, torch.float32).expand(len(logits_RV), 1)
-        elif temperature == 1.0:
-            divisor = None
-        else:
-            divisor = torch.full((len(logits_RV), 1), temperature, dtype=torch.float32, device=logits_RV.device)
-        return vocabulary.log_softmax(logits_RV, divisor)
-
-    def mixture(
-        self,
-        x_ND: torch.Tensor,
-        gates_NK: torch.Tensor,
-        experts_NK: torch.Tensor,
-        gate_up_E2FD: torch.Tensor,
-        down_EDF: torch.Tensor,
-    ) -> torch.Tensor | None:
-        if mixtures.suits(x_ND, gate_up_E2FD, down_EDF):
-            return mixtures.mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
-        if x_ND.device.type == "cuda" and find_spec("triton") is not None:  # other dtypes and widths
-            from etude.numerics.gpu import mix
-
-            return mix(x_ND, gates_NK, experts_NK, gate_up_E2FD, down_EDF)
-        return None
-
-
-class Exact(Operators):
-    """One order of summation for each operator: a row's bits depend on that row alone.
-
-    `degree` above 1: nor do they depend on how many tensor-parallel ranks compute it, up to so many. Every product into
-    the residual stream is then the sum of that many, whoever computes them.
-    """
-
-    absorbs = True
-
-    def __init__(self, dtype: torch.dtype = torch.float32, *, degree: int = 1) -> None:
-        super().__init__(dtype)
-        if degree < 1 or degree & (degree - 1):
-            raise ConfigError(f"degree = {degree}", "sums over ranks are a binary tree", hint="take 1, 2, 4, ...")
-        self.degree = degree
-
-    @property
-    def name(self) -> str:
-        return super().name + (f" degree {self.degree}" if self.degree > 1 else "")
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    @property
-    def held(self) -> torch.dtype:
-        """float32 or wider: a narrow dtype's numbers are float32 numbers, and widening them for every product costs
-        more than the product of a decoded token does."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        return exact.linear(_wide(x_NI), _wide(weight_OI)).to(self.dtype)
-
-    def linear_columns(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        if self.degree == 1:
-            return super().linear_columns(x_NI, weight_OI, ranks)
-        return self._columns(weight_OI, ranks)(_wide(x_NI), _wide(weight_OI)).to(self.dtype)
-
-    def linear_partial(self, x_NI: torch.Tensor, weight_OI: torch.Tensor, ranks: int) -> torch.Tensor:
-        if self.degree == 1:
-            return super().linear_partial(x_NI, weight_OI, ranks)
-        part = exact.partial(_wide(x_NI), _wide(weight_OI), self.degree // ranks)
-        return part if ranks > 1 else part.to(self.dtype)
-
-    def _columns(self, weight: torch.Tensor, ranks: int) -> Product:
-        """How products of a rank's share of outputs are computed: the same way on any number of ranks."""
-        out_size, in_size = weight.shape[-2:]
-        return exact.columns(out_size * ranks // self.degree, in_size, self.degree)
-
-    def rows(self, num_rows: int) -> int:
-        return exact.padded(num_rows)
-
-    def grouped(self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        return self._grouped(_wide(x_SI), _wide(weight_EOI), rows).to(self.dtype)
-
-    def grouped_columns(
-        self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
-    ) -> torch.Tensor:
-        if self.degree == 1:
-            return super().grouped_columns(x_SI, weight_EOI, rows, ranks)
-        product = self._columns(weight_EOI, ranks)
-        return self._grouped(_wide(x_SI), _wide(weight_EOI), rows, product).to(self.dtype)
-
-    def grouped_partial(
-        self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], ranks: int
-    ) -> torch.Tensor:
-        if self.degree == 1:
-            return super().grouped_partial(x_SI, weight_EOI, rows, ranks)
-        number = self.degree // ranks
-        xs = torch.split(_wide(x_SI), x_SI.shape[-1] // number, -1)
-        pairs = zip(xs, exact.pieces(_wide(weight_EOI), number), strict=True)
-        part = exact.tree([self._grouped(x.contiguous(), weight, rows) for x, weight in pairs])
-        return part if ranks > 1 else part.to(self.dtype)
-
-    def _grouped(
-        self, x_SI: torch.Tensor, weight_EOI: torch.Tensor, rows: Sequence[int], product: Product | None = None
-    ) -> torch.Tensor:
-        whole_lines = not weight_EOI.shape[2] % (exact.LINE_BYTES // 4)  # wherever an expert's rows begin
-        product = product or exact.linear
-        vendor = product is exact.linear and exact.path(*weight_EOI.shape[1:]) is exact.vendor
-        if (whole_lines and vendor) or not len(x_SI):
-            return super().grouped(x_SI, weight_EOI, rows)
-        parts = zip(torch.split(x_SI, list(rows)), weight_EOI.unbind(), strict=True)
-        return torch.cat([product(x, w) for x, w in parts if len(x)])
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        return super().rms_norm(_wide(x), weight, eps).to(self.dtype)
-
-    def rotate(self, x_NHA: torch.Tensor, cos_N1A: torch.Tensor, sin_N1A: torch.Tensor) -> torch.Tensor:
-        return super().rotate(_wide(x_NHA), cos_N1A, sin_N1A).to(self.dtype)
-
-    def router_scores(self, x_ND: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-        return exact.linear(_wide(x_ND), _wide(weight_ED))
-
-    def combine(self, out_SD: torch.Tensor, slot_NK: torch.Tensor, gates_NK: torch.Tensor) -> torch.Tensor:
-        return super().combine(_wide(out_SD), slot_NK, gates_NK).to(self.dtype)
-
-    def gated(self, h_SF: torch.Tensor) -> torch.Tensor:
-        a, b = _wide(h_SF).chunk(2, -1)
-        return (exact.in_lanes(F.silu, a) * b).to(self.dtype)
-
-    def sigmoid(self, scores_NE: torch.Tensor) -> torch.Tensor:
-        return exact.in_lanes(torch.sigmoid, _wide(scores_NE))
-
-    def top_k(self, values_NE: torch.Tensor, k: int) -> torch.Tensor:
-        """Of equal ones the lowest index comes first."""
-        return exact.top_k(values_NE, k)
-
-    def causal(self) -> Causal:
-        inner = exact.Causal()
-
-        def causal(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None, start: int = 0
-        ) -> torch.Tensor:
-            return inner(_wide(q), _wide(k), _wide(v), scale, start).to(self.dtype)
-
-        return causal
-
-    def windows(self, heads: int, key_width: int) -> Windows:
-        return exact.windows(heads, key_width)
-
-    def logits(self, x_RD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-        """float32: rounding them would add noise to the log-probabilities of both sides, and save nothing."""
-        return self.router_scores(x_RD, weight_VD)
-
-
 def asked_of_inner(kind: type[Operators]) -> None:
     """Have operators that wrap an `inner` ask it for all that they have no own of: methods, and facts as `exact`."""
     for name in vars(Operators).keys() - vars(kind).keys():
@@ -426,38 +243,8 @@ def _forwarded(name: str) -> Any:
     return property(lambda self: getattr(self.inner, name))
 
 
-def operators_for(
-    numerics: NumericsConfig,
-    dtype: torch.dtype,
-    *,
-    rounds_weights: bool = True,
-    device: torch.device | None = None,
-) -> Operators:
-    """What engine and learner of a run build their models with, for a device (None: the CPU). `rounds_weights` False:
-    whoever holds the weights has rounded them. Raises `ConfigError` for what is not built there."""
-    inner = _exact(numerics, dtype, device) if numerics.mode is Mode.EXACT else Native(dtype)
-    if numerics.quantise is Quantise.NONE:
-        return inner
-    from etude.numerics.low import Quantised  # which is made of operators
-
-    return Quantised(inner, FORMATS[numerics.quantise], rounds_weights=rounds_weights)
-
-
-def _exact(numerics: NumericsConfig, dtype: torch.dtype, device: torch.device | None) -> Operators:
-    if device is None or device.type == "cpu":
-        return Exact(dtype, degree=numerics.degree)
-    if numerics.quantise is not Quantise.NONE:
-        raise ConfigError(
-            f"exact mode in {numerics.quantise} on {device}", "it is built for CPUs", hint='set device = "cpu"'
-        )
-    try:
-        from etude.numerics.gpu import ExactGpu
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"exact mode on {device}", str(error), hint="pip install 'etude[gpu]'") from None
-    return ExactGpu(dtype, degree=numerics.degree)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """In float32, or wider where it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from etude.numerics.operators import Exact, Operators
+from etude.numerics.exact.operators import Exact
+from etude.numerics.operators import Operators
 
 U64 = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

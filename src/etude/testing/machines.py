@@ -19,20 +19,11 @@ import msgspec
 
 from etude.environments.bounded import Bounded
 from etude.errors import MachineError, TaskError
+from etude.records.command import Command, ExecOptions, ExecResult, Printed, Started, check_count, check_max_bytes
 from etude.records.image import Image
 from etude.records.rollout import Graded, Invalid
 from etude.records.task import Answer, Split, Task, Trust
-from etude.seams import (
-    Command,
-    ExecOptions,
-    ExecResult,
-    Machine,
-    Printed,
-    RuntimeInfo,
-    Started,
-    check_count,
-    check_max_bytes,
-)
+from etude.seams import Machine, RuntimeInfo
 
 
 class ListSource:

@@ -20,8 +20,8 @@ import torch
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
+from etude.numerics.choosing import operators_for
 from etude.numerics.config import Mode, NumericsConfig
-from etude.numerics.operators import operators_for
 from etude.records import Batch, Sample, Version
 from etude.records.sample import Published, StepReport
 from etude.training.about import ABOUT, described, read_about

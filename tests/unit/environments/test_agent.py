@@ -24,7 +24,7 @@ from etude.environments.agent import AgentMachine, Channel, commands, program, p
 from etude.environments.agent.channel import Lost
 from etude.environments.agent.protocol import Frame, Parser, ProtocolError, frame
 from etude.errors import MachineError
-from etude.seams import MAX_COMMAND_BYTES, Command, Printed
+from etude.records.command import MAX_COMMAND_BYTES, Command, Printed
 
 KINDS = [protocol.READY, protocol.STARTED, protocol.OUTPUT, protocol.ENDED, protocol.DATA, protocol.DONE, b"?"]
 FRAMES = st.lists(

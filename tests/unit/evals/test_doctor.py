@@ -17,8 +17,8 @@ from etude.inference.watched import engine_results
 from etude.models import ModelConfig, Transformer
 from etude.models.packed import PackedWeights
 from etude.numerics import Exact, Native, NumericsConfig, Operators, Quantise
+from etude.numerics.choosing import operators_for
 from etude.numerics.formats import FORMATS
-from etude.numerics.operators import operators_for
 
 SIZES = ModelConfig(
     vocab_size=97,

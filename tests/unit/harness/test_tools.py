@@ -12,8 +12,8 @@ from etude.errors import MachineError
 from etude.harness import Call, Workbench, standard_tools
 from etude.harness.tools import clip, find_line, number_lines
 from etude.records import Task
+from etude.records.command import ExecOptions, ExecResult
 from etude.records.task import Split
-from etude.seams import ExecOptions, ExecResult
 from etude.testing import MemoryMachine
 
 TOOLS = standard_tools()

@@ -10,7 +10,9 @@ import torch
 
 from etude.inference.kv import KERNEL_BLOCK, KVCache, Span, StepCache
 from etude.models import ModelConfig
-from etude.numerics.operators import Exact, Native, Operators
+from etude.numerics.exact.operators import Exact
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 
 SIZES = ModelConfig(num_heads=4, num_kv_heads=2, head_dim=32, num_layers=1)
 NONE = np.zeros(0, np.int64)

@@ -15,10 +15,11 @@ from etude.experience.config import ExperienceConfig
 from etude.loop.config import RunConfig
 from etude.loop.rolling import Rolling, siblings
 from etude.loop.room import Limit
-from etude.records import Graded, Outcome, Rollout, RolloutSpec, Task
+from etude.records import Graded, Rollout, RolloutSpec, Task
 from etude.records.rollout import Ending, Trace
 from etude.records.task import Split, Trust
 from etude.telemetry import Telemetry
+from etude.testing import FakeCrew
 
 HONEST, CHEAT = b"def f(n):\n    return n + 1\n", b"import os\ndef f(n):\n    os._exit(0)\n"
 TASK = Task(
@@ -32,27 +33,23 @@ TASK = Task(
 )
 
 
-class Crew:
-    """Workers whose first sibling cheats, and a grader that was fooled."""
+def play(spec: RolloutSpec) -> Rollout:
+    """The first sibling cheats."""
+    return Rollout(
+        rollout_id=spec.rollout_id,
+        group_id=spec.group_id,
+        attempt=spec.attempt,
+        task=spec.task,
+        trace=Trace(()),
+        ending=Ending.SUBMITTED,
+        exports={"calc.py": CHEAT if spec.rollout_id.endswith(".0") else HONEST},
+        wall_s=0.0,
+        tool_s=0.0,
+    )
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.max_running = config, Limit(4)
 
-    async def rollout(self, spec: RolloutSpec) -> Rollout:
-        return Rollout(
-            rollout_id=spec.rollout_id,
-            group_id=spec.group_id,
-            attempt=spec.attempt,
-            task=spec.task,
-            trace=Trace(()),
-            ending=Ending.SUBMITTED,
-            exports={"calc.py": CHEAT if spec.rollout_id.endswith(".0") else HONEST},
-            wall_s=0.0,
-            tool_s=0.0,
-        )
-
-    async def grade(self, rollout: Rollout) -> Outcome:
-        return Graded(reward=1.0, terms={"tests": 1.0}, trust=Trust.CODE, reason="all pass")
+def fooled(rollout: Rollout) -> Graded:
+    return Graded(reward=1.0, terms={"tests": 1.0}, trust=Trust.CODE, reason="all pass")
 
 
 def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]]]:
@@ -61,10 +58,11 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     for spec in siblings("g000000", TASK, 4, seed=0, temperature=1.0):
         ledger.admit(spec)
     telemetry = Telemetry(folder / "events.jsonl", process="test")
-    rolling = Rolling(ledger, Crew(config), telemetry)  # type: ignore[arg-type]
+    crew = FakeCrew(config, Limit(4), play=play, judge=fooled)
+    rolling = Rolling(ledger, crew, telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
-        running = asyncio.create_task(rolling.run(ledger.next_waiting, asyncio.Event()))
+        running = asyncio.create_task(rolling.run(asyncio.Event()))
         settled = asyncio.create_task(rolling.progress())
         await asyncio.wait([running, settled], timeout=20, return_when=asyncio.FIRST_COMPLETED)
         assert settled.done(), running
@@ -81,7 +79,7 @@ def test_a_flagged_rollout_is_quarantined_with_its_reason_and_trains_nobody(tmp_
     ledger, events = rolled(tmp_path)
     assert ledger.states() == {"graded": 3, "quarantined": 1}
     assert ledger.row("g000000.0").reason == "exit: ends the process by os._exit (calc.py:3)"
-    assert ledger.group_ready("g000000")
+    assert ledger.ready_groups(["g000000"]) == {"g000000"}
     assert "g000000.0" not in [rollout.rollout_id for rollout, _ in ledger.group("g000000").valid]
     assert [(event["rollout_id"], event["state"]) for event in events] == [("g000000.0", "quarantined")]
     assert ledger.slots()[0] == 3

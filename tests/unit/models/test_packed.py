@@ -19,9 +19,9 @@ from etude.models.low import is_rounded, parts
 from etude.models.packed import PackedWeights, packed
 from etude.models.parts import Family, Latent, Routing, Scores
 from etude.numerics import NumericsConfig, Quantise
+from etude.numerics.choosing import operators_for
 from etude.numerics.formats import FORMATS
 from etude.numerics.low import rounded
-from etude.numerics.operators import operators_for
 
 LOW = [kind for kind in Quantise if kind is not Quantise.NONE]
 EACH = pytest.mark.parametrize("kind", LOW, ids=str)

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from etude.models.experts import Choice, choose, mix
 from etude.models.parts import Routing, Scores
 from etude.models.replay import Recorded
-from etude.numerics.operators import Exact, Native, Operators
+from etude.numerics.exact.operators import Exact
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 
 N, D, E, K, W = 7, 5, 6, 2, 3  # tokens, width, experts, experts a token, expert width
 NATIVE = Native(torch.float64)

@@ -10,7 +10,7 @@ import torch
 from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.models.experts import Choice, choose, mix
 from etude.models.replay import Recorded
-from etude.numerics.operators import Exact
+from etude.numerics.exact.operators import Exact
 
 SIZES = ModelConfig(
     vocab_size=61,

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from etude.numerics.exact import Causal, causal_mask, in_lanes, products, top_k, windows
+from etude.numerics.exact.operators import Exact
 from etude.numerics.exact.windows import ANY, BLOCK, KERNEL_BLOCK, SEVERAL, masked, summed
-from etude.numerics.operators import Exact
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

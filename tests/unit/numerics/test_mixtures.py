@@ -8,7 +8,7 @@ import torch
 from etude.models.experts import Choice
 from etude.models.experts import mix as on_the_host
 from etude.numerics import mixtures
-from etude.numerics.operators import Native
+from etude.numerics.native import Native
 
 TOKENS, WIDTH, EXPERTS, TOP, INNER = 37, 24, 6, 2, 16
 

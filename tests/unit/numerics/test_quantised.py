@@ -7,9 +7,12 @@ import torch
 
 from etude.models.experts import choose, mix
 from etude.numerics import Mode, NumericsConfig, Quantise
+from etude.numerics.choosing import operators_for
+from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS, Format
 from etude.numerics.low import Quantised, rounded
-from etude.numerics.operators import Exact, Native, Operators, operators_for
+from etude.numerics.native import Native
+from etude.numerics.operators import Operators
 
 ALL = pytest.mark.parametrize("format", FORMATS.values(), ids=lambda format: str(format.name))
 

@@ -18,7 +18,7 @@ from etude.stores import DirectoryStore
 from etude.training import TorchLearner
 from etude.training.ranks import Ranks
 from etude.training.sharded import Sharded, join
-from etude.training.sharded.mesh import free_port
+from etude.training.sharded.mesh import LOOPBACK, listen, reach
 
 
 def troubled(ranks: Ranks, job: Job) -> tuple[str, Trained]:
@@ -44,8 +44,8 @@ def troubled(ranks: Ranks, job: Job) -> tuple[str, Trained]:
 def lose_one(job: Job, folder: Path, way: str) -> str:
     """Two ranks, of which the second ends or stops in the middle of a step; what the first says."""
     context = multiprocessing.get_context("spawn")
-    at = f"tcp://127.0.0.1:{free_port()}"
-    ranks = [context.Process(target=_lose, args=(rank, job, at, folder, way), daemon=True) for rank in range(2)]
+    store = listen(LOOPBACK)
+    ranks = [context.Process(target=_lose, args=(rank, job, store.port, folder, way), daemon=True) for rank in range(2)]
     for one in ranks:
         one.start()
     ranks[0].join(100.0)
@@ -55,9 +55,9 @@ def lose_one(job: Job, folder: Path, way: str) -> str:
     return (folder / "said").read_text() if (folder / "said").exists() else "nothing"
 
 
-def _lose(rank: int, job: Job, at: str, folder: Path, way: str) -> None:
+def _lose(rank: int, job: Job, port: int, folder: Path, way: str) -> None:
     torch.set_num_threads(1)
-    mesh = join(job.config, at=at, rank=rank, deadline_s=4.0 if way == "hung" else 60.0)
+    mesh = join(job.config, store=reach(LOOPBACK, port), rank=rank, deadline_s=4.0 if way == "hung" else 60.0)
     learner = TorchLearner(job.config, numerics=job.numerics, refuse_mismatch=False, group=Sharded(mesh))
     learner.load(job.start)
     learner.forward_backward(job.batches[0])

@@ -28,8 +28,9 @@ from etude.environments.images import ImageStore
 from etude.environments.images.building import build_from_dockerfile
 from etude.environments.images.store import default_store
 from etude.errors import MachineError
+from etude.records.command import Printed, Started
 from etude.records.image import Image
-from etude.seams import Machine, Printed, Runtime, Started
+from etude.seams import Machine, Runtime
 
 DAY_S = 86_400.0
 MAX_TRANSFER_BYTES = 2 << 30

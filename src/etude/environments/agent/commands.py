@@ -12,7 +12,7 @@ from etude.environments.agent.channel import Channel, Lost
 from etude.environments.agent.protocol import Ended, ProtocolError
 from etude.environments.output import Capped
 from etude.errors import MachineError
-from etude.seams import Command, ExecResult, Printed, Started
+from etude.records.command import Command, ExecResult, Printed, Started
 
 SLACK_S = 5.0  # what the agent may take to end a command after its deadline
 _PART_BYTES = 64 << 10  # of standard input in one frame

@@ -21,7 +21,7 @@ from etude.environments.agent.channel import Channel, Lost, Reply, waiting
 from etude.environments.commands import Commands, retrieve
 from etude.environments.paths import inside
 from etude.errors import MachineError
-from etude.seams import Command, ExecOptions, ExecResult, check_max_bytes
+from etude.records.command import Command, ExecOptions, ExecResult, check_max_bytes
 
 _FILES_S = 30.0  # what a file may take, and a second more for each of so many bytes:
 _BYTES_PER_S = 4 << 20

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from etude.seams import Command
+from etude.records.command import Command
 
 VERSION = 1
 MAX_FRAME = (1 << 20) + (64 << 10)  # of kind, id and body together

@@ -25,8 +25,9 @@ from etude.environments.burst.lent import Lent, closed, portable
 from etude.environments.burst.placement import Placement
 from etude.environments.burst.recipes import Recipe, Recipes
 from etude.errors import MachineError
+from etude.records.command import check_count
 from etude.records.image import Image
-from etude.seams import Machine, Runtime, RuntimeInfo, check_count
+from etude.seams import Machine, Runtime, RuntimeInfo
 
 
 @dataclass

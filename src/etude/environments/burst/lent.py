@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Unpack
 
 from etude.errors import MachineError
-from etude.seams import ExecOptions, ExecResult, Machine, Portable, Runtime
+from etude.records.command import ExecOptions, ExecResult
+from etude.seams import Machine, Portable, Runtime
 
 
 class Lent:

@@ -22,8 +22,9 @@ from etude.environments.burst.forecast import Forecast
 from etude.environments.burst.lent import Lent, answers, closed, portable
 from etude.environments.burst.pressure import AHEAD_OF_CALLERS, FOR_CALLERS, Ceilings, Read, admit, read_pressure
 from etude.errors import MachineError
+from etude.records.command import check_count
 from etude.records.image import Image
-from etude.seams import Holding, Machine, Runtime, RuntimeInfo, check_count
+from etude.seams import Holding, Machine, Runtime, RuntimeInfo
 
 
 @dataclass

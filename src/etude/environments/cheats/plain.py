@@ -21,8 +21,9 @@ from typing import Unpack
 
 from etude.environments.commands import Commands
 from etude.errors import MachineError
+from etude.records.command import Command, ExecOptions, ExecResult, Printed, Tell
 from etude.records.image import Image
-from etude.seams import Command, ExecOptions, ExecResult, Machine, Printed, RuntimeInfo, Tell
+from etude.seams import Machine, RuntimeInfo
 
 
 class PlainMachine:

@@ -23,9 +23,10 @@ from etude.environments.cheats.stage import Problem, Secrets, programs, reposito
 from etude.environments.grading import take_exports
 from etude.environments.images import BadSource
 from etude.errors import MachineError
+from etude.records.command import ExecResult
 from etude.records.rollout import Graded, Invalid
 from etude.records.task import Task, Trust
-from etude.seams import ExecResult, Grader, Machine, Runtime
+from etude.seams import Grader, Machine, Runtime
 
 PROGRAM_S, PLAY_S = 12.0, 120.0
 _ABLE_S, _LOOK_S = 30.0, 8.0

@@ -17,10 +17,11 @@ from etude.environments.grading.ground import Ground, Work
 from etude.environments.grading.reports import NotStarted, NotTold, new_nonce, runner
 from etude.environments.grading.verdicts import Refused, earned
 from etude.errors import MachineError
+from etude.records.command import ExecResult, Printed, Started
 from etude.records.exports import covering
 from etude.records.rollout import Graded
 from etude.records.task import Answer, Trust
-from etude.seams import ExecResult, Machine, Printed, Started
+from etude.seams import Machine
 
 MAX_LINE_BYTES = 1 << 20
 MAX_CALLS = 20_000

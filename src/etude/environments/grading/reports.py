@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from etude.environments.grading.verdicts import Refused
-from etude.seams import ExecResult
+from etude.records.command import ExecResult
 
 
 def runner(name: str) -> str:

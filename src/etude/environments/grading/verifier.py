@@ -30,9 +30,10 @@ from etude.environments.grading.python import Pythons
 from etude.environments.grading.reports import new_nonce
 from etude.environments.grading.verdicts import Broken, Refused, earned, one_line
 from etude.errors import MachineError
+from etude.records.command import ExecResult
 from etude.records.rollout import Boundary, Graded
 from etude.records.task import Task, Trust, Verifier
-from etude.seams import ExecResult, Machine, Runtime
+from etude.seams import Machine, Runtime
 
 _REWARD_BYTES = 4_096
 _SAID_BYTES = 65_536

@@ -22,8 +22,9 @@ from etude.environments.gvisor.sandbox import Sandbox, memory_overlay, probe_pla
 from etude.environments.namespace.images import State, state_in
 from etude.environments.namespace.snapshots import Snapshots, tree
 from etude.errors import MachineError
+from etude.records.command import check_count
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo, check_count
+from etude.seams import Machine, RuntimeInfo
 
 _SNAPSHOT_BYTES = 256 << 20
 _HAVE_WORK = 'mkdir -p "$0" && { [ -n "$1" ] || chown -R 1000:1000 "$0"; }'

@@ -34,8 +34,9 @@ from etude.environments.images.store import ImageStore
 from etude.environments.images.tree import plain
 from etude.environments.network.outlets import Outlets
 from etude.errors import InputError, MachineError, nearest
+from etude.records.command import ExecResult
 from etude.records.image import Image
-from etude.seams import ExecResult, Runtime
+from etude.seams import Runtime
 
 _TAIL_BYTES = 2000  # of what a failed RUN printed
 _SHELL = ("/bin/sh", "-c")

@@ -26,7 +26,7 @@ from etude.environments.microvm import memory, overlay
 from etude.environments.microvm.qemu import MEMORY_NAME, NUDGE_S, Boot, Hardware, Qemu
 from etude.environments.microvm.snapshots import Snapshot
 from etude.errors import MachineError
-from etude.seams import Command
+from etude.records.command import Command
 
 BOOT_DEADLINE_S = 120.0
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK

@@ -31,8 +31,9 @@ from etude.environments.microvm.snapshots import Snapshot
 from etude.environments.microvm.spares import Spares
 from etude.environments.namespace.snapshots import tree
 from etude.errors import MachineError
+from etude.records.command import check_count
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo, check_count
+from etude.seams import Machine, RuntimeInfo
 
 _SNAPSHOT_BYTES = 4 << 30
 _LOOK_S, _LOW_BYTES = 1.0, 64 << 20  # how often, and when, the host's disk is watched

@@ -36,7 +36,7 @@ from etude.environments.namespace.guest.packets import (
     TELL_PID,
 )
 from etude.errors import MachineError
-from etude.seams import Started, Tell
+from etude.records.command import Started, Tell
 
 T = TypeVar("T")
 _START_DEADLINE_S = 20.0

@@ -35,7 +35,7 @@ from etude.environments.namespace.output import Output
 from etude.environments.network.inside import listen_inside
 from etude.environments.paths import inside
 from etude.errors import MachineError
-from etude.seams import Command, ExecOptions, ExecResult, check_max_bytes
+from etude.records.command import Command, ExecOptions, ExecResult, check_max_bytes
 
 T = TypeVar("T")
 _SLACK_S = 5.0  # what the runner may take to end a command after its deadline, before the machine itself is killed

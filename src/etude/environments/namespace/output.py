@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from etude.environments.output import Capped
-from etude.seams import Printed, Tell
+from etude.records.command import Printed, Tell
 
 _CHUNK_BYTES = 65_536
 _PIPE_CHUNKS = 4  # more than a pipe holds

@@ -33,8 +33,9 @@ from etude.environments.namespace.pool import Pool
 from etude.environments.namespace.snapshots import Snapshots
 from etude.environments.namespace.starting import default_python
 from etude.errors import MachineError
+from etude.records.command import check_count
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo, check_count
+from etude.seams import Machine, RuntimeInfo
 
 _START_S = 20.0  # what an agent may take; fork has a deadline of its own
 _SNAPSHOT_BYTES = 256 << 20  # of all prepared trees together

@@ -18,7 +18,7 @@ from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.foreign import Collected, as_result
 from etude.environments.remote.service import Service
 from etude.errors import MachineError
-from etude.seams import Command, ExecResult, Printed, Started, Tell
+from etude.records.command import Command, ExecResult, Printed, Started, Tell
 
 _PIECE = 1 << 20  # of standard input, in one call
 _GRACE_S = 30.0  # after a command's deadline, for its result to come

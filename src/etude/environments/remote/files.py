@@ -19,7 +19,8 @@ from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.shells import Shells
 from etude.errors import MachineError
-from etude.seams import Machine, Printed, Started
+from etude.records.command import Printed, Started
+from etude.seams import Machine
 
 _DEADLINE_S = 60.0
 _MAX_LIST_BYTES = 16 << 20  # of what a listing says

@@ -11,7 +11,7 @@ from etude.environments.output import Capped
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.environments.remote.service import Service
-from etude.seams import ExecResult, Printed, Started, Tell
+from etude.records.command import ExecResult, Printed, Started, Tell
 
 if TYPE_CHECKING:
     from etude.environments.remote.machine import RemoteMachine

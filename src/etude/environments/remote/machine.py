@@ -14,7 +14,7 @@ from etude.environments.remote.connect import RpcError, of_answer
 from etude.environments.remote.foreign import check_links, kill_all
 from etude.environments.remote.service import Service
 from etude.errors import MachineError
-from etude.seams import Command, ExecOptions, ExecResult, check_max_bytes
+from etude.records.command import Command, ExecOptions, ExecResult, check_max_bytes
 
 _UPLOAD = 8 << 20  # of files, in one call
 

@@ -15,7 +15,8 @@ from collections.abc import AsyncIterator, Mapping
 from etude.environments.remote import messages as m
 from etude.environments.remote.connect import Code, RpcError
 from etude.errors import MachineError
-from etude.seams import ExecResult, Machine, Printed, Started, Tell
+from etude.records.command import ExecResult, Printed, Started, Tell
+from etude.seams import Machine
 
 _MAX_KEPT = 128  # commands that have ended and can still be come back to
 _MAX_RECORDS = 256 << 20  # bytes of results that one machine remembers, by their keys

@@ -25,8 +25,9 @@ from etude.environments.remote.config import ClientConfig
 from etude.environments.remote.machine import RemoteMachine, name_of
 from etude.environments.remote.service import Service
 from etude.errors import InputError, MachineError
+from etude.records.command import check_count
 from etude.records.image import Image
-from etude.seams import Machine, RuntimeInfo, check_count
+from etude.seams import Machine, RuntimeInfo
 
 _PORT = 49983  # of E2B's daemon
 _SEAL_BYTES = 1024  # more than a server puts before a state

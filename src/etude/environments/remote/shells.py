@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Mapping
 
 from etude.environments.remote.connect import Code, RpcError
 from etude.errors import MachineError
-from etude.seams import Machine, Printed, Started
+from etude.records.command import Printed, Started
+from etude.seams import Machine
 
 _DEADLINE_S = 60.0  # for one answer
 _LIFE_S = 604_800.0

@@ -1,4 +1,4 @@
-"""One order of summation for each operator, on CPUs: what `operators.Exact` is made of.
+"""One order of summation for each operator, on CPUs: what `exact.operators.Exact` is made of.
 
 Most of it is the vendor's fastest routine, called only with sizes for which it was measured, on this machine and with
 this number of threads, that a row's bits do not depend on what else is computed.

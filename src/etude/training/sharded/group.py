@@ -112,7 +112,7 @@ class Sharded:
                     self.mesh.store.wait([key], timedelta(seconds=NAMED_WITHIN_S))
             except RuntimeError:
                 silent.append(rank)
-        names = ", ".join(map(str, silent)) or "?"
+        names = ", ".join(map(self.mesh.named, silent)) or "?"
         facts = f"rank {self.rank} of {self.size} waited for at most {self.mesh.deadline_s:g} s; {_first_line(error)}"
         hint = "see its output; the ranks begin again from the last checkpoint"
         return RankMissing(f"rank {names} did not come to the others' {what}", facts, hint=hint)

@@ -12,12 +12,16 @@ beside it for what is said rather than computed. Every collective has a deadline
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import socket
-from collections.abc import Callable
+import struct
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -30,6 +34,8 @@ from etude.numerics.parallel import Parallel, Split
 from etude.training.config import LearnerConfig
 
 DEADLINE_S = 300.0
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -50,18 +56,26 @@ class Mesh:
     control: distributed.ProcessGroup  # of all ranks, on CPUs
     publishing: distributed.ProcessGroup  # the same, for another thread
     store: Store  # on rank 0
+    hosts: tuple[str, ...]  # the address of each rank's machine
+
+    def named(self, rank: int) -> str:
+        """A rank in words: on which host it is, where there are several."""
+        return f"{rank} (on {self.hosts[rank]})" if len(set(self.hosts)) > 1 else str(rank)
 
 
-def join(config: LearnerConfig, *, at: str = "env://", rank: int | None = None, deadline_s: float = DEADLINE_S) -> Mesh:
-    """Meet the other ranks of `config.ranks`, at `tcp://host:port` or by the environment variables that torchrun sets;
-    or those that this process has met already. Collective. Raises `ConfigError` where their number does not fill the
-    mesh."""
-    met = distributed.is_initialized()
+def join(
+    config: LearnerConfig, *, store: TCPStore | None = None, rank: int = 0, deadline_s: float = DEADLINE_S
+) -> Mesh:
+    """Meet the other ranks of `config.ranks`: at a store of `listen` and `reach`, as this rank, or by the environment
+    variables that torchrun sets; or those that this process has met already. Collective. Raises `ConfigError` where
+    their number does not fill the mesh."""
+    met, first = distributed.is_initialized(), os.environ.get("MASTER_ADDR", LOOPBACK) if store is None else store.host
     if met:
         rank, size = distributed.get_rank(), distributed.get_world_size()
+    elif store is not None:
+        size = config.ranks
     else:
-        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        size = int(os.environ.get("WORLD_SIZE", "1")) if at == "env://" else config.ranks
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size != config.ranks:
         raise ConfigError(
             f"{size} ranks do not fill a mesh of {config.ranks}",
@@ -70,10 +84,13 @@ def join(config: LearnerConfig, *, at: str = "env://", rank: int | None = None, 
         )
     device, backend = _device(config.device, rank)
     deadline = timedelta(seconds=deadline_s)
-    if device.type == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine; its name need not resolve
+    address, interface = way_to(first)
+    if interface:  # by which the ranks reach each other: a machine's name need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if not met:
-        distributed.init_process_group(backend, init_method=at, rank=rank, world_size=size, timeout=deadline)
+        how: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
+        distributed.init_process_group(backend, rank=rank, world_size=size, timeout=deadline, **how)
     groups = partial(distributed.new_subgroups_by_enumeration, timeout=deadline)
     numbers = torch.arange(size)
     by_expert, by_context = numbers.view(-1, config.expert_parallel), numbers.view(-1, config.context_parallel)
@@ -81,6 +98,8 @@ def join(config: LearnerConfig, *, at: str = "env://", rank: int | None = None, 
     expert_fsdp, _ = groups(by_expert.t().tolist())
     context, _ = groups(by_context.tolist())
     control, publishing = (distributed.new_group(backend="gloo", timeout=deadline) for _ in range(2))
+    hosts: list[str] = [""] * size
+    distributed.all_gather_object(hosts, address, group=control)
     everybody = distributed.group.WORLD
     assert everybody is not None, "it was just made"
     kind = device.type
@@ -100,7 +119,8 @@ def join(config: LearnerConfig, *, at: str = "env://", rank: int | None = None, 
         context_size=config.context_parallel,
         control=control,
         publishing=publishing,
-        store=_store(rank, size, control, deadline),
+        store=store or _store(rank, first, control, deadline_s),
+        hosts=tuple(hosts),
     )
 
 
@@ -120,20 +140,54 @@ def _device(name: str, rank: int) -> tuple[torch.device, str]:
     return device, "cpu:gloo,cuda:nccl"
 
 
-def _store(rank: int, size: int, control: distributed.ProcessGroup, deadline: timedelta) -> Store:
-    """A store of our own: torch's has no public name, and torchrun's outlives the ranks."""
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    make: Callable[..., TCPStore] = partial(TCPStore, timeout=deadline, wait_for_workers=False)
-    mine = make(host if rank == 0 else "127.0.0.1", 0, is_master=True) if rank == 0 else None
-    where = [(host, mine.port) if mine is not None else None]
+def listen(host: str, deadline_s: float = DEADLINE_S) -> TCPStore:
+    """A store that others `reach`, at an address of this machine alone ("": all of them). Raises `OSError`."""
+    bound = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port, deadline = bound.getsockname()[1], timedelta(seconds=deadline_s)
+    return TCPStore(
+        host or LOOPBACK, port, None, True, deadline, wait_for_workers=False, master_listen_fd=bound.detach()
+    )
+
+
+def reach(host: str, port: int, deadline_s: float = DEADLINE_S) -> TCPStore:
+    """Another machine's store, or this one's. Raises `RuntimeError`."""
+    return TCPStore(host, port, None, False, timedelta(seconds=deadline_s), wait_for_workers=False)
+
+
+def _store(rank: int, host: str, control: distributed.ProcessGroup, deadline_s: float) -> Store:
+    """A store of our own on rank 0: torch's has no public name, and torchrun's outlives the ranks."""
+    mine = listen(LOOPBACK if host in (LOOPBACK, "localhost") else "", deadline_s) if rank == 0 else None
+    where = [mine.port if mine is not None else None]
     distributed.broadcast_object_list(where, src=0, group=control)
     assert where[0] is not None, "rank 0 has said"
-    found: Store = make(*where[0], is_master=False) if mine is None else mine
-    return found
+    return reach(host, where[0], deadline_s) if mine is None else mine
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def way_to(host: str) -> tuple[str, str]:
+    """(address, network interface) of this machine by which it reaches a host; "" where that cannot be told.
+
+    >>> way_to("127.0.0.1")
+    ('127.0.0.1', 'lo')
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return "", ""
+    if ":" in address:
+        return address, _interface6(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                raw = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(raw[20:24]) == address:
+                    return address, name
+    return address, ""
+
+
+def _interface6(address: str) -> str:
+    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+    return next((row[5] for row in rows if row[0] == packed), "")

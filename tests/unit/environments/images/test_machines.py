@@ -26,8 +26,9 @@ from etude.environments.namespace.images import State
 from etude.environments.network.outlets import PACKAGES, outlets_of
 from etude.environments.network.packages import Packages
 from etude.errors import InputError, MachineError
+from etude.records.command import ExecResult
 from etude.records.image import Image
-from etude.seams import ExecResult, Machine
+from etude.seams import Machine
 
 PROGRAMS = ("sh", "cat", "ls", "id", "rm", "mkdir", "mv", "stat", "touch", "sleep", "ln", "dd", "chmod", "chown")
 

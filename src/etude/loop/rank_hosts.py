@@ -1,0 +1,299 @@
+"""Ranks of a run's learner on other machines: the door at which they are met, and the program that brings them.
+
+    python -m etude.loop.rank_hosts --run RUN --count 4      (on each other machine, by hand, by Slurm, or by Ray)
+
+Rank 0 opens a door (`Door`) and writes where it is, with a secret of its own, into the run folder, which all machines
+mount: who can read that file may bring ranks, others are refused. Who brings them says how many, is told which they are
+and where the learner meets, and starts them as children. The connection stays: its end is the end of those ranks, on
+both sides, and within `LINK_S` where a machine is gone or cut off. Then rank 0 ends, by name, and its successor opens
+another door, to which the same program comes again. It leaves when the run's training is done.
+
+Nothing here loads torch, and nothing knows what ranks compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from etude.errors import EtudeError, RunError
+from etude.inference.lifetime import when_parent_dies
+from etude.loop.wire import LINK_S, kept_alive
+from etude.run import RunFolder, write_durably
+
+COME_S = 600.0
+"""For all ranks to come: a cluster needs minutes to bring a machine."""
+CALL_S = 86_400.0
+"""For a run to open a door: it may be mid-training, or stopped and resumed."""
+POLL_S, GREET_S = 1.0, 10.0
+_DOOR, _MAX_LINE, _MAX_STRANGERS = "learner.door", 4096, 16
+_SECRET_BYTES = 32
+Lost = Callable[[EtudeError, int | None], None]
+"""Is told that a rank is gone."""
+
+
+def start_rank(run: Path, rank: int, at: str, secret: bytes, *, local: int) -> subprocess.Popen[bytes]:
+    """A rank as a child of this process's thread. `at`: the store at which the learner meets; `local`: which of this
+    machine's devices is its own."""
+    argv = [sys.executable, "-m", "etude.loop.ranks", "--run", str(run), "--at", at, "--rank", str(rank)]
+    env = {**os.environ, "LOCAL_RANK": str(local)}
+    started = subprocess.Popen(argv, stdin=subprocess.PIPE, env=env, preexec_fn=when_parent_dies)
+    assert started.stdin is not None, "it was asked for"
+    with contextlib.suppress(BrokenPipeError):  # it has ended: its exit tells
+        started.stdin.write(secret)
+        started.stdin.close()
+    return started
+
+
+def described(exit_code: int) -> str:
+    """An exit code, and what it says of a rank."""
+    return f"exit code {exit_code}{'; -9 is out of memory, or somebody killed it' if exit_code == -9 else ''}"
+
+
+@dataclass
+class _Guest:
+    """Who has come with ranks. `ranks`: which they are, once that is known."""
+
+    host: str
+    count: int
+    nonce: str
+    sock: socket.socket
+    ranks: Sequence[int] = ()
+
+
+class Door:
+    """Rank 0's side. `lost` is called, in a thread, when a rank that has come is gone."""
+
+    def __init__(self, run: Path, host: str, away: int, secret: bytes, lost: Lost) -> None:
+        """`away`: so many ranks are to come. Raises `RunError` where `host` is no address of this machine."""
+        self._run, self._away, self._secret, self._lost = run, away, secret, lost
+        self._guests: list[_Guest] = []
+        self._changed = threading.Condition()
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        try:
+            self._listener = socket.create_server((host, 0), family=family_of(host))
+        except OSError as error:
+            hint = "set fleet.ranks_at to the address at which this machine is reached by those with the other ranks"
+            raise RunError(f"ranks on other machines cannot be met at {host}", str(error), hint=hint) from None
+        self.at = joined(*self._listener.getsockname()[:2])
+        door = {"at": self.at, "secret": secret.hex()}
+        write_durably(run / "logs" / _DOOR, json.dumps(door).encode(), mode=0o600)
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
+
+    def meet(self, first: int, at: str, waits: Callable[[str], object]) -> dict[int, str]:
+        """Wait for the ranks from `first` on, and tell them where the learner meets; on which host each is. `waits` is
+        told for what, whenever that changes. Raises `RunError`."""
+        end, told = time.monotonic() + COME_S, ""
+        with self._changed:
+            while (missing := self._away - sum(guest.count for guest in self._chosen())) > 0:
+                reason = f"{missing} of {self._away} ranks are to come to {self.at}"
+                if reason != told:
+                    waits(told := reason)
+                if not self._changed.wait(end - time.monotonic()):
+                    came = ", ".join(f"{guest.count} of {guest.host}" for guest in self._guests) or "nobody"
+                    raise RunError(
+                        f"{reason}, and have not",
+                        f"waited {COME_S:g} s; {came} came",
+                        hint=f"start them: python -m etude.loop.rank_hosts --run {self._run} --count {missing}",
+                    )
+            hosts: dict[int, str] = {}
+            for guest in sorted(self._chosen(), key=lambda guest: guest.host):  # so neighbours share one
+                guest.ranks = range(first + len(hosts), first + len(hosts) + guest.count)
+                hosts |= dict.fromkeys(guest.ranks, guest.host)
+                with contextlib.suppress(OSError):  # its thread tells
+                    _say(guest.sock, _sealed(self._secret, guest.nonce, {"ranks": list(guest.ranks), "store": at}))
+        return hosts
+
+    def _chosen(self) -> list[_Guest]:
+        """Those who fit, as they came; others wait for another learner."""
+        found: list[_Guest] = []
+        for guest in self._guests:
+            if sum(one.count for one in found) + guest.count <= self._away:
+                found.append(guest)
+        return found
+
+    def _accept(self) -> None:
+        while True:
+            self._strangers.acquire()
+            sock, _ = self._listener.accept()
+            threading.Thread(target=self._welcome, args=(sock,), name="guest", daemon=True).start()
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """One connection, to its end."""
+        with sock, sock.makefile("rb") as lines:
+            try:
+                guest = self._known(sock, lines)
+            finally:
+                self._strangers.release()
+            if guest is None:
+                return
+            with self._changed:
+                self._guests.append(guest)
+                self._changed.notify_all()
+            facts, rank = "its connection ended", None
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                lost = json.loads(lines.readline(_MAX_LINE))
+                facts, rank = described(int(lost["exit_code"])), int(lost["rank"])
+            with self._changed:
+                self._guests.remove(guest)
+            if guest.ranks:
+                names = ", ".join(map(str, guest.ranks if rank is None else [rank]))
+                hint = "see the output of etude.loop.rank_hosts there, and the network between"
+                error = EtudeError(f"rank {names} of the learner, on {guest.host}, ended", facts, hint=hint)
+                self._lost(error, guest.ranks[0] if rank is None else rank)
+
+    def _known(self, sock: socket.socket, lines: IO[bytes]) -> _Guest | None:
+        """Who connected, where it has the secret."""
+        kept_alive(sock).settimeout(GREET_S)
+        nonce = secrets.token_hex(16)
+        try:
+            _say(sock, {"nonce": nonce})
+            said = _unsealed(self._secret, nonce, lines.readline(_MAX_LINE))
+            sock.settimeout(None)
+            return _Guest(str(said["host"]), max(1, int(said["count"])), str(said["nonce"]), sock)
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def bring(run: Path, count: int) -> None:
+    """Bring ranks to a run, one learner after another, until its training is done. Raises `RunError`."""
+    while (door := _next_door(run)) is not None:
+        at, secret = door
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError),  # that learner is gone, or was never there
+            socket.create_connection(split(at), timeout=GREET_S) as link,
+            kept_alive(link).makefile("rb") as lines,
+        ):
+            _serve(run, count, secret, link, lines)
+        time.sleep(POLL_S)
+
+
+def _next_door(run: Path) -> tuple[str, bytes] | None:
+    """(address, secret) of the door that was opened last; None: the run's training is done."""
+    end = time.monotonic() + CALL_S
+    while True:
+        try:
+            if RunFolder(run).ended("rl"):
+                return None
+            door = json.loads((run / "logs" / _DOOR).read_text())
+            return str(door["at"]), bytes.fromhex(door["secret"])
+        except (OSError, ValueError, KeyError):
+            if time.monotonic() > end:
+                hint = "start a run with learner.ranks, fleet.ranks_away and fleet.ranks_at set"
+                facts = f"waited {CALL_S:g} s for {run / 'logs' / _DOOR}"
+                raise RunError("no learner asks for ranks", facts, hint=hint) from None
+        time.sleep(POLL_S)
+
+
+def _serve(run: Path, count: int, secret: bytes, link: socket.socket, lines: IO[bytes]) -> None:
+    """One learner's ranks, until it or one of them ends. Raises `OSError`, `ValueError`, `KeyError`."""
+    nonce = secrets.token_hex(16)
+    host = f"{socket.gethostname()} ({link.getsockname()[0]})"
+    theirs = str(json.loads(lines.readline(_MAX_LINE))["nonce"])
+    _say(link, _sealed(secret, theirs, {"nonce": nonce, "count": count, "host": host}))
+    link.settimeout(COME_S + LINK_S)
+    told = _unsealed(secret, nonce, lines.readline(_MAX_LINE))
+    link.settimeout(None)
+    print(f"ranks {told['ranks']} of the learner that meets at {told['store']}", flush=True)
+    ranks = {
+        start_rank(run, int(rank), str(told["store"]), secret, local=i): int(rank)
+        for i, rank in enumerate(told["ranks"])
+    }
+    try:
+        with selectors.DefaultSelector() as watched, contextlib.ExitStack() as stack:
+            watched.register(link, selectors.EVENT_READ)
+            for process in ranks:
+                end = stack.enter_context(os.fdopen(os.pidfd_open(process.pid), "rb", buffering=0))
+                watched.register(end, selectors.EVENT_READ, process)
+            ended = [key.data for key, _ in watched.select() if key.data is not None]
+        for process in ended[:1]:
+            print(f"rank {ranks[process]} ended: {described(process.wait())}", flush=True)
+            _say(link, {"rank": ranks[process], "exit_code": process.wait()})
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _say(sock: socket.socket, body: Mapping[str, Any]) -> None:
+    sock.sendall(json.dumps(body).encode() + b"\n")
+
+
+def _sealed(secret: bytes, nonce: str, body: Mapping[str, Any]) -> dict[str, str]:
+    """What only who has the secret can say to who gave the nonce."""
+    text = json.dumps(body)
+    return {"text": text, "seal": seal(secret, f"{nonce} {text}".encode()).hex()}
+
+
+def _unsealed(secret: bytes, nonce: str, line: bytes) -> dict[str, Any]:
+    """Raises `ValueError`, `KeyError`."""
+    said = json.loads(line)
+    if not hmac.compare_digest(seal(secret, f"{nonce} {said['text']}".encode()).hex(), str(said["seal"])):
+        raise ValueError("not the secret")
+    body: dict[str, Any] = json.loads(said["text"])
+    return body
+
+
+def seal(secret: bytes, data: bytes) -> bytes:
+    """[32] What shows that who says something has the secret."""
+    return hmac.digest(secret, data, hashlib.sha256)
+
+
+def new_secret() -> bytes:
+    """Of one learner."""
+    return secrets.token_bytes(_SECRET_BYTES)
+
+
+def joined(host: str, port: int) -> str:
+    """HOST:PORT."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(at: str) -> tuple[str, int]:
+    """Of HOST:PORT. Raises `ValueError`."""
+    host, _, port = at.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of an address."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def main() -> NoReturn:
+    """Bring ranks: see the module."""
+    parser = argparse.ArgumentParser(
+        prog="python -m etude.loop.rank_hosts", description="Bring ranks to a run's learner."
+    )
+    parser.add_argument("--run", type=Path, required=True, help="the run folder, as this machine mounts it")
+    parser.add_argument("--count", type=int, default=1, help="ranks of this machine (1)")
+    args = parser.parse_args()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: sys.exit(130))
+    print(f"{args.count} ranks wait for the learner of {args.run.absolute()}", flush=True)
+    try:
+        bring(args.run.absolute(), args.count)
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(int(error.exit_code))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

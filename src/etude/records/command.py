@@ -1,0 +1,130 @@
+"""What a machine is asked to run, checked, and what came of it: what all who make machines would write alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict, Unpack
+
+import msgspec
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command in a machine did. `output` is stdout and stderr together, capped; `truncated` says so."""
+
+    exit_code: int  # 128 + signal when killed
+    output: bytes
+    timed_out: bool
+    truncated: bool
+    wall_s: float
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A command's first process is there; `pid` is its number in the machine."""
+
+    pid: int
+
+
+class Printed(msgspec.Struct, frozen=True):
+    """What a command has written since the last time, before any cap."""
+
+    stream: int  # 1 stdout, 2 stderr
+    data: bytes
+
+
+Tell = Callable[[Started | Printed], None]
+"""Called in the event loop while a command runs; it must not block."""
+
+MAX_COMMAND_BYTES = 1 << 20  # of its words and variables, 16 more for each
+
+
+class ExecOptions(TypedDict, total=False):
+    """What a command may be given beside its words, key and deadline. `Command` has the defaults."""
+
+    stdin: bytes | AsyncIterable[bytes]  # at once, or as the command takes it
+    output_bytes: int  # output past it is cut in the middle
+    cwd: str  # below the working directory, or absolute; "" is the working directory
+    env: Mapping[str, str]  # added to the machine's own
+    user: str  # one of `RuntimeInfo.users`; "" is the image's
+    tell: Tell | None  # stdout and stderr have a pipe each, and every byte is told as it comes
+
+
+@dataclass(frozen=True)
+class Command:
+    """What `Machine.exec` was asked, whole and checked. Made by machines, see `of`.
+
+    >>> Command.of(["ls", "-l"], key="1", deadline_s=5, user="root").cwd
+    ''
+    >>> Command.of([], key="1", deadline_s=5)
+    Traceback (most recent call last):
+    ValueError: a command has at least one word and no NUL byte
+    """
+
+    argv: tuple[str, ...]
+    key: str
+    deadline_s: float
+    stdin: bytes | AsyncIterable[bytes] = b""
+    output_bytes: int = 65_536
+    cwd: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    user: str = ""
+    tell: Tell | None = None
+
+    @classmethod
+    def of(cls, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]) -> Command:
+        """By `exec`'s arguments. `ValueError` for what cannot be a command."""
+        if isinstance(argv, str):
+            raise ValueError(f"a command is a list of words, not the text {argv[:80]!r}")
+        return cls(tuple(argv), key, deadline_s, **options)
+
+    def __post_init__(self) -> None:
+        self._must_have_kinds()
+        words = [self.user, self.cwd, *self.argv, *(f"{name}={value}" for name, value in self.env.items())]
+        if not self.argv or not self.argv[0] or any("\0" in word for word in words):
+            raise ValueError("a command has at least one word and no NUL byte")
+        if any(not name or "=" in name for name in self.env):
+            raise ValueError("a variable's name is not empty and has no '='")
+        if sum(len(os.fsencode(word)) + 16 for word in words) > MAX_COMMAND_BYTES:
+            raise ValueError("the command line is too long")
+
+    def _must_have_kinds(self) -> None:
+        """What no type checker saw may be anything."""
+        texts = [self.key, self.user, self.cwd, *self.argv, *self.env, *self.env.values()]
+        strange = [one for one in texts if not isinstance(one, str)]
+        if strange:
+            raise ValueError(f"a command's words, variables, key, folder and user are texts, not {strange[0]!r:.80}")
+        stdin: object = self.stdin
+        if not isinstance(stdin, bytes | AsyncIterable):
+            kind = type(stdin).__name__
+            raise ValueError(f"a command's stdin is bytes or an async iterable of bytes, not {kind}: encode a text")
+        if not self.deadline_s > 0:
+            raise ValueError(f"a command's deadline_s is a number of seconds over 0, not {self.deadline_s}")
+        if self.output_bytes < 0:
+            raise ValueError(f"a command's output_bytes is 0 or more, not {self.output_bytes}")
+
+    @property
+    def has_input(self) -> bool:
+        return self.stdin != b""
+
+    def must_be_by(self, users: Sequence[str]) -> None:
+        """`ValueError` where its user is none of these."""
+        if self.user and self.user not in users:
+            known = (
+                f"users are {', '.join(users)}"
+                if any(users)
+                else "the image names no users (no /etc/passwd): leave `user` out"
+            )
+            raise ValueError(f"a command cannot run as {self.user!r}; {known}")
+
+
+def check_count(n: int) -> None:
+    """`ValueError` where a runtime cannot fork so many."""
+    if n < 1:
+        raise ValueError(f"n is a number from 1 on, not {n}")
+
+
+def check_max_bytes(max_bytes: int) -> None:
+    """`ValueError` for a bound that nothing could keep."""
+    if max_bytes < 0:
+        raise ValueError(f"max_bytes is 0 or more, not {max_bytes}")

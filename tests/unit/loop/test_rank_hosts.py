@@ -1,0 +1,89 @@
+"""The door at which ranks of other machines are met: who is let in, and what is said where nobody comes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from etude.config import build
+from etude.errors import ConfigError, EtudeError, RunError
+from etude.loop import rank_hosts
+from etude.loop.config import RunConfig
+from etude.loop.preflight import check_ranks_at
+from etude.loop.rank_hosts import Door, bring, new_secret, split
+from etude.run import RunFolder
+
+
+def refuse(error: EtudeError, rank: int | None) -> None:
+    raise AssertionError(error)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = RunFolder.create(tmp_path / "r", config_toml="", seed=0)
+    (folder.path / "logs").mkdir()
+    return folder.path
+
+
+def knocked(at: str, said: bytes) -> bytes:
+    """What a door says to who says this; "" where it hangs up."""
+    with socket.create_connection(split(at), timeout=10) as sock:
+        assert json.loads(sock.makefile("rb").readline())["nonce"]
+        sock.sendall(said)
+        try:
+            return sock.recv(1)
+        except ConnectionResetError:  # with something unread
+            return b""
+
+
+@pytest.mark.parametrize("said", [b"\n", b"{}\n", b'{"text": "{\\"count\\": 1}", "seal": "00"}\n', b"x" * 9000])
+def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> None:
+    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
+    assert knocked(door.at, said) == b""
+
+
+def test_where_ranks_are_met_is_told_to_the_runs_owner_alone(run: Path) -> None:
+    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
+    told = run / "logs" / "learner.door"
+    assert json.loads(told.read_text())["at"] == door.at
+    assert stat.S_IMODE(told.stat().st_mode) == 0o600
+
+
+def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_hosts, "COME_S", 0.05)
+    waited: list[str] = []
+    door = Door(run, "127.0.0.1", 3, new_secret(), refuse)
+    with pytest.raises(RunError, match=f"3 of 3 ranks are to come to {door.at}, and have not") as caught:
+        door.meet(1, "127.0.0.1:1", waited.append)
+    assert "nobody came" in caught.value.facts
+    assert caught.value.hint == f"start them: python -m etude.loop.rank_hosts --run {run} --count 3"
+    assert waited == [f"3 of 3 ranks are to come to {door.at}"]
+
+
+def test_who_brings_ranks_leaves_when_training_is_done(run: Path) -> None:
+    RunFolder.open(run).end_phase("rl", wall_s=1.0)
+    bring(run, 1)
+
+
+def test_an_address_that_is_not_of_this_machine_is_refused_before_a_run_is_made() -> None:
+    with pytest.raises(ConfigError, match=r"fleet.ranks_at = '192.0.2.1'"):
+        check_ranks_at("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ranks_away": 1}, "each needs the other"),
+        ({"ranks_at": "10.0.0.1"}, "each needs the other"),
+        ({"ranks_away": 2, "ranks_at": "10.0.0.1"}, "rank 0 is the run's own"),
+    ],
+)
+def test_ranks_away_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(RunConfig, {"learner": {"ranks": 2}, "fleet": settings})
