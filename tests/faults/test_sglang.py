@@ -6,13 +6,17 @@ import asyncio
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests import vllm_server
 from tests.faults.test_vllm import SIZES, TEXT, publish
+from tests.faults.test_vllm_runs import NATIVE, UP_S, assert_held
+from tests.running import Running
 
 from etude.errors import EngineBehind, EngineError
 from etude.inference.client import HttpEngine
@@ -100,3 +104,14 @@ def test_production_has_its_first_token_before_rollouts_that_hold_every_seat_and
             assert await vllm_server.gone(processes, within_s=10.0) == []
 
     asyncio.run(run())
+
+
+def test_a_run_on_sglang_is_held_to_the_budget(wide_game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]) -> None:
+    run = Running(cli_in(tmp_path), wide_game.config)
+    try:
+        run.begin("rl.steps=4", *NATIVE, "learner.replay_routes=false", 'fleet.engines=["sglang"]')
+        assert run.end(UP_S + 200) == 0, run.said
+        run.assert_sound()
+        assert_held(run.events("engine.probe"), "engine-0", at_least=4)
+    finally:
+        run.stop()

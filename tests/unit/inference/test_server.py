@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from etude.cli import main
 from etude.errors import EngineError
 from etude.inference import EngineGone, HttpEngine
 from etude.inference.server import follower_deadline_s
@@ -201,3 +202,11 @@ def test_a_port_in_use_and_a_missing_checkpoint_are_errors_with_a_hint(argv: lis
 def test_client_and_fleet_need_no_torch() -> None:
     code = "import sys, etude.inference; assert not {'torch', 'transformers', 'uvicorn'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_our_own_engine_is_checked_as_those_of_another_make_are(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines", "check", "reference"]) == 0
+    said = capfd.readouterr().out
+    assert "exact" in said.splitlines()[0]
+    assert "follows: step 1, log-probabilities within 0.0e+00 of ours" in said
