@@ -4,15 +4,15 @@ The home is a network namespace with learner, conductor, worker, grader, the reg
 weights; each region one with an engine (`benchmarks.regions_network`: `tbf` limits, a relay delays and cuts, and a
 partition is a link that is down). `dies` is killed (-9) and stays dead, `apart` is cut off for a while, `late` joins
 when the run is under way, `slow` has a tenth of the bandwidth, a long way, and connections that break. The same run
-without any of it, over four equal links, is the control.
+with these faults and an ordinary link to `slow`, and one over four equal links without any fault, are the controls.
 
 What a region cost the learner, by attribution of each of its waits: a rollout is *touched* if `slow` served it, or
 `dies` or `apart` while their fault began or lasted. The learner waits *for* touched ones while no other rollout of its
 batch is left (`held_up`). That is idleness of the fault's making (`caused`) where nothing else is being sampled either:
-as long as healthy engines have rollouts of the next batch to run, its wait is shorter by what this one is longer. How
-much of `held_up` is nobody's fault is seen in `late`, in which nothing is wrong once it has joined. Beside it stands
-the share that the learner waits in all, here and in the control. All regions and the learner share this machine's
-cores; the load average is told.
+as long as healthy engines have rollouts of the next batch to run, its wait is shorter by what this one is longer. One
+turn there touches a rollout, whoever served the others. How much of it is nobody's fault is seen in `late`, in which
+nothing is wrong once it has joined, and in `slow` of the run in which it has an ordinary link. Beside it stands the
+share that the learner waits in all. All regions and the learner share this machine's cores; the load average is told.
 
     python -m benchmarks.four_regions --start CHECKPOINT [--config TOML] [--steps 20] [--set a.b=c] [--dry]
 """
@@ -46,6 +46,7 @@ FAULTS: Mapping[str, Link] = {
     "dies": Link(20.0, 0.08),
     "late": Link(20.0, 0.06),
 }
+ORDINARY = Link(20.0, 0.04)
 PATIENCE_S = 600.0
 Event = dict[str, Any]
 
@@ -141,11 +142,12 @@ def play(world: World, steps: int, *, faults: bool) -> None:
         raise SystemExit(f"the run ended with exit code {world.run.returncode}; see {world.folder}")
 
 
-def measure(config: Path, settings: Sequence[str], steps: int, *, faults: bool) -> dict[str, Any]:
+def measure(
+    config: Path, settings: Sequence[str], steps: int, *, faults: bool, links: Mapping[str, Link] = FAULTS
+) -> dict[str, Any]:
     """One run; its numbers."""
-    links = FAULTS if faults else dict.fromkeys(FAULTS, Link(20.0, 0.04))
     sets = [*settings, f"rl.steps={steps}"]
-    world = World(new_folder("four-regions" if faults else "four-regions-control"), links, sets, config)
+    world = World(new_folder("four-regions"), links, sets, config)
     try:
         play(world, steps, faults=faults)
         return numbers(world, faults=faults)
@@ -169,6 +171,8 @@ def numbers(world: World, *, faults: bool) -> dict[str, Any]:
         "trained_twice": int(audit.stdout.split("lost, ")[1].split(" trained")[0]) if audit.returncode == 0 else None,
         "invalid": sum(e["outcome"] == "invalid" for e in rollouts.values()),
         "requeued": moves(world.folder, "requeued"),
+        "turns": sum(e["turns"] for e in rollouts.values()),
+        "turns_elsewhere": sum(e["moves"] for e in rollouts.values()),  # than the turn before
         "learner_waits_share": round(sum(w for _, w, _ in waits) / wall_s, 4),
         "load_average_p50": median(world.load),
         "regions": {name: region(world, name, rollouts) for name in world.links},
@@ -211,7 +215,8 @@ def touches(world: World, name: str) -> Callable[[Event], bool]:
     """Whether a fault of this region may have held a rollout up."""
     begin = {"dies": "dies killed", "apart": "apart cut off"}.get(name)
     since = world.at.get(begin, 0.0) if begin else 0.0
-    until = world.at.get("apart joined", 0.0) + 10.0 if name == "apart" else float("inf")
+    serving = [e["t"] for e in world.events("fleet.state") if e["engine"] == name and e["state"] == "serving"]
+    until = serving[-1] if name == "apart" else float("inf")  # it was given work again
 
     def touched(e: Event) -> bool:
         return name in e["engines"] and e["t"] >= since and e["t"] - e["wall_s"] <= until
@@ -284,7 +289,10 @@ def main() -> None:
     told["faults"] = measure(options.config, settings, options.steps, faults=True)
     print(json.dumps(told), file=sys.stderr, flush=True)
     if not options.no_control:
-        told["control"] = measure(options.config, settings, options.steps, faults=False)
+        without = FAULTS | {"slow": ORDINARY}
+        told["without_slow"] = measure(options.config, settings, options.steps, faults=True, links=without)
+        equal = dict.fromkeys(FAULTS, ORDINARY)
+        told["control"] = measure(options.config, settings, options.steps, faults=False, links=equal)
     if options.dry:
         print(json.dumps(told, indent=1))
     else:

@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 from tests.running import Running, event_of
 
+from etude.stores import DirectoryStore
+from etude.weights import lineage
+
 
 @pytest.fixture
 def running(game: Any, tmp_path: Path, cli_in: Callable[[Path], Any]) -> Iterator[Running]:
@@ -50,3 +53,16 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_from_its_last_commit
     redone = running.cli("replay", running.path, "6", "--json")
     assert redone.returncode == 0, redone.stdout + redone.stderr
     assert json.loads(redone.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_of_adapters_over_ranks_is_sound_and_a_step_repeats_by_one_process(running: Running) -> None:
+    sets = ("rl.steps=4", "learner.ranks=2", "learner.expert_parallel=2", "learner.lora_rank=3", "learner.lr=4e-3")
+    running.begin(*sets).at_step(3)
+    os.kill(told(running, "learner rank 1")[-1]["pid"], signal.SIGKILL)
+    assert running.end() == 0, running.said
+    running.assert_sound()
+    assert len(lineage(DirectoryStore(running.path / "weights"), "base")) == 1, "the base is published once"
+    redone = running.cli("replay", running.path, "4", "--json")
+    assert redone.returncode == 0, redone.stdout + redone.stderr

@@ -82,6 +82,7 @@ def test_a_run_builds_the_images_of_its_tasks_and_its_processes_work_on_them(tmp
             await members.start_judged()
             source = open_tasks(config)
             settings = {"num_tasks": 1, "seed": 0}
-            return [await baseline(members, source, kind, **settings) for kind in ("oracle", "random")]
+            kinds = ("oracle", "random")
+            return [await baseline(members, source, kind, telemetry=telemetry, **settings) for kind in kinds]
 
     assert asyncio.run(rates()) == [1.0, 0.0]

@@ -9,9 +9,10 @@ import sys
 from functools import partial
 
 from etude.cli.places import existing, open_run
+from etude.cli.task_progress import Steps
 from etude.config import build, overridden, read, to_plain
 from etude.errors import ConfigError, NoCheckpoint
-from etude.loop.config import RunConfig, read_config
+from etude.loop.config import RunConfig, open_tasks, read_config
 from etude.records.task import Split
 
 
@@ -41,11 +42,15 @@ def evaluate(args: argparse.Namespace) -> int:
     config = build(RunConfig, given)
     check_start(checkpoint, context_tokens=config.engine.context_tokens, said=partial(print, file=sys.stderr))
     check_tasks(config, [Split(args.split)])
-    result = asyncio.run(
-        evaluate_checkpoint(
-            checkpoint, config, split=Split(args.split), num_tasks=args.tasks, tries=args.tries, out=None
+    split = Split(args.split)
+    size = open_tasks(config, canaries=False).size(split)
+    total = args.tries * (args.tasks if size is None else min(args.tasks, size))
+    print(f"evaluating {checkpoint} on {total} rollouts; starting its engines", file=sys.stderr, flush=True)
+    with Steps("rollouts", total) as steps:
+        work = evaluate_checkpoint(
+            checkpoint, config, split=split, num_tasks=args.tasks, tries=args.tries, out=None, each=steps.done
         )
-    )
+        result = asyncio.run(work)
     version = version_of(checkpoint)
     of = {"checkpoint": str(checkpoint), "version": str(version) if version else None}
     print(json.dumps(of | result.facts(), indent=2))

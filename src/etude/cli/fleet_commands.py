@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from etude.cli.arguments import Commands, Parser, add
+from etude.cli.arguments import Commands, Parser, add, within
 
 
 def fleet_commands(commands: Commands[Parser]) -> None:
@@ -17,5 +17,6 @@ def fleet_commands(commands: Commands[Parser]) -> None:
     drain.add_argument("name", metavar="ENGINE")
     join.add_argument("engine", metavar="URL", help="of the engine, as the run reaches it")
     join.add_argument("--name", required=True)
+    join.add_argument("--wait-s", type=within(0, 1e7), help="for a registry that is away (default 3600)")
     join.add_argument("--region", default="", help="its lane in the report (default: its name)")
     join.add_argument("--standby", action="store_true", help="work when others are lost")

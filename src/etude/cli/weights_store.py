@@ -143,6 +143,8 @@ def relay(args: argparse.Namespace) -> int:
     except OSError as error:
         raise InputError(f"cannot listen on {args.listen}", str(error.strerror), hint="take another port") from None
     print(f"relaying {args.store} at http://{host}:{listener.getsockname()[1]}", flush=True)
+    if "://" not in args.store and not (Path(args.store) / "pointers").is_dir():
+        print("nothing is published there yet: engines wait for the first version", flush=True)
     config = uvicorn.Config(app, access_log=False, log_level="warning", server_header=False, limit_concurrency=1024)
     uvicorn.Server(config).run(sockets=[listener])
     return 0
@@ -230,9 +232,13 @@ def is_store(text: str | None) -> bool:
 
 
 def existing_store(place: str, *, cache: Path | None = None) -> BlobStore:
-    """A store that is there already: a mistyped path is not made into an empty one. Raises `InputError`."""
-    if "://" not in place and not Path(place).is_dir():
-        raise InputError(f"no store at {place}", hint="give a directory, s3://bucket/prefix, gs:// or az://")
+    """A store that is there already, or will be: a run's, which begins with its first version. A mistyped path is not
+    made into an empty one. Raises `InputError`."""
+    path = Path(place)
+    of_run = path.name == "weights" and (path.parent / "run.json").is_file()
+    if "://" not in place and not path.is_dir() and not of_run:
+        hint = "give a run's weights (RUN/weights), a directory, s3://bucket/prefix, gs:// or az://"
+        raise InputError(f"no store at {place}", "nor a run whose weights it would hold", hint=hint)
     return open_store(place, cache=cache)
 
 

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from etude.dashboard.read import PhaseSpan, RunView, number
 
-_COUNTED = {"mid-training": "mid.step", "rl": "rl.step"}
+_COUNTED = {  # what counts in a phase: the event, how far, of how much
+    "mid-training": ("mid.step", "step", "num_steps"),
+    "rl": ("rl.step", "step", "num_steps"),
+    "eval-before": ("eval.progress", "done", "total"),
+    "eval-after": ("eval.progress", "done", "total"),
+}
 
 
 @dataclass(frozen=True)
@@ -30,19 +35,21 @@ def current_phase(view: RunView) -> PhaseSpan | None:
 
 
 def progress(view: RunView) -> Progress | None:
-    """The current phase's progress; None for a phase that is not counted in steps, or has made none yet.
+    """The current phase's progress; None for a phase in which nothing is counted, or nothing was yet. Of a phase with
+    several evaluations it is that of the one under way: held-out tasks, then each baseline.
 
     The time left follows the pace since the phase last began, so that a resumed run does not count its rest.
     """
     phase = current_phase(view)
-    event = view.latest(_COUNTED.get(phase.name, "")) if phase else None
+    kind, done_key, total_key = _COUNTED.get(phase.name, ("", "", "")) if phase else ("", "", "")
+    event = view.latest(kind)
     if phase is None or event is None:
         return None
-    done, total = number(event, "step"), number(event, "num_steps")
-    if done is None or not total:
+    done, total = number(event, done_key), number(event, total_key)
+    since = [e for e in view.of(kind) if float(e["t"]) >= phase.start and e.get("name") == event.get("name")]
+    if done is None or not total or (kind == "eval.progress" and not since):
         return None
-    since = [e for e in view.of(_COUNTED[phase.name]) if float(e["t"]) >= phase.start]
-    first = number(since[0], "step") if since else None
+    first = number(since[0], done_key) if since else None
     steps = done - first if first is not None else 0
     left_s = None
     if steps > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -129,11 +130,17 @@ def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
     phase = current_phase(view)
     if phase is not None and phase.name == "mid-training":
         yield from _mid_training(view)
+    if phase is not None and phase.end is None:
+        yield from _starting(view)
+    if phase is not None and phase.name == "rl" and phase.end is None:
+        yield from _evaluating(view, since=phase.start)
     steps = view.by_step("rl.step")
     rewards = [value for event in steps if (value := number(event, "reward_mean")) is not None]
     if rewards:
         yield "solve rate", Text(words.sparkline(rewards) + f" {rewards[-1]:.2f}", "bold green")
     yield from _evaluations(view)
+    yield from _lost_learner(view)
+    yield from _fleet(view)
     if not steps:
         return
     lags = lag(steps)
@@ -176,6 +183,46 @@ def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
         yield "held-out", Text(" → ".join(f"{one['rate']:.2f}{_interval(one)} {name}" for name, one in known))
 
 
+def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
+    """Who is not up yet, or not up again. A phase's own program is not waited for to be ready."""
+    now = {text(event, "name"): text(event, "state") for event in view.of("process")}
+    names = [name for name, state in now.items() if state in ("start", "restart", "waiting") and name not in PHASES]
+    if names:
+        yield "starting", Text(", ".join(names))
+
+
+def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
+    """How far the evaluation under way is."""
+    event = view.latest("eval.progress")
+    if event is None or float(event["t"]) < since:
+        return
+    done, total = number(event, "done"), number(event, "total")
+    if done is not None and total is not None and done < total:
+        yield "evaluating", Text(f"{text(event, 'name')} {done:.0f}/{total:.0f} rollouts")
+
+
+def _lost_learner(view: RunView) -> Iterator[tuple[str, Text]]:
+    """Whether the learner was ever lost, whatever happened since."""
+    lost = [e for e in view.of("lineage") if text(e, "state") == "lost"]
+    restarts = [e for e in view.of("process") if text(e, "name") == "learner" and text(e, "state") == "restart"]
+    times = max(len(lost), len(restarts))
+    if times:
+        last = f", the last time at step {lost[-1].get('step')}: {text(lost[-1], 'reason')}" if lost else ""
+        yield "learner", Text(f"lost and replaced {times} time{'s' if times > 1 else ''}{last}", "yellow")
+
+
+def _fleet(view: RunView) -> Iterator[tuple[str, Text]]:
+    """What the engines that joined are now; those that are given no work by name."""
+    now = {text(event, "engine"): text(event, "state") for event in view.of("fleet.state")}
+    names = defaultdict(list)
+    for name, state in sorted(now.items()):
+        names[state].append(name)
+    if names:
+        named = {state: "" if state == "serving" else f" ({', '.join(who)})" for state, who in names.items()}
+        said = ", ".join(f"{len(who)} {state}{named[state]}" for state, who in names.items())
+        yield "engines", Text(said, "yellow" if "lost" in names else "")
+
+
 def _interval(event: Event) -> str:
     low, high = number(event, "low"), number(event, "high")
     return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
@@ -200,11 +247,9 @@ def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
     """The newest thing that went wrong and was mended."""
     verbs = {"restart": "was restarted", "hung": "was silent for too long and killed"}
     processes = [e for e in view.of("process") if text(e, "state") in verbs]
-    lost = [e for e in view.of("lineage") if text(e, "state") == "lost"]
     said = [(float(e["t"]), f"{text(e, 'name')} {verbs[text(e, 'state')]}") for e in processes]
     said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
     said += [(float(e["t"]), f"mended in the weights: {text(e, 'reason')}") for e in view.of("weights.mend")]
-    said += [(float(e["t"]), "the learner was lost and replaced") for e in lost]
     said += [(float(e["t"]), _alarm(e)) for e in view.of("parity.alarm")]
     if said:
         yield "trouble", Text(max(said)[1] + (f" ({len(said)} in all)" if len(said) > 1 else ""), "yellow")

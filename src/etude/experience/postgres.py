@@ -34,7 +34,7 @@ _SCHEMA = (
     "CREATE TABLE rollouts (position bigint PRIMARY KEY GENERATED ALWAYS AS IDENTITY, rollout_id text NOT NULL UNIQUE,"
     " group_id text NOT NULL, state text NOT NULL, attempt integer NOT NULL, reason text NOT NULL DEFAULT '',"
     " reward double precision, boundary text, batch_id text, step bigint, has_sample integer, version text)"
-    " WITH (autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 2000)",
+    " WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 20000)",  # no share of the past
     "CREATE TABLE slots (slot bigint PRIMARY KEY, rollout_id text UNIQUE REFERENCES rollouts (rollout_id))"
     " WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000)",
     "CREATE TABLE blobs (rollout_id text NOT NULL REFERENCES rollouts (rollout_id), name text NOT NULL,"

@@ -6,8 +6,14 @@ keyed, so a repeat is the same completion. Everything ends at the request's dead
 was waited for. Nothing runs in the background; engines may come and go at any time.
 
 What a registry knows of an engine (`tell`) bounds what it is given: nothing new to one that is drained or stands by, no
-new session where its free KV tokens are spoken for, and rather not what it would have to catch up for. Production goes
-before rollouts: no bound holds it back here, and engines take it first.
+new session where its free KV tokens are spoken for, and nothing that it would have to catch up for while another need
+not. Where none holds what is demanded, all are asked to come to it, and the first that does is given the work.
+Production goes before rollouts: no bound holds it back here, and engines take it first.
+
+Between regions a rollout's next call goes where it is expected to end first (`pace`). Staying is worth something: to a
+session its KV, to a group that what a region loses are whole groups, so both stay until elsewhere it takes less than
+half as long. So no engine is given more than it ends in about the time that the others need, and what is left in a slow
+region when the others have nothing to do any more moves on (decision 30).
 """
 
 from __future__ import annotations
@@ -26,12 +32,14 @@ import msgspec
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference.errors import EngineBusy, EngineGone, MalformedRequest, Unauthorised
 from etude.inference.membership import Listed, State
-from etude.records.completion import Completion, CompletionRequest, Traffic
+from etude.inference.pace import Pace
+from etude.records.completion import Completion, CompletionRequest, Traffic, Version
 from etude.seams import Engine, told
 
 REST_S = 2.0  # how long an engine that was gone is left alone
 RETRY_S = 0.05  # between two tries when nobody could serve
-PACE_WEIGHT = 0.1  # of the newest request in a member's pace
+WORTH = 2.0  # a session or group stays while a call takes at most so many times what it would elsewhere
+TRIAL = 8  # requests at once to a member of unknown pace, where that of others is known
 MAX_SESSIONS = 65_536  # remembered at most; the one unused for longest is forgotten
 
 
@@ -50,24 +58,34 @@ class _Member:
     num_production: int = 0  # of those
     rests_until: float = 0.0  # on the monotonic clock
     probe: asyncio.Task[bool] | None = None  # one question at a time, whoever waits
+    adoption: asyncio.Task[Version | EngineError] | None = None  # the same, of `adopting`
+    adopting: int = 0
     takes_new: bool = True
-    step: int | None = None  # None: unknown
+    step: int | None = None  # that it has at least; None: unknown
     size: int = 1  # sequences that it decodes together
     region: str = ""
-    pace_s: float = 0.0  # a moving average of how long a request takes, from here; 0: none has been served yet
+    pace: Pace = field(default_factory=Pace)
     kv_tokens: int | None = None  # free when it was last told of, less what it was given since; None: unbounded
 
-    def rank(self, request: CompletionRequest, typical_s: float) -> tuple[bool, float, float, str]:
-        """Whom a new session goes to: the member for which this is least. The requests that run count for as long as
-        one takes here, so that a far or slow region gets fewer; `typical_s` stands in where none was served yet."""
-        behind = self.step is not None and self.step < request.min_step
-        production = self.num_production if request.traffic is Traffic.PRODUCTION else 0
-        pace_s = (self.pace_s or typical_s) if self.region else 1.0
-        return behind, production / self.size, (self.num_running + 1) / self.size * pace_s, self.name
+    def seconds(self, typical_s: float | None) -> float:
+        """How long one request more is expected to take. Within one place, and where nobody's pace is known, only how
+        full the engine is counts. One of unknown pace is taken to be `WORTH` times as quick as typical: new work finds
+        out, and no session leaves a home of typical pace for it."""
+        crowd = self.num_running + 1
+        if typical_s is None or not self.region:
+            return crowd / self.size
+        return (self.pace.seconds(crowd) if self.is_known else typical_s / WORTH) * max(1.0, crowd / self.size)
 
-    def served(self, seconds: float) -> None:
-        """A request was served from beginning to end."""
-        self.pace_s += (seconds - self.pace_s) * (PACE_WEIGHT if self.pace_s else 1.0)
+    @property
+    def is_known(self) -> bool:
+        return self.pace.known(time.monotonic())
+
+    def is_behind(self, step: int) -> bool:
+        return self.step is not None and self.step < step
+
+    def holds(self, step: int) -> None:
+        """It was seen with this."""
+        self.step = step if self.step is None else max(step, self.step)
 
     def has_room(self, request: CompletionRequest) -> bool:
         return self.kv_tokens is None or self.kv_tokens >= needed(request)
@@ -77,8 +95,11 @@ class _Member:
         """Counted while the block runs."""
         production = request.traffic is Traffic.PRODUCTION
         self._count(1, production, needed(request))
+        began, crowd = time.monotonic(), self.num_running
         try:
             yield
+            now = time.monotonic()
+            self.pace.served(now - began, (crowd + self.num_running) / 2, now=now)
         finally:
             self._count(-1, production, -needed(request))
 
@@ -97,11 +118,21 @@ class _Try:
     deadline: float
     refused: dict[str, EngineError] = field(default_factory=dict)  # each engine's latest no
     skipped: set[str] = field(default_factory=set)  # not asked again in this round
+    behind: set[str] = field(default_factory=set)  # refused it for that
     hopeless: set[str] = field(default_factory=set)  # past the pinned step: never asked again
 
     @property
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
+
+    @property
+    def step(self) -> int:
+        """What an engine must hold."""
+        return self.request.min_step if self.request.pin_step is None else self.request.pin_step
+
+    def waits_for(self, member: _Member) -> bool:
+        """Whether the member has to catch up first."""
+        return member.name in self.behind or member.is_behind(self.step)
 
 
 class Fleet:
@@ -142,8 +173,9 @@ class Fleet:
         """What a registry knows of a member by now. Unknown names are fine."""
         member = self._members.get(name)
         if member is not None:
-            member.takes_new, member.step = listed.state is State.SERVING, listed.step
-            member.region = listed.region
+            member.takes_new, member.region = listed.state is State.SERVING, listed.region
+            if listed.step is not None:
+                member.holds(listed.step)
             member.size, member.kv_tokens = max(1, listed.max_sequences), listed.kv_tokens_free
 
     def sessions(self) -> dict[str, int]:
@@ -191,40 +223,51 @@ class Fleet:
         """Whom to ask now. Raises `EngineError` at the deadline, and where nobody will ever serve it."""
         while at.left_s > 0:
             member = self._choose(at)
-            if member is not None:
+            if member is not None and at.waits_for(member):
+                await self._catch_up(member, at)
+            elif member is not None:
                 self._regions.pop(group_of(at.request), None)
                 self._regions[group_of(at.request)] = member.region
                 return member
-            if at.hopeless and at.hopeless >= self._members.keys():
+            elif at.hopeless and at.hopeless >= self._members.keys():
                 raise next(iter(at.refused.values()))
-            at.skipped.clear()
-            await self._pause_between_rounds(at)
+            else:
+                at.skipped.clear()
+                await self._pause_between_rounds(at)
         raise _nobody(at)
 
     def _choose(self, at: _Try) -> _Member | None:
-        """The session's engine if it may be asked, else the assignment's, in the region of the session's group where
-        that has room: what a region loses are whole groups, and few. None: nobody may be asked now."""
+        """The member to ask; one that has to catch up only where all have to. None: nobody may be asked now."""
         now, out = time.monotonic(), at.skipped | at.hopeless
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
-        home = self._sessions.get(at.request.session_id)
-        for member in able:
-            if member.name == home:
-                return member
+        home = next((m for m in able if m.name == self._sessions.get(at.request.session_id)), None)
+        rollout = at.request.traffic is Traffic.ROLLOUT
+        if home is not None and not (home.region and rollout):
+            return home
         able, group = [m for m in able if m.takes_new], group_of(at.request)
         if self.assignment is Assignment.STABLE:
-            return max(able, key=lambda m: hashlib.sha256(f"{group}\0{m.name}".encode()).digest(), default=None)
-        if at.request.traffic is Traffic.ROLLOUT:
+            stable = lambda m: hashlib.sha256(f"{group}\0{m.name}".encode()).digest()  # noqa: E731
+            return home or max(able, key=stable, default=None)
+        if rollout:
             able = [m for m in able if m.has_room(at.request)]
-            able = [m for m in able if m.region == self._regions.get(group)] or able
-        paces = [m.pace_s for m in able if m.pace_s]
-        typical_s = sum(paces) / len(paces) if paces else 1.0
-        return min(able, key=lambda m: m.rank(at.request, typical_s), default=None)
+        return self._quickest(at, able, home, self._regions.get(group))
+
+    def _quickest(self, at: _Try, able: list[_Member], home: _Member | None, region: str | None) -> _Member | None:
+        """Where the request is expected to end first, or in its `home`, or in the `region`, while that is worth it."""
+        paces = [m.pace.seconds(m.num_running + 1) for m in able if m.is_known]
+        typical_s = sum(paces) / len(paces) if paces else None
+        tried = [m for m in able if m.is_known or m.num_running < TRIAL or not m.region]
+        best = min(tried or able, key=lambda m: rank(m, at, typical_s), default=None)
+        near = home or min((m for m in able if m.region == region), key=lambda m: rank(m, at, typical_s), default=None)
+        if best is None or near is None:
+            return near or best
+        late = at.waits_for(near) > at.waits_for(best) or near.seconds(typical_s) > WORTH * best.seconds(typical_s)
+        return best if late and at.waits_for(best) <= at.waits_for(near) else near
 
     async def _serve(self, member: _Member, at: _Try) -> Completion:
         """Ask one engine, and while it works, whether it still answers."""
         asked = msgspec.structs.replace(at.request, deadline_s=max(at.left_s, 0.001))
         with member.serving(asked):
-            began = time.monotonic()
             work = asyncio.ensure_future(member.engine.generate(asked))
             try:
                 while not (await asyncio.wait({work}, timeout=self.heartbeat_s))[0]:
@@ -234,9 +277,7 @@ class Fleet:
                             f"asked for its state, with {self.heartbeat_s:g} s of patience",
                             hint="it hangs or its host is gone: restart it",
                         )
-                completion = work.result()
-                member.served(time.monotonic() - began)
-                return completion
+                return work.result()
             finally:
                 work.cancel()
 
@@ -250,27 +291,25 @@ class Fleet:
         if isinstance(error, MalformedRequest | ContextFull | Unauthorised):
             raise error
         at.refused[member.name] = error
-        at.skipped.add(member.name)
         if isinstance(error, EngineBehind):
-            if self.assignment is Assignment.STABLE or self._choose(at) is None:
-                await self._catch_up(member, at)
-        elif not isinstance(error, EngineBusy) and at.left_s > 0:  # at the deadline it may only have been slow
-            member.rests_until = time.monotonic() + REST_S
+            at.behind.add(member.name)
+        else:
+            at.skipped.add(member.name)
+            if not isinstance(error, EngineBusy) and at.left_s > 0:  # at the deadline it may only have been slow
+                member.rests_until = time.monotonic() + REST_S
 
     async def _catch_up(self, member: _Member, at: _Try) -> None:
-        """Wait until the engine holds what the request demands; it pulls the weights itself."""
-        pin = at.request.pin_step
-        try:
-            version = await member.engine.adopt(
-                at.request.min_step if pin is None else pin, deadline_s=max(at.left_s, 0.001)
-            )
-        except EngineError as error:
-            at.refused[member.name] = error
-            return
-        if pin is not None and version.step > pin:
-            at.hopeless.add(member.name)
-        else:
-            at.skipped.discard(member.name)
+        """Wait until one of those who have to catch up has; under a stable assignment, until this one has. They pull
+        the weights themselves."""
+        late = [m for m in self._members.values() if at.waits_for(m) and m.name not in at.skipped | at.hopeless]
+        asked = {m: _adoption(m, at) for m in ([member] if self.assignment is Assignment.STABLE else late)}
+        patience_s = max(0.001, min(at.left_s, RETRY_S))  # who is busy now, or joins, may be first
+        if not (await asyncio.wait(asked.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+            at.skipped.clear()
+        for member, adoption in asked.items():
+            if adoption.done():
+                at.behind.discard(member.name)
+                _take(member, at, adoption.result())
 
     async def _pause_between_rounds(self, at: _Try) -> None:
         """Until the fleet changes, or a moment later."""
@@ -297,6 +336,35 @@ async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Comple
                 yield part
 
 
+def rank(member: _Member, at: _Try, typical_s: float | None) -> tuple[bool, float, float, str]:
+    """Whom a new session goes to: the member for which this is least."""
+    production = member.num_production if at.request.traffic is Traffic.PRODUCTION else 0
+    return at.waits_for(member), production / member.size, member.seconds(typical_s), member.name
+
+
+def _adoption(member: _Member, at: _Try) -> asyncio.Task[Version | EngineError]:
+    """One question to come to a step, whoever waits; a later step is a question of its own."""
+    if member.adoption is None or member.adoption.done() or member.adopting != at.step:
+        member.adopting = at.step
+        member.adoption = asyncio.ensure_future(_adopted(member.engine, at.step, max(at.left_s, 0.001)))
+    return member.adoption
+
+
+def _take(member: _Member, at: _Try, said: Version | EngineError) -> None:
+    """What an adoption came to."""
+    if isinstance(said, EngineError):
+        at.refused[member.name] = said
+        at.skipped.add(member.name)
+    elif at.request.pin_step is not None and said.step > at.request.pin_step:
+        at.hopeless.add(member.name)
+    elif said.step < at.step:
+        facts = f"it was asked for step {at.step} and says that it holds {said.step}"
+        at.refused[member.name] = EngineBehind(f"{member.name} does not catch up", facts, hint="see its log")
+        at.skipped.add(member.name)
+    else:
+        member.holds(said.step)
+
+
 def group_of(request: CompletionRequest) -> str:
     """The group of its session."""
     return request.session_id.rpartition(".")[0] or request.session_id
@@ -305,6 +373,13 @@ def group_of(request: CompletionRequest) -> str:
 def needed(request: CompletionRequest) -> int:
     """KV tokens that a request may come to fill."""
     return len(request.prompt_ids) + request.sampling.max_tokens
+
+
+async def _adopted(engine: Engine, step: int, deadline_s: float) -> Version | EngineError:
+    try:
+        return await engine.adopt(step, deadline_s=deadline_s)
+    except EngineError as error:
+        return error
 
 
 async def _is_well(engine: Engine, patience_s: float) -> bool:

@@ -2,6 +2,9 @@
 
 An engine joins with its URL, is given a lease, and renews it; times are durations, measured by each side's own
 monotonic clock, so that nobody's clock has to be right.
+
+Who says it: an engine's side is `registering`, the run's is `registrar` (HTTP, and its questions) over `registry` (who
+is a member, and in which state: pure), and who asks engines for completions follows by `roster`, which keeps a `fleet`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """An engine's side of the registry: ask what is wanted, join, renew, join again when the lease was lost, leave.
 
 A `Registration` is kept beside an engine of any kind, in its process or in one of its own: it knows the engine by its
-URL. The registry away, or a partition, is waited out for ever, told once: the engine goes on with what it has, and
-follows the weights.
+URL. A registry that is not there yet, or away, is waited for, told once with what it is and until when; meanwhile the
+engine goes on with what it has, and follows the weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import os
 import socket
 import sys
@@ -23,7 +24,7 @@ import aiohttp
 import msgspec
 
 from etude.errors import DeadlineExceeded, EngineError, EtudeError, InputError
-from etude.inference.errors import EngineGone, MalformedRequest, NotRegistered, Unauthorised, from_http
+from etude.inference.errors import EngineGone, ErrorBody, MalformedRequest, NotRegistered, Unauthorised, from_http
 from etude.inference.membership import (
     JOIN,
     LEAVE,
@@ -39,29 +40,104 @@ from etude.inference.membership import (
 
 ANSWER_S = 10.0
 AGAIN_S = 1.0
-WAIT_S = 600.0  # for a registry that is not there yet
+WAIT_S = 3_600.0  # for a registry that is not there: a home that is resumed, or has its corpus yet to make
 RENEWALS = 4  # in the time of a lease
+AWAY = (502, 503, 504)  # what stands before a registry says that nobody is behind it
 T = TypeVar("T")
+Said = Callable[[str], None]
+
+
+def say(text: str) -> None:
+    """To whoever started this."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Waiting:
+    """For a registry: told once, `wait_s` at most from the first failure after a success."""
+
+    def __init__(self, registry: str, wait_s: float, said: Said = say) -> None:
+        self._registry, self._wait_s, self._said = registry, wait_s, said
+        self._end: float | None = None
+
+    def answered(self) -> None:
+        """It is there."""
+        self._end = None
+
+    def failed(self, cause: str) -> None:
+        """It is not. Raises `DeadlineExceeded`."""
+        now = time.monotonic()
+        if self._end is None:
+            self._end = now + self._wait_s
+            if self._wait_s > 0:
+                until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._wait_s))
+                self._said(f"waiting for the registry at {self._registry} until {until}: {cause}")
+        if now >= self._end:
+            facts = f"{cause}; waited {self._wait_s:g} s"
+            hint = "start the run, or resume it: it is its fleet.listen; --wait-s says how long it is waited for"
+            raise DeadlineExceeded(f"no registry at {self._registry}", facts, hint=hint)
 
 
 def wanted(registry: str, token: str | None, *, wait_s: float = WAIT_S) -> Wanted:
     """What the run wants of an engine; waits for a registry that is not there yet. Raises `InputError` for what is no
     registry, `Unauthorised`, `DeadlineExceeded`."""
     asked = urllib.request.Request(base(registry) + WANTED, headers=bearing(token))
-    end = time.monotonic() + wait_s
+    waiting = Waiting(registry, wait_s)
     while True:
         try:
-            with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
-                return msgspec.json.decode(answer.read(), type=Wanted)
-        except urllib.error.HTTPError as error:
-            raise from_http(error.code, error.read(), engine=registry) from None
-        except ValueError as error:
-            raise InputError(f"{registry} is no registry", str(error), hint="it is the run's fleet.listen") from None
+            try:
+                with urllib.request.urlopen(asked, timeout=ANSWER_S) as answer:
+                    return understood(registry, 200, answer.read(), Wanted)
+            except urllib.error.HTTPError as error:
+                return understood(registry, error.code, error.read(), Wanted)
+        except EngineGone as error:
+            waiting.failed(error.facts)
         except OSError as error:
-            if time.monotonic() > end:
-                facts = f"{error}; waited {wait_s:g} s"
-                raise DeadlineExceeded(f"no registry at {registry}", facts, hint="start the run first") from None
+            waiting.failed(str(error))
+        except http.client.HTTPException as error:
+            raise no_registry(registry, repr(error)) from None
         time.sleep(AGAIN_S)
+
+
+def understood(registry: str, status: int, body: bytes, kind: type[T]) -> T:
+    """What a registry answered. Raises the error that it tells; `EngineGone` where something before it says that it is
+    away; `InputError` for what no registry says."""
+    try:
+        if status == 200:
+            return msgspec.json.decode(body, type=kind)
+        msgspec.json.decode(body, type=ErrorBody)
+    except ValueError:
+        facts = f"it answers {status} with {body[:60]!r}"
+        if status in AWAY:
+            raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
+        raise no_registry(registry, facts) from None
+    raise from_http(status, body, engine=registry)
+
+
+def no_registry(registry: str, facts: str) -> InputError:
+    """An error for a URL of something else."""
+    return InputError(f"{registry} is no registry", facts, hint="give the run's: http://HOST:PORT of its fleet.listen")
+
+
+async def answer_of(
+    session: aiohttp.ClientSession,
+    registry: str,
+    path: str,
+    kind: type[T],
+    *,
+    asked: object = None,
+    deadline_s: float = ANSWER_S,
+) -> T:
+    """A registry's answer: to a GET, or to a POST where something is `asked`. Raises as `understood` does, and
+    `EngineGone` where nobody answers."""
+    method, data = ("GET", None) if asked is None else ("POST", msgspec.json.encode(asked))
+    timeout = aiohttp.ClientTimeout(total=deadline_s)
+    try:
+        async with session.request(method, base(registry) + path, data=data, timeout=timeout) as answer:
+            status, said = answer.status, await answer.read()
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        facts = f"{type(error).__name__}: {error}"
+        raise EngineGone(f"no registry answers at {registry}", facts, hint="is the run up?") from None
+    return understood(registry, status, said, kind)
 
 
 class Registration:
@@ -73,15 +149,17 @@ class Registration:
         asked: Join,
         *,
         token: str | None,
-        said: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        wait_s: float = WAIT_S,
+        said: Said = say,
     ) -> None:
         self.asked, self.state = asked, State.LOST
         self._registry, self._token, self._said = base(registry), token, said
+        self._waiting = Waiting(self._registry, wait_s, said)
         self._lease, self._every_s, self._told = "", AGAIN_S, ""
 
     async def keep(self) -> None:
         """Be a member until drained; returns then. Raises `MalformedRequest` and `Unauthorised`: the registry will not
-        have it."""
+        have it; `InputError`: it is none; `DeadlineExceeded`: it was away for `wait_s`."""
         async with aiohttp.ClientSession(headers=bearing(self._token)) as session:
             while self.state is not State.LEFT:  # noqa: ASYNC110  the state is the registry's
                 await asyncio.sleep(await self._tried(session))
@@ -93,22 +171,27 @@ class Registration:
         renewal = Renewal(name=self.asked.name, lease=self._lease)
         async with aiohttp.ClientSession(headers=bearing(self._token)) as session:
             try:
-                await self._post(session, LEAVE, renewal, Standing, deadline_s=2.0)
-            except EngineError:
+                await answer_of(session, self._registry, LEAVE, Standing, asked=renewal, deadline_s=2.0)
+            except (EngineError, InputError):
                 return
 
     async def _tried(self, session: aiohttp.ClientSession) -> float:
         """Join or renew; the seconds until the next."""
         try:
             if not self._lease:
-                welcome = await self._post(session, JOIN, self.asked, Welcome)
+                welcome = await answer_of(session, self._registry, JOIN, Welcome, asked=self.asked)
+                self._waiting.answered()
                 self._lease, self.state, self._every_s = welcome.lease, State.CATCHING_UP, welcome.lease_s / RENEWALS
                 self._tell(f"{self.asked.name} has joined {self._registry}")
                 return 0.0
             renewal = Renewal(name=self.asked.name, lease=self._lease)
-            self.state = (await self._post(session, RENEW, renewal, Standing, deadline_s=self._every_s)).state
+            every_s = self._every_s
+            self.state = (
+                await answer_of(session, self._registry, RENEW, Standing, asked=renewal, deadline_s=every_s)
+            ).state
+            self._waiting.answered()
             self._tell(f"{self.asked.name} is {self.state}")
-            return self._every_s
+            return every_s
         except (MalformedRequest, Unauthorised):
             raise
         except NotRegistered as error:
@@ -116,7 +199,8 @@ class Registration:
             self._tell(error.what)
             return 0.0
         except EngineError as error:
-            self._tell(f"{error.what}: {error.facts}; asked again every {AGAIN_S:g} s")
+            self._told = ""
+            self._waiting.failed(error.facts if isinstance(error, EngineGone) else f"{error.what}: {error.facts}")
             return AGAIN_S
 
     def _tell(self, text: str) -> None:
@@ -124,21 +208,6 @@ class Registration:
         if text != self._told:
             self._said(text)
         self._told = text
-
-    async def _post(
-        self, session: aiohttp.ClientSession, path: str, asked: object, kind: type[T], *, deadline_s: float = ANSWER_S
-    ) -> T:
-        timeout = aiohttp.ClientTimeout(total=deadline_s)
-        try:
-            body = msgspec.json.encode(asked)
-            async with session.post(self._registry + path, data=body, timeout=timeout) as answer:
-                said = await answer.read()
-                if answer.status != 200:
-                    raise from_http(answer.status, said, engine=self._registry)
-                return msgspec.json.decode(said, type=kind)
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            facts = f"{type(error).__name__}: {error}"
-            raise EngineGone(f"no registry answers at {self._registry}", facts, hint="is the run up?") from None
 
 
 def registration_of(args: argparse.Namespace, listener: socket.socket, token: str | None) -> Registration | None:
@@ -150,7 +219,7 @@ def registration_of(args: argparse.Namespace, listener: socket.socket, token: st
     host = address_towards(args.register) if host in ("0.0.0.0", "::") else host
     url = args.advertise or f"http://{f'[{host}]' if ':' in host else host}:{port}"
     asked = Join(name=args.name, url=url, region=args.region, standby=args.standby)
-    return Registration(args.register, asked, token=token)
+    return Registration(args.register, asked, token=token, wait_s=args.wait_s)
 
 
 async def be_member(registration: Registration) -> None:

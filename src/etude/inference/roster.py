@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 
 import aiohttp
-import msgspec
 
+from etude.errors import InputError
 from etude.inference.client import HttpEngine
-from etude.inference.errors import EngineGone, from_http
+from etude.inference.errors import EngineGone
 from etude.inference.fleet import Fleet
 from etude.inference.membership import ALIVE, ENGINES, Roster, State, environment_token
+from etude.inference.registering import answer_of, bearing
 
 EVERY_S, ANSWER_S = 1.0, 5.0
 GIVEN_WORK = ALIVE - {State.CATCHING_UP}
@@ -44,24 +45,15 @@ class RosterFollower:
         await self.follow({})
 
     async def follow_registry(self, url: str) -> None:
-        """Ask the registry again and again, for ever. One that does not answer leaves the fleet as it was."""
-        headers = {"authorization": f"Bearer {self._token}"} if self._token else {}
-        async with aiohttp.ClientSession(headers=headers) as session:
+        """Ask the registry again and again, for ever. One that does not answer, or has something else answer in its
+        place, leaves the fleet as it was."""
+        async with aiohttp.ClientSession(headers=bearing(self._token)) as session:
             while True:
-                with contextlib.suppress(EngineGone):
+                with contextlib.suppress(EngineGone, InputError):
                     await self.follow(await roster_of(session, url))
                 await asyncio.sleep(EVERY_S)
 
 
 async def roster_of(session: aiohttp.ClientSession, url: str) -> Roster:
-    """What a registry lists. Raises `EngineGone`, and what else the registry says as `EngineError`."""
-    try:
-        async with session.get(url.rstrip("/") + ENGINES, timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as answer:
-            said = await answer.read()
-            if answer.status != 200:
-                raise from_http(answer.status, said, engine=url)
-            return msgspec.json.decode(said, type=Roster)
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-        raise EngineGone(
-            f"no registry answers at {url}", f"{type(error).__name__}: {error}", hint="is it up?"
-        ) from None
+    """What a registry lists. Raises as `registering.answer_of` does."""
+    return await answer_of(session, url, ENGINES, Roster, deadline_s=ANSWER_S)

@@ -89,7 +89,7 @@ def _take_wanted(args: argparse.Namespace, token: str | None) -> None:
     would have no weights."""
     args.model = None
     if args.register:
-        asked = wanted(args.register, token)
+        asked = wanted(args.register, token, wait_s=args.wait_s)
         args.mode, args.quantise, args.degree = Mode(asked.mode), Quantise(asked.quantise), asked.degree
         take_sizes(args, asked)
         args.model = ModelConfig.from_hf(json.loads(asked.model))
@@ -120,7 +120,7 @@ def _serve(
 ) -> None:
     engine, following = _build(args, chain, telemetry)
     registration = registration_of(args, listener, token)
-    lifespan = _lifespan(engine, following, telemetry, registration)
+    lifespan = _lifespan(engine, following, telemetry, registration, place=args.store or "")
     app = build_app(engine, token=token, lifespan=lifespan, operators=engine.operators if args.show_operators else None)
     serve(app, listener, name=args.name, ready_file=args.ready_file)
 
@@ -163,6 +163,8 @@ def _lifespan(
     following: Following | None,
     telemetry: Telemetry | None,
     registration: Registration | None,
+    *,
+    place: str,
 ) -> contextlib.AbstractAsyncContextManager[None]:
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:
@@ -171,7 +173,7 @@ def _lifespan(
             await asyncio.to_thread(following.start_at_head)
         elif following is not None:
             following.start()  # a registry gives it no work until it has caught up
-        watch = asyncio.create_task(_watch(engine, telemetry))
+        watch = asyncio.create_task(_watch(engine, telemetry, place))
         member = asyncio.create_task(be_member(registration)) if registration else None
         yield
         watch.cancel()
@@ -185,11 +187,22 @@ def _lifespan(
     return span()
 
 
-async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None) -> None:
-    """Each second: report the load, and end the process if the engine cannot be helped."""
-    load, last = Load(), time.monotonic()
+def waits_for(engine: ReferenceEngine, place: str) -> str:
+    """What an engine without weights says that it waits for; nothing once it has some."""
+    if engine.version != NO_VERSION:
+        return ""
+    return f"{engine.name} waits for a first version in {place}" + (f": {engine.trouble}" if engine.trouble else "")
+
+
+async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None, place: str) -> None:
+    """Each second: report the load, say what is waited for, and end the process if the engine cannot be helped."""
+    load, last, told = Load(), time.monotonic(), ""
     while True:
         await asyncio.sleep(1.0)
+        waits = waits_for(engine, place)
+        if waits and waits != told:
+            print(waits, file=sys.stderr, flush=True)
+        told = waits
         if not engine.alive or engine.stalled_s > engine.config.stall_s:
             state = f"has not moved for {engine.stalled_s:.0f} s" if engine.alive else "is dead"
             print(

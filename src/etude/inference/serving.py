@@ -20,6 +20,7 @@ from etude.config import build
 from etude.errors import EngineError
 from etude.inference.config import EngineConfig
 from etude.inference.membership import Wanted, environment_token
+from etude.inference.registering import WAIT_S
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")
     parser.add_argument("--watch-stdin", action="store_true", help="end at the end of standard input, too")
     parser.add_argument("--register", metavar="URL", help="join the run whose registry listens there (fleet.listen)")
+    parser.add_argument(
+        "--wait-s", type=float, default=WAIT_S, help="for a registry that is away (default %(default)g)"
+    )
     parser.add_argument("--advertise", metavar="URL", help="where the run reaches this engine, if not as it listens")
     parser.add_argument("--region", default="", help="its lane in the report (default: its name)")
     parser.add_argument("--standby", action="store_true", help="follow the weights; work when others are lost")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from etude.evals import EvalResult, make_row, write_rows
@@ -16,6 +17,14 @@ from etude.records import Outcome, Rollout, RolloutSpec
 from etude.records.task import Split
 from etude.seams import TaskSource
 from etude.telemetry import Telemetry
+
+TELL_EVERY_S = 1.0
+Played = tuple[Rollout, Outcome]
+Each = Callable[[], None]
+
+
+def _nothing() -> None:
+    """For whoever reads the events."""
 
 
 async def evaluate(
@@ -32,21 +41,20 @@ async def evaluate(
     temperature: float,
     out: Path,
     telemetry: Telemetry,
+    each: Each = _nothing,
 ) -> EvalResult:
     """Solve rate of version step `step` on the first `num_tasks` of a split; the `eval.result` event's facts.
 
     Keeps every rollout with its transcript: ``out/<name>.parquet`` for held-out tasks, ``out/<name>-<step>.parquet``
-    for validation tasks; replaced when done again.
+    for validation tasks; replaced when done again. `each` is called for every rollout that is done.
     """
     began = time.perf_counter()
-    room = Room(crew.max_running)
 
-    async def one(spec: RolloutSpec) -> tuple[Rollout, Outcome]:
-        async with room.place():
-            return await run_once(crew, spec)
+    async def one(spec: RolloutSpec) -> Played:
+        return await run_once(crew, spec)
 
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
-    done = await asyncio.gather(*(one(spec) for spec in specs))
+    done = await played(crew, specs, one, name=name, telemetry=telemetry, each=each)
     rows = [make_row(r, outcome, transcript=_transcript(chat, r)) for r, outcome in done]
     file_name = name if split is Split.HELDOUT else f"{name}-{step:06d}"
     write_rows(out / f"{file_name}.parquet", rows)
@@ -55,17 +63,44 @@ async def evaluate(
     return result
 
 
-async def baseline(crew: Crew, source: TaskSource, kind: str, *, num_tasks: int, seed: int) -> float:
-    """Solve rate of a script that needs no model ("oracle", "random") on held-out tasks, by the same rollout code."""
-    room = Room(crew.max_running)
+async def played(
+    crew: Crew,
+    specs: Sequence[RolloutSpec],
+    one: Callable[[RolloutSpec], Awaitable[Played]],
+    *,
+    name: str,
+    telemetry: Telemetry,
+    each: Each = _nothing,
+) -> list[Played]:
+    """Every spec played, as many at once as there is room for; `eval.progress` tells of it."""
+    room, num_done, told = Room(crew.max_running), 0, float("-inf")
 
-    async def one(spec: RolloutSpec) -> tuple[Rollout, Outcome]:
+    async def placed(spec: RolloutSpec) -> Played:
+        nonlocal num_done, told
         async with room.place():
-            rollout = await crew.workers.call("baseline", Rollout, spec, kind, deadline_s=120.0)
-            return rollout, await judge(crew, rollout)
+            result = await one(spec)
+        num_done += 1
+        each()
+        if num_done == len(specs) or time.monotonic() - told >= TELL_EVERY_S:
+            told = time.monotonic()
+            telemetry.event("eval.progress", name=name, done=num_done, total=len(specs))
+        return result
+
+    telemetry.event("eval.progress", name=name, done=0, total=len(specs))
+    return await asyncio.gather(*(placed(spec) for spec in specs))
+
+
+async def baseline(
+    crew: Crew, source: TaskSource, kind: str, *, num_tasks: int, seed: int, telemetry: Telemetry
+) -> float:
+    """Solve rate of a script that needs no model ("oracle", "random") on held-out tasks, by the same rollout code."""
+
+    async def one(spec: RolloutSpec) -> Played:
+        rollout = await crew.workers.call("baseline", Rollout, spec, kind, deadline_s=120.0)
+        return rollout, await judge(crew, rollout)
 
     specs = _specs(source, Split.HELDOUT, num_tasks, 1, seed=seed, temperature=1.0, pin_step=None)
-    done = await asyncio.gather(*(one(spec) for spec in specs))
+    done = await played(crew, specs, one, name=kind, telemetry=telemetry)
     rows = [make_row(rollout, outcome, transcript="") for rollout, outcome in done]
     return sum_up(rows, name=kind, split=Split.HELDOUT, step=0, wall_s=0.0).rate
 

@@ -125,7 +125,11 @@ class Learning:
         self._learner.load(checkpoint)
         base = self._learner.trained.base()
         if base is not None:  # for engines that join without a checkpoint
-            publish_once(weights_store(self.run), BASE_CHANNEL, base)
+            store = weights_store(self.run)
+            if self.group is None:
+                publish_once(store, BASE_CHANNEL, base)
+            else:
+                self.group.channel(store, name=BASE_CHANNEL).publish_once(base)
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:

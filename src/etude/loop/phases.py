@@ -127,6 +127,7 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
                 kind,
                 num_tasks=evals.baseline_tasks,
                 seed=config.seed,
+                telemetry=telemetry,
             )
         telemetry.event("eval.baselines", **rates)
         return {"rate": result.rate, "baselines": rates}

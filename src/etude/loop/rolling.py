@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -222,6 +223,7 @@ class Rolling:
             self._settled.set()
 
     def _tell(self, rollout: Rollout, outcome: Outcome) -> None:
+        served = [turn.completion.engine for turn in rollout.trace.turns]
         self.telemetry.event(
             "rollout",
             rollout_id=rollout.rollout_id,
@@ -235,5 +237,6 @@ class Rolling:
             malformed=rollout.num_malformed,
             wall_s=round(rollout.wall_s, 4),
             tool_s=round(rollout.tool_s, 4),
-            engines=sorted({turn.completion.engine for turn in rollout.trace.turns}),
+            engines=sorted(set(served)),
+            moves=sum(one != other for one, other in pairwise(served)),
         )

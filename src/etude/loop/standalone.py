@@ -16,7 +16,7 @@ from etude.harness import ChatFormat
 from etude.inference.config import EngineKind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import crew
-from etude.loop.evaluating import evaluate
+from etude.loop.evaluating import Each, evaluate
 from etude.loop.processes import Supervisor
 from etude.models.config import ModelConfig
 from etude.models.headers import left_out
@@ -71,10 +71,10 @@ def alone(config: RunConfig) -> RunConfig:
 
 
 async def evaluate_checkpoint(
-    checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None
+    checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None, each: Each
 ) -> EvalResult:
     """Solve rate of a checkpoint by the rollout code of a run, under the step of its version. `out`: where the rollouts
-    are kept."""
+    are kept. `each` is called for every rollout that is done."""
     version, config = version_of(checkpoint), alone(config)
     with tempfile.TemporaryDirectory(prefix="etude-eval-") as scratch:
         run = RunFolder.create(Path(scratch) / "run", config_toml=to_toml(config), seed=config.seed)
@@ -95,5 +95,6 @@ async def evaluate_checkpoint(
                 temperature=config.evals.temperature,
                 out=out or run / "evals",
                 telemetry=telemetry,
+                each=each,
             )
     return dataclasses.replace(result, step=version.step if version else 0)

@@ -70,13 +70,14 @@ def merged(
     kind = kinds.pop()
     adapters = Adapters(model, config, dtype=kind, held=torch.float32 if held else None)
     rounded(model, kind)
-    _fill(adapters, tensors, where)
+    fill(adapters, tensors, where)
     adapters.settle()
     return adapters
 
 
 @torch.no_grad()
-def _fill(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+def fill(adapters: Adapters, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Have A and B be these, by PEFT's names. Raises `CheckpointError`."""
     views = adapters.views
     for name in sorted(views.keys() ^ tensors.keys()):
         facts = f"it {'lacks' if name in views else 'has, and the base has no place for,'} {name}"

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -169,17 +169,29 @@ def load_model(
     with device:
         model = Transformer(config, seed=None, operators=operators, parallel=parallel)
     views = hf_views(model.to(device))
-    with _opened(path) as read, torch.no_grad():
+    with opened(path, found) as tensors, torch.no_grad():
         for name, view in views.items():
-            view.copy_(share(name, _read(name, whole_shape(name, view, parallel), found, read), parallel))
+            view.copy_(share(name, tensors.whole(name, whole_shape(name, view, parallel)), parallel))
         if model.head is None and HEAD in found:
-            _require_tied(path, read(HEAD), views["model.embed_tokens.weight"])
-    held = held or operators.held
-    _require_finite(model.cast(held), path, held)
+            require_tied(path, tensors.stored(HEAD), views["model.embed_tokens.weight"])
+    require_finite(hf_views(model.cast(held or operators.held)), path)
     return model
 
 
-def _require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
+def each_weight(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of a checkpoint directory's model by Hugging Face's name, sorted, one at a time, float32. Raises
+    `CheckpointError`."""
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    found = check_weights(path, config)
+    with torch.device("meta"):
+        views = hf_views(Transformer(config, seed=None))
+    with opened(path, found) as tensors:
+        for name in sorted(views):
+            yield name, tensors.whole(name, tuple(views[name].shape)).float()
+
+
+def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
+    """Raises `CheckpointError` where a head that is stored is not the embedding that it is tied to."""
     if not torch.equal(head.to(embedding), embedding):
         raise CheckpointError(
             f"{HEAD} of {path} is not the embedding",
@@ -188,28 +200,45 @@ def _require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> No
         )
 
 
-def _require_finite(model: Transformer, path: Path, dtype: torch.dtype) -> None:
-    bad = not_finite(hf_views(model))
+def require_finite(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raises `CheckpointError` where what was read is NaN or infinite in the dtype that it is held in."""
+    bad = not_finite(tensors)
     if bad:
         first = next(iter(bad))
         raise CheckpointError(
-            f"{first} of {path} is not finite in {str(dtype).removeprefix('torch.')}",
+            f"{first} of {path} is not finite in {str(tensors[first].dtype).removeprefix('torch.')}",
             f"{bad[first]}; {len(bad)} tensors in all",
             hint="take a checkpoint from before its training diverged, or a dtype of a wider range",
         )
 
 
-def _read(
-    name: str, shape: tuple[int, ...], found: Container[str], read: Callable[[str], torch.Tensor]
-) -> torch.Tensor:
-    """A tensor's values, whatever it is stored as."""
-    tensor = stored(name, shape, found, read)
-    return dequantised(tensor, read(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+class Tensors:
+    """A directory's tensors by name, read one at a time."""
+
+    def __init__(self, found: Container[str], where: Mapping[str, Any]) -> None:
+        self._found, self._where = found, where
+
+    def stored(self, name: str) -> torch.Tensor:
+        """As the file has it."""
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+    def whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor's values, whatever it is stored as."""
+        tensor = stored(name, shape, self._found, self.stored)
+        return dequantised(tensor, self.stored(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+    def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
+        """Some rows of it; where it is stored as it is, no others are read."""
+        if name in self._where and name + SCALE not in self._found:
+            some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
+            return some
+        return self.whole(name, shape)[start:stop]
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
-    """Reads a directory's tensors by name, one at a time. Raises `CheckpointError`."""
+def opened(path: Path, found: Container[str]) -> Iterator[Tensors]:
+    """A directory's tensors, of which `found` are there. Raises `CheckpointError`."""
     files = [path / name for name in (shard_names(path / INDEX) if (path / INDEX).is_file() else [WEIGHTS])]
     where: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -217,20 +246,27 @@ def _opened(path: Path) -> Iterator[Callable[[str], torch.Tensor]]:
             for file in files:
                 opened = stack.enter_context(safe_open(file, "pt"))
                 where |= dict.fromkeys(opened.keys(), opened)
-            yield lambda name: where[name].get_tensor(name)
+            yield Tensors(found, where)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of one safetensors file. Raises `CheckpointError`."""
+    with opened_file(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+
+
+@contextlib.contextmanager
+def opened_file(path: Path) -> Iterator[Any]:
+    """One safetensors file, to be read tensor by tensor. Raises `CheckpointError`."""
     if not path.is_file():
         raise CheckpointError(
             f"no weights at {path}", hint="a checkpoint directory holds config.json and *.safetensors"
         )
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+            yield file
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
 

@@ -341,13 +341,14 @@ def _product(g_SO: torch.Tensor, x_SI: torch.Tensor, rows: slice, size: int, lik
 def _per_expert_pairs(
     g_SO: torch.Tensor, x_SI: torch.Tensor, pairs: Pairs | None, cut: Cut
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """What each expert's pairs get instead: scale · (gB)ᵀx and scale · gᵀ(xAᵀ), in which no matrix's size occurs."""
+    """What each expert's pairs get instead: (scale · gB)ᵀx and gᵀ(scale · xAᵀ), in which no matrix's size occurs. Rows
+    are scaled, so that what several ranks send adds up to what each would have by itself."""
     if pairs is None:
         return None, None
     a_EQI, b_EOr, part = pairs.a.detach().flatten(1, 2), pairs.b.detach(), list(pairs.rows)
     g_SO, x_SI = g_SO.to(b_EOr.dtype), x_SI.to(b_EOr.dtype)
-    inner_SP = torch.split(_per_expert(x_SI, a_EQI.mT, cut), b_EOr.shape[-1], -1)
+    inner_SP = torch.split(_per_expert(x_SI, a_EQI.mT, cut).mul_(pairs.scale), b_EOr.shape[-1], -1)
     parts = zip(torch.split(g_SO, part, -1), torch.split(b_EOr, part, 1), inner_SP, strict=True)
-    found = [(_per_expert(g, b, cut), _per_expert_weight(g, xa, b, cut)) for g, b, xa in parts]
+    found = [(_per_expert(g, b, cut).mul_(pairs.scale), _per_expert_weight(g, xa, b, cut)) for g, b, xa in parts]
     da_EQI = _per_expert_weight(torch.cat([gb for gb, _ in found], -1), x_SI, a_EQI, cut)
-    return da_EQI.view_as(pairs.a).mul_(pairs.scale), torch.cat([db for _, db in found], 1).mul_(pairs.scale)
+    return da_EQI.view_as(pairs.a), torch.cat([db for _, db in found], 1)

@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,10 +33,11 @@ from etude.records.adapter import A, AdapterConfig, names
 class _Adapter:
     """Of one parameter, fused and stacked as that is."""
 
+    parameter: str  # the merged one's name in the model
     names: tuple[str, ...]  # Hugging Face's, of its rows in order
     base: torch.Tensor
-    weight: torch.Tensor  # the merged one, in the model
     pairs: Pairs
+    rows: slice | None = None  # which of them this rank has, of base and merged matrix; None: all
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
@@ -53,8 +54,8 @@ class Adapters(nn.Module):
 
     `dtype`: what versions are published in, and merged matrices rounded to; all else that the model computes with is to
     be, too (`rounded`). `held`: what A and B lie in (None: `dtype`). They are zeros, and nothing is written yet.
-    `digest`: the model's, where it is known. Raises `CheckpointError` where the model is not the config's base, or has
-    not its modules.
+    `digest`: the model's, where it is known. `device`: of A and B, where the model has no memory yet (`share`). Raises
+    `CheckpointError` where the model is not the config's base, or has not its modules.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Adapters(nn.Module):
         dtype: torch.dtype,
         held: torch.dtype | None = None,
         digest: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -79,11 +81,12 @@ class Adapters(nn.Module):
         self.config = AdapterConfig(config.rank, config.alpha, config.modules, found)
         model.requires_grad_(False)
         chosen = _chosen(model, config.modules)
-        self._adapters = [_adapter(matrix, self.config, dtype, held or dtype) for matrix in chosen]
+        own, lies = {id(p): name for name, p in model.named_parameters()}, {"dtype": held or dtype, "device": device}
+        self._adapters = [_adapter(own[id(matrix.weight)], matrix, self.config, dtype, lies) for matrix in chosen]
         self.trained = nn.ParameterList([p for one in self._adapters for p in (one.pairs.a, one.pairs.b)])
         if isinstance(model.operators, Adapted):
             for one in self._adapters:
-                model.operators.train(one.weight, one.pairs)
+                model.operators.train(functools.partial(model.get_parameter, one.parameter), one.pairs)
 
     @torch.no_grad()
     def draw(self, seed: int) -> None:
@@ -99,6 +102,28 @@ class Adapters(nn.Module):
         """Have the model compute with what A and B are now."""
         for one in self._adapters:
             self._merge(one)
+
+    def share(self, rows: Mapping[str, slice]) -> None:
+        """FSDP2 has the model, and left these rows of each adapted parameter here: from now on base and merged matrix
+        are those; A and B stay whole."""
+        self._adapters = [
+            replace(one, base=self._memory(one).to(self.dtype, copy=True), rows=rows[one.parameter])
+            for one in self._adapters
+        ]
+
+    def _memory(self, one: _Adapter) -> torch.Tensor:
+        """Where the merged matrix, or what is here of it, lies."""
+        return own_part(self._model[0].get_parameter(one.parameter))
+
+    @property
+    def bases(self) -> dict[str, torch.Tensor]:
+        """What lies here of each adapted parameter's base, by the model's names."""
+        return {one.parameter: one.base for one in self._adapters}
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The names in `views` of each adapted parameter's A and B, by the model's names: in the order of `trained`."""
+        return {one.parameter: tuple(one.views) for one in self._adapters}
 
     @property
     def views(self) -> dict[str, torch.Tensor]:
@@ -120,13 +145,21 @@ class Adapters(nn.Module):
         return [(frozenset(one.views), functools.partial(self._merge, one)) for one in self._adapters]
 
     def _merge(self, one: _Adapter) -> None:
-        merge(one.base, one.pairs, one.weight.detach(), dtype=self.dtype)
+        out = self._memory(one)
+        if out.numel():
+            merge(one.base, one.pairs if one.rows is None else one.pairs.of(one.rows), out, dtype=self.dtype)
 
 
 def base_digest(model: Transformer, dtype: torch.dtype) -> str:
-    """SHA-256 over every weight of a model, by name, shape and bytes in `dtype` (some stay float32), as hex."""
+    """`weights_digest` of a model."""
+    return weights_digest(sorted(hf_views(model).items()), dtype)
+
+
+def weights_digest(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
+    """SHA-256 over every weight of a model, which come sorted, by name, shape and bytes in `dtype` (some stay float32),
+    as hex."""
     digest = hashlib.sha256()
-    for name, view in sorted(hf_views(model).items()):
+    for name, view in weights:
         kind = torch.float32 if stays_float32(name) else dtype
         digest.update(f"{name} {'bf16' if kind is torch.bfloat16 else 'f32'} {list(view.shape)}\n".encode())
         digest.update(view.to(kind).contiguous().view(torch.uint8).numpy(force=True).data)
@@ -136,8 +169,15 @@ def base_digest(model: Transformer, dtype: torch.dtype) -> str:
 @torch.no_grad()
 def rounded(model: Transformer, dtype: torch.dtype) -> None:
     """Have every parameter hold a number of `dtype`, in the memory that it has."""
-    for parameter in model.parameters():
+    for parameter in map(own_part, model.parameters()):
         parameter.copy_(parameter.to(dtype))
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: all of one that FSDP2 does not have."""
+    whole: Any = tensor
+    own: torch.Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+    return own.detach()
 
 
 def _chosen(model: Transformer, modules: tuple[str, ...]) -> list[Matrix]:
@@ -166,12 +206,12 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
-def _adapter(matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, held: torch.dtype) -> _Adapter:
+def _adapter(name: str, matrix: Matrix, config: AdapterConfig, dtype: torch.dtype, lies: Mapping[str, Any]) -> _Adapter:
     weight = matrix.weight
     stack, (out_size, in_size) = weight.shape[:-2], weight.shape[-2:]
     rows = list(matrix.rows.values())[: len(matrix.rows) // math.prod(stack)]
-    kind: dict[str, Any] = {"dtype": held, "device": weight.device}
+    kind = {**lies, "device": lies["device"] or weight.device}
     a = nn.Parameter(torch.zeros(*stack, len(rows), config.rank, in_size, **kind))
     b = nn.Parameter(torch.zeros(*stack, out_size, config.rank, **kind))
     base = weight.detach().to(dtype, copy=True)
-    return _Adapter(tuple(matrix.rows), base, weight, Pairs(a, b, tuple(rows), config.scale))
+    return _Adapter(name, tuple(matrix.rows), base, Pairs(a, b, tuple(rows), config.scale))

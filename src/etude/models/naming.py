@@ -36,6 +36,12 @@ def hf_views(model: Transformer) -> dict[str, torch.Tensor]:
     return {name: view.detach() for name, view in views.items()}
 
 
+def hf_biases(model: Transformer) -> dict[str, torch.Tensor]:
+    """Of `hf_views` those that are no parameters: biases of choosing, float32 [E]."""
+    found = {f"model.layers.{i}.{_BIAS}": getattr(block.experts, "bias", None) for i, block in enumerate(model.blocks)}
+    return {name: bias for name, bias in found.items() if bias is not None}
+
+
 def _block_views(block: Block) -> dict[str, torch.Tensor]:
     attention = block.attention
     own = _latent_views(attention) if isinstance(attention, LatentAttention) else _grouped_views(attention)

@@ -120,9 +120,11 @@ def matrices(model: Transformer) -> list[Matrix]:
     """The parameters that are rounded: those that rounded names are views of."""
     parameters = sorted(model.parameters(), key=torch.Tensor.data_ptr)
     starts = [parameter.data_ptr() for parameter in parameters]
+    storages = [parameter.untyped_storage() for parameter in parameters]  # each its own, where none has memory yet
+    without = {id(storage): at for at, storage in enumerate(storages)} if model.embedding.is_meta else {}
     found: dict[int, Matrix] = {}
     for name, view in hf_views(model).items():
         if is_rounded(name):
-            at = bisect_right(starts, view.data_ptr()) - 1
+            at = without[id(view.untyped_storage())] if without else bisect_right(starts, view.data_ptr()) - 1
             found.setdefault(at, Matrix(parameters[at], {})).rows[name] = view.shape[0]
     return list(found.values())

@@ -15,7 +15,8 @@ Knows nothing of models. Shapes: N tokens, I and O width in and out, r rank, P p
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,10 +35,20 @@ class Pairs:
     rows: tuple[int, ...]  # of each part; O together
     scale: float
 
+    def of(self, some: slice) -> Pairs:
+        """Of some rows of the matrix; of a stack, of some matrices."""
+        if self.b.ndim == 3:
+            return replace(self, a=self.a[some], b=self.b[some])
+        ends = itertools.accumulate(self.rows)
+        taken = [min(some.stop, end) - max(some.start, end - size) for end, size in zip(ends, self.rows, strict=True)]
+        kept = [i for i, size in enumerate(taken) if size > 0]
+        return replace(self, a=self.a[kept], b=self.b[some], rows=tuple(taken[i] for i in kept))
+
 
 @torch.no_grad()
 def merge(base: torch.Tensor, pairs: Pairs, out: torch.Tensor, *, dtype: torch.dtype) -> None:
-    """Write W + scale · B A, summed in float32 and rounded once to `dtype`, into `out`, which has `base`'s shape."""
+    """Write W + scale · B A, summed in float32 and rounded once to `dtype`, into `out`, which has `base`'s shape. A
+    row's bits depend on that row alone: whoever has some of them (`Pairs.of`) gets the whole's."""
     width, rank = base.shape[-1], pairs.b.shape[-1]
     a_rI = pairs.a.float().reshape(-1, rank, width).unbind()
     rows = list(pairs.rows) * (len(a_rI) // len(pairs.rows))
@@ -85,29 +96,61 @@ class _Adapted(torch.autograd.Function):
         return dy, None, da.view_as(a) * ctx.scale, db * ctx.scale, None, None
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A part of a merged matrix, whose first row lies where it is known."""
+
+    weight: Callable[[], torch.Tensor]
+    address: int  # of the whole matrix
+    pairs: Pairs
+    index: int
+
+    @property
+    def is_there(self) -> bool:
+        now = self.weight()
+        return not hasattr(now, "to_local") and now.data_ptr() == self.address
+
+
 class Adapted(Operators):
     """`inner`, of a model some of whose matrices are merged: products with them pass gradients to their pairs.
 
     Its numbers are `inner`'s, and so is its name. A matrix is known by the address of its memory, and so are the first
-    rows of each of its parts: what is told of it must stay where it is.
+    rows of each of its parts. With `moving`, matrices come and go, as FSDP2 gathers them: then who is asked for one
+    that is not known there looks at all of them anew.
     """
 
     def __init__(self, inner: Operators) -> None:
         super().__init__(inner.dtype)
-        self.inner = inner
-        self._whole: dict[int, Pairs] = {}
-        self._parts: dict[int, tuple[Pairs, int]] = {}
+        self.inner, self.moving = inner, False
+        self._trained: list[tuple[Callable[[], torch.Tensor], Pairs]] = []
+        self._parts: dict[int, _Part] = {}
 
-    def train(self, weight: torch.Tensor, pairs: Pairs) -> None:
-        """From now on products with `weight` are of a merged matrix, whose gradient is that of its pairs."""
-        self._whole[weight.data_ptr()] = pairs
-        if weight.ndim == 2:
-            starts = itertools.accumulate((0, *pairs.rows[:-1]))
-            size = weight.shape[1] * weight.itemsize
-            self._parts |= {weight.data_ptr() + row * size: (pairs, i) for i, row in enumerate(starts)}
+    def train(self, weight: Callable[[], torch.Tensor], pairs: Pairs) -> None:
+        """From now on products with what `weight` gives are of a merged matrix, whose gradient is that of its pairs."""
+        self._trained.append((weight, pairs))
+        self._look(weight, pairs)
+
+    def _look(self, weight: Callable[[], torch.Tensor], pairs: Pairs) -> None:
+        now = weight()
+        if hasattr(now, "to_local"):  # a shard: not gathered
+            return
+        size, address = now.shape[-1] * now.itemsize, now.data_ptr()
+        for i, row in enumerate(itertools.accumulate((0, *pairs.rows[:-1]))):
+            if i == 0 or now.ndim == 2:
+                self._parts[address + row * size] = _Part(weight, address, pairs, i)
+
+    def _at(self, weight: torch.Tensor) -> _Part | None:
+        found = self._parts.get(address := weight.data_ptr())
+        if self.moving and (found is None or not found.is_there):
+            self._parts.clear()
+            for one in self._trained:
+                self._look(*one)
+            found = self._parts.get(address)
+        return found
 
     def pairs(self, weight: torch.Tensor) -> Pairs | None:
-        return self._whole.get(weight.data_ptr())
+        found = self._at(weight)
+        return found.pairs if found is not None and found.index == 0 else None
 
     def linear(self, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         return self._passed(self.inner.linear(x_NI, weight_OI), x_NI, weight_OI)
@@ -119,9 +162,9 @@ class Adapted(Operators):
         return self._passed(self.inner.linear_partial(x_NI, weight_OI, ranks), x_NI, weight_OI)
 
     def _passed(self, y_NO: torch.Tensor, x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled() or (found := self._parts.get(weight_OI.data_ptr())) is None:
+        if not torch.is_grad_enabled() or (found := self._at(weight_OI)) is None:
             return y_NO
-        pairs, first = found
+        pairs, first = found.pairs, found.index
         ends = [*itertools.accumulate(pairs.rows[first:])]
         last = first + ends.index(weight_OI.shape[0]) + 1
         a, b, rows = pairs.a, pairs.b, pairs.rows[first:last]

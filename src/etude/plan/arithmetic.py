@@ -89,20 +89,21 @@ def trained_parameters(model: ModelConfig, training: Training) -> int:
 
 def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Live weights of one of so many ranks that share everything, in float32 whatever they are rounded to. Of an
-    adapted matrix there are two, the frozen and the merged one, and its adapters."""
-    held = model.num_parameters
+    adapted matrix there are two, the frozen and the merged one; its adapters are on every rank."""
+    held = model.num_parameters / ranks
     if training.lora_rank:
-        held += sum(map(prod, matrices(model, training.lora_on))) + trained_parameters(model, training)
-    return float(FLOAT32_BYTES) * held / ranks
+        held += sum(map(prod, matrices(model, training.lora_on))) / ranks + trained_parameters(model, training)
+    return float(FLOAT32_BYTES) * held
 
 
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Gradients, masters and moments of one of so many ranks that share everything, all float32, of what is trained:
     with the weights 20 bytes a parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 3.1, with
-    weights and gradients in float32. Muon has no second moment of matrices: Jordan et al. 2024."""
+    weights and gradients in float32. Muon has no second moment of matrices: Jordan et al. 2024. Of adapters a rank has
+    all at most: those of experts are shared as the experts are."""
     trained = trained_parameters(model, training)
     vectors = (4 if training.masters else 3) * trained - (sum(map(prod, matrices(model))) if training.muon else 0)
-    return float(FLOAT32_BYTES) * vectors / ranks
+    return float(FLOAT32_BYTES) * vectors / (1 if training.lora_rank else ranks)
 
 
 def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> float:

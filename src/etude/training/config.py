@@ -107,10 +107,9 @@ class LearnerConfig:
             raise ValueError(
                 f"lora_rank = {self.lora_rank} and balance_bias = {self.balance_bias}: adapters leave routers alone"
             )
-        if self.lora_rank and (self.ranks > 1 or self.optimizer is OptimizerKind.MUON):
+        if self.lora_rank and self.optimizer is OptimizerKind.MUON:
             raise ValueError(
-                f"lora_rank = {self.lora_rank} with ranks = {self.ranks} and optimizer = {str(self.optimizer)!r}: "
-                f"adapters train in one process, by adamw"
+                f"lora_rank = {self.lora_rank} with optimizer = {str(self.optimizer)!r}: adapters train by adamw"
             )
 
     @property

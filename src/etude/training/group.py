@@ -22,13 +22,11 @@ import torch
 from etude.models.attention import Cache, Packed
 from etude.models.checkpoint import load_tensors, save_tensors, whole_directory
 from etude.models.transformer import Transformer
-from etude.numerics.config import Quantise
 from etude.numerics.device import device_for
 from etude.numerics.exact import tree
 from etude.numerics.operators import Operators
-from etude.training.config import LearnerConfig
 from etude.training.rows import Rows
-from etude.training.trained import Trained, load_trained
+from etude.training.trained import Loading, Trained, load_trained
 
 if TYPE_CHECKING:
     from etude.training.optimizer import AdamW
@@ -74,26 +72,20 @@ class Group(Protocol):
         """Replace integers by their sum over all ranks."""
         ...
 
-    def norm(self, squares: Sequence[float]) -> float:
-        """√ of the sum of everybody's squares, rounded once: the same whoever holds which."""
+    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
+        """√ of the sum of everybody's squares, by parameter, rounded once: the same whoever holds which."""
         ...
 
     def gathered(self, one: T) -> list[T]:
         """What every rank has, by rank, on every rank."""
         ...
 
-    def load(
-        self,
-        path: Path,
-        config: LearnerConfig,
-        operators: Operators,
-        device: torch.device,
-        *,
-        quantise: Quantise,
-        seed: int,
-        resumed: bool,
-    ) -> Trained:
+    def load(self, loading: Loading) -> Trained:
         """What trains of a checkpoint, or this rank's part of it: as `trained.load_trained`."""
+        ...
+
+    def summed(self, optimizer: AdamW, shares: int) -> Rowwise | None:
+        """What adds a row's gradients of so many shares of this rank, where backward passes alone do not."""
         ...
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
@@ -147,24 +139,17 @@ class One:
     def add(self, counts: torch.Tensor) -> None:
         pass
 
-    def norm(self, squares: Sequence[float]) -> float:
-        return math.sqrt(math.fsum(squares))
+    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
+        return math.sqrt(math.fsum(x for rows in squares.values() for x in rows))
 
     def gathered(self, one: T) -> list[T]:
         return [one]
 
-    def load(
-        self,
-        path: Path,
-        config: LearnerConfig,
-        operators: Operators,
-        device: torch.device,
-        *,
-        quantise: Quantise,
-        seed: int,
-        resumed: bool,
-    ) -> Trained:
-        return load_trained(path, config, operators, device, quantise=quantise, seed=seed, resumed=resumed)
+    def load(self, loading: Loading) -> Trained:
+        return load_trained(loading)
+
+    def summed(self, optimizer: AdamW, shares: int) -> Rowwise | None:
+        return Rowwise(optimizer.grad) if shares > 1 else None
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         if (path / SHARDS).is_dir():

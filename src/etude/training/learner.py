@@ -28,7 +28,7 @@ from etude.training.about import ABOUT, described, read_about
 from etude.training.balance import Balance
 from etude.training.config import CorrectionKind, LearnerConfig, OptimizerKind, PolicyLossKind
 from etude.training.corrections import Corrected, correct, decoupled
-from etude.training.group import ONE, Group, Rowwise
+from etude.training.group import ONE, Group
 from etude.training.guard import check_logits, check_loss, check_sampled, check_weights, place_in, stepped
 from etude.training.losses import PolicyLoss, cispo_loss, entropy, k2_loss, ppo_loss
 from etude.training.muon import Muon
@@ -39,7 +39,7 @@ from etude.training.report import Tally, merged
 from etude.training.routes import Replay
 from etude.training.rows import Rows, forwarded, lay_flat, microbatches
 from etude.training.schedule import rate
-from etude.training.trained import Trained
+from etude.training.trained import Loading, Trained
 from etude.weights.chain.publisher import Publisher, Writer
 from etude.weights.tensors import Tensor
 
@@ -146,7 +146,7 @@ class TorchLearner:
     def _row(self, row: list[list[Sample]], normaliser: float, num_tokens: int, tallies: list[Tally]) -> None:
         """One forward and backward pass of each share."""
         own = self._group.own(len(row))
-        summed = Rowwise(self.optimizer.grad) if len(own) > 1 else None
+        summed = self._group.summed(self.optimizer, len(own))
         for share, tally in zip(own, tallies, strict=True):
             self._one(row[share], normaliser, num_tokens, tally)
             if summed is not None:
@@ -375,8 +375,8 @@ class TorchLearner:
             step, version = read_about(path / ABOUT, self.config)
         device = self._group.device(self.config.device)
         operators = operators_for(self.numerics, getattr(torch, self.config.dtype), device=device)
-        quantise, seed = self.numerics.quantise, self._seed
-        trained = self._group.load(path, self.config, operators, device, quantise=quantise, seed=seed, resumed=resumed)
+        loading = Loading(path, self.config, operators, device, self.numerics.quantise, self._seed, resumed)
+        trained = self._group.load(loading)
         optimizer = self._optimizer_of(trained)
         if resumed:
             self._group.restore(path, optimizer)

@@ -14,6 +14,7 @@ Knows nothing of losses or schedules.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
-        norm: Callable[[Sequence[float]], float] = ONE.norm,
+        norm: Callable[[Mapping[str, Sequence[float]]], float] = ONE.norm,
     ) -> None:
         self.betas, self.eps, self.weight_decay, self.grad_clip = betas, eps, weight_decay, grad_clip
         self.num_steps, self._norm, self._model = 0, norm, model
@@ -102,7 +103,7 @@ class AdamW:
         """Apply the gradient and clear it; its norm before clipping. Raises `NotFinite` when that is none, and
         then changes nothing."""
         self._collect()
-        norm = self._norm(_squares(self.named(self.grad).values()))
+        norm = self._norm(_squares(self.named(self.grad)))
         if not norm < float("inf"):
             raise NotFinite(f"the gradient of step {self.num_steps + 1} is not finite", f"norm {norm}", hint="lower lr")
         self.num_steps += 1
@@ -217,8 +218,9 @@ def places(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict
     return {name: found[name] for name in shapes}, begin, at
 
 
-def _squares(gradients: Sequence[torch.Tensor] | Any) -> list[float]:
+def _squares(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
     """Of each row of each gradient, the square of its norm: what ranks that have other rows can add up."""
-    rows = [torch.linalg.vector_norm(g.flatten(1), dim=1) if g.ndim > 1 else g.abs() for g in gradients if g.numel()]
-    squares: list[float] = torch.cat(rows).double().square_().tolist() if rows else []
-    return squares
+    norms = [torch.linalg.vector_norm(g.flatten(1), dim=1) if g.ndim > 1 else g.abs() for g in gradients.values()]
+    squares = torch.cat(norms).double().square_().tolist()
+    starts = itertools.accumulate((len(rows) for rows in norms), initial=0)
+    return {n: squares[at : at + len(rows)] for n, at, rows in zip(gradients, starts, norms, strict=False)}

@@ -6,6 +6,7 @@ The learner knows no difference beyond this file. Knows nothing of losses and ba
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -89,6 +90,44 @@ class Whole:
         write_model(self.model, folder, dtype=self._weights, assets=self._assets)
 
 
+@dataclass(frozen=True)
+class Loading:
+    """A checkpoint, and how a learner takes it up."""
+
+    path: Path
+    config: LearnerConfig
+    operators: Operators
+    device: torch.device
+    quantise: Quantise
+    seed: int  # keys what adapters begin with
+    resumed: bool  # a learner left it, of which it goes on; else it is the start of one
+
+    @property
+    def base(self) -> Path:
+        """Where the model's weights lie: under adapters, the frozen ones. Raises `CheckpointError`."""
+        return next_base(self.path) if self.resumed and self.config.lora_rank else self.path
+
+    def check_kind(self) -> None:
+        """Raises `CheckpointError` where its learner trained something else."""
+        if self.resumed and (self.path / ADAPTER_CONFIG).is_file() != bool(self.config.lora_rank):
+            was = "adapters" if not self.config.lora_rank else "all weights"
+            raise CheckpointError(
+                f"{self.path} is of a learner that trains {was}",
+                f"this one has lora_rank = {self.config.lora_rank}",
+                hint="set learner.lora_rank to the checkpoint's, or begin a new run with `start`",
+            )
+
+    def adapter(self, model: Transformer) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
+        """What is adapted, and A and B where there are any yet. Raises `CheckpointError`."""
+        settings = self.config
+        wanted = AdapterConfig(settings.lora_rank, settings.lora_alpha, chosen_modules(model, settings.lora_on), "")
+        if not self.resumed:
+            return wanted, {}
+        found, tensors = read_adapter(self.path)
+        _check_same(self.path, wanted, found)
+        return found, tensors
+
+
 class LowRank:
     """Adapters on a frozen base, which is the checkpoint at `base`."""
 
@@ -117,40 +156,23 @@ class LowRank:
         write_adapter(folder, self.views(), self.adapters.config, self._base, dtype=kind)
 
 
-def load_trained(
-    path: Path,
-    config: LearnerConfig,
-    operators: Operators,
-    device: torch.device,
-    *,
-    quantise: Quantise,
-    seed: int,
-    resumed: bool,
-) -> Trained:
-    """What trains of a checkpoint by a learner's settings, on a device: with `resumed` what a learner left there, else
-    from its start. Raises `CheckpointError`."""
-    if resumed and (path / ADAPTER_CONFIG).is_file() != bool(config.lora_rank):
-        was = "adapters" if not config.lora_rank else "all weights"
-        raise CheckpointError(
-            f"{path} is of a learner that trains {was}",
-            f"this one has lora_rank = {config.lora_rank}",
-            hint="set learner.lora_rank to the checkpoint's, or begin a new run with `start`",
-        )
+def load_trained(loading: Loading) -> Trained:
+    """What trains of a checkpoint: what a learner left there, or from its start. Raises `CheckpointError`."""
+    loading.check_kind()
+    path, config, device = loading.path, loading.config, loading.device
     if not config.lora_rank:
-        model = load_model(path, operators=operators, held=torch.float32).to(device)
-        return Whole(recomputing(model, config.recompute), config.weights, quantise, path)
-    base = next_base(path) if resumed else path
-    model = recomputing(load_model(base, operators=Adapted(operators), held=torch.float32), config.recompute)
-    wanted = AdapterConfig(config.lora_rank, config.lora_alpha, chosen_modules(model, config.lora_on), "")
-    if resumed:
-        found, tensors = read_adapter(path)
-        _check_same(path, wanted, found)
-        adapters = merged(model, found, tensors, str(path), held=True)
+        model = load_model(path, operators=loading.operators, held=torch.float32).to(device)
+        return Whole(recomputing(model, config.recompute), config.weights, loading.quantise, path)
+    base = loading.base
+    model = load_model(base, operators=Adapted(loading.operators), held=torch.float32).to(device)
+    wanted, tensors = loading.adapter(recomputing(model, config.recompute))
+    if loading.resumed:
+        adapters = merged(model, wanted, tensors, str(path), held=True)
     else:
         kind = stored_dtype(config.weights)
         adapters = Adapters(model, wanted, dtype=kind, held=torch.float32)
         rounded(model, kind)
-        adapters.draw(seed)
+        adapters.draw(loading.seed)
     return LowRank(model, adapters, config.weights, base)
 
 

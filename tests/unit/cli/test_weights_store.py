@@ -145,6 +145,23 @@ def test_a_follower_that_is_killed_goes_on_from_a_proven_version(steps) -> None:
     assert holds("live", "c3")
 
 
+def test_a_relay_of_a_run_that_has_published_nothing_yet_says_so_and_serves_what_comes(steps, capsys) -> None:
+    Path("run").mkdir()
+    Path("run/run.json").write_text("{}")
+    argv = [sys.executable, "-c", FOLLOW, "weights", "relay", "run/weights", "--listen", "127.0.0.1:0"]
+    relay = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        assert relay.stdout is not None
+        url = relay.stdout.readline().split(" at ")[1].strip()
+        assert "engines wait for the first version" in relay.stdout.readline()
+        assert main(["weights", "publish", "c0", "run/weights"]) == 0
+        assert main(["weights", "follow", url, "--apply", "live", "--once"]) == 0
+        assert holds("live", "c0")
+    finally:
+        relay.kill()
+        relay.communicate()
+
+
 def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(steps, capsys, monkeypatch) -> None:
     main(["weights", "publish", "c0", "store"])
     main(["weights", "publish", "c1", "store"])
@@ -169,7 +186,7 @@ def test_followers_of_a_region_share_a_cache_and_those_without_its_disk_a_relay(
     [
         (["relay", "store", "--listen", "0.0.0.0:0"], 2, "anybody could read the weights"),
         (["relay", "store", "--listen", "8800"], 2, "is no address"),
-        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe"),
+        (["relay", "stroe", "--listen", "127.0.0.1:0"], 2, "no store at stroe: nor a run"),
         (["follow", "http://u:p@host", "--apply", "live", "--once"], 2, "a host and a port alone"),
         (["log", "ftp://x/y"], 2, "no store speaks 'ftp'"),
         (["log", "htp://x/y"], 2, "did you mean 'http'?"),

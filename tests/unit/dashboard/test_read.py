@@ -113,6 +113,37 @@ def test_a_phase_without_steps_has_no_progress(writer):
     assert progress(view) is None
 
 
+def test_until_everybody_is_up_those_who_are_not_are_named(writer):
+    writer.event(0.0, "conductor", "process", name="corpus", state="start")
+    writer.event(1.0, "conductor", "phase", phase="eval-before", state="start")
+    for name in ("learner", "engine-0"):
+        writer.event(2.0, "conductor", "process", name=name, state="start")
+    writer.event(3.0, "conductor", "process", name="learner", state="ready")
+    assert plain_line(RunView(writer.path)) == "3.0 s  eval-before  starting engine-0"
+    writer.event(4.0, "conductor", "process", name="engine-0", state="ready")
+    assert plain_line(RunView(writer.path)) == "4.0 s  eval-before"
+
+
+def test_an_evaluation_tells_how_far_it_is_alone_and_between_two_steps(writer):
+    writer.event(0.0, "conductor", "phase", phase="eval-before", state="start")
+    for done in (0, 40, 60):
+        writer.event(1.0 + done / 10, "conductor", "eval.progress", name="before", done=done, total=100)
+    at = progress(RunView(writer.path))
+    assert (at.done, at.total, at.left_s) == (60, 100, 4.0)
+    assert plain_line(RunView(writer.path)).startswith("7.0 s  eval-before  60/100 (4.0 s left)")
+    writer.event(9.0, "conductor", "eval.progress", name="oracle", done=0, total=8)
+    at = progress(RunView(writer.path))
+    assert (at.done, at.total, at.left_s) == (0, 8, None)
+    writer.event(20.0, "conductor", "phase", phase="eval-before", state="end", wall_s=20.0)
+    writer.event(20.0, "conductor", "phase", phase="rl", state="start")
+    writer.event(21.0, "conductor", "rl.step", step=1, num_steps=5)
+    assert "evaluating" not in plain_line(RunView(writer.path)), "that one was broken off"
+    writer.event(22.0, "conductor", "eval.progress", name="during", done=3, total=9)
+    assert "rl  1/5  evaluating during 3/9 rollouts" in plain_line(RunView(writer.path))
+    writer.event(23.0, "conductor", "eval.progress", name="during", done=9, total=9)
+    assert "evaluating" not in plain_line(RunView(writer.path))
+
+
 def test_there_is_no_view_of_what_is_not_there(tmp_path):
     with pytest.raises(RunError, match="no run at"):
         RunView(tmp_path / "nothing")

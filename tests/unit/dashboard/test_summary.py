@@ -131,6 +131,28 @@ def test_the_terminal_names_trouble(writer):
     assert "engine-1 was restarted (2 in all)" in shown(RunView(writer.path))
 
 
+def test_a_learner_that_was_lost_stays_in_sight_whatever_went_wrong_since(writer):
+    writer.everything(until="rl", rl_steps=3)
+    assert "lost and replaced" not in shown(RunView(writer.path))
+    writer.event(2e9, "conductor", "process", name="learner", state="restart")
+    writer.event(2e9, "conductor", "lineage", state="lost", step=3, reason="the learner has ended")
+    writer.event(2e9 + 1, "conductor", "process", name="worker-0", state="restart")
+    for said in (shown(RunView(writer.path)), plain_line(RunView(writer.path))):
+        assert "learner lost and replaced 1 time, the last time at step 3: the learner has ended" in " ".join(
+            said.split()
+        )
+        assert "worker-0 was restarted" in said
+
+
+def test_an_engine_that_is_lost_is_named_as_such_and_one_that_is_back_is_not(writer):
+    writer.everything(until="rl", rl_steps=3)
+    for t, (name, state) in enumerate([("west", "serving"), ("east", "serving"), ("west", "lost")]):
+        writer.event(2e9 + t, "conductor", "fleet.state", engine=name, region=name, state=state, url="http://e")
+    assert "engines 2 serving, 1 lost (west)" in plain_line(RunView(writer.path))
+    writer.event(2e9 + 9, "conductor", "fleet.state", engine="west", region="west", state="serving", url="http://e")
+    assert "engines 3 serving " in plain_line(RunView(writer.path))
+
+
 def test_the_terminal_says_what_an_alarm_of_parity_did(writer):
     writer.everything(until="rl", rl_steps=3)
     writer.event(2e9, "conductor", "parity.alarm", engine="engine-1", step=2, defence="replay")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference import Assignment, EngineBusy, EngineGone, Fleet
 from etude.inference.membership import Listed, State
+from etude.inference.pace import FORGET_S
 from etude.records import Completion, CompletionRequest
-from etude.records.completion import Traffic
+from etude.records.completion import Traffic, Version
 from etude.seams import EngineInfo, Policy
 from etude.testing import ScriptedEngine, make_version
 
@@ -161,13 +163,29 @@ def test_work_for_a_later_version_goes_to_an_engine_that_holds_it() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("assignment", list(Assignment))
-def test_when_nobody_holds_it_one_is_waited_for(assignment: Assignment) -> None:
+def test_when_nobody_holds_it_a_stable_assignment_waits_for_its_engine() -> None:
     async def story() -> None:
-        policy, members = fleet(2, assignment=assignment)
+        policy, members = fleet(2, assignment=Assignment.STABLE)
         done = await policy.complete(ask("a", min_step=5))
         assert done.spans[0].version.step == 5
         assert sorted(m.version.step for m in members.values()) == [0, 5]
+
+    asyncio.run(story())
+
+
+def test_when_nobody_holds_it_the_first_to_catch_up_serves_it() -> None:
+    class Slow(Member):
+        async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
+            self.num_adopts += 1
+            await asyncio.Event().wait()
+            return self.version
+
+    async def story() -> None:
+        members = {"a-slow": Slow("a-slow"), "quick": Member("quick"), "z-slow": Slow("z-slow")}
+        policy = Fleet(members)
+        for done in await asyncio.gather(*(policy.complete(ask(f"r{i}", min_step=5)) for i in range(8))):
+            assert (done.engine, done.spans[0].version.step) == ("quick", 5)
+        assert [members[name].num_adopts for name in ("a-slow", "z-slow")] == [1, 1], "whoever waits, it is asked once"
 
     asyncio.run(story())
 
@@ -362,5 +380,85 @@ def test_a_region_far_away_gets_fewer_sessions_than_one_that_is_near() -> None:
         assert (await near.info()).num_waiting > 15
         await near.resume()
         assert len({c.request_id for c in await asyncio.gather(*asking)}) == 20
+
+    asyncio.run(story())
+
+
+def regions(**paces: float) -> tuple[Fleet, dict[str, Member]]:
+    """A member a region. It is known that a request takes so many seconds there, if any are given."""
+    members = {name: Member(name) for name in paces}
+    policy = Fleet(members)
+    for name, seconds in paces.items():
+        policy.tell(name, listed(region=name, max_sequences=64))
+        seen(policy, name, alone=seconds)
+    return policy, members
+
+
+def seen(policy: Fleet, name: str, *, alone: float = 0.0, each: float = 0.0, ago_s: float = 0.0) -> None:
+    now = time.monotonic() - ago_s
+    for crowd in [1, 8, 24] * 20 if alone or each else []:
+        policy._members[name].pace.served(alone + each * crowd, crowd, now=now)
+
+
+def test_a_rollouts_session_leaves_a_region_where_it_takes_twice_as_long_and_a_persons_stays() -> None:
+    async def story() -> None:
+        policy, members = regions(far=0.2, near=0.0)
+        members["near"].busy = True
+        assert await served_by(policy, "a", session="rollout") == ["far"]
+        assert await served_by(policy, "a", session="person", traffic=Traffic.PRODUCTION) == ["far"]
+        members["near"].busy = False
+        assert await served_by(policy, "b", session="rollout") == ["far"], "nobody knows how quick the other is"
+        seen(policy, "near", alone=0.15)
+        assert await served_by(policy, "c", session="rollout") == ["far"], "its KV is there"
+        policy, members = regions(far=0.2, near=0.05)
+        members["near"].busy = True
+        assert await served_by(policy, "a", session="rollout") == ["far"]
+        members["near"].busy = False
+        assert await served_by(policy, "b", "c", session="rollout") == ["near", "near"]
+        assert policy.sessions() == {"near": 1}
+
+    asyncio.run(story())
+
+
+def test_an_engine_of_unknown_pace_is_tried_with_a_few_requests() -> None:
+    async def story() -> None:
+        policy, members = regions(known=0.2, new=0.0)
+        for member in members.values():
+            await member.pause()
+        asking = [asyncio.ensure_future(policy.complete(ask(f"r{i}"))) for i in range(20)]
+        await asyncio.sleep(0.01)
+        assert [(await m.info()).num_waiting for m in members.values()] == [12, 8]
+        for member in members.values():
+            await member.resume()
+        await asyncio.gather(*asking)
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_was_slow_is_tried_again_after_a_while() -> None:
+    async def story() -> None:
+        policy, _ = regions(near=0.1, slow=0.0)
+        seen(policy, "slow", alone=5.0, ago_s=FORGET_S / 2)
+        assert await served_by(policy, "a") == ["near"]
+        policy, _ = regions(near=0.1, slow=0.0)
+        seen(policy, "slow", alone=5.0, ago_s=FORGET_S)
+        assert await served_by(policy, "a", "b") == ["slow", "slow"], "it is quick by now"
+
+    asyncio.run(story())
+
+
+def test_a_slow_region_is_given_what_it_ends_in_about_the_time_that_others_need() -> None:
+    async def story() -> None:
+        policy, members = regions(far=0.0, near=0.0)
+        seen(policy, "near", each=0.01)
+        seen(policy, "far", alone=0.2, each=0.001)
+        for member in members.values():
+            await member.pause()
+        asking = [asyncio.ensure_future(policy.complete(ask(f"r{i}"))) for i in range(48)]
+        await asyncio.sleep(0.01)
+        assert [(await m.info()).num_waiting for m in members.values()] == [26, 22], "0.22 s in each"
+        for member in members.values():
+            await member.resume()
+        await asyncio.gather(*asking)
 
     asyncio.run(story())

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import aiohttp
 import msgspec
 import pytest
 
+from etude.cli import main
 from etude.errors import DeadlineExceeded, InputError
 from etude.inference import EngineGone, MalformedRequest, Unauthorised
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
+from etude.inference.errors import to_http
 from etude.inference.fleet import Fleet
 from etude.inference.membership import DRAIN, JOIN, Join, Listed, Roster, State, Wanted
-from etude.inference.registering import Registration, address_towards, wanted
+from etude.inference.registering import Registration, address_towards, understood, wanted
 from etude.inference.registrar import Registrar
 from etude.inference.registry import Registry
 from etude.inference.roster import RosterFollower
@@ -93,6 +97,74 @@ def run(story: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
+class SomethingElse(BaseHTTPRequestHandler):
+    """A web page at every address."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><html>")
+
+    do_POST = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web_page() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), SomethingElse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def nobody() -> str:
+    with closing(bind("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+COMMANDS = [("list",), ("drain", "west"), ("join", "http://127.0.0.1:1", "--name", "west", "--wait-s", "0")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_url_of_something_else_is_told_from_a_registry_that_is_away(
+    command: tuple[str, ...], web_page: str, nobody: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *rest = command
+    assert main(["fleet", name, web_page, *rest]) == 2
+    said = capsys.readouterr().err
+    assert "is no registry: it answers 200 with b'<!doctype html><html>'" in said
+    assert "hint: " in said
+    assert main(["fleet", name, nobody, *rest]) == 1
+    assert "no registry" in capsys.readouterr().err
+
+
+def test_a_registry_that_is_away_is_waited_for_by_name_and_not_for_ever(nobody: str) -> None:
+    told: list[str] = []
+    asked = Join(name="west", url="http://127.0.0.1:1")
+    with pytest.raises(DeadlineExceeded, match="no registry at") as error:
+        asyncio.run(Registration(nobody, asked, token=None, wait_s=0.1, said=told.append).keep())
+    assert "waited 0.1 s" in error.value.facts
+    assert len(told) == 1
+    assert told[0].startswith(f"waiting for the registry at {nobody} until ")
+
+
+def test_an_engine_that_joins_something_else_is_told_so(web_page: str) -> None:
+    with pytest.raises(InputError, match="is no registry"):
+        wanted(web_page, None)
+
+
+def test_a_proxy_before_a_registry_that_is_away_is_no_other_thing() -> None:
+    with pytest.raises(EngineGone, match="no registry answers"):
+        understood("http://home", 502, b"<html>bad gateway", Wanted)
+    with pytest.raises(InputError, match="is no registry"):
+        understood("http://home", 404, b"Not Found", Wanted)
+    with pytest.raises(Unauthorised):
+        understood("http://home", *to_http(Unauthorised("no", hint="a token")), Wanted)
+
+
 def test_an_engine_joins_catches_up_works_is_drained_and_leaves() -> None:
     async def story() -> None:
         async with world() as home, served() as (_, url):
@@ -142,6 +214,27 @@ def test_an_engine_that_stops_answering_is_lost_a_standby_stands_in_and_back_it_
             beside.cancel()
 
     run(story)
+
+
+def test_a_list_of_the_fleet_has_no_numbers_of_who_is_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "t")
+
+    async def story() -> None:
+        async with world(lease_s=0.3) as home, served() as (_, url):
+            home.registrar.head(version(3))
+            keeping = asyncio.create_task(home.registration("west", url).keep())
+            await home.until("west", State.SERVING)
+            assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
+            keeping.cancel()
+            await home.until("west", State.LOST)
+            assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
+
+    run(story)
+    _, serving, _, lost = capsys.readouterr().out.splitlines()
+    assert serving.split()[:6] == ["west", "west", "serving", "3", "0", "0"]
+    assert lost.split()[:7] == ["west", "west", "lost", "3", "-", "-", "-"]
 
 
 def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again() -> None:

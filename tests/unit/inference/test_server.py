@@ -19,8 +19,10 @@ import torch
 
 from etude.cli import main
 from etude.errors import EngineError
-from etude.inference import EngineGone, HttpEngine
-from etude.inference.server import follower_deadline_s
+from etude.inference import EngineConfig, EngineGone, HttpEngine
+from etude.inference.engine import ReferenceEngine
+from etude.inference.membership import NO_VERSION
+from etude.inference.server import follower_deadline_s, waits_for
 from etude.inference.serving import read_token
 from etude.models import Transformer, hf_views
 from etude.models.checkpoint import save_model
@@ -29,7 +31,7 @@ from etude.stores import DirectoryStore, open_store
 from etude.telemetry import read_events
 from etude.weights import Channel, Tensor
 
-from .helpers import TINY, ask
+from .helpers import TINY, ask, engine
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -197,6 +199,14 @@ def test_a_port_in_use_and_a_missing_checkpoint_are_errors_with_a_hint(argv: lis
     assert ended.returncode == 1
     assert "no checkpoint at" in ended.stderr
     assert "hint:" in ended.stderr
+
+
+def test_an_engine_without_weights_says_what_it_waits_for() -> None:
+    bare = ReferenceEngine(Transformer(TINY, seed=1), version=NO_VERSION, name="west", config=EngineConfig())
+    assert waits_for(bare, "http://home:8800") == "west waits for a first version in http://home:8800"
+    bare.trouble = "it does not answer"
+    assert waits_for(bare, "http://home:8800").endswith("http://home:8800: it does not answer")
+    assert not waits_for(engine(step=0), "http://home:8800")
 
 
 def test_client_and_fleet_need_no_torch() -> None:

@@ -13,12 +13,15 @@ import torch
 from benchmarks.sharded_ranks import Job, Trained, steps
 
 from etude.errors import ParityError
+from etude.numerics.choosing import operators_for
+from etude.numerics.config import NumericsConfig, Quantise
 from etude.numerics.parallel import RankLost
 from etude.stores import DirectoryStore
-from etude.training import TorchLearner
+from etude.training import LearnerConfig, TorchLearner
 from etude.training.ranks import Ranks
-from etude.training.sharded import Sharded, join
+from etude.training.sharded import Sharded, join, lora
 from etude.training.sharded.mesh import LOOPBACK, listen, reach
+from etude.training.trained import Loading
 
 
 def troubled(ranks: Ranks, job: Job) -> tuple[str, Trained]:
@@ -68,3 +71,25 @@ def _lose(rank: int, job: Job, port: int, folder: Path, way: str) -> None:
     except RankLost as error:
         (folder / "said").write_text(str(error))
     os._exit(0)  # the group is of no use any more, and waits for its other rank as it is taken down
+
+
+def loaded_bytes(ranks: Ranks, starts: list[tuple[Path, LearnerConfig]]) -> list[int]:
+    """By how much a rank's memory grew at most while it loaded each model, pages of files among it. Of the digest of a
+    base others hear after each tensor."""
+    found = []
+    lora.SILENT_BYTES = 1
+    for start, config in starts:
+        group = Sharded(join(config, deadline_s=60.0))
+        operators = operators_for(NumericsConfig(), torch.float32)
+        loading = Loading(start, config, operators, group.mesh.device, Quantise.NONE, seed=0, resumed=False)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is taken anew
+        before = _status_bytes("VmRSS")
+        trained = group.load(loading)
+        found.append(_status_bytes("VmHWM") - before)
+        assert sum(view.numel() for view in trained.views().values()) > 0
+    return found
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))

@@ -21,7 +21,7 @@ from etude.errors import CheckpointError
 from etude.models import ModelConfig, Transformer, load_model, save_model
 from etude.numerics.config import ComputeDtype, Mode, NumericsConfig
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.config import OptimizerKind
+from etude.training.config import LoraOn, OptimizerKind
 from etude.training.ranks import run_ranks
 
 SIZES = ModelConfig(
@@ -39,6 +39,7 @@ SIZES = ModelConfig(
 LENGTHS = [40, 33, 57, 20, 64, 31]
 EXACT, NATIVE = NumericsConfig(), NumericsConfig(mode=Mode.NATIVE)
 CONFIG = LearnerConfig(lr=1e-2, ranks=2, expert_parallel=2, replay_routes=False, grad_clip=0.3)
+LORA = replace(CONFIG, lora_rank=3, lora_alpha=7.0, lr=5e-2)  # by no power of two
 SAVED = "adamw"
 
 
@@ -55,9 +56,11 @@ def jobs_in(folder: Path) -> dict[str, Job]:
         SAVED: adamw,
         "muon": replace(adamw, config=replace(CONFIG, optimizer=OptimizerKind.MUON, recompute=True), save=None),
         "rows": replace(adamw, config=replace(CONFIG, expert_parallel=1, budget_tokens=100), save=None),
+        "lora": replace(adamw, config=LORA, save=folder / "adapter"),
         "few": replace(adamw, batches=ranked.batches(start, [40], steps=1, numerics=EXACT), save=None),
         "texts": Job(start, folder / "texts", shared, long),
         "bf16": Job(start, folder / "bf16", rounded, bf16, NATIVE),
+        "bf16 adapters": Job(start, folder / "low", replace(LORA, dtype=ComputeDtype.BFLOAT16), bf16, NATIVE),
     }
     return {name: replace(job, store=folder / name) for name, job in made.items()}
 
@@ -76,7 +79,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Job, Train
     return {name: (job, alone[name], [told[i] for told in by_rank]) for i, (name, job) in enumerate(jobs.items())}
 
 
-@pytest.mark.parametrize("name", [SAVED, "muon", "rows", "few"])
+@pytest.mark.parametrize("name", [SAVED, "muon", "rows", "lora", "few"])
 def test_two_ranks_publish_the_bytes_of_one_process(
     told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
 ) -> None:
@@ -105,10 +108,11 @@ def test_tokens_of_a_text_on_two_ranks_have_the_bits_that_they_have_together(
         assert one.norms == pytest.approx(alone.norms, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["bf16", "bf16 adapters"])
 def test_bf16_with_weights_that_travel_as_bf16_stays_near(
-    told: dict[str, tuple[Job, Trained, list[Trained]]],
+    told: dict[str, tuple[Job, Trained, list[Trained]]], name: str
 ) -> None:
-    _, alone, ranks = told["bf16"]
+    _, alone, ranks = told[name]
     for one in ranks:
         assert one.losses == pytest.approx(alone.losses, rel=1e-2)
         assert one.norms == pytest.approx(alone.norms, rel=1e-2)
@@ -133,23 +137,38 @@ def test_what_ranks_saved_one_process_goes_on_with_and_transformers_files_are_wh
 def test_a_checkpoint_of_another_mesh_is_gone_on_with(
     told: dict[str, tuple[Job, Trained, list[Trained]]], tmp_path: Path
 ) -> None:
-    """Two ranks by experts saved it; one process, two ranks by rows, and two after one go on to the same bytes."""
-    job, _, _ = told[SAVED]
-    assert job.save is not None
+    """Two ranks by experts saved it; one process, two ranks by rows, and two after one go on to the same bytes. The
+    same of adapters."""
 
     def beside(name: str, of: Path) -> Path:
         shutil.copytree(of, tmp_path / name)
         return tmp_path / name
 
-    more = replace(job, start=job.save, batches=job.batches[:1], save=None)
-    rows = replace(more, config=replace(CONFIG, expert_parallel=1), store=beside("rows", job.store))
-    alone = ranked.alone(replace(more, store=beside("one", job.store), save=tmp_path / "of-one"))
-    after = replace(more, start=tmp_path / "of-one", store=beside("after", tmp_path / "one"))
-    again = ranked.alone(replace(after, store=beside("again", tmp_path / "one")))
-    by_rank = run_ranks(ranked.together, [rows, after], ranks=2, stall_s=100.0)
-    for of_rows, of_after in by_rank:
-        assert of_rows.digests == alone.digests
-        assert of_after.digests == again.digests
+    jobs, wanted = [], []
+    for name in (SAVED, "lora"):
+        job, _, _ = told[name]
+        assert job.save is not None
+        more = replace(job, start=job.save, batches=job.batches[:1], save=None)
+        rows = replace(more, config=replace(job.config, expert_parallel=1), store=beside(f"{name}-rows", job.store))
+        alone = ranked.alone(replace(more, store=beside(f"{name}-one", job.store), save=tmp_path / f"of-{name}"))
+        after = replace(more, start=tmp_path / f"of-{name}", store=beside(f"{name}-after", tmp_path / f"{name}-one"))
+        again = ranked.alone(replace(after, store=beside(f"{name}-again", tmp_path / f"{name}-one")))
+        jobs += [rows, after]
+        wanted += [alone.digests, again.digests]
+    for by_rank in run_ranks(ranked.together, jobs, ranks=2, stall_s=100.0):
+        assert [one.digests for one in by_rank] == wanted
+
+
+def test_a_rank_reads_and_holds_what_its_share_needs(tmp_path: Path) -> None:
+    """Half of the model in float32 and half of its file, where the whole model would be twice as much and more."""
+    small, large = tmp_path / "small", tmp_path / "large"
+    save_model(Transformer(SIZES, seed=4), small, dtype="bf16")  # first, for all that is loaded once
+    save_model(Transformer(replace(SIZES, hidden_size=256, expert_size=1024, num_experts=16)), large, dtype="bf16")
+    stored = (large / "model.safetensors").stat().st_size
+    rows = replace(CONFIG, expert_parallel=1)
+    starts = [(small, replace(rows, lora_rank=3)), (large, rows)]
+    for _, grown in run_ranks(ranked_learner.loaded_bytes, starts, ranks=2):
+        assert stored < grown < 1.8 * stored
 
 
 def test_trouble_on_one_rank_is_told_by_all_and_they_go_on(
@@ -180,8 +199,7 @@ def test_a_rank_that_is_lost_in_a_collective_is_named(
         ({"ranks": 3, "expert_parallel": 2}, "ranks = 3 do not fill a mesh of expert_parallel = 2"),
         ({"ranks": 2, "context_parallel": 4}, "ranks = 2 do not fill a mesh of context_parallel = 4"),
         ({"ranks": 2, "context_parallel": 2, "kl": 0.1}, "kl with context_parallel"),
-        ({"ranks": 2, "lora_rank": 4}, "adapters train in one process"),
-        ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "adapters train in one process"),
+        ({"optimizer": OptimizerKind.MUON, "lora_rank": 4}, "adapters train by adamw"),
     ],
 )
 def test_settings_that_ranks_cannot_share_are_refused(settings: dict[str, Any], said: str) -> None:
@@ -195,11 +213,14 @@ def test_four_ranks_on_two_meshes_publish_and_save_what_one_process_does(tmp_pat
     first = jobs_in(tmp_path)[SAVED]
     four = replace(CONFIG, ranks=4)
     experts = replace(first, config=four, save=tmp_path / "of-four")
+    adapters = replace(first, config=replace(LORA, ranks=4), store=tmp_path / "adapters", save=None)
     texts = replace(first, config=replace(four, context_parallel=2), store=tmp_path / "texts", save=None)
     alone = ranked.alone(replace(experts, store=tmp_path / "one", save=None))
+    low = ranked.alone(replace(adapters, store=tmp_path / "three"))
     apart = ranked.alone(replace(texts, store=tmp_path / "two"))
-    for one, other in run_ranks(ranked.together, [experts, texts], ranks=4, stall_s=200.0):
+    for one, adapted, other in run_ranks(ranked.together, [experts, adapters, texts], ranks=4, stall_s=200.0):
         assert one == alone
+        assert adapted == low
         assert other.fresh == apart.fresh
         assert other.losses == pytest.approx(apart.losses, rel=1e-5)
     learner = TorchLearner(replace(CONFIG, ranks=1, expert_parallel=1))
@@ -222,13 +243,15 @@ def test_every_family_is_shared(tmp_path: Path) -> None:
         Job(tmp_path / "latent", tmp_path / "a", biased, latent),
         Job(tmp_path / "latent", tmp_path / "b", replace(biased, optimizer=OptimizerKind.MUON), latent),
         Job(tmp_path / "dense", tmp_path / "c", plain, dense),
+        Job(tmp_path / "latent", tmp_path / "e", replace(LORA, recompute=True), latent),
+        Job(tmp_path / "dense", tmp_path / "f", replace(LORA, expert_parallel=1, lora_on=LoraOn.ATTENTION), dense),
         Job(tmp_path / "latent", tmp_path / "d", texts, long),
     ]
     alone = [ranked.alone(replace(job, store=job.store.with_suffix(".one"))) for job in jobs]
     for told in run_ranks(ranked.together, jobs, ranks=2, stall_s=100.0):
-        assert told[:3] == alone[:3]
-        assert told[3].fresh == [0.0]
-        assert told[3].losses == pytest.approx(alone[3].losses, rel=1e-5)
+        assert told[:-1] == alone[:-1]
+        assert told[-1].fresh == [0.0]
+        assert told[-1].losses == pytest.approx(alone[-1].losses, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ are on; else it begins with weights of no meaning and writes the first version w
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from etude.weights import Channel
 from etude.weights.chain.history import head
 from etude.weights.files.checkpoint import CheckpointWriter, is_checkpoint, layout
 
-FIRST_S, POLL_S = 600.0, 0.5
+POLL_S = 0.5
 AS_IT_COMES = ["--load-format", "dummy"]
 
 
@@ -38,13 +39,13 @@ def take_wanted(args: argparse.Namespace, asked: Wanted) -> None:
     args.needs_routes = args.needs_routes or asked.routes
 
 
-def made_checkpoint(asked: Wanted, place: str, cache: Path | None, folder: Path) -> list[str]:
+def made_checkpoint(asked: Wanted, args: argparse.Namespace, folder: Path) -> list[str]:
     """What it can start from, put into `folder`; the arguments that it needs for that. Waits for the run's first
     version. Raises `DeadlineExceeded`, `StoreError`, `WeightsError`."""
     folder.mkdir()
     (folder / "config.json").write_text(asked.model)
-    store = open_store(place, cache=cache)
-    _await_first(store, place)
+    store = open_store(args.store, cache=args.cache)
+    _await_first(store, args)
     if head(store, BASE_CHANNEL) is not None:
         base = Channel(store, BASE_CHANNEL).fetch()
         with CheckpointWriter(folder, layout(base, shard_bytes=1 << 62)) as writer:
@@ -53,10 +54,13 @@ def made_checkpoint(asked: Wanted, place: str, cache: Path | None, folder: Path)
     return [] if is_checkpoint(folder) else AS_IT_COMES
 
 
-def _await_first(store: BlobStore, place: str) -> None:
-    end = time.monotonic() + FIRST_S
+def _await_first(store: BlobStore, args: argparse.Namespace) -> None:
+    end, told = time.monotonic() + args.wait_s, False
     while head(store, "policy") is None:
+        if not told:
+            print(f"{args.name} waits for a first version in {args.store}", file=sys.stderr, flush=True)
         if time.monotonic() > end:
-            facts = f"no version of policy; waited {FIRST_S:g} s"
-            raise DeadlineExceeded(f"there are no weights in {place}", facts, hint="see whether the run goes on")
+            facts = f"no version of policy; waited {args.wait_s:g} s"
+            raise DeadlineExceeded(f"there are no weights in {args.store}", facts, hint="see whether the run goes on")
+        told = True
         time.sleep(POLL_S)

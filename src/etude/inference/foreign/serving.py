@@ -51,14 +51,14 @@ def parser_of(make: str, prog: str) -> argparse.ArgumentParser:
 def prepare(args: argparse.Namespace, token: str | None, folder: Path) -> list[str]:
     """See to what the server starts from; the arguments that it needs for that. Raises `EngineError` where it would
     have no weights, or cannot be what a run elsewhere wants."""
-    asked = wanted(args.register, token) if args.register else None
+    asked = wanted(args.register, token, wait_s=args.wait_s) if args.register else None
     if asked is not None:
         take_wanted(args, asked)
     require_weights(args)
     if asked is None or args.checkpoint is not None:
         return []
     args.checkpoint = folder / "checkpoint"
-    return made_checkpoint(asked, args.store, args.cache, args.checkpoint)
+    return made_checkpoint(asked, args, args.checkpoint)
 
 
 def read_model(checkpoint: Path) -> ModelConfig:

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from etude.errors import CheckpointError
-from etude.training.optimizer import AdamW
+from etude.models.checkpoint import opened_file
+from etude.training.optimizer import AdamW, places
 from etude.training.sharded.shards import Cut
 
 NOTHING: Mapping[str, Cut] = {}
@@ -37,6 +38,27 @@ def save(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut], group: distribut
     """Write the state. Collective."""
     writer = FileSystemWriter(path, sync_files=True)
     save_shards(_described(optimizer.state(), optimizer, cuts), storage_writer=writer, process_group=group)
+
+
+def restore_of_one(path: Path, optimizer: AdamW, cuts: Mapping[str, Cut]) -> None:
+    """Go on from the state that one process saved: of its vectors this rank reads what it has. Raises
+    `CheckpointError`."""
+    shapes = {name: torch.Size(cut.shape) for name, cut in cuts.items()}
+    where, begin, size = places(shapes, optimizer.turned)
+    found = {key: vector.clone() for key, vector in optimizer.state().items()}
+    with opened_file(path) as state:
+        for key, vector in found.items():
+            whole = state.get_slice(key) if key in state.keys() else None  # noqa: SIM118  not a dict
+            if whole is None or whole.get_shape() != [{"second": size - begin, COUNT: 1}.get(key, size)]:
+                raise CheckpointError(f"the optimiser's {key!r} does not fit", hint="load a whole learner checkpoint")
+            if key == COUNT:
+                vector.copy_(whole[:])
+                continue
+            for name, own in optimizer.named(vector, skipped=key == "second").items():
+                width = shapes[name][1:].numel()
+                start = where[name].start - (begin if key == "second" else 0) + cuts[name].start * width
+                own.copy_(whole[start : start + own.numel()].view(own.shape))
+    optimizer.restore(found)
 
 
 def restore(

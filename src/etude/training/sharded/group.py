@@ -16,23 +16,25 @@ from torch import distributed
 
 from etude.errors import CheckpointError, ConfigError, EtudeError
 from etude.models.attention import Cache, Packed
-from etude.models.checkpoint import complete, load_model, load_tensors, sync
+from etude.models.checkpoint import complete, sync
 from etude.models.transformer import Transformer
+from etude.numerics.adapted import Adapted
 from etude.numerics.config import Quantise
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
 from etude.seams import BlobStore
-from etude.training.config import LearnerConfig, LiveWeights
-from etude.training.group import SHARDS, STATE
-from etude.training.optimizer import AdamW, places
+from etude.training.config import LiveWeights
+from etude.training.group import SHARDS, STATE, Rowwise
+from etude.training.optimizer import AdamW
 from etude.training.rows import Rows
 from etude.training.sharded import checkpoint
 from etude.training.sharded.context import TextPart, part_of
+from etude.training.sharded.lora import Across, LowRankShards
 from etude.training.sharded.mesh import Mesh
-from etude.training.sharded.shards import Cut, cuts_of, names_of, shard
+from etude.training.sharded.shards import Cut, begin, cuts_of, fill, names_of, shard
 from etude.training.sharded.trained import Shards
 from etude.training.sharded.wholes import Wholes
-from etude.training.trained import Trained, recomputing
+from etude.training.trained import Loading, Trained, recomputing
 from etude.weights.shards.sharded import ShardedChannel
 
 T = TypeVar("T")
@@ -48,7 +50,7 @@ class Sharded:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.rank, self.size = mesh, mesh.rank, mesh.size
-        self._cuts: dict[str, Cut] = {}
+        self._cuts: Mapping[str, Cut] = {}  # of what trains
         self._wholes: Wholes | None = None
 
     def channel(self, store: BlobStore, **settings: Any) -> ShardedChannel:
@@ -121,8 +123,13 @@ class Sharded:
         with self.waited("counts"):
             distributed.all_reduce(counts)
 
-    def norm(self, squares: Sequence[float]) -> float:
-        return math.sqrt(math.fsum(x for one in self.gathered(list(squares)) for x in one))
+    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
+        mine = [x for name, rows in squares.items() if self._counts(self._cuts[name]) for x in rows]
+        return math.sqrt(math.fsum(x for one in self.gathered(mine) for x in one))
+
+    def _counts(self, cut: Cut) -> bool:
+        """Whether this rank speaks for what it has of a parameter."""
+        return not cut.copied or (self.mesh.expert_fsdp.get_local_rank() if cut.expert else self.rank) == 0
 
     def gathered(self, one: T) -> list[T]:
         found: list[Any] = [None] * self.size
@@ -130,63 +137,52 @@ class Sharded:
             distributed.all_gather_object(found, one, group=self.mesh.control)
         return found
 
+    def at_first(self, one: T) -> list[T]:
+        """What every rank has, by rank, on rank 0; elsewhere nothing."""
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self.waited("weights"):
+            distributed.gather_object(one, found, dst=0, group=self.mesh.control)
+        return found or []
+
     # weights in and out
 
-    def load(
-        self,
-        path: Path,
-        config: LearnerConfig,
-        operators: Operators,
-        device: torch.device,
-        *,
-        quantise: Quantise,
-        seed: int,
-        resumed: bool,
-    ) -> Trained:
-        mesh = self.mesh
+    def load(self, loading: Loading) -> Trained:
+        mesh, config, operators = self.mesh, loading.config, loading.operators
         with self.agreed("checkpoint"):
-            if quantise is not Quantise.NONE:
+            loading.check_kind()
+            if loading.quantise is not Quantise.NONE:
                 raise ConfigError(
-                    f"numerics.quantise = {str(quantise)!r} with learner.ranks = {self.size}",
+                    f"numerics.quantise = {str(loading.quantise)!r} with learner.ranks = {self.size}",
                     "a format packs matrices that no rank has whole",
                     hint="train in one process, or without a format",
                 )
-            model = load_model(path, operators=operators, held=torch.float32, parallel=mesh.expert).to(device)
-        recomputing(model, config.recompute)
-        self._cuts = cuts_of(model, mesh)
-        self._wholes = Wholes(self._cuts, mesh)
-        trained = Shards(model, self, self._cuts, names_of(model, self._cuts, mesh), config.weights, path)
+            base = loading.base
+            operators = Adapted(operators) if config.lora_rank else operators
+            model = recomputing(begin(base, operators, mesh), config.recompute)
+        cuts = cuts_of(model, mesh)
+        parts = (model, self, cuts, names_of(model, cuts, mesh), config.weights, base)
+        trained = LowRankShards(*parts, loading) if config.lora_rank else Shards(*parts)
+        self._cuts = trained.copies or cuts
+        self._wholes = Wholes(cuts, mesh)
         lossless = operators.dtype is torch.bfloat16 and config.weights is LiveWeights.BF16
         with self.waited("shards"):
             gathered = torch.bfloat16 if lossless and not operators.exact else None
             shard(model, mesh, exact=operators.exact, gathered=gathered)
+        with self.agreed("weights"):
+            fill(model, base, cuts, trained.named, mesh)
+            trained.filled()
         return trained
+
+    def summed(self, optimizer: AdamW, shares: int) -> Rowwise | None:
+        copied = any(cut.copied for cut in self._cuts.values())
+        return Across(optimizer, self._cuts, self.mesh) if copied else None
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         with self.agreed("optimiser"):
-            if not (path / SHARDS).is_dir():
-                optimizer.restore(self._of_one(load_tensors(path / STATE), optimizer))
-        if (path / SHARDS).is_dir():
-            with self.agreed("optimiser"):
+            if (path / SHARDS).is_dir():
                 checkpoint.restore(path / SHARDS, optimizer, self._cuts, self.mesh.control)
-
-    def _of_one(self, state: Mapping[str, torch.Tensor], optimizer: AdamW) -> dict[str, torch.Tensor]:
-        """Of the vectors of one process, what this rank has."""
-        shapes = {name: torch.Size(cut.shape) for name, cut in self._cuts.items()}
-        where, begin, size = places(shapes, optimizer.turned)
-        found = {key: vector.clone() for key, vector in optimizer.state().items()}
-        for key, vector in found.items():
-            whole = state.get(key)
-            if whole is None or len(whole) != {"second": size - begin, "num_steps": 1}.get(key, size):
-                raise CheckpointError(f"the optimiser's {key!r} does not fit", hint="load a whole learner checkpoint")
-            if key == "num_steps":
-                vector.copy_(whole)
-                continue
-            for name, own in optimizer.named(vector, skipped=key == "second").items():
-                place = where[name]
-                place = slice(place.start - begin, place.stop - begin) if key == "second" else place
-                own.copy_(whole[place].view(shapes[name])[self._cuts[name].rows])
-        return found
+            else:
+                checkpoint.restore_of_one(path / STATE, optimizer, self._cuts)
 
     @contextlib.contextmanager
     def directory(self, path: Path) -> Iterator[Path]:

@@ -10,18 +10,27 @@ Sums over ranks in exact mode are trees in the order of shares (`Tree`); in nati
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from etude.models.naming import hf_views
+from etude.errors import ConfigError
+from etude.models.adapter_config import ADAPTER_CONFIG
+from etude.models.checkpoint import read_json
+from etude.models.config import ModelConfig
+from etude.models.headers import check_weights
+from etude.models.lora import own_part
+from etude.models.naming import hf_biases, hf_views
+from etude.models.slices import Rows, read_rows
 from etude.models.transformer import Block, Stack, Transformer
 from etude.numerics.exact import tree
+from etude.numerics.operators import Operators
 from etude.training.sharded.mesh import Mesh
 
 
@@ -46,13 +55,15 @@ class Tree:
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter of the whole model, and what this rank has of it: rows [start, stop) of its first dimension."""
+    """A parameter of the whole model, and what this rank has of it: rows [start, stop) of its first dimension.
+    `copied`: those that FSDP2 would share them with have them, too."""
 
     shape: tuple[int, ...]
     start: int
     stop: int
     mesh: DeviceMesh
     expert: bool
+    copied: bool = False
 
     @property
     def rows(self) -> slice:
@@ -61,7 +72,9 @@ class Cut:
     def distributed(self, own: torch.Tensor) -> DTensor:
         """This rank's rows, as a part of the whole."""
         strides = torch.empty(self.shape, device="meta").stride()
-        places = [Shard(0)] * self.mesh.ndim
+        places: list[Placement] = [Shard(0)] * self.mesh.ndim
+        if self.copied:
+            places[-1] = Replicate()
         made: DTensor = DTensor.from_local(
             own, self.mesh, places, run_check=False, shape=torch.Size(self.shape), stride=strides
         )
@@ -109,20 +122,52 @@ class Named:
         return self.start + math.prod(self.shape)
 
 
-def names_of(model: Transformer, cuts: Mapping[str, Cut], mesh: Mesh) -> tuple[dict[str, list[Named]], list[str]]:
-    """The Hugging Face tensors in each parameter, and those in none: biases of choosing. Before `shard`."""
-    of = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters()}
+def names_of(model: Transformer, cuts: Mapping[str, Cut], mesh: Mesh) -> dict[str, list[Named]]:
+    """The Hugging Face tensors in each parameter. Before `shard`."""
+    storages = {name: p.untyped_storage() for name, p in model.named_parameters()}
+    of = {id(storage): name for name, storage in storages.items()}
     found: dict[str, list[Named]] = {name: [] for name in cuts}
-    others = []
     for name, view in hf_views(model).items():
-        parameter = of.get(view.untyped_storage().data_ptr())
+        parameter = of.get(id(view.untyped_storage()))
         if parameter is None:
-            others.append(name)
-            continue
+            continue  # a bias of choosing
         cut = cuts[parameter]
         held = math.prod(cut.shape) // mesh.expert.degree * mesh.expert.rank if cut.expert else 0
         found[parameter].append(Named(name, held + int(view.storage_offset()), tuple(view.shape)))
-    return found, others
+    return found
+
+
+def begin(path: Path, operators: Operators, mesh: Mesh) -> Transformer:
+    """The model of a checkpoint directory, with this rank's experts, and no memory yet. Raises `CheckpointError`, and
+    `ConfigError` for an adapter's directory."""
+    if (path / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{path} on several ranks", "an adapter", hint="export it merged, and take that")
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
+    check_weights(path, config)
+    with torch.device("meta"):
+        return Transformer(config, seed=None, operators=operators, parallel=mesh.expert)
+
+
+def fill(model: Transformer, path: Path, cuts: Mapping[str, Cut], named: Mapping[str, list[Named]], mesh: Mesh) -> None:
+    """Give a model that `shard` has its memory, and read what is this rank's into it. Raises `CheckpointError`."""
+    tables = model.cos.to(mesh.device), model.sin.to(mesh.device)
+    model.to_empty(device=mesh.device)
+    model.cos, model.sin = tables
+    wanted = [Rows(name, tuple(one.shape), 0, len(one), one) for name, one in hf_biases(model).items()]
+    for name, parameter in model.named_parameters():
+        wanted += _rows(cuts[name], named[name], own_part(parameter).view(-1))
+    read_rows(path, wanted)
+
+
+def _rows(cut: Cut, named: Sequence[Named], own: torch.Tensor) -> Iterator[Rows]:
+    """Of each tensor in a parameter the rows that are here."""
+    first = cut.start * math.prod(cut.shape[1:])
+    for one in named:
+        start, stop = max(one.start, first), min(one.stop, first + len(own))
+        if start < stop:
+            width, out = math.prod(one.shape[1:]), own[start - first : stop - first].view(-1, *one.shape[1:])
+            at = (start - one.start) // width
+            yield Rows(one.name, one.shape, at, at + len(out), out)
 
 
 def shard(model: Transformer, mesh: Mesh, *, exact: bool, gathered: torch.dtype | None) -> None:

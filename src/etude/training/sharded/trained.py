@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from etude.models.checkpoint import save_tensors, write_about, write_index
-from etude.models.naming import hf_views
+from etude.models.naming import hf_biases
 from etude.models.transformer import Transformer
 from etude.training.config import LiveWeights
 from etude.training.exports import coded, stored_dtype
@@ -31,15 +31,23 @@ class Shards:
         model: Transformer,
         group: Sharded,
         cuts: Mapping[str, Cut],
-        names: tuple[Mapping[str, list[Named]], list[str]],
+        named: Mapping[str, list[Named]],
         weights: LiveWeights,
         assets: Path,
     ) -> None:
         self.model, self._group, self._cuts = model, group, cuts
+        self.cuts = cuts  # of the model
+        self.copies: Mapping[str, Cut] = {}  # of what trains in its place, where something does
         self._weights, self._assets = weights, assets
-        self._named, others = names
-        views = hf_views(model)
-        self._others = {name: views[name] for name in others} if group.rank == 0 else {}
+        self.named = named
+
+    def filled(self) -> None:
+        """FSDP2 has the model, which holds its weights now."""
+
+    @property
+    def _others(self) -> dict[str, torch.Tensor]:
+        """What is in no parameter and on every rank: the first's."""
+        return hf_biases(self.model) if self._group.rank == 0 else {}
 
     @property
     def parameters_of(self) -> nn.Module:
@@ -55,20 +63,24 @@ class Shards:
 
     def exported(self) -> dict[str, Tensor]:
         """The whole tensors that this rank publishes. Collective."""
-        kinds = [(self._weights, self._wholes()), (LiveWeights.F32, self._others)]
+        return self._coded(self._wholes(self.views()))
+
+    def _coded(self, wholes: Mapping[str, torch.Tensor]) -> dict[str, Tensor]:
+        kinds = [(self._weights, wholes), (LiveWeights.F32, self._others)]
         return {
             name: Tensor(str(kind), tuple(view.shape), coded(view, kind))
             for kind, views in kinds
             for name, view in views.items()
         }
 
-    def base(self) -> None:
-        """All is published."""
+    def base(self) -> dict[str, Tensor] | None:
+        """None: all is published."""
+        return None
 
     def write(self, folder: Path) -> None:
         """Hugging Face's directory, its weights in a file a rank. Collective."""
         group = self._group
-        tensors = self._wholes() | {name: one.clone() for name, one in self._others.items()}
+        tensors = self._wholes(self.views()) | {name: one.clone() for name, one in self._others.items()}
         file = f"model-{group.rank + 1:05}-of-{group.size:05}.safetensors"
         with group.agreed("weights"):
             save_tensors(tensors, folder / file)
@@ -79,14 +91,15 @@ class Shards:
                 where = {name: own for own, sizes in there for name in sizes}
                 write_index(where, sum(sum(sizes.values()) for _, sizes in there), folder)
 
-    def _wholes(self) -> dict[str, torch.Tensor]:
-        """The live weights that this rank is to have whole, by Hugging Face's names, as they are stored."""
+    def _wholes(self, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of each parameter's rows the tensors that this rank is to have whole, by Hugging Face's names, as they are
+        stored. Collective."""
         found, kind = {}, stored_dtype(self._weights)
-        rows = {name: own.to(kind) for name, own in self.views().items()}
+        rows = {name: own.to(kind) for name, own in views.items()}
         for parameter, whole in self._group.together(rows).items():
             cut, flat = self._cuts[parameter], whole.flatten()
             first = cut.start * math.prod(cut.shape[1:]) if cut.expert else 0
-            for one in self._named[parameter]:
+            for one in self.named[parameter]:
                 if first <= one.start and one.stop <= first + len(flat):
                     found[one.name] = flat[one.start - first : one.stop - first].view(one.shape)
         return found

@@ -23,7 +23,7 @@ from etude.records.sample import Published
 from etude.seams import BlobStore
 from etude.weights.chain import history
 from etude.weights.chain.channel import Channel, Head, changed_share
-from etude.weights.chain.manifest import Facts, Manifest, Ref, StoredObject, TensorEntry, Way, table
+from etude.weights.chain.manifest import Facts, Manifest, Ref, StoredObject, TensorEntry, Way, table, table_digest
 from etude.weights.chain.objects import put_objects
 from etude.weights.chain.signing import Signer
 from etude.weights.delta.bound import bound_bytes
@@ -159,6 +159,13 @@ class ShardedChannel:
                 return self._writer.settle(message)
             self._exchange.gather(msgspec.json.encode(self._writer.write(message)))
 
+    def publish_once(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `channel.publish_once`. Collective."""
+        shards = self._exchange.gather(msgspec.json.encode(_Shard(table(tensors))))
+        known = self._leader is not None and self._leader.holds(shards)
+        if not msgspec.json.decode(self._exchange.broadcast(msgspec.json.encode(known)), type=bool):
+            self.publish(tensors, step=0, parent=None, rollout_ids=())
+
 
 class _ShardWriter:
     """One rank's tensors: what it published last, and what it is about to."""
@@ -261,6 +268,15 @@ class _Leader(Channel):
             self._writer.hold(end)
             self._exchange.broadcast(msgspec.json.encode(end))
         return published
+
+    def holds(self, shards: Sequence[bytes]) -> bool:
+        """Whether the head is what these shards have; what cannot be told is not."""
+        try:
+            entries = self._merge([msgspec.json.decode(data, type=_Shard) for data in shards])
+            pointer = history.head(self._store, self._name)
+        except EtudeError:
+            return False
+        return pointer is not None and pointer.head.version.digest == table_digest(entries)
 
     @property
     def _doubted(self) -> Version | None:
