@@ -285,16 +285,15 @@ class ForeignEngine:
                 if answer.status != 200:
                     raise dialect.refused(answer.status, await answer.read(), engine=self.name)
                 if not stream:
-                    yield dialect.read_answer(await answer.read(), engine=self.name)
-                    done = True
+                    part, done = dialect.read_answer(await answer.read(), engine=self.name), True
+                    yield part
+                    return
                 async for line in answer.content:
                     if done := dialect.is_end(line):
                         return
-                    part = dialect.read_event(line, engine=self.name)
-                    if part is not None:
-                        yield part
-                if not done:
-                    raise self._broken("a stream without its end")
+                    if (told := dialect.read_event(line, engine=self.name)) is not None:
+                        yield told
+                raise self._broken("a stream without its end")
         finally:
             if not done:
                 self.calls.forget(begun.name)
