@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from etude.inference.vllm.environment import required_version
 
 from benchmarks.report import report
 from etude.errors import EtudeError
 from etude.inference import HttpEngine
-from etude.inference.vllm.environment import required_version
-from etude.inference.vllm.started import started
+from etude.inference.started import started
 from etude.models import ModelConfig, Transformer, save_model
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import DirectoryStore

@@ -136,12 +136,22 @@ print(len(os.listdir("/proc/self/task")) - before)
 @pytest.fixture(scope="session")
 def game(tmp_path_factory: pytest.TempPathFactory) -> Game:
     """Made once a session, in some seconds."""
-    folder = tmp_path_factory.mktemp("game")
+    return made_game(tmp_path_factory.mktemp("game"))
+
+
+@pytest.fixture(scope="session")
+def wide_game(tmp_path_factory: pytest.TempPathFactory) -> Game:
+    """One whose model has heads of a size that vLLM's CPU build computes."""
+    return made_game(tmp_path_factory.mktemp("wide"), head_dim=32)
+
+
+def made_game(folder: Path, **sizes: int) -> Game:
+    """A game in a folder; `sizes`: of its model."""
     tasks = folder / "tasks"
     for split, count in (("train", 12), ("validation", 4), ("heldout", 4)):
         for i in range(count):
             write_task(tasks / f"{split}-{i:02d}", split, DIGITS[i % len(DIGITS)], name=f"m{i}")
-    start = mid_train_player(folder)
+    start = mid_train_player(folder, **sizes)
     config = folder / "config.toml"
     config.write_text(
         f"""seed = 3
@@ -193,7 +203,7 @@ def write_task(folder: Path, split: str, digit: int, *, name: str) -> None:
     )
 
 
-def mid_train_player(folder: Path) -> Path:
+def mid_train_player(folder: Path, **sizes: int) -> Path:
     """A checkpoint that edits the right line to a random digit and submits."""
     from etude.harness import SPECIAL_TOKENS, Call, ChatFormat, chat_template, standard_tools
     from etude.harness.agent import assistant_message
@@ -228,7 +238,7 @@ def mid_train_player(folder: Path) -> Path:
         MidTrainingConfig(num_tokens=40_000, batch_tokens=512, document_tokens=64, lr=1e-2, warmup_steps=5),
         folder / "corpus",
         folder / "start",
-        model=ModelConfig(**SMALL, **EXPERTS),  # type: ignore[arg-type]
+        model=ModelConfig(**SMALL | EXPERTS | sizes),  # type: ignore[arg-type]
         ranks=1,
         assets=folder / "tokenizer",
     )

@@ -16,21 +16,22 @@ import pytest
 
 from etude.errors import EngineError
 from etude.inference import EngineConfig
-from etude.inference.vllm.engine import VllmEngine
-from etude.inference.vllm.environment import environment, link_package
+from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.foreign.environment import Environment, environment, link_package
+from etude.inference.foreign.serving import initial_version, read_model
 from etude.inference.vllm.follow import Following
 from etude.inference.vllm.process import Vllm, start
-from etude.inference.vllm.server import EXTENSION, initial_version, read_model
+from etude.inference.vllm.server import EXTENSION
 from etude.seams import BlobStore
 from etude.weights.follow.head import Head
 
 NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def why_not() -> str:
-    """Why no vLLM can be started here; "" where one can."""
+def why_not(held: Environment) -> str:
+    """Why no server can be started from an environment; "" where one can."""
     try:
-        environment().require()
+        held.require()
     except EngineError as error:
         return f"{error.what}: {error.facts}"
     return ""
@@ -67,9 +68,9 @@ def serving(
 @contextlib.asynccontextmanager
 async def following(
     vllm: Vllm, checkpoint: Path, config: EngineConfig, store: BlobStore, place: Path
-) -> AsyncIterator[VllmEngine]:
+) -> AsyncIterator[ForeignEngine]:
     """An adapter over a server that is shared, following a store; the server is as it was afterwards."""
-    engine = VllmEngine(
+    engine = ForeignEngine(
         vllm,
         name="engine-0",
         model=read_model(checkpoint),
@@ -133,4 +134,4 @@ async def gone(processes: list[psutil.Process], *, within_s: float) -> list[psut
     return list(alive)
 
 
-NEEDS_VLLM = pytest.mark.skipif(bool(why_not()), reason=why_not())
+NEEDS_VLLM = pytest.mark.skipif(bool(why_not(environment())), reason=why_not(environment()))

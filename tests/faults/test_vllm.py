@@ -18,8 +18,8 @@ from etude.errors import EngineError
 from etude.evals.parity import Parity, budget_of, compare
 from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy
+from etude.inference.started import started
 from etude.inference.vllm.process import Vllm
-from etude.inference.vllm.started import started
 from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model
 from etude.records.adapter import B

@@ -18,7 +18,8 @@ from etude.errors import CheckpointError, WeightsError
 from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.config import EngineConfig
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import NO_VERSION, Following
+from etude.inference.follow import Following
+from etude.inference.membership import NO_VERSION
 from etude.models import ModelConfig, Transformer, hf_views, load_model, save_model
 from etude.models.parts import Family, Latent
 from etude.numerics import ComputeDtype, Mode, NumericsConfig, Quantise

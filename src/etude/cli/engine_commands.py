@@ -15,9 +15,14 @@ def engine_commands(commands: Commands[Parser]) -> None:
     install.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
     listing = add(engines, "list", "engines:listed", "every kind of engine, and whether it is here")
     check = add(engines, "check", "engines:check", "start one over a tiny model, sample, score, and follow a version")
-    for parser in (install, check):
-        parser.add_argument("kind", choices=["vllm"], metavar="KIND", help="vllm")
+    install.add_argument("kind", choices=["vllm", "sglang"], metavar="KIND", help="vllm or sglang")
+    check.add_argument(
+        "kind", choices=["reference", "vllm", "sglang"], metavar="KIND", help="reference, vllm or sglang"
+    )
     for parser in (install, listing, check):
         parser.add_argument(
-            "--folder", type=Path, metavar="DIR", help="of the environment (default: $ETUDE_VLLM, or the user's cache)"
+            "--folder",
+            type=Path,
+            metavar="DIR",
+            help="of the environment (default: $ETUDE_VLLM, $ETUDE_SGLANG, or the user's cache)",
         )

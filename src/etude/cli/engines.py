@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from etude.errors import EngineError
-from etude.inference.vllm.environment import environment, required_version
-from etude.inference.vllm.install import install, size_bytes
-from etude.inference.vllm.started import started
+from etude.inference.config import EngineKind
+from etude.inference.foreign.environment import MAKES, VLLM, environment
+from etude.inference.foreign.install import install, size_bytes
+from etude.inference.started import started
 from etude.records.completion import CompletionRequest, Sampling
 
 MOST_APART = 1e-3  # of a log-probability in float32, of a model of two layers
@@ -18,37 +20,44 @@ MOST_APART = 1e-3  # of a log-probability in float32, of a model of two layers
 
 def install_kind(args: argparse.Namespace) -> None:
     """Make the environment; every step is told."""
-    where = environment(args.folder)
+    make = MAKES[EngineKind(args.kind)]
+    where = environment(args.folder, make)
     mark = install(where, args.device, said=lambda line: print(line, flush=True))
-    print(f"vLLM {mark.vllm} for {mark.device} is ready in {where.folder}")
-    if mark.device == "cuda":
-        print("nobody has run etude's adapter on a GPU yet: etude engines check vllm says what works")
+    print(f"{make.name} {make.version} for {mark.device} is ready in {where.folder}")
+    if not make.pins[mark.device]["tested"]:
+        print(f"nobody has run etude's adapter so yet: etude engines check {make.key} says what works")
     if args.folder is not None:
-        print(f"name it to runs by vllm.environment = {str(where.folder)!r}")
+        print(f"name it to runs by {make.key}.environment = {str(where.folder)!r}")
 
 
 def listed(args: argparse.Namespace) -> None:
     """A line for each kind."""
     print("reference  always here")
-    where = environment(args.folder)
-    mark, version = where.mark, where.version
-    if mark is None:
-        state = "not complete: etude engines install vllm goes on" if where.folder.exists() else "not installed"
-    else:
-        tested = "" if version == required_version() else f", not the tested {required_version()}"
-        state = f"{version} for {mark.device}{tested}, {size_bytes(where.folder) / 1e9:.1f} GB"
-    print(f"vllm       {state}  {where.folder}")
+    makes = [make for make in MAKES.values() if args.folder is None or environment(args.folder, make).version]
+    for make in makes or [VLLM]:
+        where = environment(args.folder, make)
+        mark, version = where.mark, where.version
+        if mark is None or version is None:
+            again = f"not complete: etude engines install {make.key} goes on"
+            state = again if where.folder.exists() else "not installed"
+        else:
+            tested = "" if version == make.version else f", not the tested {make.version}"
+            state = f"{version} for {mark.device}{tested}, {size_bytes(where.folder) / 1e9:.1f} GB"
+        print(f"{make.key:10} {state}  {where.folder}")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Try everything that a run needs of it, with a tiny model."""
-    where = environment(args.folder)
-    where.require()
+    """Try everything that a run needs of an engine, with a tiny model."""
+    kind, arguments = EngineKind(args.kind), list[str]()
+    if kind is not EngineKind.REFERENCE:
+        where = environment(args.folder, MAKES[kind])
+        where.require()
+        arguments = ["--environment", str(where.folder)]
     with tempfile.TemporaryDirectory(prefix="etude-check-") as folder:
-        asyncio.run(_check(where.folder, Path(folder)))
+        asyncio.run(_check(kind, arguments, Path(folder)))
 
 
-async def _check(where: Path, folder: Path) -> None:
+async def _check(kind: EngineKind, where: Sequence[str], folder: Path) -> None:
     import numpy as np
     import torch
 
@@ -62,8 +71,8 @@ async def _check(where: Path, folder: Path) -> None:
     sizes = ModelConfig(vocab_size=256, hidden_size=64, num_layers=2, num_experts=4, expert_size=64, context_tokens=256)
     channel, text, version = Channel(DirectoryStore(folder / "store")), list(range(1, 65)), None
     save_model(Transformer(sizes, seed=0), folder / "model", dtype="f32")
-    arguments = ["--environment", str(where), "--store", str(folder / "store"), "--context-tokens", "256"]
-    async with started(folder / "model", folder, *arguments) as running:
+    arguments = [*where, "--store", str(folder / "store"), "--context-tokens", "256"]
+    async with started(folder / "model", folder, *arguments, kind=kind) as running:
         engine = running.engine
         print(f"starts: {', '.join((await engine.info()).capabilities)}")
         sampling = Sampling(max_tokens=32, stop_token_ids=())
@@ -84,8 +93,8 @@ async def _check(where: Path, folder: Path) -> None:
             apart = float((torch.tensor(logprobs) - right).abs().max())
             if not apart < MOST_APART:
                 raise EngineError(
-                    f"vLLM does not compute what {version} says",
+                    f"the {kind} engine does not compute what {version} says",
                     f"a log-probability is off by {apart:.2g}",
-                    hint="this build packs weights in a way that is not known: install the tested one",
+                    hint="this build keeps weights in a way that is not known: install the tested one",
                 )
             print(f"follows: step {step}, log-probabilities within {apart:.1e} of ours")

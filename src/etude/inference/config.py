@@ -17,6 +17,15 @@ class EngineKind(enum.StrEnum):
 
     REFERENCE = "reference"  # ours: every mode, format and family
     VLLM = "vllm"  # vLLM in an environment of its own; not exact
+    SGLANG = "sglang"  # SGLang in an environment of its own; not exact
+
+
+SERVERS = {
+    EngineKind.REFERENCE: "etude.inference.server",
+    EngineKind.VLLM: "etude.inference.vllm.server",
+    EngineKind.SGLANG: "etude.inference.sglang.server",
+}
+"""The module that is an engine of a kind, as a process."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +51,17 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class VllmConfig:
-    """The `[vllm]` section: what vLLM engines are told beside `[engine]`."""
+class ForeignConfig:
+    """The `[vllm]` and `[sglang]` sections: what engines of that make are told beside `[engine]`."""
 
-    environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it
+    environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it; so SGLang's
     kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # room for KV; none: max_sequences whole contexts
     arguments: tuple[str, ...] = ()  # passed on: ["--tensor-parallel-size=8"]
 
     def kv_room(self, engine: EngineConfig) -> int:
         """Tokens whose keys and values there is room for.
 
-        >>> VllmConfig().kv_room(EngineConfig(max_sequences=8, context_tokens=512))
+        >>> ForeignConfig().kv_room(EngineConfig(max_sequences=8, context_tokens=512))
         4096
         """
         return self.kv_tokens or engine.max_sequences * engine.context_tokens

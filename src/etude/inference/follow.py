@@ -30,8 +30,6 @@ from etude.weights.follow.targets import Swap, Target
 from etude.weights.tensors import DTYPES, Codes, DType
 
 TROUBLE_REST_S = 0.5
-NO_VERSION = Version(step=-1, incarnation="00000000", digest="0" * 64)
-"""Of weights that are nobody's: under every step that can be asked for."""
 
 
 class Chain(Protocol):

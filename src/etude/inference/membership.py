@@ -14,9 +14,14 @@ import os
 
 import msgspec
 
+from etude.records.completion import Version
+
 PREFIX = "/fleet/v1"
 JOIN, RENEW, LEAVE, DRAIN = (f"{PREFIX}/{word}" for word in ("join", "renew", "leave", "drain"))
 ENGINES, WANTED = f"{PREFIX}/engines", f"{PREFIX}/wanted"
+
+NO_VERSION = Version(step=-1, incarnation="00000000", digest="0" * 64)
+"""Of weights that are nobody's, until the chain has given some: under every step that can be asked for."""
 
 
 class State(enum.StrEnum):

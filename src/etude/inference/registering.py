@@ -7,8 +7,10 @@ engine goes on with what it has, and follows the weights.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import http.client
+import os
 import socket
 import sys
 import time
@@ -21,7 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from etude.errors import DeadlineExceeded, EngineError, InputError
+from etude.errors import DeadlineExceeded, EngineError, EtudeError, InputError
 from etude.inference.errors import EngineGone, ErrorBody, MalformedRequest, NotRegistered, Unauthorised, from_http
 from etude.inference.membership import (
     JOIN,
@@ -206,6 +208,28 @@ class Registration:
         if text != self._told:
             self._said(text)
         self._told = text
+
+
+def registration_of(args: argparse.Namespace, listener: socket.socket, token: str | None) -> Registration | None:
+    """The place that an engine is to have in a fleet elsewhere, not yet taken; None where it joins none."""
+    if not args.register:
+        return None
+    listener.listen()  # whoever calls before the engine serves waits for it, instead of being refused
+    host, port = listener.getsockname()[:2]
+    host = address_towards(args.register) if host in ("0.0.0.0", "::") else host
+    url = args.advertise or f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    asked = Join(name=args.name, url=url, region=args.region, standby=args.standby)
+    return Registration(args.register, asked, token=token, wait_s=args.wait_s)
+
+
+async def be_member(registration: Registration) -> None:
+    """Until it is drained, or the registry will not have it: then the process ends."""
+    try:
+        await registration.keep()
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+    os._exit(0)  # it has finished what it had; what it started ends with it
 
 
 def address_towards(registry: str) -> str:

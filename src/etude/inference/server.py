@@ -26,16 +26,24 @@ from pathlib import Path
 
 import torch
 
-from etude.errors import EngineError, EtudeError
+from etude.errors import EtudeError
 from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import NO_VERSION, Following, initial_version
+from etude.inference.follow import Following, initial_version
 from etude.inference.lifetime import die_with_parent
-from etude.inference.membership import Join
+from etude.inference.membership import NO_VERSION
 from etude.inference.metrics import Load
-from etude.inference.registering import WAIT_S, Registration, address_towards, wanted
-from etude.inference.serving import add_arguments, config_of, listen, read_token, serve
+from etude.inference.registering import Registration, be_member, registration_of, wanted
+from etude.inference.serving import (
+    add_arguments,
+    config_of,
+    listen,
+    read_token,
+    require_weights,
+    serve,
+    take_sizes,
+)
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.models.checkpoint import load_model
 from etude.models.packed import PackedWeights
@@ -83,13 +91,9 @@ def _take_wanted(args: argparse.Namespace, token: str | None) -> None:
     if args.register:
         asked = wanted(args.register, token, wait_s=args.wait_s)
         args.mode, args.quantise, args.degree = Mode(asked.mode), Quantise(asked.quantise), asked.degree
-        args.dtype, args.model = asked.dtype, ModelConfig.from_hf(json.loads(asked.model))
-        args.context_tokens = args.context_tokens or asked.context_tokens
-        args.max_sequences = args.max_sequences or asked.max_sequences
-        args.store = args.store or asked.store or None
-    if args.checkpoint is None and (args.model is None or args.store is None):
-        hint = "give --checkpoint DIR, or --register URL with --store PLACE"
-        raise EngineError("an engine without weights", "neither a checkpoint nor a run's chain was named", hint=hint)
+        take_sizes(args, asked)
+        args.model = ModelConfig.from_hf(json.loads(asked.model))
+    require_weights(args)
 
 
 def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[FollowerProcess | None]:
@@ -115,7 +119,7 @@ def _serve(
     telemetry: Telemetry | None,
 ) -> None:
     engine, following = _build(args, chain, telemetry)
-    registration = _registration(args, listener, token)
+    registration = registration_of(args, listener, token)
     lifespan = _lifespan(engine, following, telemetry, registration, place=args.store or "")
     app = build_app(engine, token=token, lifespan=lifespan, operators=engine.operators if args.show_operators else None)
     serve(app, listener, name=args.name, ready_file=args.ready_file)
@@ -154,18 +158,6 @@ def live_weights(model: Transformer, quantise: Quantise) -> tuple[Mapping[str, t
     return held.tensors, [Derived(names, decode) for names, decode in held.decoders]
 
 
-def _registration(args: argparse.Namespace, listener: socket.socket, token: str | None) -> Registration | None:
-    """Its place in a fleet elsewhere, not yet taken."""
-    if not args.register:
-        return None
-    listener.listen()  # whoever calls before the engine serves waits for it, instead of being refused
-    host, port = listener.getsockname()[:2]
-    host = address_towards(args.register) if host in ("0.0.0.0", "::") else host
-    url = args.advertise or f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    asked = Join(name=args.name, url=url, region=args.region, standby=args.standby)
-    return Registration(args.register, asked, token=token, wait_s=args.wait_s)
-
-
 def _lifespan(
     engine: ReferenceEngine,
     following: Following | None,
@@ -182,7 +174,7 @@ def _lifespan(
         elif following is not None:
             following.start()  # a registry gives it no work until it has caught up
         watch = asyncio.create_task(_watch(engine, telemetry, place))
-        member = asyncio.create_task(_be_member(registration)) if registration else None
+        member = asyncio.create_task(be_member(registration)) if registration else None
         yield
         watch.cancel()
         if registration is not None and member is not None:
@@ -193,16 +185,6 @@ def _lifespan(
         await asyncio.to_thread(engine.close)
 
     return span()
-
-
-async def _be_member(registration: Registration) -> None:
-    """Until it is drained, or the registry will not have it: then the process ends."""
-    try:
-        await registration.keep()
-    except EtudeError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
-    os._exit(0)  # it has finished what it had; what it started ends with it
 
 
 def waits_for(engine: ReferenceEngine, place: str) -> str:
@@ -236,15 +218,7 @@ async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None, place: st
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m etude.inference.server", description="One inference engine.")
-    add_arguments(parser, needs_checkpoint=False)
-    parser.add_argument("--register", metavar="URL", help="join the run whose registry listens there (fleet.listen)")
-    parser.add_argument(
-        "--wait-s", type=float, default=WAIT_S, help="for a registry that is away (default %(default)g)"
-    )
-    parser.add_argument("--advertise", metavar="URL", help="where the run reaches this engine, if not as it listens")
-    parser.add_argument("--region", default="", help="its lane in the report (default: its name)")
-    parser.add_argument("--standby", action="store_true", help="follow the weights; work when others are lost")
-    parser.add_argument("--cache", type=Path, help="a directory in which the engines of a region share downloads")
+    add_arguments(parser)
     numerics = NumericsConfig()
     parser.add_argument("--mode", type=Mode, default=numerics.mode, help="of sums: exact or native")
     parser.add_argument("--quantise", type=Quantise, default=numerics.quantise, help="what large products round to")

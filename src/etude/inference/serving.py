@@ -19,13 +19,14 @@ from starlette.types import ASGIApp
 from etude.config import build
 from etude.errors import EngineError
 from etude.inference.config import EngineConfig
-from etude.inference.membership import environment_token
+from etude.inference.membership import Wanted, environment_token
+from etude.inference.registering import WAIT_S
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, needs_checkpoint: bool = True) -> None:
-    """What an engine of any kind is told. `needs_checkpoint`: one that joins a run may take all from there."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What an engine of any kind is told."""
     parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
-    parser.add_argument("--checkpoint", type=Path, required=needs_checkpoint, help="a Hugging Face directory")
+    parser.add_argument("--checkpoint", type=Path, help="a Hugging Face directory")
     parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
@@ -37,6 +38,29 @@ def add_arguments(parser: argparse.ArgumentParser, *, needs_checkpoint: bool = T
     parser.add_argument("--telemetry", type=Path, help="the events file")
     parser.add_argument("--threads", type=int, default=1, help="of the model's arithmetic")
     parser.add_argument("--watch-stdin", action="store_true", help="end at the end of standard input, too")
+    parser.add_argument("--register", metavar="URL", help="join the run whose registry listens there (fleet.listen)")
+    parser.add_argument(
+        "--wait-s", type=float, default=WAIT_S, help="for a registry that is away (default %(default)g)"
+    )
+    parser.add_argument("--advertise", metavar="URL", help="where the run reaches this engine, if not as it listens")
+    parser.add_argument("--region", default="", help="its lane in the report (default: its name)")
+    parser.add_argument("--standby", action="store_true", help="follow the weights; work when others are lost")
+    parser.add_argument("--cache", type=Path, help="a directory in which the engines of a region share downloads")
+
+
+def take_sizes(args: argparse.Namespace, asked: Wanted) -> None:
+    """What a run wants of any engine stands in for what was not given; its dtype counts, whatever was."""
+    args.dtype = asked.dtype
+    args.context_tokens = args.context_tokens or asked.context_tokens
+    args.max_sequences = args.max_sequences or asked.max_sequences
+    args.store = args.store or asked.store or None
+
+
+def require_weights(args: argparse.Namespace) -> None:
+    """Raises `EngineError` where an engine would have no weights."""
+    if args.checkpoint is None and not (args.register and args.store):
+        hint = "give --checkpoint DIR, or --register URL with --store PLACE"
+        raise EngineError("an engine without weights", "neither a checkpoint nor a run's chain was named", hint=hint)
 
 
 def config_of(args: argparse.Namespace) -> EngineConfig:

@@ -15,7 +15,8 @@ from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
 from etude.experience.config import ExperienceConfig
 from etude.harness.config import HarnessConfig
-from etude.inference.config import EngineConfig, EngineKind, VllmConfig
+from etude.inference.config import EngineConfig, EngineKind, ForeignConfig
+from etude.inference.foreign.environment import MAKES
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
@@ -115,7 +116,8 @@ class RunConfig:
     harness: HarnessConfig = field(default_factory=HarnessConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
+    vllm: ForeignConfig = field(default_factory=ForeignConfig)
+    sglang: ForeignConfig = field(default_factory=ForeignConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     experience: ExperienceConfig = field(default_factory=ExperienceConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -151,26 +153,32 @@ class RunConfig:
 
     def _engines_must_compute_so(self) -> None:
         """Raises `ConfigError` for a kind of engine that cannot compute what `[numerics]` asks for."""
-        if EngineKind.VLLM not in self.fleet.engines:
-            return
-        if not self.vllm.max_contexts(self.engine):
-            raise ValueError(
-                f"vllm.kv_tokens = {self.vllm.kv_tokens} holds no whole context: "
-                f"engine.context_tokens = {self.engine.context_tokens}"
-            )
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
-        if self.numerics.mode is Mode.EXACT:
-            raise ConfigError(
-                what,
-                "vLLM computes in its own order, which numerics.mode = 'exact' cannot be",
-                hint="set numerics.mode = 'native': engines are held to the budget of engine.dtype, see [parity]",
-            )
-        if self.numerics.quantise is not Quantise.NONE:
-            raise ConfigError(
-                what,
-                f"vLLM does not round as numerics.quantise = {str(self.numerics.quantise)!r} does",
-                hint="set numerics.quantise = 'none', or take reference engines alone",
-            )
+        for kind in sorted({*self.fleet.engines} - {EngineKind.REFERENCE}):
+            foreign, make = self.foreign(kind), MAKES[kind].name
+            if not foreign.max_contexts(self.engine):
+                raise ValueError(
+                    f"{kind}.kv_tokens = {foreign.kv_tokens} holds no whole context: "
+                    f"engine.context_tokens = {self.engine.context_tokens}"
+                )
+            if self.numerics.mode is Mode.EXACT:
+                raise ConfigError(
+                    what,
+                    f"{make} computes in its own order, which numerics.mode = 'exact' cannot be",
+                    hint="set numerics.mode = 'native': engines are held to the budget of engine.dtype, see [parity]",
+                )
+            if self.numerics.quantise is not Quantise.NONE:
+                raise ConfigError(
+                    what,
+                    f"{make} does not round as numerics.quantise = {str(self.numerics.quantise)!r} does",
+                    hint="set numerics.quantise = 'none', or take reference engines alone",
+                )
+            if kind is EngineKind.SGLANG and self.learner.lora_rank:
+                raise ConfigError(
+                    what,
+                    f"SGLang takes whole weights, and learner.lora_rank = {self.learner.lora_rank} publishes adapters",
+                    hint="set learner.lora_rank = 0, or take vLLM or reference engines",
+                )
 
     def _ranks_must_share(self) -> None:
         learner, experts = self.learner, self.model.num_experts
@@ -213,7 +221,13 @@ class RunConfig:
 
     def contexts_of(self, kind: EngineKind) -> int:
         """How many contexts an engine has room for."""
-        return self.vllm.max_contexts(self.engine) if kind is EngineKind.VLLM else self.engine.max_sequences
+        if kind is EngineKind.REFERENCE:
+            return self.engine.max_sequences
+        return self.foreign(kind).max_contexts(self.engine)
+
+    def foreign(self, kind: EngineKind) -> ForeignConfig:
+        """What engines of another make are told."""
+        return self.vllm if kind is EngineKind.VLLM else self.sglang
 
 
 def rollouts_on(num_contexts: int) -> int:

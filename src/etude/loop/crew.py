@@ -19,10 +19,10 @@ import msgspec
 
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
-from etude.inference.config import EngineKind
+from etude.inference.config import SERVERS, EngineKind
+from etude.inference.foreign.environment import MAKES, environment
 from etude.inference.membership import Listed, Roster, State, environment_token
 from etude.inference.registrar import Registrar
-from etude.inference.vllm.environment import environment
 from etude.loop.config import RunConfig, rollouts_on
 from etude.loop.joining import first_engine, joining
 from etude.loop.placement import ADDRESS, NOTHING
@@ -261,8 +261,7 @@ class Crew:
 
 def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
     """The command line of an engine, without its Python."""
-    module = {EngineKind.REFERENCE: "etude.inference.server", EngineKind.VLLM: "etude.inference.vllm.server"}[kind]
-    argv = ["-m", module, "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
+    argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
     place = weights_place(run)
     argv += ["--store", str(place), *poll_arguments(place)]
     argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
@@ -271,10 +270,11 @@ def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind)
     if kind is EngineKind.REFERENCE:
         numerics = config.numerics
         return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
-    argv += ["--kv-tokens", str(config.vllm.kv_room(config.engine))]
-    argv += ["--environment", str(environment(config.vllm.environment).folder)]
+    foreign = config.foreign(kind)
+    argv += ["--kv-tokens", str(foreign.kv_room(config.engine))]
+    argv += ["--environment", str(environment(foreign.environment, MAKES[kind]).folder)]
     argv += ["--needs-routes"] if config.wants_routes else []
-    return [*argv, *(f"--argument={argument}" for argument in config.vllm.arguments)]
+    return [*argv, *(f"--argument={argument}" for argument in foreign.arguments)]
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:

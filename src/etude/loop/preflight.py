@@ -21,7 +21,7 @@ from etude.errors import CheckpointError, ConfigError, RunError, TaskError
 from etude.experience.database import NoLedger, check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
-from etude.inference.vllm.environment import environment
+from etude.inference.foreign.environment import MAKES, environment
 from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.joining import check_listen
@@ -71,7 +71,7 @@ def preflight(
     check_listen(config)
     if config.fleet.ranks_at:
         check_ranks_at(config.fleet.ranks_at)
-    check_vllm(config, adopted=adopted)
+    check_foreign(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(
@@ -98,19 +98,20 @@ def prove_tasks(config: RunConfig) -> None:
     asyncio.run(_prove(check_tasks(config, _used_splits(config)), config))
 
 
-def check_vllm(config: RunConfig, *, adopted: bool) -> None:
-    """Where an engine is vLLM: whether it is there, of a tested version, and can follow this model, unless the run was
-    started from it before. Raises `EngineError`, `ConfigError`."""
-    if EngineKind.VLLM not in config.fleet.engines:
-        return
-    environment(config.vllm.environment).require()
-    if config.start is None or adopted:
+def check_foreign(config: RunConfig, *, adopted: bool) -> None:
+    """Where an engine is of another make: whether it is there, of a tested version, and can follow this model, unless
+    the run was started from it before. Raises `EngineError`, `ConfigError`."""
+    kinds = sorted({*config.fleet.engines} - {EngineKind.REFERENCE})
+    for kind in kinds:
+        environment(config.foreign(kind).environment, MAKES[kind]).require()
+    if not kinds or config.start is None or adopted:
         return
     model = _read_config(config.start)
     if model.family.is_latent:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
-            f"vLLM keeps products of the latent attention's weights, which versions of {model.family} do not reach",
+            f"{MAKES[kinds[0]].name} keeps products of the latent attention's weights, which versions of {model.family}"
+            " do not reach",
             hint="take reference engines for this model",
         )
 

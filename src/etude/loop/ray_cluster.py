@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from etude import __version__
 from etude.errors import ConfigError, EtudeError
 from etude.inference.config import EngineKind
-from etude.inference.vllm.environment import environment
+from etude.inference.foreign.environment import MAKES, environment
 from etude.loop.config import RunConfig
 from etude.loop.preflight import prove_tasks
 
@@ -97,8 +97,8 @@ def check(config: RunConfig, runs: Path) -> None:
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
     named = [config.tasks.source, config.machines.images]
-    if EngineKind.VLLM in config.fleet.engines:
-        named.append(str(environment(config.vllm.environment).folder))
+    kinds = {*config.fleet.engines} - {EngineKind.REFERENCE}
+    named += [str(environment(config.foreign(kind).environment, MAKES[kind]).folder) for kind in kinds]
     files: dict[str, str | None] = {str(Path(p).absolute()): None for p in named if p and Path(p).exists()}
     mark.write_text(mark.name)
     try:

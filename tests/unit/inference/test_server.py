@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
+from etude.cli import main
 from etude.errors import EngineError
 from etude.inference import EngineConfig, EngineGone, HttpEngine
 from etude.inference.engine import ReferenceEngine
-from etude.inference.follow import NO_VERSION
+from etude.inference.membership import NO_VERSION
 from etude.inference.server import follower_deadline_s, waits_for
 from etude.inference.serving import read_token
 from etude.models import Transformer, hf_views
@@ -211,3 +212,11 @@ def test_an_engine_without_weights_says_what_it_waits_for() -> None:
 def test_client_and_fleet_need_no_torch() -> None:
     code = "import sys, etude.inference; assert not {'torch', 'transformers', 'uvicorn'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_our_own_engine_is_checked_as_those_of_another_make_are(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["engines", "check", "reference"]) == 0
+    said = capfd.readouterr().out
+    assert "exact" in said.splitlines()[0]
+    assert "follows: step 1, log-probabilities within 0.0e+00 of ours" in said

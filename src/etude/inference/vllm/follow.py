@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from etude.errors import DeadlineExceeded, EtudeError, WeightsError
-from etude.inference.vllm.engine import VllmEngine
+from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.vllm.process import VllmCalls
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights.follow.head import Head
@@ -26,12 +28,22 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two questions to the workers, 
 
 
 class Following:
-    """Follows from `start_at_head` to `stop`. `place`: the store, as vLLM's workers open it; `head` is of the same."""
+    """Follows from `start_at_head` to `stop`. `place`: the store, as vLLM's workers open it, `head` is of the same;
+    `cache`: a directory in which a region's engines share what they fetched."""
 
     def __init__(
-        self, engine: VllmEngine, head: Head, place: str, *, poll_s: float = 0.05, telemetry: Telemetry | None = None
+        self,
+        engine: ForeignEngine,
+        head: Head,
+        place: str,
+        *,
+        cache: Path | None = None,
+        poll_s: float = 0.05,
+        telemetry: Telemetry | None = None,
     ) -> None:
-        self.engine, self.head, self.place, self.poll_s = engine, head, place, poll_s
+        self.engine, self.head, self.place, self.cache, self.poll_s = engine, head, place, cache, poll_s
+        assert isinstance(engine.calls, VllmCalls), "its workers are called"
+        self._call = engine.calls.call
         self._telemetry = telemetry
         self._task: asyncio.Task[None] | None = None
         self._held: Version | None = None  # what was written last; None: what vLLM loaded, or nobody knows
@@ -39,7 +51,7 @@ class Following:
     async def start_at_head(self) -> None:
         """Adopt what is there, so that the first request finds it, then follow. Trouble with a version is told, not
         raised; a model that the workers have no map for is an `EngineError`."""
-        await self.engine.vllm.call("etude_follow", self.place)
+        await self._call("etude_follow", self.place, "policy", "", "", str(self.cache or ""))
         await self._try()
         self._task = asyncio.create_task(self._run(), name=f"{self.engine.name}-follow")
 
@@ -92,7 +104,7 @@ class Following:
 
     async def _prepared(self) -> None:
         """Every worker has one and the same version fetched and proven."""
-        call, version = self.engine.vllm.call, None
+        call, version = self._call, None
         await call("etude_prepare")
         end, rest_s = time.monotonic() + PREPARE_S, FIRST_LOOK_S
         while time.monotonic() < end:
@@ -121,7 +133,7 @@ class Following:
 
     async def _written(self) -> Version:
         """The version that every worker has written. Raises `WeightsError`: the engine stays frozen then."""
-        call = self.engine.vllm.call
+        call = self._call
         told: list[dict[str, Any]] = await call("etude_swap", deadline_s=SWAP_S)
         trouble = next((one["trouble"] for one in told if one["trouble"]), "")
         if trouble:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 MAX_KEPT = 4096  # requests that ended and whose routes nobody has fetched yet; the oldest go
-WANTED = "routes"  # begins the name of a request whose routes will be fetched
 _NAME = re.compile(r"(?:.*-)?(routes\.[0-9a-f]+)(?:-.*)?")
 
 

@@ -2,8 +2,9 @@
 engine's is derived: W + scale · B A, summed in float32, rounded once to what is published, written through its pieces.
 
 W is read from the checkpoint that the engine was started from, mapped, so that no second copy is held: engines pack and
-rearrange what they loaded. The product is numpy's, on the host: its last bit may be another than a learner's, so this
-is for engines that are not promised the learner's bits.
+rearrange what they loaded. A learner computes with a base rounded to what is published: where the checkpoint is of
+another dtype, what no adapter changes is written once so, too. The product is numpy's, on the host: its last bit may be
+another than a learner's, so this is for engines that are not promised the learner's bits.
 """
 
 from __future__ import annotations
@@ -41,22 +42,28 @@ def adapter_map(
     _check_base(base, config, dtype)
     live = {name: np.zeros(one.shape, DTYPES[one.dtype].codes) for name, one in published.items()}
     specs = {name: Spec(dtype, base[name].shape) for name in modules(published)}
-    places = pieces(specs)
-    for name, spec in specs.items():
+    rest = {name: Spec(_kept(name, dtype), one.shape) for name, one in base.items() if one.dtype != _kept(name, dtype)}
+    rest = {name: spec for name, spec in rest.items() if name not in specs}
+    places = pieces(specs | rest)
+    for name in specs:
         if not places.get(name):
             hint = "adapt modules that it has, or publish all weights"
             raise WeightsError(f"the engine has no place for {name!r}", "an adapter of it is published", hint=hint)
-        for piece in places[name]:
+    for name, spec in (specs | rest).items():
+        for piece in places.get(name, ()):
             piece.check(name, spec)
 
-    def settle() -> None:
+    def settle() -> None:  # with the first version, and with one that is written whole
         if live[PUBLISHED].tobytes() != published[PUBLISHED].codes.tobytes():
             hint = "restart the engine: it takes up what is published then"
             raise WeightsError("an adapter of other settings is published than at the start", f"{config}", hint=hint)
+        for name, spec in rest.items():
+            for piece in places.get(name, ()):
+                piece.fill(spec, codes_of(floats(base[name]), spec.dtype).reshape(-1))
 
     def write(name: str, spec: Spec) -> None:
         a, b = (floats(Tensor(dtype, live[one].shape, live[one].reshape(-1))) for one in names(name))
-        merged = floats(base[name]) + np.matmul(b * np.float32(config.scale), a, dtype=np.float32)
+        merged = rounded(base[name], dtype) + np.matmul(b * np.float32(config.scale), a, dtype=np.float32)
         for piece in places[name]:
             piece.fill(spec, codes_of(merged, dtype).reshape(-1))
 
@@ -65,6 +72,8 @@ def adapter_map(
     calls: dict[Call, set[str]] = {}
     for name in specs.keys() & packing.keys():
         calls.setdefault(packing[name], set()).update(names(name))
+    for name in rest.keys() & packing.keys():
+        calls.setdefault(packing[name], set()).add(PUBLISHED)
     derived += [Derived(frozenset(sources), call) for call, sources in calls.items()]
     return Map(named(live), derived=derived)
 
@@ -92,6 +101,14 @@ def floats(tensor: Tensor) -> Floats:
     raise WeightsError(f"a base in {tensor.dtype} takes no adapter", hint=hint)
 
 
+def rounded(tensor: Tensor, dtype: str) -> Floats:
+    """Its numbers, each rounded to one of `dtype`."""
+    numbers = floats(tensor)
+    if tensor.dtype == dtype:
+        return numbers
+    return floats(Tensor(dtype, tensor.shape, codes_of(numbers, dtype).reshape(-1)))
+
+
 def codes_of(numbers: Floats, dtype: str) -> Codes:
     """Numbers as codes of "f32" or, to nearest and ties to even, "bf16".
 
@@ -104,11 +121,16 @@ def codes_of(numbers: Floats, dtype: str) -> Codes:
     return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
 
 
+def _kept(name: str, dtype: str) -> str:
+    """The dtype in which a learner that publishes `dtype` holds a tensor of its base."""
+    return "f32" if name.endswith("e_score_correction_bias") else dtype
+
+
 def _check_base(base: Mapping[str, Tensor], config: AdapterConfig, dtype: str) -> None:
     """By the digest that a learner takes of its base (`models.lora.base_digest`)."""
     digest = hashlib.sha256()
     for name, tensor in sorted(base.items()):
-        kind = "f32" if name.endswith("e_score_correction_bias") else dtype
+        kind = _kept(name, dtype)
         digest.update(f"{name} {kind} {list(tensor.shape)}\n".encode())
         digest.update(np.ascontiguousarray(codes_of(floats(tensor), kind)).data)
     if digest.hexdigest() != config.base:

@@ -48,15 +48,19 @@ class WorkerExtension:
     vllm_config: Any
     rank: int
 
-    def etude_follow(self, store: str, name: str = "policy", branch: str = "", public_key: str = "") -> None:
-        """Follow a channel of a store (as `open_store` takes it); `public_key`: hexadecimal, to believe only what its
-        owner signed. Nothing is fetched yet. Raises `WeightsError` for a model that has no map."""
+    def etude_follow(
+        self, store: str, name: str = "policy", branch: str = "", public_key: str = "", cache: str = ""
+    ) -> None:
+        """Follow a channel of a store (as `open_store` takes it, `cache` too); `public_key`: hexadecimal, to believe
+        only what its owner signed. Nothing is fetched yet. Raises `WeightsError` for a model that has no map."""
         try:
             key = bytes.fromhex(public_key) or None
         except ValueError as error:
             hint = "give the public key's 64 hexadecimal digits"
             raise WeightsError(f"{public_key!r} is no public key", str(error), hint=hint) from None
-        follower = partial(Follower, open_store(store), name, branch=branch, public_key=key, can_undo=False)
+        follower = partial(
+            Follower, open_store(store, cache=cache or None), name, branch=branch, public_key=key, can_undo=False
+        )
         rows, base = _rows(self.vllm_config), Path(self.vllm_config.model_config.model)
         memory = _memory(self.model_runner.model)
         self.etude_following = _Following(follower, memory, rows, self.rank % rows.size, base=base)

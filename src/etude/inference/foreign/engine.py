@@ -1,7 +1,7 @@
-"""`seams.Engine` before a vLLM server: who may begin, what is translated, and what a swap has to wait for.
+"""`seams.Engine` before a server of another make: who may begin, what is translated, what a swap has to wait for.
 
-Everything happens in one event loop. Requests are handed to vLLM as they come, which batches, orders and preempts
-them; here is kept only what our protocol promises and vLLM does not know: the version a request may begin under,
+Everything happens in one event loop. Requests are handed to the server as they come, which batches, orders and preempts
+them; here is kept only what our protocol promises and the server does not know: the version a request may begin under,
 sessions that pin one, deadlines by name, room by slots, and which adoption each token belongs to. A swap (`follow`)
 holds back new requests while it writes; those in flight keep their keys and values, and say so in their spans.
 """
@@ -14,7 +14,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,13 +23,11 @@ from etude.inference.checks import Checks
 from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
 from etude.inference.errors import EngineBusy
+from etude.inference.foreign import parts
+from etude.inference.foreign.calls import CONTROL_S, Calls, RouteSource
+from etude.inference.foreign.parts import Part
 from etude.inference.metrics import exposition
 from etude.inference.pins import Pins
-from etude.inference.vllm import protocol
-from etude.inference.vllm.process import CONTROL_S, Calls
-from etude.inference.vllm.protocol import Part
-from etude.inference.vllm.routes import WANTED
-from etude.inference.wire import GENERATE
 from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Traffic, Version
 from etude.records.wire import Routes
@@ -42,27 +40,18 @@ HELD_S = 0.02  # between two looks at whether sessions still pin the version
 
 @dataclass
 class _Begun:
-    """A request that vLLM has."""
+    """A request that the server has."""
 
     adoption: int
     name: str
 
 
-@dataclass(frozen=True)
-class RouteSource:
-    """Where routes come from: told with each answer by the build, kept by the worker extension, or nowhere."""
-
-    native: bool = False
-    kept: bool = False
-    missing: str = field(default="", compare=False)  # why there are none
-
-
-class VllmEngine:
-    """Serves `seams.Engine` and `seams.Streaming` through a vLLM that `vllm` speaks to, from `start` on."""
+class ForeignEngine:
+    """Serves `seams.Engine` and `seams.Streaming` through the server that `calls` speak to, from `start` on."""
 
     def __init__(
         self,
-        vllm: Calls,
+        calls: Calls,
         *,
         name: str,
         model: ModelConfig,
@@ -73,7 +62,7 @@ class VllmEngine:
     ) -> None:
         self.name, self.config, self.version, self.kv_tokens, self.parity = name, config, version, kv_tokens, parity
         self.counters, self.trouble, self.routes = Counters(), "", RouteSource()
-        self.model, self.vllm = model, vllm
+        self.model, self.calls, self._dialect = model, calls, calls.dialect
         self._checks = Checks(name, model.vocab_size, config.context_tokens)
         self._pins = Pins(lease_s=config.pin_lease_s)
         self._versions, self.adoption = {0: version}, 0
@@ -87,20 +76,20 @@ class VllmEngine:
         self._beat = time.monotonic()
 
     async def start(self) -> None:
-        """Have vLLM label its tokens, and see what this build can do. Raises `EngineError` where it cannot do what
-        every engine must."""
+        """Have the server label its tokens, and see what this build can do. Raises `EngineError` where it cannot do
+        what every engine must."""
         await self._label()
-        self.routes = await self._route_source()
+        self.routes = await self.calls.route_source(self.model.num_moe_layers)
         prompt, told = list(range(1, min(8, self.model.vocab_size))), 3
-        trial = await self.generate(_trial(prompt, told))
+        trial = await self.generate(_trial(prompt, told, self.version))
         version, logprobs = await self.verify(prompt)
-        if (self.routes.kept or self.routes.native) and protocol.any_missing(trial.routes):
+        if self.routes.there and parts.any_missing(trial.routes):
             self.routes = RouteSource(missing="its routers were listened to and said nothing")
         if version != self.version or len(logprobs) != len(prompt) - 1 or len(trial.token_ids) != told:
             raise EngineError(
                 f"{self.name} does not do what every engine must",
                 f"{len(trial.token_ids)} tokens of {told}, {len(logprobs)} log-probabilities, version {version}",
-                hint="etude engines check vllm says whether this installation is as it was tested",
+                hint=f"etude engines check {self.calls.make.lower()} says whether this installation is as tested",
             )
         self.counters = Counters()
 
@@ -146,7 +135,7 @@ class VllmEngine:
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """Never waits for vLLM, so that a hung one can still be looked at."""
+        """Never waits for the server, so that a hung one can still be looked at."""
         running = min(self.num_here, self.config.max_sequences)
         return EngineInfo(
             name=self.name,
@@ -157,44 +146,44 @@ class VllmEngine:
             num_running=running,
             num_waiting=self.num_here - running,
             kv_tokens_free=max(0, self.kv_tokens - self._tokens),
-            capabilities=(*CAPABILITIES, "routes") if self.routes.native or self.routes.kept else CAPABILITIES,
+            capabilities=(*CAPABILITIES, "routes") if self.routes.there else CAPABILITIES,
             parity=self.parity,
         )
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
         ids = self._checks.text(token_ids)
         async with self._scoring:
-            body = protocol.scored(ids, f"text-{uuid.uuid4().hex}", salt=self._salted())
-            status, data = await self.vllm.post(GENERATE, body, deadline_s=CONTROL_S)
+            body = self._dialect.scored(ids, f"text-{uuid.uuid4().hex}", salt=self._salted())
+            status, data = await self.calls.post(self._dialect.GENERATE, body, deadline_s=CONTROL_S)
             if status != 200:
-                raise protocol.refused(status, data, engine=self.name)
-            adoption, logprobs = protocol.read_scores(data, ids, engine=self.name)
+                raise self._dialect.refused(status, data, engine=self.name)
+            adoption, logprobs = self._dialect.read_scores(data, ids, engine=self.name)
             if adoption not in self._versions:
-                raise protocol.broken(self.name, f"a text of adoption {adoption}, which is not known")
+                raise self._broken(f"a text of adoption {adoption}, which is not known")
             return self._versions[adoption], logprobs
 
     # -- app.Served
 
     @property
     def alive(self) -> bool:
-        return self.vllm.alive
+        return self.calls.alive
 
     @property
     def stalled_s(self) -> float:
-        """How long vLLM has not said that it is well; `look` asks it."""
+        """How long the server has not said that it is well; `look` asks it."""
         return time.monotonic() - self._beat
 
     async def look(self, *, deadline_s: float) -> None:
-        """Ask vLLM how it is."""
+        """Ask the server how it is."""
         with contextlib.suppress(EngineError):
-            if (await self.vllm.get("/health", deadline_s=deadline_s))[0] == 200:
+            if (await self.calls.get("/health", deadline_s=deadline_s))[0] == 200:
                 self._beat = time.monotonic()
 
     async def metrics(self) -> str:
-        """Ours, then vLLM's own."""
+        """Ours, then the server's own."""
         ours = exposition(self.counters, await self.info())
         try:
-            status, theirs = await self.vllm.get("/metrics", deadline_s=5.0)
+            status, theirs = await self.calls.get("/metrics", deadline_s=5.0)
         except EngineError:
             return ours
         return ours + theirs.decode(errors="replace") if status == 200 else ours
@@ -227,22 +216,22 @@ class VllmEngine:
 
     @property
     def num_here(self) -> int:
-        """Requests that vLLM has."""
+        """Requests that the server has."""
         return self._num.total()
 
     async def freeze(self) -> None:
-        await self.vllm.ask("/pause?mode=keep&clear_cache=false", what="to pause")
+        await self.calls.freeze()
 
     async def thaw(self) -> None:
-        await self.vllm.ask("/resume", what="to resume")
+        await self.calls.thaw()
 
     # -- a request
 
     async def _serve(self, request: CompletionRequest, told: Callable[[list[int]], None] | None) -> Completion:
         async with self._served(request) as begun:
-            answer = protocol.NOTHING
-            async with contextlib.aclosing(self._answered(request, begun, stream=told is not None)) as parts:
-                async for part in parts:
+            answer = parts.NOTHING
+            async with contextlib.aclosing(self._answered(request, begun, stream=told is not None)) as told_parts:
+                async for part in told_parts:
                     answer += part
                     if told is not None and part.token_ids:
                         told(part.token_ids)
@@ -269,7 +258,7 @@ class VllmEngine:
                     self._pins.enter(request.session_id)
                     pinned = True
                 wants = request.routes_from is not None and self.routes.kept
-                name = f"{WANTED}.{uuid.uuid4().hex}" if wants else uuid.uuid4().hex
+                name = f"{parts.WANTED}.{uuid.uuid4().hex}" if wants else uuid.uuid4().hex
                 yield _Begun(self.adoption, name)
                 done = True
         except TimeoutError:
@@ -288,22 +277,26 @@ class VllmEngine:
                 self._pins.leave(request.session_id, now=time.monotonic(), coming_back=request.keep_session)
 
     async def _answered(self, request: CompletionRequest, begun: _Begun, *, stream: bool) -> AsyncGenerator[Part]:
-        """The parts of vLLM's answer."""
-        native = self.routes.native
-        body = protocol.asked(request, begun.name, salt=self._salted(), native_routes=native, stream=stream)
-        async with self.vllm.answer(GENERATE, body, deadline_s=request.deadline_s + 1.0) as answer:
-            if answer.status != 200:
-                raise protocol.refused(answer.status, await answer.read(), engine=self.name)
-            if not stream:
-                yield protocol.read_answer(await answer.read(), engine=self.name)
-                return
-            async for line in answer.content:
-                if protocol.is_end(line):
-                    return
-                part = protocol.read_event(line, engine=self.name)
-                if part is not None:
+        """The parts of the server's answer."""
+        dialect, native, done = self._dialect, self.routes.native, False
+        body = dialect.asked(request, begun.name, salt=self._salted(), native_routes=native, stream=stream)
+        try:
+            async with self.calls.answer(dialect.GENERATE, body, deadline_s=request.deadline_s + 1.0) as answer:
+                if answer.status != 200:
+                    raise dialect.refused(answer.status, await answer.read(), engine=self.name)
+                if not stream:
+                    part, done = dialect.read_answer(await answer.read(), engine=self.name), True
                     yield part
-            raise protocol.broken(self.name, "a stream without its end")
+                    return
+                async for line in answer.content:
+                    if done := dialect.is_end(line):
+                        return
+                    if (told := dialect.read_event(line, engine=self.name)) is not None:
+                        yield told
+                raise self._broken("a stream without its end")
+        finally:
+            if not done:
+                self.calls.forget(begun.name)
 
     async def _completed(self, request: CompletionRequest, begun: _Begun, answer: Part) -> Completion:
         routes = await self._routes(request, begun, answer)
@@ -311,46 +304,44 @@ class VllmEngine:
         self.counters.production_tokens += len(answer.token_ids) * (request.traffic is Traffic.PRODUCTION)
         self.counters.cached_tokens += answer.num_cached
         self.counters.prefill_tokens += len(request.prompt_ids) - answer.num_cached
-        return protocol.completed(
-            request, answer, engine=self.name, versions=self._versions, adoption=begun.adoption, routes=routes
+        return parts.completed(
+            request,
+            answer,
+            make=self.calls.make,
+            engine=self.name,
+            versions=self._versions,
+            adoption=begun.adoption,
+            routes=routes,
         )
 
     async def _routes(self, request: CompletionRequest, begun: _Begun, answer: Part) -> Routes:
         start, stop = request.routes_from, len(request.prompt_ids) + len(answer.token_ids) - 1
         if start is None:
-            return protocol.kept_routes(None, self.model, start=stop, stop=stop)
+            return parts.kept_routes(None, self.model, start=stop, stop=stop)
         if self.routes.native:
             try:
-                return protocol.given_routes(answer.routed, self.model, count=stop - start)
+                return self._dialect.given_routes(answer.routed, self.model, count=stop - start)
             except ValueError as error:
-                raise protocol.broken(self.name, str(error)) from None
-        data = None
-        if self.routes.kept:
-            told = await self.vllm.call("etude_take_routes", [begun.name])
-            data = next((one[begun.name] for one in told if begun.name in one), None)
-        return protocol.kept_routes(data, self.model, start=start, stop=stop)
+                raise self._broken(str(error)) from None
+        data = await self.calls.take_routes(begun.name) if self.routes.kept else None
+        return parts.kept_routes(data, self.model, start=start, stop=stop)
 
-    async def _route_source(self) -> RouteSource:
-        """By the build itself if it was started so, else by the hook."""
-        if not self.model.num_moe_layers:
-            return RouteSource(missing="the model has no routers")
-        if self.vllm.gives_routes:
-            return RouteSource(native=True)
-        told = await self.vllm.call("etude_keep_routes")
-        missing = next((one["missing"] for one in told if one["missing"]), "")
-        return RouteSource(missing=missing) if missing else RouteSource(kept=True)
+    def _broken(self, facts: str) -> EngineError:
+        return parts.broken(self.calls.make, self.name, facts)
 
     async def _label(self) -> None:
         """Tokens from here on carry the adoption's number."""
-        await self.vllm.ask("/update_weight_version", {"new_version": str(self.adoption)}, what="to label its tokens")
+        await self.calls.label(str(self.adoption))
 
     def _salted(self) -> str:
         """Prefixes are shared among requests of one adoption, and never with any before."""
         return f"{self._salt}-{self.adoption}"
 
 
-def _trial(prompt: list[int], num_tokens: int) -> CompletionRequest:
+def _trial(prompt: list[int], num_tokens: int, held: Version) -> CompletionRequest:
     """A request whose answer shows what a build can do."""
     sampling = Sampling(max_tokens=num_tokens, stop_token_ids=())
     ids = np.array(prompt, np.int32)
-    return CompletionRequest(request_id="trial", session_id="trial", prompt_ids=ids, sampling=sampling)
+    return CompletionRequest(
+        request_id="trial", session_id="trial", prompt_ids=ids, sampling=sampling, min_step=held.step
+    )

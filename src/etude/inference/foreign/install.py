@@ -1,9 +1,10 @@
-"""`etude engines install vllm`: the environment, step by step. What is killed goes on where it was, since pip keeps
+"""`etude engines install`: the environment, step by step. What is killed goes on where it was, since pip keeps
 what it has; the mark that makes it an environment is written last.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import os
@@ -19,10 +20,13 @@ from pathlib import Path
 import msgspec
 
 from etude.errors import EngineError, InputError
-from etude.inference.vllm.environment import MARK, Environment, Mark, link_package, pins, required_version
+from etude.inference.foreign.environment import MARK, Environment, Make, Mark, link_package
 
 DEVICES = ("cpu", "cuda")
-TELL_EVERY_S = 5.0
+TELL_EVERY_S, LAST_LINES = 5.0, 8
+FULL_BYTES = 1 << 20
+"""With less than that free a disk is full, whatever the program that failed said of it."""
+AGAIN = "mend the cause, then run it again: what is there is kept, and is no environment until the end"
 Said = Callable[[str], None]
 
 
@@ -31,51 +35,64 @@ def install(environment: Environment, device: str, *, said: Said) -> Mark:
 
     Raises `EngineError` for a step that fails, a disk without room, and where another process installs there."""
     if device not in DEVICES:
-        raise InputError(f"--device {device}", f"vLLM is installed for {' or '.join(DEVICES)}", hint="name one of them")
-    wanted = Mark(vllm=required_version(), device=device)
-    if environment.mark == wanted and environment.version == wanted.vllm:
-        said(f"vLLM {wanted.vllm} for {device} is in {environment.folder}")
+        raise InputError(f"--device {device}", f"engines are installed for {' or '.join(DEVICES)}", hint="name one")
+    make, wanted = environment.make, Mark(device=device)
+    if environment.mark == wanted and environment.version == make.version:
+        said(f"{make.name} {make.version} for {device} is in {environment.folder}")
         return wanted
     _refuse_others(environment, wanted)
-    pinned = pins()[device]
-    _require_room(environment.folder, pinned["gib"])
-    environment.folder.mkdir(parents=True, exist_ok=True)
-    with _alone(environment.folder), _constraints(pinned["constraints"]) as constraints:
-        for number, (what, argv) in enumerate(steps := _steps(environment, device, constraints), 1):
-            said(f"{number}/{len(steps)} {what}")
-            _run(environment, argv, what, said=said)
-        (environment.folder / f"{MARK}.new").write_bytes(msgspec.json.encode(wanted))
-        (environment.folder / f"{MARK}.new").replace(environment.folder / MARK)
+    pinned = make.pins[device]
+    if pinned.get("refused"):
+        raise EngineError(f"{make.name} is not installed for {device}", pinned["refused"], hint=pinned["hint"])
+    _require_room(environment, pinned["gib"])
+    try:
+        environment.folder.mkdir(parents=True, exist_ok=True)
+        with _alone(environment.folder), _constraints(make, pinned["constraints"]) as constraints:
+            for number, (what, argv) in enumerate(steps := _steps(environment, device, constraints), 1):
+                said(f"{number}/{len(steps)} {what}")
+                _run(environment, argv, what, said=said)
+            (environment.folder / f"{MARK}.new").write_bytes(msgspec.json.encode(wanted))
+            (environment.folder / f"{MARK}.new").replace(environment.folder / MARK)
+    except OSError as error:
+        raise EngineError(f"{environment.folder} cannot be written", str(error), hint=AGAIN) from None
     return wanted
 
 
 def _steps(environment: Environment, device: str, constraints: Sequence[str]) -> list[tuple[str, list[str]]]:
     """(what, command line) of each step."""
+    pins = environment.make.pins
     pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check"]
     steps = [("the environment", [sys.executable, "-m", "venv", str(environment.folder)])]
-    steps += [(", ".join(names), [*pip, "install", *constraints, *names]) for names in pins()[device]["install"]]
-    needs = [*pins()["etude"], *pins()["extras"]]
+    steps += [(", ".join(names), [*pip, "install", *constraints, *names]) for names in pins[device]["install"]]
+    needs = [*pins["etude"], *pins["extras"]]
     steps.append(("what etude needs there", [*pip, "install", *constraints, *needs]))
-    if removed := pins()[device]["remove"]:
+    if removed := pins[device]["remove"]:
         steps.append((f"without {', '.join(removed)}", [*pip, "uninstall", "--yes", *removed]))
-    trial = "import vllm, etude.inference.vllm.worker; print(vllm.__version__)"
-    steps.append(("a first import", [str(environment.python), "-c", trial]))
+    steps.append(("a first import", [str(environment.python), "-c", pins["trial"]]))
     return steps
 
 
 def _run(environment: Environment, argv: Sequence[str], what: str, *, said: Said) -> None:
-    log = environment.folder / "install.log"
+    log, last = environment.folder / "install.log", collections.deque[bytes](maxlen=LAST_LINES)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     env["PYTHONPATH"] = str(link_package(environment.folder))
-    with log.open("ab") as output, _telling(environment.folder, said):
-        status = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env).returncode
-    if status:
-        words = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
-        raise EngineError(
-            f"{what} could not be installed into {environment.folder}",
-            words,
-            hint=f"the whole log is {log}; what is there is kept: run it again once the cause is mended",
-        )
+    with (
+        _telling(environment.folder, said),
+        subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        ) as process,
+    ):
+        assert process.stdout is not None, "started with a pipe"
+        for line in process.stdout:
+            last.append(line)
+            with contextlib.suppress(OSError), log.open("ab") as output:  # a full disk: what was said last is kept here
+                output.write(line)
+    if process.returncode:
+        words = b"".join(last).decode(errors="replace").strip()
+        free = shutil.disk_usage(environment.folder).free
+        full = f"{free} bytes are free on its disk; " if free < FULL_BYTES else ""
+        hint = f"make room: {AGAIN}" if full else f"the whole log is {log}; {AGAIN}"
+        raise EngineError(f"{what} could not be installed into {environment.folder}", full + words, hint=hint)
 
 
 @contextlib.contextmanager
@@ -107,11 +124,11 @@ def size_bytes(folder: Path) -> int:
 
 
 def _refuse_others(environment: Environment, wanted: Mark) -> None:
-    held = environment.version
-    if environment.mark is not None and (held != wanted.vllm or environment.mark.device != wanted.device):
+    held, make = environment.version, environment.make
+    if environment.mark is not None and (held != make.version or environment.mark.device != wanted.device):
         raise EngineError(
-            f"{environment.folder} holds vLLM {held} for {environment.mark.device}",
-            f"asked for is {wanted.vllm} for {wanted.device}",
+            f"{environment.folder} holds {make.name} {held} for {environment.mark.device}",
+            f"asked for is {make.version} for {wanted.device}",
             hint="name another --folder, or take that one away first",
         )
     if environment.mark is None and environment.folder.exists():
@@ -124,12 +141,13 @@ def _refuse_others(environment: Environment, wanted: Mark) -> None:
             )
 
 
-def _require_room(folder: Path, gib: float) -> None:
+def _require_room(environment: Environment, gib: float) -> None:
+    folder = environment.folder
     parent = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(parent).free + (size_bytes(folder) if folder.exists() else 0)
     if free < gib * 2**30:
         raise EngineError(
-            f"no room for vLLM at {folder}",
+            f"no room for {environment.make.name} at {folder}",
             f"{free / 2**30:.1f} GiB are free, it takes {gib:g}",
             hint="make room, or name a folder on another disk by --folder",
         )
@@ -147,9 +165,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _constraints(name: str) -> Iterator[list[str]]:
+def _constraints(make: Make, name: str) -> Iterator[list[str]]:
     if not name:
         yield []
         return
-    with resources.as_file(resources.files("etude.inference.vllm").joinpath(name)) as path:
+    with resources.as_file(resources.files(f"etude.inference.{make.key}").joinpath(name)) as path:
         yield ["--constraint", str(path)]

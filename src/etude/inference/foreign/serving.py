@@ -1,0 +1,150 @@
+"""The process of an engine of another make, but for what is the make's own: what is prepared, watched and ended."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+from etude.errors import CheckpointError, EngineError, EtudeError
+from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.foreign.joining import made_checkpoint, take_wanted
+from etude.inference.foreign.process import Child
+from etude.inference.metrics import Load
+from etude.inference.registering import Registration, be_member, wanted
+from etude.inference.serving import add_arguments, require_weights
+from etude.models.config import ModelConfig
+from etude.records.completion import Version
+from etude.telemetry import Telemetry
+from etude.weights import content_digest, tensor_digest
+from etude.weights.files.checkpoint import read_checkpoint
+
+HUNG_EXIT_CODE = 70
+
+
+class Follows(Protocol):
+    """Keeps a server at the head of the chain."""
+
+    async def start_at_head(self) -> None: ...
+    async def stop(self) -> None: ...
+
+
+def parser_of(make: str, prog: str) -> argparse.ArgumentParser:
+    """What an engine of another make is told."""
+    parser = argparse.ArgumentParser(prog=prog, description=f"One {make} engine.")
+    add_arguments(parser)
+    variable = f"$ETUDE_{make.upper()}"
+    parser.add_argument("--environment", type=Path, help=f"where {make} is (default: {variable}, or the user's cache)")
+    parser.add_argument("--kv-tokens", type=int, default=0, help="room for keys and values (default: full contexts)")
+    parser.add_argument("--needs-routes", action="store_true", help="end where routes are not told")
+    parser.add_argument("--argument", action="append", default=[], metavar="A", help=f"passed to {make} (repeatable)")
+    return parser
+
+
+def prepare(args: argparse.Namespace, token: str | None, folder: Path) -> list[str]:
+    """See to what the server starts from; the arguments that it needs for that. Raises `EngineError` where it would
+    have no weights, or cannot be what a run elsewhere wants."""
+    asked = wanted(args.register, token, wait_s=args.wait_s) if args.register else None
+    if asked is not None:
+        take_wanted(args, asked)
+    require_weights(args)
+    if asked is None or args.checkpoint is not None:
+        return []
+    args.checkpoint = folder / "checkpoint"
+    return made_checkpoint(asked, args, args.checkpoint)
+
+
+def read_model(checkpoint: Path) -> ModelConfig:
+    """The sizes of the model in a directory. Raises `CheckpointError`."""
+    path = checkpoint / "config.json"
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is gone or damaged", str(error), hint="give a Hugging Face directory") from None
+    return ModelConfig.from_hf(raw)
+
+
+def initial_version(checkpoint: Path) -> Version:
+    """The name of weights from a checkpoint, not a chain: step 0, no incarnation, digest of the content."""
+    tensors = read_checkpoint(checkpoint).tensors
+    digest = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
+    return Version(step=0, incarnation="00000000", digest=digest)
+
+
+def lifespan(
+    child: Child,
+    engine: ForeignEngine,
+    following: Follows | None,
+    telemetry: Telemetry | None,
+    failed: list[EtudeError],
+    registration: Registration | None,
+    *,
+    needs_routes: bool,
+) -> contextlib.AbstractAsyncContextManager[None]:
+    """What happens before the first request and after the last. What cannot start is put into `failed`."""
+
+    @contextlib.asynccontextmanager
+    async def span() -> AsyncIterator[None]:
+        try:
+            async with child:
+                await engine.start()
+                require_routes(engine, needs_routes)
+                if following is not None:
+                    await following.start_at_head()
+                watch = asyncio.create_task(_watch(engine, telemetry))
+                member = asyncio.create_task(be_member(registration)) if registration else None
+                yield
+                watch.cancel()
+                if registration is not None and member is not None:
+                    member.cancel()
+                    await registration.leave()
+                if following is not None:
+                    await following.stop()
+        except EtudeError as error:
+            failed.append(_with_words(error, child))
+            raise
+
+    return span()
+
+
+def _with_words(error: EtudeError, child: Child) -> EtudeError:
+    """The error, with what the server said of its own."""
+    words = child.last_words()
+    if child.alive or words in error.facts:
+        return error
+    return type(error)(error.what, f"{error.facts}; {child.make}'s last words: {words}", hint=error.hint)
+
+
+def require_routes(engine: ForeignEngine, needed: bool) -> None:
+    if needed and not (engine.routes.there):
+        raise EngineError(
+            f"{engine.name} does not tell routes, which this run needs",
+            engine.routes.missing,
+            hint="set learner.replay_routes = false, or take a reference engine",
+        )
+
+
+async def _watch(engine: ForeignEngine, telemetry: Telemetry | None) -> None:
+    """Each second: report the load, and end the process if the server has ended or hangs."""
+    load, last = Load(), time.monotonic()
+    while True:
+        await asyncio.sleep(1.0)
+        await engine.look(deadline_s=engine.config.stall_s)
+        if not engine.alive or engine.stalled_s > engine.config.stall_s:
+            state = f"has not answered for {engine.stalled_s:.0f} s" if engine.alive else "has ended"
+            print(
+                f"error: {engine.calls.make} of {engine.name} {state}: this process ends", file=sys.stderr, flush=True
+            )
+            os._exit(HUNG_EXIT_CODE)
+        now = time.monotonic()
+        facts = load.since(engine.counters, await engine.info(), wall_s=now - last)
+        last = now
+        if telemetry is not None:
+            telemetry.event("engine.load", **facts)

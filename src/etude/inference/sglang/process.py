@@ -1,0 +1,124 @@
+"""SGLang's server as a child of its adapter, on a port of loopback that asks for a key which nobody else is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from etude.errors import EngineError
+from etude.inference.config import EngineConfig
+from etude.inference.foreign.calls import Calls, Dialect, RouteSource
+from etude.inference.foreign.environment import Environment
+from etude.inference.foreign.process import Child, environ
+from etude.inference.sglang import protocol
+from etude.inference.sglang.protocol import MAKE
+from etude.models.config import ModelConfig
+
+MODULE = "sglang.launch_server"
+LOAD_S, FORGET_S = 600.0, 10.0
+ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+NO_END = json.dumps({"eos_token_id": None})
+"""A request's own stop tokens are the only ones; where SGLang ignores the model's, it ignores those, too."""
+
+
+class SglangCalls(Calls):
+    """Calls to an SGLang server. `gives_routes`: it was started to tell routes with its answers."""
+
+    make = MAKE
+    dialect: ClassVar[Dialect] = protocol
+
+    def __init__(self, port: int, *, name: str, key: str, gives_routes: bool = False) -> None:
+        super().__init__(port, name=name, headers={"authorization": f"Bearer {key}"})
+        self.gives_routes = gives_routes
+        self._forgetting: set[asyncio.Task[None]] = set()
+
+    async def freeze(self) -> None:
+        await self.ask("/pause_generation", {"mode": "in_place"}, what="to pause")
+
+    async def thaw(self) -> None:
+        await self.ask("/continue_generation", {}, what="to go on")
+
+    async def label(self, label: str) -> None:
+        body = {"new_version": label, "abort_all_requests": False}
+        await self.ask("/update_weight_version", body, what="to label its tokens")
+
+    async def load(self, checkpoint: Path) -> None:
+        """Have it load the weights of a directory, in a pause: what it decodes keeps its keys and values."""
+        body = {"model_path": str(checkpoint), "flush_cache": False, "load_format": "auto"}
+        data = await self.ask("/update_weights_from_disk", body, what="to load weights", deadline_s=LOAD_S)
+        if not msgspec.json.decode(data).get("success"):
+            raise EngineError(f"SGLang of {self.name} did not load weights", repr(data[:500]), hint="see its log")
+
+    async def route_source(self, num_moe_layers: int) -> RouteSource:
+        if not num_moe_layers:
+            return RouteSource(missing="the model has no routers")
+        return RouteSource(native=True) if self.gives_routes else RouteSource(missing="it was not started to tell them")
+
+    async def take_routes(self, name: str) -> str | None:
+        """Nothing is kept: routes come with the answers."""
+        return None
+
+    def forget(self, name: str) -> None:
+        """SGLang looks for a closed connection every few seconds only."""
+        task = asyncio.ensure_future(self._abort(name))
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
+    async def _abort(self, name: str) -> None:
+        with contextlib.suppress(EngineError):  # it is gone, and the request with it
+            await self.ask("/abort_request", {"rid": name}, what="to drop a request", deadline_s=FORGET_S)
+
+
+class Sglang(Child, SglangCalls):
+    """An SGLang server as a child of this process."""
+
+    def __init__(
+        self, argv: Sequence[str], env: dict[str, str], *, name: str, port: int, key: str, gives_routes: bool
+    ) -> None:
+        SglangCalls.__init__(self, port, name=name, key=key, gives_routes=gives_routes)
+        self.begin(argv, env)
+
+
+def start(
+    environment: Environment,
+    checkpoint: Path,
+    *,
+    name: str,
+    model: ModelConfig,
+    config: EngineConfig,
+    kv_tokens: int,
+    threads: int,
+    folder: Path,
+    arguments: Sequence[str],
+) -> Sglang:
+    """SGLang over a checkpoint, as a child of this process. Raises `EngineError` where there is none of the version
+    that the adapter was written for."""
+    device = environment.require().device
+    port, key, gives_routes = _free_port(), secrets.token_hex(16), device == "cuda" and model.num_moe_layers > 0
+    argv = [str(environment.python), "-m", "etude.inference.foreign.launch", MODULE]
+    argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key]
+    argv += ["--model-path", str(checkpoint), "--skip-tokenizer-init", "--dtype", str(config.dtype)]
+    argv += ["--context-length", str(config.context_tokens + 1)]  # a text is scored with one token after it
+    argv += ["--max-running-requests", str(config.max_sequences), "--max-total-tokens", str(kv_tokens)]
+    argv += ["--chunked-prefill-size", str(config.step_tokens), "--random-seed", "0", "--sleep-on-idle"]
+    argv += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "0"]
+    argv += ["--incremental-streaming-output", "--weight-version", "0", "--log-level", "warning"]
+    argv += ["--json-model-override-args", NO_END]
+    argv += ["--enable-return-routed-experts"] if gives_routes else []
+    argv += ["--enable-deterministic-inference"] if device == "cuda" else [*ON_CPU, "--disable-cuda-graph"]
+    argv += arguments
+    env = environ(folder, threads) | {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    return Sglang(argv, env, name=name, port=port, key=key, gives_routes=gives_routes)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,178 @@
+"""What SGLang is asked and what it answers, in its words and in ours. Pure: nothing here knows of sockets.
+
+SGLang's answers are read by what they must hold, and everything else in them is left alone: one that holds less, or
+disagrees with itself, is an `EngineError`, never a completion. Written against `/generate` of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from etude.errors import EngineError
+from etude.inference.errors import MalformedRequest
+from etude.inference.foreign.parts import Part, broken, kept_routes, keyed_seed, labelled
+from etude.models.config import ModelConfig
+from etude.records.completion import CompletionRequest, Traffic
+from etude.records.wire import Routes
+
+MAKE, GENERATE = "SGLang", "/generate"
+LEAST_TEMPERATURE = 1e-6
+"""Under it SGLang takes the likeliest token, and tells log-probabilities at temperature 1."""
+T = TypeVar("T")
+
+
+class _Finish(msgspec.Struct, frozen=True):
+    type: str
+    message: str = ""
+
+
+class _Span(msgspec.Struct, frozen=True):
+    version: str
+    start: int
+    end: int
+
+
+class _Sampled(msgspec.Struct, frozen=True, array_like=True):
+    """[log-probability, token id, its text]; the first token of a text has no log-probability."""
+
+    logprob: float | None
+    token_id: int
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    finish_reason: _Finish | None = None
+    output_token_logprobs: list[_Sampled] | None = None
+    input_token_logprobs: list[_Sampled] | None = None
+    weight_versions: list[_Span] | None = None
+    cached_tokens: int = 0
+    routed_experts: str | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+class _Trouble(msgspec.Struct, frozen=True):
+    message: str
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _Trouble | str
+
+
+def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool, stream: bool) -> bytes:
+    """The body that asks for a completion. `name`: what SGLang calls the request; `salt`: prefixes are shared under
+    the same one only. Raises `MalformedRequest`."""
+    sampling, prompt = request.sampling, request.prompt_ids
+    if 0.0 < sampling.temperature < LEAST_TEMPERATURE:
+        raise MalformedRequest(
+            f"request {request.request_id} asks for temperature {sampling.temperature:g}",
+            f"SGLang samples at {LEAST_TEMPERATURE:g} at least, or greedily at 0",
+            hint=f"ask for 0, or for {LEAST_TEMPERATURE:g} and more",
+        )
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "sampling_seed": keyed_seed(sampling.seed, len(prompt)),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": not sampling.stop_token_ids,  # it would ignore a request's own, too
+    }
+    body: dict[str, Any] = {"rid": name, "input_ids": prompt.tolist(), "sampling_params": params, "extra_key": salt}
+    body |= {"return_logprob": True, "stream": stream, "priority": int(request.traffic is Traffic.PRODUCTION)}
+    if native_routes and request.routes_from is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
+    return msgspec.json.encode(body)
+
+
+def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
+    """The body that asks for a text's log-probabilities."""
+    params = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+    body = {"rid": name, "input_ids": token_ids, "sampling_params": params, "extra_key": salt, "priority": 1}
+    return msgspec.json.encode(body | {"return_logprob": True, "logprob_start_len": 0})
+
+
+def read_answer(body: bytes, *, engine: str) -> Part:
+    """A whole answer. Raises `Broken`."""
+    return _part(_decoded(body, _Answer, engine), engine, whole=True)
+
+
+def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
+    """(which adoption computed it, log-probability of each token but the first) of an answer to `scored`. None: SGLang
+    has no label for it. Raises `Broken`."""
+    meta = _decoded(body, _Answer, engine).meta_info
+    rows = meta.input_token_logprobs or []
+    logprobs = [row.logprob for row in rows[1:] if row.logprob is not None]
+    if [row.token_id for row in rows] != token_ids or len(logprobs) != len(token_ids) - 1:
+        raise broken(MAKE, engine, f"{len(logprobs)} log-probabilities of {len(token_ids)} tokens")
+    spans = labelled(meta.weight_versions or [], MAKE, engine)
+    return (spans[-1][0] if spans else None), logprobs
+
+
+def read_event(line: bytes, *, engine: str) -> Part | None:
+    """A line of a streamed answer: some tokens; None for one that says nothing. Raises `Broken`, and `EngineError` for
+    what SGLang ended it with."""
+    if not line.startswith(b"data: ") or is_end(line):
+        return None
+    body = line[len(b"data: ") :]
+    if body.lstrip().startswith(b'{"error"'):
+        raise refused(500, body, engine=engine)
+    return _part(_decoded(body, _Answer, engine), engine, whole=False)
+
+
+def is_end(line: bytes) -> bool:
+    """Whether a line is the last of a streamed answer."""
+    return line.strip() == b"data: [DONE]"
+
+
+def refused(status: int, body: bytes, *, engine: str) -> EngineError:
+    """The exception behind an answer that is not 200; never raises, whatever the bytes are.
+
+    >>> print(refused(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
+    SGLang of engine-1 answered 400: too long
+      hint: its log says why
+    """
+    try:
+        error = msgspec.json.decode(body, type=_Refusal).error
+        said = error if isinstance(error, str) else error.message
+    except ValueError:
+        said = repr(body[:200])
+    return EngineError(f"SGLang of {engine} answered {status}", said[:500], hint="its log says why")
+
+
+def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
+    """Routes of `count` positions: base64 of int32 [positions, layers, top_k]. Raises `ValueError`."""
+    if data is None:
+        return kept_routes(None, model, start=0, stop=count)
+    told = np.frombuffer(base64.b64decode(data), "<i4")
+    if told.size != count * model.num_layers * model.top_k:
+        raise ValueError(f"routes of {told.size} numbers for {count} positions")
+    shaped = told.reshape(count, model.num_layers, model.top_k)
+    return np.ascontiguousarray(shaped[:, list(model.moe_layers)]).astype(model.route_dtype)
+
+
+def _part(answer: _Answer, engine: str, *, whole: bool) -> Part:
+    ids, meta = answer.output_ids, answer.meta_info
+    told, finish = meta.output_token_logprobs or [], meta.finish_reason
+    if [one.token_id for one in told] != ids:
+        raise broken(MAKE, engine, f"log-probabilities of {len(told)} tokens, {len(ids)} tokens")
+    if whole and finish is None:
+        raise broken(MAKE, engine, "no reason why it ended")
+    if finish is not None and finish.type == "abort":
+        raise EngineError(f"SGLang of {engine} dropped a request", finish.message, hint="ask again; its log says why")
+    logprobs = [one.logprob for one in told if one.logprob is not None]
+    if len(logprobs) != len(ids):
+        raise broken(MAKE, engine, f"{len(logprobs)} log-probabilities of {len(ids)} tokens")
+    spans = labelled(meta.weight_versions or [], MAKE, engine) if finish is not None else ()
+    return Part(ids, logprobs, finish.type if finish else None, spans, meta.cached_tokens, meta.routed_experts)
+
+
+def _decoded(body: bytes, kind: type[T], engine: str) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except ValueError as error:
+        raise broken(MAKE, engine, f"{error}; {body[:200]!r}") from None

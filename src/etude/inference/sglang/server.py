@@ -1,0 +1,93 @@
+"""One SGLang engine as a process: ``python -m etude.inference.sglang.server --checkpoint DIR [--store PLACE] ...``.
+
+Starts SGLang in its own environment as a child, follows the weight chain for it, and serves `app` on a socket as
+`etude.inference.server` does for our own engine: the same protocol, the same ready file, the same ends. SGLang dies
+with it, however it ends. ETUDE_TOKEN in the environment is the bearer token that every POST must carry. With
+``--register URL`` it joins the fleet of a run elsewhere, as `etude.inference.server` does, and needs no checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.errors import EtudeError
+from etude.inference.app import build_app
+from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.foreign.environment import SGLANG, environment
+from etude.inference.foreign.serving import initial_version, lifespan, parser_of, prepare, read_model
+from etude.inference.lifetime import die_with_parent
+from etude.inference.membership import NO_VERSION
+from etude.inference.registering import registration_of
+from etude.inference.serving import config_of, listen, read_token, serve
+from etude.inference.sglang.follow import Following
+from etude.inference.sglang.process import start
+from etude.stores import open_store
+from etude.telemetry import Telemetry
+from etude.weights import Follower
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code."""
+    args = parser_of("SGLang", "python -m etude.inference.sglang.server").parse_args(argv)
+    die_with_parent(watch_stdin=args.watch_stdin)
+    telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
+    try:
+        with tempfile.TemporaryDirectory(prefix="etude-sglang-") as folder:
+            _serve(args, Path(folder), telemetry)
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
+    token, listener = read_token(args.host), listen(args.host, args.port)
+    held, named = environment(args.environment, SGLANG), args.checkpoint is not None
+    device = held.require().device
+    more = prepare(args, token, folder)
+    config, model = config_of(args), read_model(args.checkpoint)
+    kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
+    child = start(
+        held,
+        args.checkpoint,
+        name=args.name,
+        model=model,
+        config=config,
+        kv_tokens=kv_tokens,
+        threads=args.threads,
+        folder=folder,
+        arguments=[*more, *args.argument],
+    )
+    engine = ForeignEngine(
+        child,
+        name=args.name,
+        model=model,
+        config=config,
+        version=initial_version(args.checkpoint) if named else NO_VERSION,
+        kv_tokens=kv_tokens,
+        parity=f"sglang-{SGLANG.version}-{device}-{config.dtype}",
+    )
+    following = None
+    if args.store is not None:
+        chain = Follower(open_store(args.store, cache=args.cache))
+        following = Following(
+            engine, chain, start=args.checkpoint, folder=folder / "head", poll_s=args.poll_s, telemetry=telemetry
+        )
+    failed: list[EtudeError] = []
+    registration = registration_of(args, listener, token)
+    needs_routes = args.needs_routes and model.num_moe_layers > 0
+    span = lifespan(child, engine, following, telemetry, failed, registration, needs_routes=needs_routes)
+    try:
+        serve(build_app(engine, token=token, lifespan=span), listener, name=args.name, ready_file=args.ready_file)
+    except SystemExit:  # uvicorn's, of a start that failed
+        if failed:
+            raise failed[0] from None
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""What SGLang's answers become. Those in `answers` are a real server's, SGLang 0.5.23 on a CPU."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.cli import main
+from etude.errors import ConfigError, EngineError
+from etude.inference.config import EngineKind
+from etude.inference.errors import MalformedRequest
+from etude.inference.foreign import parts
+from etude.inference.foreign.environment import MARK, SGLANG, Environment
+from etude.inference.foreign.parts import Broken, Part
+from etude.inference.sglang import protocol
+from etude.loop.config import FleetConfig, RunConfig
+from etude.models.config import ModelConfig
+from etude.numerics.config import Mode, NumericsConfig
+from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic, Version
+from etude.training.config import LearnerConfig
+
+ANSWERS = Path(__file__).parent / "answers"
+MODEL = ModelConfig(num_layers=3, num_experts=8, top_k=2, dense_layers=(1,))
+OLD, NEW = (Version(step=step, incarnation="0a1b2c3d", digest=f"{step:064d}") for step in (3, 4))
+IDS, PROMPT = [75, 217, 50, 2, 68], 40
+
+
+def recorded(name: str) -> bytes:
+    return (ANSWERS / name).read_bytes()
+
+
+def changed(**fields: Any) -> bytes:
+    """The recorded answer with other fields in what it says of itself."""
+    answer = json.loads(recorded("generate.json"))
+    answer["meta_info"] |= fields
+    return json.dumps(answer).encode()
+
+
+def request(**fields: Any) -> CompletionRequest:
+    sampling = Sampling(max_tokens=5, stop_token_ids=fields.pop("stop", ()), temperature=fields.pop("temperature", 1.0))
+    ids = np.arange(PROMPT, dtype=np.int32)
+    return CompletionRequest(request_id="r", session_id="s", prompt_ids=ids, sampling=sampling, **fields)
+
+
+def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
+    routes = parts.kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
+    return parts.completed(
+        request(stop=stop),
+        answer,
+        make="SGLang",
+        engine="engine-1",
+        versions={0: OLD, 1: NEW},
+        adoption=adoption,
+        routes=routes,
+    )
+
+
+def test_a_recorded_answer_and_a_recorded_stream_are_the_same_completion() -> None:
+    done = completed(protocol.read_answer(recorded("generate.json"), engine="engine-1"))
+    assert done.token_ids.tolist() == IDS
+    assert done.logprobs[0] == np.float32(-4.2646002769470215)
+    assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 5, 0)]
+    assert (done.stop_reason, done.num_cached, done.engine) == (StopReason.LENGTH, 39, "engine-1")
+    lines = recorded("stream.txt").splitlines(keepends=True)
+    told = [part for line in lines if (part := protocol.read_event(line, engine="engine-1"))]
+    assert [part.token_ids for part in told] == [[token] for token in IDS]
+    again = completed(sum(told, parts.NOTHING))
+    assert (again.token_ids.tolist(), again.spans) == (IDS, done.spans)
+    assert np.array_equal(again.logprobs, done.logprobs)
+    assert [protocol.is_end(line) for line in lines if line.strip()][-1]
+
+
+def test_a_recorded_end_by_a_stop_token_is_one_and_a_recorded_text_has_its_log_probabilities() -> None:
+    stopped = protocol.read_answer(recorded("stopped.json"), engine="engine-1")
+    assert completed(stopped, stop=(IDS[2],)).stop_reason is StopReason.STOP
+    with pytest.raises(Broken, match="an end by 'stop'"):
+        completed(stopped)
+    adoption, logprobs = protocol.read_scores(recorded("score.json"), [5, 6, 7, 8], engine="engine-1")
+    assert (adoption, logprobs) == (0, [-5.501389503479004, -5.850438594818115, -5.875283241271973])
+    with pytest.raises(Broken, match="3 log-probabilities of 5 tokens"):
+        protocol.read_scores(recorded("score.json"), [5, 6, 7, 8, 9], engine="engine-1")
+
+
+def test_a_recorded_refusal_and_a_recorded_abort_say_what_sglang_said() -> None:
+    said = protocol.refused(400, recorded("too_long.json"), engine="engine-1")
+    assert said.what == "SGLang of engine-1 answered 400"
+    assert "maximum context length of 257 tokens" in said.facts
+    assert protocol.refused(400, b'{"error": "no such field"}', engine="e").facts == "no such field"
+    assert protocol.refused(500, b"<html>", engine="e").facts == "b'<html>'"
+    with pytest.raises(EngineError, match="dropped a request"):
+        protocol.read_answer(recorded("aborted.json"), engine="engine-1")
+    with pytest.raises(EngineError, match="answered 500"):
+        protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"finish_reason": None},
+        {"output_token_logprobs": [[-1.0, 75, None]]},
+        {"output_token_logprobs": [[None, token, None] for token in IDS]},
+        {"weight_versions": []},
+        {"weight_versions": [{"version": "default", "start": 0, "end": 5}]},
+        {"weight_versions": [{"version": "0", "start": 1, "end": 5}]},
+        {"weight_versions": [{"version": "7", "start": 0, "end": 5}]},
+    ],
+)
+def test_an_answer_that_disagrees_with_itself_is_an_error(fields: dict[str, Any]) -> None:
+    with pytest.raises(Broken):
+        completed(protocol.read_answer(changed(**fields), engine="engine-1"))
+    for cut in (0, 10, 100):
+        with pytest.raises(Broken):
+            protocol.read_answer(recorded("generate.json")[:cut], engine="engine-1")
+
+
+def test_a_request_that_lived_through_a_swap_has_both_versions() -> None:
+    told = [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 5}]
+    done = completed(protocol.read_answer(changed(weight_versions=told), engine="e"))
+    assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 2, 0), (NEW, 3, 1)]
+
+
+def test_what_is_asked_has_the_requests_own_stop_tokens_seed_salt_class_and_routes() -> None:
+    body = json.loads(protocol.asked(request(stop=(7,)), "n", salt="a-1", native_routes=True, stream=True))
+    params = body["sampling_params"]
+    assert (body["input_ids"], body["extra_key"], body["stream"]) == (list(range(PROMPT)), "a-1", True)
+    assert (params["stop_token_ids"], params["ignore_eos"], body["return_logprob"]) == ([7], False, True)
+    assert params["sampling_seed"] == parts.keyed_seed(0, PROMPT)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 0)
+    plain = json.loads(protocol.asked(request(), "n", salt="a", native_routes=False, stream=False))
+    assert "return_routed_experts" not in plain
+    assert plain["sampling_params"]["ignore_eos"]
+    production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False, stream=False)
+    assert json.loads(production)["priority"] > plain["priority"], "SGLang serves the higher number first"
+    with pytest.raises(MalformedRequest, match="temperature 1e-07"):
+        protocol.asked(request(temperature=1e-7), "n", salt="a", native_routes=False, stream=False)
+
+
+def test_routes_are_those_of_layers_with_a_router() -> None:
+    told = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2) % 8
+    routes = protocol.given_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=4)
+    assert routes.dtype == MODEL.route_dtype
+    assert np.array_equal(routes, told[:, [0, 2]])
+    assert parts.any_missing(protocol.given_routes(None, MODEL, count=4))
+    with pytest.raises(ValueError, match="for 5 positions"):
+        protocol.given_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=5)
+
+
+def test_another_version_is_refused_and_so_is_an_install_for_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang-0.4.1.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.4\nName: sglang\nVersion: 0.4.1\n")
+    (tmp_path / MARK).write_text('{"device": "cpu"}')
+    with pytest.raises(EngineError, match=r"SGLang 0\.4\.1 in .* was not tested") as caught:
+        Environment(tmp_path, SGLANG).require()
+    assert f"works with SGLang {SGLANG.version}" in caught.value.facts
+    assert "etude engines install sglang" in caught.value.hint
+    assert main(["engines", "install", "sglang", "--folder", str(tmp_path / "new")]) == 1
+    said = capsys.readouterr().err
+    assert "SGLang is not installed for cpu" in said
+    assert "hint: take vLLM on a CPU" in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_with_sglang_is_neither_exact_nor_given_adapters() -> None:
+    fleet, native = FleetConfig(engines=(EngineKind.SGLANG,)), NumericsConfig(mode=Mode.NATIVE)
+    RunConfig(fleet=fleet, numerics=native)
+    with pytest.raises(ConfigError, match="sglang") as caught:
+        RunConfig(fleet=fleet, numerics=native, learner=LearnerConfig(lora_rank=4))
+    assert "takes whole weights" in caught.value.facts
+    with pytest.raises(ConfigError, match="sglang") as caught:
+        RunConfig(fleet=fleet, numerics=NumericsConfig(mode=Mode.EXACT))
+    assert "computes in its own order" in caught.value.facts
