@@ -6,7 +6,7 @@ Rank 0 opens a door (`Door`) and writes where it is, with a secret of its own, i
 mount: who can read that file may bring ranks, others are refused. Who brings them says how many, is told which they are
 and where the learner meets, and starts them as children. The connection stays: its end is the end of those ranks, on
 both sides, and within `LINK_S` where a machine is gone or cut off. Then rank 0 ends, by name, and its successor opens
-another door, to which the same program comes again. It leaves when the run's training is done.
+another door, to which the same program comes again. It leaves when the run needs no learner any more.
 
 Nothing here loads torch, and nothing knows what ranks compute.
 """
@@ -172,7 +172,7 @@ class Door:
 
 
 def bring(run: Path, count: int) -> None:
-    """Bring ranks to a run, one learner after another, until its training is done. Raises `RunError`."""
+    """Bring ranks to a run, one learner after another, until it needs none any more. Raises `RunError`."""
     while (door := _next_door(run)) is not None:
         at, secret = door
         with (
@@ -185,11 +185,11 @@ def bring(run: Path, count: int) -> None:
 
 
 def _next_door(run: Path) -> tuple[str, bytes] | None:
-    """(address, secret) of the door that was opened last; None: the run's training is done."""
+    """(address, secret) of the door that was opened last; None: the run is done with learners."""
     end = time.monotonic() + CALL_S
     while True:
         try:
-            if RunFolder(run).ended("rl"):
+            if RunFolder(run).ended("eval-after"):
                 return None
             door = json.loads((run / "logs" / _DOOR).read_text())
             return str(door["at"]), bytes.fromhex(door["secret"])
