@@ -34,6 +34,7 @@ from typing import IO, Any, NoReturn
 
 from etude.errors import EtudeError, RunError
 from etude.inference.lifetime import when_parent_dies
+from etude.loop.processes import KEEPS_MEMORY
 from etude.loop.wire import LINK_S, kept_alive
 from etude.run import RunFolder, write_durably
 
@@ -52,7 +53,7 @@ def start_rank(run: Path, rank: int, at: str, secret: bytes, *, local: int) -> s
     """A rank as a child of this process's thread. `at`: the store at which the learner meets; `local`: which of this
     machine's devices is its own."""
     argv = [sys.executable, "-m", "etude.loop.ranks", "--run", str(run), "--at", at, "--rank", str(rank)]
-    env = {**os.environ, "LOCAL_RANK": str(local)}
+    env = {"OMP_NUM_THREADS": "1", **KEEPS_MEMORY, **os.environ, "LOCAL_RANK": str(local)}  # as rank 0 has it
     started = subprocess.Popen(argv, stdin=subprocess.PIPE, env=env, preexec_fn=when_parent_dies)
     assert started.stdin is not None, "it was asked for"
     with contextlib.suppress(BrokenPipeError):  # it has ended: its exit tells
