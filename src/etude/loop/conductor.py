@@ -38,6 +38,7 @@ from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_fa
 from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.packing import whole_samples
 from etude.harness import ChatFormat
+from etude.loop.apart import apart
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
@@ -264,7 +265,8 @@ class Conductor:
                 await self._call("defend", type(None), str(self._defence_due))
                 self._defence_due = None
             by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
-            write_trace(self.traces, batch, groups, computed_by=by, settings=settings)
+            recorded = functools.partial(write_trace, computed_by=by, settings=settings)
+            await apart(functools.partial(recorded, self.traces, batch, groups))  # the disk, or a bucket
             self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
             yield batch, groups, time.perf_counter() - began
 
