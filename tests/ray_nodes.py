@@ -53,9 +53,10 @@ class Node:
 
 
 class Nodes:
-    """A head that offers nothing, and the nodes that join it. `env`: what reaches it needs."""
+    """A head that offers nothing, and the nodes that join it. `env`: what reaches it needs. `before`: a program that
+    starts the head in its own way; `address`: its own, where Ray is not to look for it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *before: str, address: str = "") -> None:
         self.folder = folder
         with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
             port, client = one.getsockname()[1], other.getsockname()[1]
@@ -66,16 +67,26 @@ class Nodes:
         }
         self.nodes: list[Node] = []
         head = self._start(
-            "head", ["--head", f"--port={port}", f"--ray-client-server-port={client}", "--include-dashboard=false"], {}
+            "head",
+            [
+                "--head",
+                f"--port={port}",
+                f"--ray-client-server-port={client}",
+                "--include-dashboard=false",
+                *_at(address),
+            ],
+            {},
+            *before,
         )
         _said(head, "Ray runtime started")
         host = _said(head, "Local node IP: ")[1]
         self.address, self.client = f"{host}:{port}", f"ray://{host}:{client}"
 
-    def add(self, name: str, *before: str, **roles: int) -> Node:
-        """A node that takes so many of each role. `before`: a program that starts it in its own way."""
+    def add(self, name: str, *before: str, address: str = "", **roles: int) -> Node:
+        """A node that takes so many of each role. `before`: a program that starts it in its own way; `address` as for
+        the head."""
         for _ in range(3):
-            node = self._start(name, [f"--address={self.address}"], roles, *before)
+            node = self._start(name, [f"--address={self.address}", *_at(address)], roles, *before)
             if _said(node, "Ray runtime started", "timed out during startup")[0]:
                 return node
             node.end()  # a node has 30 s of Ray's to come up, which a busy host may not give it
@@ -87,6 +98,10 @@ class Nodes:
         node = Node([*before, *ray, *sizes], self.folder / f"{name}.out", self.env)
         self.nodes.append(node)
         return node
+
+
+def _at(address: str) -> list[str]:
+    return [f"--node-ip-address={address}"] if address else []
 
 
 def _said(node: Node, what: str, instead: str = "\0") -> tuple[bool, str]:
@@ -102,13 +117,13 @@ def _said(node: Node, what: str, instead: str = "\0") -> tuple[bool, str]:
 
 
 @contextlib.contextmanager
-def ray_nodes() -> Iterator[Nodes]:
-    """A cluster that is gone when the block ends, with its folder."""
+def ray_nodes(*before: str, address: str = "") -> Iterator[Nodes]:
+    """A cluster that is gone when the block ends, with its folder. `before`, `address`: of its head, as for `Nodes`."""
     # Ray's sockets lie in it, and their names must be short
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         nodes = None
         try:
-            nodes = Nodes(Path(folder))
+            nodes = Nodes(Path(folder), *before, address=address)
             yield nodes
         finally:
             for node in reversed(nodes.nodes if nodes else []):

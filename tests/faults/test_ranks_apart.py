@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from benchmarks import sharded_ranks as ranked
 from benchmarks.regions_network import module_env
+from tests.ray_nodes import ray_nodes
 from tests.running import Running, event_of
 from tests.two_hosts import AWAY, HOME, Hosts, two_hosts
 from tests.unit.training.test_sharded import SAVED, jobs_in
@@ -85,6 +86,28 @@ def told(run: Running, name: str) -> list[dict[str, Any]]:
     path = run.path / "events" / "learner.jsonl"
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [event for event in map(event_of, lines) if event.get("kind") == "process" and event["name"] == name]
+
+
+def test_ray_puts_ranks_on_two_hosts_where_none_has_room_for_both(
+    game: Any, tmp_path: Path, cli_in: Callable[[Path], Any], hosts: Hosts
+) -> None:
+    home, away = hosts.within(hosts.home), hosts.within(hosts.away)
+    with ray_nodes(*home, address=HOME) as nodes:
+        nodes.add("home", *home, address=HOME, learner=1, engine=1, worker=1, grader=1)
+        nodes.add("away", *away, address=AWAY, learner=1)
+        cli = cli_in(tmp_path)
+        run = Running(replace(cli, env={**cli.env, **nodes.env}, before=home), game.config)
+        try:
+            run.begin("rl.steps=4", "learner.ranks=2", "fleet.engines=['reference']", on=nodes.address)
+            assert run.end() == 0, run.said
+            run.assert_sound()
+            assert any(address in told(run, "learner rank 1")[-1]["host"] for address in (HOME, AWAY))
+            other = AWAY if HOME in told(run, "learner rank 1")[-1]["host"] else HOME
+            assert other in (run.path / "logs" / "learner.door").read_text(), "rank 0 is met where the other is not"
+            redone = run.cli("replay", run.path, "4", "--json")
+            assert redone.returncode == 0, redone.stdout + redone.stderr
+        finally:
+            run.stop()
 
 
 def test_a_rank_of_another_host_is_lost_twice_and_the_run_goes_on_each_time(

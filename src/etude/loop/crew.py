@@ -200,7 +200,7 @@ class Crew:
             """Its connection with the learner tells both how it is."""
 
         argv = ["-m", "etude.loop.rank_hosts", "--run", str(self.run.path)]
-        return self._child(name, argv, env=KEEPS_MEMORY), Role(passes, passes)
+        return self._child(name, argv), Role(passes, passes)
 
     def _engine(self, name: str, kind: EngineKind) -> tuple[Child, Role]:
         ready_file = self.run / "logs" / f"{name}.ready"

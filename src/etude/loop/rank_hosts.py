@@ -6,7 +6,7 @@ Rank 0 opens a door (`Door`) and writes where it is, with a secret of its own, i
 mount: who can read that file may bring ranks, others are refused. Who brings them says how many, is told which they are
 and where the learner meets, and starts them as children. The connection stays: its end is the end of those ranks, on
 both sides, and within `LINK_S` where a machine is gone or cut off. Then rank 0 ends, by name, and its successor opens
-another door, to which the same program comes again. It leaves when the run's training is done.
+another door, to which the same program comes again. It leaves when the run needs no learner any more.
 
 Nothing here loads torch, and nothing knows what ranks compute.
 """
@@ -34,6 +34,7 @@ from typing import IO, Any, NoReturn
 
 from etude.errors import EtudeError, RunError
 from etude.inference.lifetime import when_parent_dies
+from etude.loop.processes import KEEPS_MEMORY
 from etude.loop.wire import LINK_S, kept_alive
 from etude.run import RunFolder, write_durably
 
@@ -52,7 +53,7 @@ def start_rank(run: Path, rank: int, at: str, secret: bytes, *, local: int) -> s
     """A rank as a child of this process's thread. `at`: the store at which the learner meets; `local`: which of this
     machine's devices is its own."""
     argv = [sys.executable, "-m", "etude.loop.ranks", "--run", str(run), "--at", at, "--rank", str(rank)]
-    env = {**os.environ, "LOCAL_RANK": str(local)}
+    env = {"OMP_NUM_THREADS": "1", **KEEPS_MEMORY, **os.environ, "LOCAL_RANK": str(local)}  # as rank 0 has it
     started = subprocess.Popen(argv, stdin=subprocess.PIPE, env=env, preexec_fn=when_parent_dies)
     assert started.stdin is not None, "it was asked for"
     with contextlib.suppress(BrokenPipeError):  # it has ended: its exit tells
@@ -172,7 +173,7 @@ class Door:
 
 
 def bring(run: Path, count: int) -> None:
-    """Bring ranks to a run, one learner after another, until its training is done. Raises `RunError`."""
+    """Bring ranks to a run, one learner after another, until it needs none any more. Raises `RunError`."""
     while (door := _next_door(run)) is not None:
         at, secret = door
         with (
@@ -185,11 +186,11 @@ def bring(run: Path, count: int) -> None:
 
 
 def _next_door(run: Path) -> tuple[str, bytes] | None:
-    """(address, secret) of the door that was opened last; None: the run's training is done."""
+    """(address, secret) of the door that was opened last; None: the run is done with learners."""
     end = time.monotonic() + CALL_S
     while True:
         try:
-            if RunFolder(run).ended("rl"):
+            if RunFolder(run).ended("eval-after"):
                 return None
             door = json.loads((run / "logs" / _DOOR).read_text())
             return str(door["at"]), bytes.fromhex(door["secret"])

@@ -66,8 +66,8 @@ def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
     assert waited == [f"3 of 3 ranks are to come to {door.at}"]
 
 
-def test_who_brings_ranks_leaves_when_training_is_done(run: Path) -> None:
-    RunFolder.open(run).end_phase("rl", wall_s=1.0)
+def test_who_brings_ranks_leaves_when_the_run_needs_no_learner_any_more(run: Path) -> None:
+    RunFolder.open(run).end_phase("eval-after", wall_s=1.0)
     bring(run, 1)
 
 

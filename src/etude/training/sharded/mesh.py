@@ -85,8 +85,10 @@ def join(
     device, backend = _device(config.device, rank)
     deadline = timedelta(seconds=deadline_s)
     address, interface = way_to(first)
-    if interface:  # by which the ranks reach each other: a machine's name need not resolve
+    is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", size)) == size  # torchrun's: all ranks are on this machine
+    if interface and (is_alone or interface != "lo"):  # whatever the machine's name resolves to
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface and interface != "lo":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     if not met:
         how: dict[str, Any] = {"init_method": "env://"} if store is None else {"store": store}
