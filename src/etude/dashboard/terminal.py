@@ -184,11 +184,14 @@ def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Who is not up yet, or not up again. A phase's own program is not waited for to be ready."""
-    now = {text(event, "name"): text(event, "state") for event in view.of("process")}
-    names = [name for name, state in now.items() if state in ("start", "restart", "waiting") and name not in PHASES]
-    if names:
-        yield "starting", Text(", ".join(names))
+    """Who is not up yet, or not up again. A phase's own program is not waited for to be ready, nor a rank that
+    the learner has begun: it is not up before they are."""
+    now = {text(event, "name"): event for event in view.of("process")}
+    begun = {name for name, event in now.items() if event["state"] in ("start", "restart")}
+    waited = {name for name in begun if now[name]["process"] == "conductor" and name not in PHASES}
+    waited |= {name for name, event in now.items() if event["state"] == "waiting"}
+    if waited:
+        yield "starting", Text(", ".join(name for name in now if name in waited))
 
 
 def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:

@@ -82,6 +82,7 @@ class Leader:
 
         for rank, host in door.meet(self._here, self._at, waits).items():
             self._telemetry.event("process", name=f"learner rank {rank}", state="start", host=host)
+        self._telemetry.event("process", name="learner ranks", state="ready")
 
     def tell(self, method: str, *arguments: object) -> None:
         """Have every other rank make a call of `Learning` that this one is about to make."""

@@ -119,6 +119,7 @@ def test_until_everybody_is_up_those_who_are_not_are_named(writer):
     for name in ("learner", "engine-0"):
         writer.event(2.0, "conductor", "process", name=name, state="start")
     writer.event(3.0, "conductor", "process", name="learner", state="ready")
+    writer.event(3.0, "learner", "process", name="learner rank 1", state="start")
     assert plain_line(RunView(writer.path)) == "3.0 s  eval-before  starting engine-0"
     writer.event(4.0, "conductor", "process", name="engine-0", state="ready")
     assert plain_line(RunView(writer.path)) == "4.0 s  eval-before"
