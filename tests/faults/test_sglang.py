@@ -71,6 +71,9 @@ def test_a_real_sglang_follows_versions_under_requests_in_flight(tmp_path: Path)
             with torch.inference_mode():
                 assert int(model(torch.tensor(context))[0][-1].argmax()) == token
             context.append(token)
+        assert len((await engine.verify((TEXT * 2)[:256]))[1]) == 255, "a text as long as the context"
+        full = await engine.generate(ask("full", 56, 200))
+        assert len(full.token_ids) == 56
         with pytest.raises(EngineBehind):
             await engine.generate(ask("later", 4, min_step=9))
         with pytest.raises(EngineError, match="passed its deadline"):

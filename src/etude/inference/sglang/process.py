@@ -24,6 +24,8 @@ from etude.models.config import ModelConfig
 
 MODULE = "sglang.launch_server"
 LOAD_S, FORGET_S = 600.0, 10.0
+KEPT_TOKENS = 6
+"""Of a context SGLang takes so many fewer as input; one of them is for the token that is sampled after a text."""
 ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
 NO_END = json.dumps({"eos_token_id": None})
 """A request's own stop tokens are the only ones; where SGLang ignores the model's, it ignores those, too."""
@@ -106,8 +108,8 @@ def start(
     argv = [str(environment.python), "-m", "etude.inference.foreign.launch", MODULE]
     argv += ["--host", "127.0.0.1", "--port", str(port), "--api-key", key]
     argv += ["--model-path", str(checkpoint), "--skip-tokenizer-init", "--dtype", str(config.dtype)]
-    argv += ["--context-length", str(config.context_tokens + 1)]  # a text is scored with one token after it
-    argv += ["--max-running-requests", str(config.max_sequences), "--max-total-tokens", str(kv_tokens)]
+    argv += ["--context-length", str(config.context_tokens + KEPT_TOKENS)]
+    argv += ["--max-running-requests", str(config.max_sequences), "--max-total-tokens", str(kv_tokens + KEPT_TOKENS)]
     argv += ["--chunked-prefill-size", str(config.step_tokens), "--random-seed", "0", "--sleep-on-idle"]
     argv += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "0"]
     argv += ["--incremental-streaming-output", "--weight-version", "0", "--log-level", "warning"]
