@@ -106,13 +106,18 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
         context_tokens=config.engine.context_tokens,
         max_lag=config.experience.max_lag,
         max_running=max(1, engines * config.engine.max_sequences * 3 // 4),
-        budget_tokens=config.learner.budget_tokens,
+        budget_tokens=_forwarded(config),
         link_bytes_s=Layout.link_bytes_s if args.link_gbits is None else args.link_gbits * 1.25e8,
         changed_share=changed,
         evaluated=steps.evaluated if steps is not None else config.evals.during_tasks / config.evals.every,
         dtype_bytes=4 if config.engine.dtype == "float32" else 2,
         training=_training(config.learner),
     )
+
+
+def _forwarded(config: RunConfig) -> int:
+    """Tokens of one forward on a rank: a text longer than the budget has one alone, and ranks may share texts."""
+    return -(-max(config.learner.budget_tokens, config.harness.context_tokens) // config.learner.context_parallel)
 
 
 def _training(learner: LearnerConfig) -> Training:
