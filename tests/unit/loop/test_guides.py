@@ -86,6 +86,7 @@ def test_what_is_said_to_fit_eight_gpus_fits_them_by_the_plan(tmp_path, capsys, 
     found, layout = told["plan"], told["layout"]
     assert layout["learner_ranks"] + layout["engines"] * layout["engine_ranks"] == 8
     cells = [found["learner_memory"]["total"] / 1e9, found["engine_memory"]["total"] / 1e9]
-    assert found["learner_memory"]["fits"] and found["engine_memory"]["fits"]
+    assert found["learner_memory"]["fits"]
+    assert found["engine_memory"]["fits"]
     (line,) = [line for line in guide.splitlines() if line.startswith("| ") and row in line]
     assert line.endswith(f"| {cells[0]:.1f} GB | {cells[1]:.1f} GB | {found['step_s']:.0f} s |")
