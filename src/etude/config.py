@@ -27,6 +27,11 @@ def ranged(default: Any, *, low: float | None = None, high: float | None = None)
     return dataclasses.field(default=default, metadata={"low": low, "high": high})
 
 
+def like(example: str, default: str = "") -> Any:
+    """A dataclass field of text, with an example for whoever gives something else."""
+    return dataclasses.field(default=default, metadata={"example": f'"{example}"'})
+
+
 def load(path: Path | str, kind: type[T], overrides: Sequence[str] = ()) -> T:
     """The config in a TOML file, with overrides applied. Raises `ConfigError`."""
     return build(kind, read(path, overrides))
@@ -105,7 +110,7 @@ def build(kind: type[T], raw: Mapping[str, Any], where: str = "") -> T:
         place = f"{where}.{key}" if where else key
         if key not in fields:
             raise ConfigError(f"unknown key {place!r}", hint=nearest(key, fields, where))
-        values[key] = _convert(hints[key], value, place)
+        values[key] = _convert(hints[key], value, place, fields[key].metadata.get("example"))
         _check_range(fields[key].metadata, values[key], place)
     missing = [
         n
@@ -159,7 +164,7 @@ def _shown(value: Any) -> str:
     return f"the section {value!r}" if isinstance(value, Mapping) else _toml_value(value)
 
 
-def _convert(kind: Any, value: Any, place: str) -> Any:
+def _convert(kind: Any, value: Any, place: str, example: str | None = None) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None or (value == "none" and type(None) in args):
@@ -187,8 +192,8 @@ def _convert(kind: Any, value: Any, place: str) -> Any:
         except OverflowError:
             return math.inf if value > 0 else -math.inf  # its range refuses it
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        words, example = _KINDS[kind]
-        hint = f"write e.g. {place} = {example}"
+        words, any_example = _KINDS[kind]
+        hint = f"write e.g. {place} = {example or any_example}"
         raise ConfigError(place, f"{words} is wanted, not {_shown(value)}", hint=hint)
     return value
 

@@ -34,6 +34,7 @@ def planned(args: argparse.Namespace) -> int:
     run = open_run(args.against) if args.against is not None else None
     steps = Steps.read(run, config) if run is not None else None
     shape, layout = _shape(args, config, steps), _layout(args, config, steps)
+    _check(model, config, shape, layout)
     hardware = _calibrated(config) if args.hardware == "cpu" else device(args.hardware)
     if args.dollars_an_hour is not None:
         hardware = replace(hardware, dollars_h=args.dollars_an_hour)
@@ -106,13 +107,36 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
         context_tokens=config.engine.context_tokens,
         max_lag=config.experience.max_lag,
         max_running=max(1, engines * config.engine.max_sequences * 3 // 4),
-        budget_tokens=config.learner.budget_tokens,
+        budget_tokens=_forwarded(config),
         link_bytes_s=Layout.link_bytes_s if args.link_gbits is None else args.link_gbits * 1.25e8,
         changed_share=changed,
         evaluated=steps.evaluated if steps is not None else config.evals.during_tasks / config.evals.every,
         dtype_bytes=4 if config.engine.dtype == "float32" else 2,
         training=_training(config.learner),
     )
+
+
+def _check(model: ModelConfig, config: RunConfig, shape: Shape, layout: Layout) -> None:
+    """Raises `ConfigError` for rollouts and engines that no run has."""
+    room = config.harness.context_tokens
+    if shape.context > room:
+        raise ConfigError(
+            f"rollouts of {shape.context:,.0f} tokens do not fit harness.context_tokens = {room}",
+            f"{shape.prompt_tokens:,.0f} of the prompt, {shape.sampled_tokens:,.0f} sampled, {shape.tool_tokens:,.0f} "
+            f"of tools",
+            hint="fewer --prompt-tokens, --sampled-tokens or --tool-tokens; or --set harness.context_tokens=N "
+            "--set engine.context_tokens=N",
+        )
+    if model.num_heads % layout.engine_ranks:
+        raise ConfigError(
+            f"--engine-ranks {layout.engine_ranks} cannot share {model.num_heads} attention heads",
+            hint=f"a number of devices that divides {model.num_heads}",
+        )
+
+
+def _forwarded(config: RunConfig) -> int:
+    """Tokens of one forward on a rank: a text longer than the budget has one alone, and ranks may share texts."""
+    return -(-max(config.learner.budget_tokens, config.harness.context_tokens) // config.learner.context_parallel)
 
 
 def _training(learner: LearnerConfig) -> Training:

@@ -141,8 +141,10 @@ def deltas(view: RunView) -> Panel | None:
         return None
     anchors = [bytes_ for event in events if (bytes_ := number(event, "anchor_bytes"))]
     whole = f" {len(anchors)} snapshots of {size(max(anchors))}, for late engines, are not shown." if anchors else ""
-    share = weights(view)["share_of_bound"]
-    reached = f" In all {percent(share)} of the bound." if share else " No weight has changed."
+    total = weights(view)
+    share, unchanged = total["share_of_bound"], total["ratio"] is None
+    many = " Most weights change in a step, as adapters' do: the bound, of single changes, says nothing of that."
+    reached = f" In all {percent(share)} of the bound." if share else " No weight has changed." if unchanged else many
     return Panel(
         "Weights on the wire",
         "Bytes of each version's delta, and the bound of a code that knows how many changes there are at each "

@@ -96,6 +96,10 @@ def lag(steps: Sequence[Event]) -> dict[str, Any]:
     }
 
 
+MOST_CHANGE = 0.5
+"""Mean share of weights that a version changes, from which on changes are no longer single ones."""
+
+
 def is_delta(event: Event) -> bool:
     """Whether a `weights.publish` event is of a delta; the first version of a run is a snapshot, bounded by itself."""
     bound, whole = number(event, "bound_bytes"), number(event, "snapshot_bytes")
@@ -104,18 +108,20 @@ def is_delta(event: Event) -> bool:
 
 def weights(view: RunView) -> dict[str, Any]:
     """What travelled. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the bound's ratio, 1 is at it) are
-    over deltas, and None where no weight changed in any; pauses are of the engines that had requests in flight when
-    they swapped."""
+    over deltas, and None where no weight changed in any. The bound is of a code of single changes: where most weights
+    change, as adapters' do, it says nothing, and there is no share of it. Pauses are of the engines that had requests
+    in flight when they swapped."""
     published = view.of("weights.publish")
     deltas = [event for event in published if is_delta(event)]
     sent, bound = _total(deltas, "object_bytes"), _total(deltas, "bound_bytes")
+    dense = _total(deltas, "changed_share") > MOST_CHANGE * len(deltas)
     adopted = [event for event in view.of("engine.adopt") if number(event, "num_running")]
     pauses = sorted(1e3 * pause for event in adopted if (pause := number(event, "pause_s")) is not None)
     return {
         "num_publishes": len(published),
         "object_bytes": int(_total(published, "object_bytes")),
         "ratio": _total(deltas, "snapshot_bytes") / sent if sent and bound else None,
-        "share_of_bound": bound / sent if sent and bound else None,
+        "share_of_bound": bound / sent if sent and bound and not dense else None,
         "pause_ms_p50": quantile(pauses, 0.5),
         "pause_ms_p99": quantile(pauses, 0.99),
         "pause_ms_max": pauses[-1] if pauses else None,

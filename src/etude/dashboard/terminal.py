@@ -64,11 +64,13 @@ def result_lines(run_dir: Path | str) -> list[str]:
     parts = ", ".join(f"{name} {words.duration(spent[name])}" for name in PHASES if spent.get(name, 0) >= 0.05)
     if parts:
         lines.append(f"{words.duration(spent['total'])} in all: {parts}")
-    if sent["share_of_bound"] is not None:
+    if sent["ratio"] is not None:
+        near = (
+            f", {words.percent(share)} of the bound ({GLOSSARY['bound']})" if (share := sent["share_of_bound"]) else ""
+        )
         lines.append(
             f"weights: {sent['num_publishes']} versions, {words.size(sent['object_bytes'])}; deltas "
-            f"{sent['ratio']:.1f}x smaller than the weights, {words.percent(sent['share_of_bound'])} of the bound "
-            f"({GLOSSARY['bound']})"
+            f"{sent['ratio']:.1f}x smaller than the weights{near}"
         )
     elif sent["num_publishes"] > 1:
         lines.append(f"weights: {sent['num_publishes']} versions, and no weight differs between them: nothing learned")
@@ -237,8 +239,10 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
     if not sent or sent[-1] is None:
         return
     parts = [f"{words.size(sent[-1])} a step"]
-    if total["share_of_bound"] is None:
+    if total["ratio"] is None:
         parts.append("no weight has changed")
+    elif total["share_of_bound"] is None:
+        parts.append(f"{total['ratio']:.1f}x smaller than what trains")
     else:
         parts.append(f"{words.percent(total['share_of_bound'])} of the bound")
     if total["pause_ms_p99"] is not None:

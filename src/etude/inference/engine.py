@@ -68,7 +68,7 @@ class ReferenceEngine:
             raise EngineError(
                 f"a context of {self.config.context_tokens} tokens was asked for",
                 f"the model has positions for {model.config.context_tokens}",
-                hint="lower context_tokens, or take a model with a longer context",
+                hint="lower context_tokens (by hand: --context-tokens N), or take a model with a longer context",
             )
         self.counters = Counters()
         self.trouble = ""  # why the latest adoption failed; "" when it did not

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from etude import __version__
-from etude.config import build, leaves, load, ranged, to_plain
+from etude.config import build, leaves, like, load, ranged, to_plain
 from etude.environments.config import MachinesConfig
 from etude.environments.images import ImageStore
 from etude.errors import ConfigError, ConfigUnreadable, RunError, RunRefused, StoreError
@@ -53,14 +53,14 @@ class FleetConfig:
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
     hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
-    listen: str = ""  # "HOST:PORT": where engines from elsewhere join the run; "": nowhere
+    listen: str = like("0.0.0.0:8790")  # "HOST:PORT": where engines from elsewhere join the run; "": nowhere
     ranks_away: int = ranged(0, low=0)  # of learner.ranks so many are brought by other machines: loop/rank_hosts.py
-    ranks_at: str = ""  # the address of the learner's machine at which they come to it
+    ranks_at: str = like("10.0.0.1")  # the address of the learner's machine at which they come to it
 
     def __post_init__(self) -> None:
         host, _, port = self.listen.rpartition(":")
-        if self.listen and not (host and port.isdigit() and int(port) < 65_536):
-            raise ValueError(f"listen = {self.listen!r} is no HOST:PORT")
+        if self.listen and not (host and "/" not in host and port.isdigit() and int(port) < 65_536):
+            raise ValueError(f"listen = {self.listen!r} is no HOST:PORT, as '0.0.0.0:8790' is")
         if bool(self.ranks_away) != bool(self.ranks_at):
             raise ValueError(f"ranks_away = {self.ranks_away} and ranks_at = {self.ranks_at!r}: each needs the other")
         least = 0 if self.listen else 1  # with a registry all of them may join from elsewhere

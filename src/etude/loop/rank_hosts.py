@@ -85,6 +85,8 @@ class Door:
         """`away`: so many ranks are to come. Raises `RunError` where `host` is no address of this machine."""
         self._run, self._away, self._secret, self._lost = run, away, secret, lost
         self._guests: list[_Guest] = []
+        self._sent_back = ""
+        self._met = False
         self._changed = threading.Condition()
         self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         try:
@@ -103,7 +105,7 @@ class Door:
         end, told = time.monotonic() + COME_S, ""
         with self._changed:
             while (missing := self._away - sum(guest.count for guest in self._chosen())) > 0:
-                reason = f"{missing} of {self._away} ranks are to come to {self.at}"
+                reason = f"{missing} of {self._away} ranks are to come to {self.at}{self._spare()}"
                 if reason != told:
                     waits(told := reason)
                 if not self._changed.wait(end - time.monotonic()):
@@ -113,6 +115,7 @@ class Door:
                         f"waited {COME_S:g} s; {came} came",
                         hint=f"start them: python -m etude.loop.rank_hosts --run {self._run} --count {missing}",
                     )
+            self._met = True
             hosts: dict[int, str] = {}
             for guest in sorted(self._chosen(), key=lambda guest: guest.host):  # so neighbours share one
                 guest.ranks = range(first + len(hosts), first + len(hosts) + guest.count)
@@ -128,6 +131,27 @@ class Door:
             if sum(one.count for one in found) + guest.count <= self._away:
                 found.append(guest)
         return found
+
+    def _spare(self) -> str:
+        """Who came and does not fit, for whoever waits."""
+        chosen = self._chosen()
+        spare = [f"{guest.count} of {guest.host} are too many" for guest in self._guests if guest not in chosen]
+        told = [*spare, self._sent_back] if self._sent_back else spare
+        return f" ({'; '.join(told)})" if told else ""
+
+    def _told_of_fit(self, guest: _Guest) -> bool:
+        """Whether it may ever fit. One that does not fit now is told what it waits for, others why they go."""
+        wanted = self._away - sum(one.count for one in self._chosen())
+        if guest.count > self._away:
+            self._sent_back = f"{_ranks_came(guest.count, self._away)}, from {guest.host}: sent back"
+            body: dict[str, Any] = {"refused": _ranks_came(guest.count, self._away), "wanted": self._away}
+        elif self._met or guest.count > wanted:
+            body = {"waits": f"{_ranks_came(guest.count, 0 if self._met else wanted)}; they wait for another learner"}
+        else:
+            return True
+        with contextlib.suppress(OSError):  # its thread tells
+            _say(guest.sock, _sealed(self._secret, guest.nonce, body))
+        return "waits" in body
 
     def _accept(self) -> None:
         while True:
@@ -145,8 +169,12 @@ class Door:
             if guest is None:
                 return
             with self._changed:
-                self._guests.append(guest)
+                fits = self._told_of_fit(guest)
+                if fits:
+                    self._guests.append(guest)
                 self._changed.notify_all()
+            if not fits:
+                return
             facts, rank = "its connection ended", None
             with contextlib.suppress(OSError, ValueError, KeyError):
                 lost = json.loads(lines.readline(_MAX_LINE))
@@ -172,8 +200,14 @@ class Door:
             return None
 
 
+def _ranks_came(came: int, wanted: int) -> str:
+    """In words."""
+    return f"{came} rank{'s' if came > 1 else ''} came, {wanted or 'none'} {'is' if wanted <= 1 else 'are'} wanted"
+
+
 def bring(run: Path, count: int) -> None:
-    """Bring ranks to a run, one learner after another, until it needs none any more. Raises `RunError`."""
+    """Bring ranks to a run, one learner after another, until it needs none any more. Raises `RunError`, `NoRun`."""
+    _wait_for_run(run)
     while (door := _next_door(run)) is not None:
         at, secret = door
         with (
@@ -183,6 +217,20 @@ def bring(run: Path, count: int) -> None:
         ):
             _serve(run, count, secret, link, lines)
         time.sleep(POLL_S)
+
+
+def _wait_for_run(run: Path) -> None:
+    """Whoever brings ranks may come before the run is made, and is told so. Raises `NoRun`, `RunRefused`."""
+    began, told = time.monotonic(), False
+    while not (run / "run.json").is_file():
+        limit = GREET_S if run.is_dir() and any(run.iterdir()) else COME_S  # something else is there
+        if time.monotonic() - began > limit:
+            break
+        if not told:
+            print(f"{run} is not a run: waits {limit:g} s for one to be made there", flush=True)
+            told = True
+        time.sleep(min(POLL_S, limit))
+    RunFolder.open(run)
 
 
 def _next_door(run: Path) -> tuple[str, bytes] | None:
@@ -203,13 +251,20 @@ def _next_door(run: Path) -> tuple[str, bytes] | None:
 
 
 def _serve(run: Path, count: int, secret: bytes, link: socket.socket, lines: IO[bytes]) -> None:
-    """One learner's ranks, until it or one of them ends. Raises `OSError`, `ValueError`, `KeyError`."""
+    """One learner's ranks, until it or one of them ends. Raises `OSError`, `ValueError`, `KeyError`, and `RunError`
+    where they are more than it asks for."""
     nonce = secrets.token_hex(16)
     host = f"{socket.gethostname()} ({link.getsockname()[0]})"
     theirs = str(json.loads(lines.readline(_MAX_LINE))["nonce"])
     _say(link, _sealed(secret, theirs, {"nonce": nonce, "count": count, "host": host}))
     link.settimeout(COME_S + LINK_S)
     told = _unsealed(secret, nonce, lines.readline(_MAX_LINE))
+    if "waits" in told:
+        print(told["waits"], flush=True)
+        told = _unsealed(secret, nonce, lines.readline(_MAX_LINE))
+    if "refused" in told:
+        hint = f"bring at most what it asks for: --count {told['wanted']}"
+        raise RunError(f"the learner of {run} sends its ranks back", str(told["refused"]), hint=hint)
     link.settimeout(None)
     print(f"ranks {told['ranks']} of the learner that meets at {told['store']}", flush=True)
     ranks = {
@@ -277,13 +332,19 @@ def family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: 1 or more")
+    return int(text)
+
+
 def main() -> NoReturn:
     """Bring ranks: see the module."""
     parser = argparse.ArgumentParser(
         prog="python -m etude.loop.rank_hosts", description="Bring ranks to a run's learner."
     )
     parser.add_argument("--run", type=Path, required=True, help="the run folder, as this machine mounts it")
-    parser.add_argument("--count", type=int, default=1, help="ranks of this machine (1)")
+    parser.add_argument("--count", type=_count, default=1, help="ranks of this machine (1)")
     args = parser.parse_args()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: sys.exit(130))

@@ -19,10 +19,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from etude import __version__
-from etude.errors import ConfigError, EtudeError
+from etude.errors import ConfigError, EtudeError, TaskError
 from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES, environment
-from etude.loop.config import RunConfig
+from etude.loop.config import RunConfig, open_tasks
 from etude.loop.preflight import prove_tasks
 
 ROLES = ("learner", "engine", "worker", "grader")
@@ -93,7 +93,9 @@ def _name(node: Mapping[str, Any]) -> str:
 
 def check(config: RunConfig, runs: Path) -> None:
     """Whether every node that offers a role sees the folder of runs and what the config names, and has this etude;
-    whether machines can be made on those that offer workers and graders. Raises `ConfigError` that names the nodes."""
+    whether machines can be made on those that offer workers and graders. Raises `ConfigError` that names the nodes, and
+    `TaskError` for tasks that are not even here."""
+    open_tasks(config, canaries=False)
     runs.mkdir(parents=True, exist_ok=True)
     mark = runs.absolute() / f".seen-{secrets.token_hex(8)}"
     named = [config.tasks.source, config.machines.images]
@@ -157,6 +159,8 @@ def _unproven(config: RunConfig, folder: str) -> str:
     os.chdir(folder)
     try:
         prove_tasks(config)
+    except TaskError as error:
+        return f"cannot judge the tasks: {error.what}: {error.facts}"
     except EtudeError as error:
         return f"cannot make machines: {error.what}: {error.facts}"
     return ""

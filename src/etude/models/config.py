@@ -69,7 +69,8 @@ class ModelConfig:
         if self.top_k > self.num_experts or (self.num_experts and not self.top_k):
             raise ValueError(f"top_k = {self.top_k} of num_experts = {self.num_experts}")
         if (self.num_experts == 0) != (self.family is Family.QWEN3):
-            raise ValueError(f"family = {str(self.family)!r} with num_experts = {self.num_experts}")
+            wants = "num_experts = 0 and top_k = 0" if self.family is Family.QWEN3 else "num_experts > 0"
+            raise ValueError(f"family = {str(self.family)!r} with num_experts = {self.num_experts}: it wants {wants}")
         if list(self.dense_layers) != sorted(set(self.dense_layers) & set(range(self.num_layers))):
             raise ValueError(f"dense_layers = {list(self.dense_layers)[:8]}, not some of {self.num_layers} layers")
         if self.family.is_latent and self.dense_layers != tuple(range(len(self.dense_layers))):

@@ -68,6 +68,6 @@ def open_source(name_or_path: str, seed: int, *, files: int = 3, functions_per_f
         return DirectorySource(name_or_path)
     raise NoSource(
         f"no task source {name_or_path!r}",
-        "neither a known name nor a directory",
+        f"neither a known name nor a directory: {Path(path or name_or_path).absolute()} is none",
         hint=nearest(name, ["repair", *(f"{known}:PATH" for known in _BY_PATH), "a directory of task folders"]),
     )

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from etude.cli import arguments, main
-from etude.errors import ConfigError
+from etude.config import build
+from etude.errors import ConfigError, NoSource
+from etude.loop.config import RunConfig
 
 
 @pytest.mark.parametrize(
@@ -88,6 +90,14 @@ def test_a_cluster_that_does_not_listen_is_told_at_once(on):
 
     with pytest.raises(ConfigError, match=f"no Ray cluster answers at {on}: .*refused"):
         ray_cluster.connect(on)
+
+
+def test_tasks_that_are_not_there_are_named_before_a_cluster_is_asked(tmp_path):
+    from etude.loop import ray_cluster
+
+    config = build(RunConfig, {"tasks": {"source": str(tmp_path / "tasks")}})
+    with pytest.raises(NoSource, match=f"neither a known name nor a directory: {tmp_path}/tasks is none"):
+        ray_cluster.check(config, tmp_path / "runs")
 
 
 def test_a_cluster_without_ray_says_what_to_install(monkeypatch, capsys, tmp_path):

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from etude.dashboard import RunView, explained, plain_line, render, result_lines, summarise
 from etude.dashboard.glossary import GLOSSARY
+from etude.dashboard.panels import deltas
 from etude.dashboard.report import page
 from etude.dashboard.terminal import words_in
 from etude.dashboard.utilisation import cpu_s, idle, lanes
@@ -71,6 +72,26 @@ def test_the_bound_is_compared_over_deltas_alone(writer):
     found = summarise(writer.path)["weights"]
     assert (found["num_publishes"], found["object_bytes"]) == (3, 140)
     assert (found["ratio"], found["share_of_bound"]) == (5.0, 0.875)
+
+
+def test_where_most_weights_change_no_share_of_the_bound_is_told(writer):
+    facts = {"anchor": False, "snapshot_bytes": 100, "object_bytes": 30, "bound_bytes": 81.0, "changed_share": 0.99}
+    writer.everything(until="rl", rl_steps=3)
+    for path in (writer.path / "events").glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [line | facts if line["kind"] == "weights.publish" and not line["anchor"] else line for line in lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = summarise(writer.path)["weights"]
+    assert found["ratio"] == pytest.approx(100 / 30)
+    assert found["share_of_bound"] is None
+    said = "\n".join(result_lines(writer.path)) + plain_line(RunView(writer.path))
+    assert "3.3x smaller than the weights" in said
+    assert "3.3x smaller than what trains" in said
+    assert "of the bound" not in said
+    assert "no weight" not in said
+    panel = deltas(RunView(writer.path))
+    assert panel is not None
+    assert "Most weights change" in panel.note
 
 
 def test_pauses_count_where_requests_were_in_flight(writer):

@@ -144,6 +144,11 @@ def test_the_budget_of_parity_that_is_held_is_written_down() -> None:
     assert "k3 = 0.1\nratio_p99 = 0.5\n" in to_toml(mine.settled())
 
 
+def test_a_dense_model_among_settings_of_experts_is_told_what_it_wants() -> None:
+    with pytest.raises(ConfigError, match="it wants num_experts = 0 and top_k = 0"):
+        build(RunConfig, {"model": {"family": "qwen3", "num_experts": 8}})
+
+
 def test_dtypes_that_cannot_agree_are_refused_with_the_mode_in_which_they_may_differ() -> None:
     with pytest.raises(ConfigError, match="'exact' promises and 'native' does not"):
         build(RunConfig, {"engine": {"dtype": "bfloat16"}})

@@ -30,6 +30,8 @@ ELSEWHERE = {**SIZES, "fleet": {"engines": [], "listen": "127.0.0.1:0"}}
         ({"engines": []}, "none where others can join"),
         ({"listen": "8790"}, "is no HOST:PORT"),
         ({"listen": "host:99999"}, "is no HOST:PORT"),
+        ({"listen": "http://0.0.0.0:8790"}, "is no HOST:PORT, as '0.0.0.0:8790' is"),
+        ({"listen": 8790}, 'write e.g. fleet.listen = "0.0.0.0:8790"'),
     ],
 )
 def test_a_fleet_that_could_have_no_engine_or_no_door_is_refused(fleet: dict[str, Any], said: str) -> None:

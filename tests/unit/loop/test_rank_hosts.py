@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import stat
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from etude.config import build
-from etude.errors import ConfigError, EtudeError, RunError
+from etude.errors import ConfigError, EtudeError, NoRun, RunError
 from etude.loop import rank_hosts
 from etude.loop.config import RunConfig
 from etude.loop.preflight import check_ranks_at
@@ -69,6 +74,65 @@ def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
 def test_who_brings_ranks_leaves_when_the_run_needs_no_learner_any_more(run: Path) -> None:
     RunFolder.open(run).end_phase("eval-after", wall_s=1.0)
     bring(run, 1)
+
+
+def test_too_many_ranks_are_sent_back_and_both_sides_say_so(run: Path) -> None:
+    said = threading.Event()
+    waited: list[str] = []
+
+    def waits(reason: str) -> None:
+        waited.append(reason)
+        if "came" in reason:
+            said.set()
+
+    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
+    threading.Thread(target=door.meet, args=(1, "127.0.0.1:1", waits), daemon=True).start()
+    with pytest.raises(RunError, match="2 ranks came, 1 is wanted") as caught:
+        bring(run, 2)
+    assert caught.value.hint.endswith("--count 1")
+    assert said.wait(10)
+    assert re.search(r"1 of 1 ranks are to come to \S+ \(2 ranks came, 1 is wanted, from .*: sent back\)", waited[-1])
+
+
+def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    too_many = threading.Event()
+
+    def waits(reason: str) -> None:
+        if reason.startswith("1 of 3 ranks are to come") and "2 of " in reason and reason.endswith(" are too many)"):
+            too_many.set()
+
+    door = Door(run, "127.0.0.1", 3, new_secret(), refuse)
+    threading.Thread(target=door.meet, args=(1, "127.0.0.1:1", waits), daemon=True).start()
+    for _ in range(2):
+        threading.Thread(target=bring, args=(run, 2), daemon=True).start()
+    assert too_many.wait(10)
+    said, end = "", time.monotonic() + 10
+    while "2 ranks came, 1 is wanted; they wait for another learner" not in said:
+        assert time.monotonic() < end
+        said += capfd.readouterr().out
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("there", ["nothing", "a checkpoint"])
+def test_ranks_are_not_brought_to_what_is_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], there: str
+) -> None:
+    monkeypatch.setattr(rank_hosts, "COME_S" if there == "nothing" else "GREET_S", 0.05)
+    folder = tmp_path / "other"
+    if there == "a checkpoint":
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    with pytest.raises(NoRun, match="is not a run"):
+        bring(folder, 1)
+    assert f"{folder} is not a run: waits 0.05 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_a_number_of_ranks_is_at_least_one(count: str) -> None:
+    argv = [sys.executable, "-m", "etude.loop.rank_hosts", "--run", "r", "--count", count]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert f"{count!r} is not a number of ranks: 1 or more" in ended.stderr
 
 
 def test_an_address_that_is_not_of_this_machine_is_refused_before_a_run_is_made() -> None:

@@ -254,6 +254,30 @@ def test_a_number_out_of_its_range_is_refused_with_the_range(capsys, flag, value
     assert f"argument {flag}: {value!r} is not a number from {range_}\n  hint: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt-tokens", "96", "--sampled-tokens", "12000"], "rollouts of 12,096 tokens do not fit"),
+        (["--engine-ranks", "999"], "--engine-ranks 999 cannot share"),
+    ],
+)
+def test_what_no_run_has_is_not_planned(tmp_path, capsys, words, said):
+    config = tmp_path / "config.toml"
+    config.write_text("[harness]\ncontext_tokens = 512\n")
+    assert cli.main(["plan", str(config), "--hardware", "h200", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "hint: " in error
+
+
+def test_a_rank_holds_a_whole_text_or_its_share_of_it(tmp_path, capsys):
+    lengths = ["--set", "harness.context_tokens=32768", "--set", "engine.context_tokens=32768"]
+    lengths += ["--set", "model.context_tokens=32768"]
+    whole = planned(tmp_path / "config.toml", capsys, *lengths)["layout"]
+    shared = planned(tmp_path / "config.toml", capsys, *lengths, "--set", "learner.context_parallel=2")["layout"]
+    assert (whole["budget_tokens"], shared["budget_tokens"]) == (32768, 16384)
+
+
 def test_a_machine_that_cannot_be_measured_keeps_its_cause(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(ModelConfig().to_hf()))
     assert cli.main(["plan", str(tmp_path)]) != 0
