@@ -1,9 +1,9 @@
 """A fleet's registry as a service: engines join over HTTP, and each is asked how it is, every `BEAT_S`.
 
-Joining is refused where it could not work: the engine does not answer at the URL that it gives, cannot do what the run
-needs, or has a name that a living engine holds. Whoever starts this serves `app` and runs `watch`, and is told of every
-beat, and of every engine whose state changed. Nothing here waits for a slow engine longer than a beat's patience, and
-for no engine on behalf of another.
+Joining is refused where it could not work: the engine does not answer at the URL that it gives, takes another token
+than the run's, cannot do what the run needs, or has a name that a living engine holds. Whoever starts this serves `app`
+and runs `watch`, and is told of every beat, and of every engine whose state changed. Nothing here waits for a slow
+engine longer than a beat's patience, and for no engine on behalf of another.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from etude.inference.membership import (
     ENGINES,
     JOIN,
     LEAVE,
+    NO_VERSION,
     RENEW,
     WANTED,
     DrainRequest,
@@ -50,6 +51,7 @@ from etude.seams import EngineInfo
 
 BEAT_S = 1.0
 PATIENCE_S = 3.0  # for one engine's answer about itself
+TOKEN_S = 1.0  # for its answer to a request that bears the token
 MAX_BODY = 16 * 1024
 T = TypeVar("T")
 Changed = Callable[[str, Listed], None]
@@ -196,9 +198,10 @@ class Registrar:
         try:
             info = await engine.info(deadline_s=PATIENCE_S)
             refuse_unfit(asked.name, info, self.wanted)
+            await _refuse_other_token(asked, engine)
         except EngineError as error:
             await engine.close()
-            if isinstance(error, MalformedRequest):
+            if isinstance(error, (MalformedRequest, Unauthorised)):
                 raise
             hint = "--advertise http://HOST:PORT says how the conductor and its workers reach it"
             raise EngineError(f"{asked.name} does not answer at {asked.url}", error.what, hint=hint) from None
@@ -254,6 +257,19 @@ def refuse_unfit(name: str, info: EngineInfo, wanted: Wanted) -> None:
             f"its parity class is {info.parity!r}, the learner's {wanted.parity!r}",
             hint="run it on the same kind of host and build, or set numerics.mode = 'native'",
         )
+
+
+async def _refuse_other_token(asked: Join, engine: HttpEngine) -> None:
+    """Raises `Unauthorised` where the engine has another token than the run. Its state anybody may ask for: it is
+    asked to adopt what any engine holds."""
+    try:
+        await engine.adopt(NO_VERSION.step, deadline_s=TOKEN_S)
+    except Unauthorised as error:
+        what = f"{asked.name} does not take the run's token"
+        hint = "start the engine with the ETUDE_TOKEN that the run has, and join again"
+        raise Unauthorised(what, f"{asked.url} says: {error.what}", hint=hint) from None
+    except EngineError:
+        return  # it answers for itself, and is busy
 
 
 async def _read(request: Request, kind: type[T]) -> T:

@@ -81,10 +81,10 @@ async def world(what: Wanted = WANTED, *, lease_s: float = 1.0) -> AsyncIterator
 
 
 @asynccontextmanager
-async def served(port: int = 0, **settings: int) -> AsyncIterator[tuple[ReferenceEngine, str]]:
+async def served(port: int = 0, token: str = "t", **settings: int) -> AsyncIterator[tuple[ReferenceEngine, str]]:
     """An engine that answers over HTTP at step 3."""
     async with engine(step=3, **settings) as made:
-        app = build_app(made, token="t")
+        app = build_app(made, token=token)
         async with listening(app, bind("127.0.0.1", port), what="an engine", grace_s=0) as url:  # type: ignore[arg-type]
             yield made, url
 
@@ -279,6 +279,18 @@ def test_what_cannot_work_is_refused_when_it_joins() -> None:
             async with aiohttp.ClientSession(headers={"authorization": "Bearer t"}) as session:
                 assert (await session.post(home.url + JOIN, data=b"{")).status == 400
                 assert (await session.post(home.url + JOIN, data=b" " * 20_000)).status == 400
+
+    run(story)
+
+
+def test_an_engine_with_another_token_than_the_run_is_refused_when_it_joins() -> None:
+    async def story() -> None:
+        async with world() as home, served(token="another") as (_, url):
+            with pytest.raises(Unauthorised, match="west does not take the run's token") as error:
+                await home.registration("west", url).keep()
+            assert url in error.value.facts
+            assert "ETUDE_TOKEN" in error.value.hint
+            assert not home.registrar.engines
 
     run(story)
 
