@@ -82,12 +82,14 @@ class Registry:
         self._holder(name, lease).left = True
 
     def drain(self, name: str) -> None:
-        """Give it nothing new. Raises `NotRegistered`."""
+        """Give it nothing new. Raises `NotRegistered`, also for one that has left."""
         if name not in self.members:
             known = ", ".join(sorted(self.members)) or "none so far"
             raise NotRegistered(
                 f"no engine {name!r} has joined", f"those that have: {known}", hint="see etude fleet list"
             )
+        if self.members[name].left:
+            raise NotRegistered(f"{name} has left", "it is given nothing any more", hint="see etude fleet list")
         self.members[name].draining = True
 
     def drained(self, name: str) -> None:

@@ -165,7 +165,9 @@ def test_a_proxy_before_a_registry_that_is_away_is_no_other_thing() -> None:
         understood("http://home", *to_http(Unauthorised("no", hint="a token")), Wanted)
 
 
-def test_an_engine_joins_catches_up_works_is_drained_and_leaves() -> None:
+def test_an_engine_joins_catches_up_works_is_drained_and_leaves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def story() -> None:
         async with world() as home, served() as (_, url):
             home.registrar.head(version(3))
@@ -188,6 +190,11 @@ def test_an_engine_joins_catches_up_works_is_drained_and_leaves() -> None:
             await home.until("west", State.LEFT)
             await keeping
             assert member.state is State.LEFT
+            monkeypatch.setenv("ETUDE_TOKEN", "t")
+            assert await asyncio.to_thread(main, ["fleet", "drain", home.url, "west"]) == 1
+            said = capsys.readouterr()
+            assert said.err.startswith("error: west has left: ")
+            assert not said.out
             following.cancel()
             await follower.close()
 
