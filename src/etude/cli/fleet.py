@@ -35,7 +35,7 @@ def join(args: argparse.Namespace) -> int:
     """Be an engine's registration, whatever it is, until it is drained or this is interrupted."""
     asked = Join(name=args.name, url=args.engine, region=args.region, standby=args.standby)
     wait_s = WAIT_S if args.wait_s is None else args.wait_s
-    asyncio.run(_join(Registration(args.registry, asked, token=environment_token(), wait_s=wait_s)))
+    asyncio.run(_join(Registration(args.registry, asked, token=environment_token(), wait_s=wait_s, runs=True)))
     print(f"{args.name} was drained")
     return 0
 

@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from etude.errors import EngineError, EtudeError
 from etude.inference.client import HttpEngine
-from etude.inference.errors import MalformedRequest, Unauthorised, to_http
+from etude.inference.errors import EngineGone, EngineUnreachable, MalformedRequest, Unauthorised, to_http
 from etude.inference.membership import (
     ALIVE,
     DRAIN,
@@ -203,8 +203,9 @@ class Registrar:
             await engine.close()
             if isinstance(error, (MalformedRequest, Unauthorised)):
                 raise
-            hint = "--advertise http://HOST:PORT says how the conductor and its workers reach it"
-            raise EngineError(f"{asked.name} does not answer at {asked.url}", error.what, hint=hint) from None
+            facts = error.facts if isinstance(error, EngineGone) else f"{error.what}: {error.facts}"
+            hint = "give the engine's own URL, as the run reaches it; an engine says it by --advertise http://HOST:PORT"
+            raise EngineUnreachable(f"{asked.name} does not answer at {asked.url}", facts, hint=hint) from None
         await self._close(asked.name)
         lease = self.registry.join(asked, now=time.monotonic())
         self.registry.saw(asked.name, info)

@@ -328,6 +328,29 @@ def test_an_engine_that_cannot_be_reached_is_told_how_to_say_where_it_is() -> No
     run(story)
 
 
+def test_a_wrong_url_of_an_engine_that_runs_is_refused_at_once_and_the_registry_is_not_blamed(
+    web_page: str, nobody: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "t")
+
+    async def story() -> None:
+        async with world() as home:
+            for url in (nobody, web_page, home.url):
+                assert await asyncio.to_thread(main, ["fleet", "join", home.url, url, "--name", "west"]) == 1
+                said = capsys.readouterr().err
+                assert said.startswith(f"error: west does not answer at {url}: ")
+                assert "hint: give the engine's own URL" in said
+                assert "no registry" not in said
+
+    run(story)
+
+
+def test_a_registry_that_nobody_waits_for_is_not_told_with_an_option_for_waiting(nobody: str) -> None:
+    with pytest.raises(DeadlineExceeded) as error:
+        wanted(nobody, None, wait_s=0.0)
+    assert "--wait-s" not in error.value.hint
+
+
 def test_what_the_run_wants_is_asked_before_anything_is_loaded() -> None:
     async def story() -> None:
         async with world() as home:
