@@ -21,6 +21,8 @@ def listed(args: argparse.Namespace) -> int:
         running, waiting, free = map(_told, load)
         numbers = f"{_told(one.step):>6} {running:>8} {waiting:>8} {free:>10}"
         print(f"{name:20} {one.region:12} {one.state:12} {numbers}  {one.url}")
+        if one.reason:
+            print(f"  {name} is catching up: {one.reason}")
     return 0
 
 

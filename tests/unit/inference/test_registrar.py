@@ -244,6 +244,29 @@ def test_a_list_of_the_fleet_has_no_numbers_of_who_is_lost(
     assert lost.split()[:7] == ["west", "west", "lost", "3", "-", "-", "-"]
 
 
+def test_an_engine_that_follows_another_runs_store_is_told_so_in_the_list(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "t")
+
+    async def story() -> None:
+        async with world() as home, served() as (_, url):
+            home.registrar.head(msgspec.structs.replace(version(3), incarnation="0ther000"))
+            keeping = asyncio.create_task(home.registration("west", url).keep())
+            await home.until("west", State.CATCHING_UP)
+            assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
+            home.registrar.head(version(3))
+            assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
+            keeping.cancel()
+
+    run(story)
+    _, west, reason, _, serving = capsys.readouterr().out.splitlines()
+    assert west.split()[2] == "catching-up"
+    assert reason.startswith("  west is catching up: it holds v000003")
+    assert reason.endswith("is its --store the run's?")
+    assert serving.split()[2] == "serving"
+
+
 def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again() -> None:
     async def story() -> None:
         async with world(lease_s=0.3) as home, served() as (_, url):
