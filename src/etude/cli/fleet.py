@@ -21,6 +21,8 @@ def listed(args: argparse.Namespace) -> int:
         running, waiting, free = map(_told, load)
         numbers = f"{_told(one.step):>6} {running:>8} {waiting:>8} {free:>10}"
         print(f"{name:20} {one.region:12} {one.state:12} {numbers}  {one.url}")
+        if one.reason:
+            print(f"  {name} is catching up: {one.reason}")
     return 0
 
 
@@ -35,7 +37,7 @@ def join(args: argparse.Namespace) -> int:
     """Be an engine's registration, whatever it is, until it is drained or this is interrupted."""
     asked = Join(name=args.name, url=args.engine, region=args.region, standby=args.standby)
     wait_s = WAIT_S if args.wait_s is None else args.wait_s
-    asyncio.run(_join(Registration(args.registry, asked, token=environment_token(), wait_s=wait_s)))
+    asyncio.run(_join(Registration(args.registry, asked, token=environment_token(), wait_s=wait_s, runs=True)))
     print(f"{args.name} was drained")
     return 0
 

@@ -186,14 +186,16 @@ def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
 
 
 def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
-    """Who is not up yet, or not up again. A phase's own program is not waited for to be ready, nor a rank that
-    the learner has begun: it is not up before they are."""
+    """Who is not up yet, or not up again, and what the waiting wait for. A phase's own program is not waited
+    for to be ready, nor a rank that the learner has begun: it is not up before they are."""
     now = {text(event, "name"): event for event in view.of("process")}
     begun = {name for name, event in now.items() if event["state"] in ("start", "restart")}
     waited = {name for name in begun if now[name]["process"] == "conductor" and name not in PHASES}
-    waited |= {name for name, event in now.items() if event["state"] == "waiting"}
     if waited:
         yield "starting", Text(", ".join(name for name in now if name in waited))
+    waiting = [f"{name}: {text(event, 'reason')}" for name, event in now.items() if event["state"] == "waiting"]
+    if waiting:
+        yield "waiting", Text("for " + "; ".join(waiting), "yellow")
 
 
 def _evaluating(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:

@@ -28,6 +28,10 @@ class NotRegistered(EngineError):
     """An engine whose lease has ended, or that never joined (HTTP 410): it joins again."""
 
 
+class EngineUnreachable(EngineError):
+    """An engine does not answer its registry at the URL that it is to join with (HTTP 424)."""
+
+
 class EngineGone(EngineError):
     """Nobody answers at the engine's address, or the connection broke. Raised by clients only."""
 
@@ -38,6 +42,7 @@ _KINDS: dict[str, tuple[int, type[EngineError]]] = {
     "behind": (409, EngineBehind),
     "not-registered": (410, NotRegistered),
     "context": (413, ContextFull),
+    "unreachable": (424, EngineUnreachable),
     "busy": (503, EngineBusy),
     "failed": (503, EngineError),
 }

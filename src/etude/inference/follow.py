@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from typing import Protocol
@@ -77,6 +78,7 @@ class Following:
         devices = {view.device for view in views.values() if view.device.type == "cuda"}
         self._stream = torch.cuda.Stream(devices.pop()) if devices else None  # type: ignore[no-untyped-call]
         self._telemetry = telemetry
+        self.looked = 0.0  # when the chain was last done with; a fetch that lasts is no wait
         self._written = False  # whether the live weights are what the chain last gave
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{engine.name}-follow", daemon=True)
@@ -160,6 +162,8 @@ class Following:
             if not self._stop.is_set():
                 self._complain(error)
             return False
+        finally:
+            self.looked = time.monotonic()
         self.engine.trouble = ""
         return True
 

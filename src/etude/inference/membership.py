@@ -99,6 +99,7 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     kv_tokens_free: int | None = None  # None: not bounded by what is known here
+    reason: str = ""  # of one that catches up and holds another lineage's weights
 
 
 Roster = dict[str, Listed]

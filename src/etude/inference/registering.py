@@ -24,7 +24,15 @@ import aiohttp
 import msgspec
 
 from etude.errors import DeadlineExceeded, EngineError, EtudeError, InputError
-from etude.inference.errors import EngineGone, ErrorBody, MalformedRequest, NotRegistered, Unauthorised, from_http
+from etude.inference.errors import (
+    EngineGone,
+    EngineUnreachable,
+    ErrorBody,
+    MalformedRequest,
+    NotRegistered,
+    Unauthorised,
+    from_http,
+)
 from etude.inference.membership import (
     JOIN,
     LEAVE,
@@ -53,7 +61,8 @@ def say(text: str) -> None:
 
 
 class Waiting:
-    """For a registry: told once, `wait_s` at most from the first failure after a success."""
+    """For a registry, or until it reaches the engine: told once, `wait_s` at most from the first failure after a
+    success."""
 
     def __init__(self, registry: str, wait_s: float, said: Said = say) -> None:
         self._registry, self._wait_s, self._said = registry, wait_s, said
@@ -63,17 +72,22 @@ class Waiting:
         """It is there."""
         self._end = None
 
-    def failed(self, cause: str) -> None:
-        """It is not. Raises `DeadlineExceeded`."""
+    def failed(self, cause: str, unreached: EngineUnreachable | None = None) -> None:
+        """It is not, or it does not reach the engine. Raises `DeadlineExceeded`, or `unreached`."""
         now = time.monotonic()
         if self._end is None:
             self._end = now + self._wait_s
             if self._wait_s > 0:
                 until = time.strftime("%H:%M:%S", time.localtime(time.time() + self._wait_s))
-                self._said(f"waiting for the registry at {self._registry} until {until}: {cause}")
+                who = f"the registry at {self._registry}"
+                who = f"{who} to reach the engine" if unreached else who
+                self._said(f"waiting for {who} until {until}: {cause}")
         if now >= self._end:
+            if unreached is not None:
+                raise unreached
             facts = f"{cause}; waited {self._wait_s:g} s"
-            hint = "start the run, or resume it: it is its fleet.listen; --wait-s says how long it is waited for"
+            hint = "start the run, or resume it: it is its fleet.listen"
+            hint += "; --wait-s says how long it is waited for" if self._wait_s > 0 else ""
             raise DeadlineExceeded(f"no registry at {self._registry}", facts, hint=hint)
 
 
@@ -141,7 +155,8 @@ async def answer_of(
 
 
 class Registration:
-    """One engine's place in a fleet."""
+    """One engine's place in a fleet. `runs`: the engine answers already, so that a registry which does not reach it
+    when it first joins was given a wrong URL; else it is waited for."""
 
     def __init__(
         self,
@@ -151,7 +166,9 @@ class Registration:
         token: str | None,
         wait_s: float = WAIT_S,
         said: Said = say,
+        runs: bool = False,
     ) -> None:
+        self._must_answer = runs
         self.asked, self.state = asked, State.LOST
         self._registry, self._token, self._said = base(registry), token, said
         self._waiting = Waiting(self._registry, wait_s, said)
@@ -159,7 +176,8 @@ class Registration:
 
     async def keep(self) -> None:
         """Be a member until drained; returns then. Raises `MalformedRequest` and `Unauthorised`: the registry will not
-        have it; `InputError`: it is none; `DeadlineExceeded`: it was away for `wait_s`."""
+        have it; `InputError`: it is none; `DeadlineExceeded`: it was away for `wait_s`; `EngineUnreachable`: it does
+        not reach the engine."""
         async with aiohttp.ClientSession(headers=bearing(self._token)) as session:
             while self.state is not State.LEFT:  # noqa: ASYNC110  the state is the registry's
                 await asyncio.sleep(await self._tried(session))
@@ -181,6 +199,7 @@ class Registration:
             if not self._lease:
                 welcome = await answer_of(session, self._registry, JOIN, Welcome, asked=self.asked)
                 self._waiting.answered()
+                self._must_answer = False
                 self._lease, self.state, self._every_s = welcome.lease, State.CATCHING_UP, welcome.lease_s / RENEWALS
                 self._tell(f"{self.asked.name} has joined {self._registry}")
                 return 0.0
@@ -198,6 +217,12 @@ class Registration:
             self._lease = ""
             self._tell(error.what)
             return 0.0
+        except EngineUnreachable as error:
+            if self._must_answer:
+                raise
+            self._told = ""
+            self._waiting.failed(f"{error.what}: {error.facts}", error)
+            return AGAIN_S
         except EngineError as error:
             self._told = ""
             self._waiting.failed(error.facts if isinstance(error, EngineGone) else f"{error.what}: {error.facts}")

@@ -1,9 +1,9 @@
 """A fleet's registry as a service: engines join over HTTP, and each is asked how it is, every `BEAT_S`.
 
-Joining is refused where it could not work: the engine does not answer at the URL that it gives, cannot do what the run
-needs, or has a name that a living engine holds. Whoever starts this serves `app` and runs `watch`, and is told of every
-beat, and of every engine whose state changed. Nothing here waits for a slow engine longer than a beat's patience, and
-for no engine on behalf of another.
+Joining is refused where it could not work: the engine does not answer at the URL that it gives, takes another token
+than the run's, cannot do what the run needs, or has a name that a living engine holds. Whoever starts this serves `app`
+and runs `watch`, and is told of every beat, and of every engine whose state changed. Nothing here waits for a slow
+engine longer than a beat's patience, and for no engine on behalf of another.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from starlette.routing import Route
 
 from etude.errors import EngineError, EtudeError
 from etude.inference.client import HttpEngine
-from etude.inference.errors import MalformedRequest, Unauthorised, to_http
+from etude.inference.errors import EngineGone, EngineUnreachable, MalformedRequest, Unauthorised, to_http
 from etude.inference.membership import (
     ALIVE,
     DRAIN,
     ENGINES,
     JOIN,
     LEAVE,
+    NO_VERSION,
     RENEW,
     WANTED,
     DrainRequest,
@@ -50,6 +51,7 @@ from etude.seams import EngineInfo
 
 BEAT_S = 1.0
 PATIENCE_S = 3.0  # for one engine's answer about itself
+TOKEN_S = 1.0  # for its answer to a request that bears the token
 MAX_BODY = 16 * 1024
 T = TypeVar("T")
 Changed = Callable[[str, Listed], None]
@@ -196,12 +198,14 @@ class Registrar:
         try:
             info = await engine.info(deadline_s=PATIENCE_S)
             refuse_unfit(asked.name, info, self.wanted)
+            await _refuse_other_token(asked, engine)
         except EngineError as error:
             await engine.close()
-            if isinstance(error, MalformedRequest):
+            if isinstance(error, (MalformedRequest, Unauthorised)):
                 raise
-            hint = "--advertise http://HOST:PORT says how the conductor and its workers reach it"
-            raise EngineError(f"{asked.name} does not answer at {asked.url}", error.what, hint=hint) from None
+            facts = error.facts if isinstance(error, EngineGone) else f"{error.what}: {error.facts}"
+            hint = "give the engine's own URL, as the run reaches it; an engine says it by --advertise http://HOST:PORT"
+            raise EngineUnreachable(f"{asked.name} does not answer at {asked.url}", facts, hint=hint) from None
         await self._close(asked.name)
         lease = self.registry.join(asked, now=time.monotonic())
         self.registry.saw(asked.name, info)
@@ -254,6 +258,19 @@ def refuse_unfit(name: str, info: EngineInfo, wanted: Wanted) -> None:
             f"its parity class is {info.parity!r}, the learner's {wanted.parity!r}",
             hint="run it on the same kind of host and build, or set numerics.mode = 'native'",
         )
+
+
+async def _refuse_other_token(asked: Join, engine: HttpEngine) -> None:
+    """Raises `Unauthorised` where the engine has another token than the run. Its state anybody may ask for: it is
+    asked to adopt what any engine holds."""
+    try:
+        await engine.adopt(NO_VERSION.step, deadline_s=TOKEN_S)
+    except Unauthorised as error:
+        what = f"{asked.name} does not take the run's token"
+        hint = "start the engine with the ETUDE_TOKEN that the run has, and join again"
+        raise Unauthorised(what, f"{asked.url} says: {error.what}", hint=hint) from None
+    except EngineError:
+        return  # it answers for itself, and is busy
 
 
 async def _read(request: Request, kind: type[T]) -> T:

@@ -20,7 +20,7 @@ import secrets
 from dataclasses import dataclass
 
 from etude.inference.errors import MalformedRequest, NotRegistered
-from etude.inference.membership import ALIVE, Join, Listed, Roster, State
+from etude.inference.membership import ALIVE, NO_VERSION, Join, Listed, Roster, State
 from etude.records.completion import Version
 from etude.seams import EngineInfo
 
@@ -82,12 +82,14 @@ class Registry:
         self._holder(name, lease).left = True
 
     def drain(self, name: str) -> None:
-        """Give it nothing new. Raises `NotRegistered`."""
+        """Give it nothing new. Raises `NotRegistered`, also for one that has left."""
         if name not in self.members:
             known = ", ".join(sorted(self.members)) or "none so far"
             raise NotRegistered(
                 f"no engine {name!r} has joined", f"those that have: {known}", hint="see etude fleet list"
             )
+        if self.members[name].left:
+            raise NotRegistered(f"{name} has left", "it is given nothing any more", hint="see etude fleet list")
         self.members[name].draining = True
 
     def drained(self, name: str) -> None:
@@ -174,4 +176,13 @@ def _listed(member: Member, state: State) -> Listed:
         num_running=info.num_running,
         num_waiting=info.num_waiting,
         kv_tokens_free=info.kv_tokens_free,
+        reason=_other_lineage(member) if state is State.CATCHING_UP else "",
     )
+
+
+def _other_lineage(member: Member) -> str:
+    """What an engine holds that is not what the run published; nothing where it is, or where it holds none."""
+    held, mark = member.info.version if member.info else None, member.mark
+    if held is None or mark is None or held.incarnation in (mark.incarnation, NO_VERSION.incarnation):
+        return ""
+    return f"it holds {held}, and the run published {mark}: is its --store the run's?"

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from etude.errors import EtudeError
+from etude.errors import DeadlineExceeded, EtudeError
 from etude.inference.adapters import AdaptedWeights, fetched_base
 from etude.inference.app import build_app
 from etude.inference.engine import ReferenceEngine
@@ -120,7 +120,7 @@ def _serve(
 ) -> None:
     engine, following = _build(args, chain, telemetry)
     registration = registration_of(args, listener, token)
-    lifespan = _lifespan(engine, following, telemetry, registration, place=args.store or "")
+    lifespan = _lifespan(engine, following, telemetry, registration, place=args.store or "", wait_s=args.wait_s)
     app = build_app(engine, token=token, lifespan=lifespan, operators=engine.operators if args.show_operators else None)
     serve(app, listener, name=args.name, ready_file=args.ready_file)
 
@@ -165,6 +165,7 @@ def _lifespan(
     registration: Registration | None,
     *,
     place: str,
+    wait_s: float,
 ) -> contextlib.AbstractAsyncContextManager[None]:
     @contextlib.asynccontextmanager
     async def span() -> AsyncIterator[None]:
@@ -173,7 +174,7 @@ def _lifespan(
             await asyncio.to_thread(following.start_at_head)
         elif following is not None:
             following.start()  # a registry gives it no work until it has caught up
-        watch = asyncio.create_task(_watch(engine, telemetry, place))
+        watch = asyncio.create_task(_watch(engine, following, telemetry, place, wait_s))
         member = asyncio.create_task(be_member(registration)) if registration else None
         yield
         watch.cancel()
@@ -187,19 +188,31 @@ def _lifespan(
     return span()
 
 
-def waits_for(engine: ReferenceEngine, place: str) -> str:
-    """What an engine without weights says that it waits for; nothing once it has some."""
+def waits_for(engine: ReferenceEngine, place: str, *, waited_s: float, wait_s: float) -> str:
+    """What an engine without weights says that it waits for; nothing once it has some. Raises `DeadlineExceeded` where
+    it has waited for longer than `wait_s`."""
     if engine.version != NO_VERSION:
         return ""
+    if waited_s > wait_s:
+        facts = f"{engine.trouble or 'no version of policy'}; waited {wait_s:g} s"
+        hint = "give the run's own store, as this machine reaches it; --wait-s says how long it is waited for"
+        raise DeadlineExceeded(f"{engine.name} has no weights from {place}", facts, hint=hint)
     return f"{engine.name} waits for a first version in {place}" + (f": {engine.trouble}" if engine.trouble else "")
 
 
-async def _watch(engine: ReferenceEngine, telemetry: Telemetry | None, place: str) -> None:
+async def _watch(
+    engine: ReferenceEngine, following: Following | None, telemetry: Telemetry | None, place: str, wait_s: float
+) -> None:
     """Each second: report the load, say what is waited for, and end the process if the engine cannot be helped."""
     load, last, told = Load(), time.monotonic(), ""
+    began = last
     while True:
         await asyncio.sleep(1.0)
-        waits = waits_for(engine, place)
+        try:
+            waits = waits_for(engine, place, waited_s=following.looked - began if following else 0.0, wait_s=wait_s)
+        except DeadlineExceeded as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(error.exit_code)
         if waits and waits != told:
             print(waits, file=sys.stderr, flush=True)
         told = waits

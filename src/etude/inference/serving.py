@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,10 +18,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from etude.config import build
-from etude.errors import EngineError
+from etude.errors import EngineError, EtudeError
 from etude.inference.config import EngineConfig
 from etude.inference.membership import Wanted, environment_token
-from etude.inference.registering import WAIT_S
+from etude.inference.registering import WAIT_S, say
+from etude.stores.http import HttpStore
+from etude.weights.chain.history import head
+
+RELAY_S = 5.0  # for its first answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch-stdin", action="store_true", help="end at the end of standard input, too")
     parser.add_argument("--register", metavar="URL", help="join the run whose registry listens there (fleet.listen)")
     parser.add_argument(
-        "--wait-s", type=float, default=WAIT_S, help="for a registry that is away (default %(default)g)"
+        "--wait-s",
+        type=float,
+        default=WAIT_S,
+        help="for a registry that is away, or a run's first version (default %(default)g)",
     )
     parser.add_argument("--advertise", metavar="URL", help="where the run reaches this engine, if not as it listens")
     parser.add_argument("--region", default="", help="its lane in the report (default: its name)")
@@ -57,10 +65,24 @@ def take_sizes(args: argparse.Namespace, asked: Wanted) -> None:
 
 
 def require_weights(args: argparse.Namespace) -> None:
-    """Raises `EngineError` where an engine would have no weights."""
+    """Raises `EngineError` where an engine would have no weights; tells of a store that they cannot come from now."""
     if args.checkpoint is None and not (args.register and args.store):
         hint = "give --checkpoint DIR, or --register URL with --store PLACE"
         raise EngineError("an engine without weights", "neither a checkpoint nor a run's chain was named", hint=hint)
+    if args.register and args.store:
+        tell_store(args.store)
+
+
+def tell_store(place: str, said: Callable[[str], None] = say) -> None:
+    """Say of the store that an engine is to follow that it is not there, or does not answer; it is asked again later.
+    A bucket's own client waits too long to be asked now."""
+    if place.startswith(("http://", "https://")):
+        try:
+            head(HttpStore(place, silence_s=RELAY_S, deadline_s=RELAY_S), "policy")
+        except EtudeError as error:
+            said(f"the store at {place} cannot be read now: {error.facts or error.what}; {error.hint}")
+    elif "://" not in place and not Path(place).exists():
+        said(f"there is no store at {place} yet: is it the run's folder of weights, as this machine has it?")
 
 
 def config_of(args: argparse.Namespace) -> EngineConfig:

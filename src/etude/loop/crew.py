@@ -115,7 +115,7 @@ class Crew:
     async def some_engine(self) -> None:
         """Wait until there is one."""
         if self.registrar is not None and not self._own:
-            await first_engine(self.registrar)
+            await first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
 
     def wants_parity(self, learner_class: str) -> None:
         """From now on nobody joins who computes other bits than the learner."""

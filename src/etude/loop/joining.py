@@ -113,13 +113,23 @@ def load_of(one: Listed) -> dict[str, object]:
     }
 
 
-async def first_engine(registrar: Registrar) -> None:
-    """Wait for an engine that may be given work. The watch ends the run where that takes too long."""
-    while not any(one.state is State.SERVING for one in registrar.roster.values()):  # noqa: ASYNC110  they are elsewhere
+async def first_engine(registrar: Registrar, telemetry: Telemetry, listen: str) -> None:
+    """Wait for an engine that may be given work, and tell who is there. The watch ends the run where that takes too
+    long."""
+    told = ""
+    while not any(one.state is State.SERVING for one in registrar.roster.values()):
+        reason = f"they join at {listen}, {_who_is_there(registrar.roster)}"
+        if reason != told:
+            telemetry.event("process", name="engines", state="waiting", reason=reason)
+        told = reason
         await asyncio.sleep(POLL_S)
+    telemetry.event("process", name="engines", state="ready")
+
+
+def _who_is_there(roster: Roster) -> str:
+    return ", ".join(f"{name} is {one.state}" for name, one in roster.items()) or "none has joined"
 
 
 def _no_engine(roster: Roster, listen: str) -> DeadlineExceeded:
-    known = ", ".join(f"{name} is {one.state}" for name, one in roster.items()) or "none has joined"
     hint = f"python -m etude.inference.server --register http://{listen} --store PLACE; then resume the run"
-    return DeadlineExceeded("the run has no engine", f"{known}; waited {NONE_S:g} s", hint=hint)
+    return DeadlineExceeded("the run has no engine", f"{_who_is_there(roster)}; waited {NONE_S:g} s", hint=hint)

@@ -6,8 +6,11 @@ of the other settings. In a bucket a run has a prefix of its own, by its id, so 
 
 from __future__ import annotations
 
+import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote
 
 from etude.errors import StoreError
 from etude.experience import Ledger
@@ -65,8 +68,16 @@ def _place(run: RunFolder, name: str) -> Path | str:
     return f"{url.rstrip('/')}/{run.identity()['run_id']}/{name}" if url else run / name
 
 
-def check_store(url: str) -> None:
-    """Put, read, list and delete a few bytes where a run will. Raises `StoreError`."""
+def check_store(url: str, said: Callable[[str], None] = lambda _: None) -> None:
+    """Put, read, list and delete a few bytes where a run will. A directory that is not there yet is told, not made: it
+    may be mistyped. Raises `StoreError`."""
+    folder = Path(unquote(url.removeprefix("file://"))) if url.startswith("file:///") else None
+    if folder is not None and not folder.exists():
+        parent = next(path for path in folder.parents if path.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            raise StoreError(f"{url} cannot be made", f"nothing can be written in {parent}", hint="name another store")
+        said(f"{folder} is not there yet: the run makes it")
+        return
     store, key = open_store(url), f"preflight/{secrets.token_hex(8)}"
     store.put(key, b"a run may write here")
     try:

@@ -65,7 +65,7 @@ def preflight(
         check_rank(config.model, config.learner.lora_rank)
         config.model.shared(config.numerics.degree)
     for url in filter(None, (config.stores.weights, config.stores.traces)):
-        check_store(url)
+        check_store(url, said)
     if config.experience.ledger:
         check_server(config.experience.ledger)
     check_listen(config)

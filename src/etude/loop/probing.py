@@ -16,7 +16,7 @@ from etude.errors import EngineError, EtudeError, ParityError
 from etude.evals.parity import compare
 from etude.harness.chat import ChatFormat
 from etude.inference.client import HttpEngine
-from etude.inference.errors import EngineGone
+from etude.inference.errors import EngineGone, Unauthorised
 from etude.loop.parity import Alarm, Defence, OverBudget, ParityConfig, Watch
 from etude.records.sample import Published
 from etude.telemetry import Telemetry
@@ -55,11 +55,11 @@ class Probe:
         )
         late = await asyncio.gather(*asked)
         if late and all(late):
-            raise Unreachable(
-                f"no engine can come to {published.version}",
-                "; ".join(str(error).partition("\n")[0] for error in late),
-                hint="what was published is damaged: see etude weights verify, and the disk",
-            )
+            hint = "what was published is damaged: see etude weights verify, and the disk"
+            if any(isinstance(error, Unauthorised) for error in late):
+                hint = "start the engine with the ETUDE_TOKEN that the run has"
+            facts = (f"{name}: {str(error).partition(chr(10))[0]}" for name, error in zip(engines, late, strict=True))
+            raise Unreachable(f"no engine can come to {published.version}", "; ".join(facts), hint=hint)
 
     async def _ask_one(
         self, name: str, engine: HttpEngine, published: Published, mine: list[float], patience_s: float

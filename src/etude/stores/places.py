@@ -37,7 +37,12 @@ class Place:
 
 def parse_place(url: str) -> Place:
     """Raises `StoreError`, which quotes nothing of a URL that may hold a secret."""
-    scheme = url.partition("://")[0].lower()
+    scheme, is_url, _ = url.partition("://")
+    scheme = scheme.lower()
+    if not is_url:
+        raise StoreError("a path is no URL", hint="write file:///path, or a bucket's URL")
+    if scheme == "memory":
+        raise StoreError("memory:// ends with its process", hint="write file:///path or a bucket's URL")
     if scheme not in PROVIDERS:
         raise StoreError(f"no store speaks {scheme[:20]!r}", hint=nearest(scheme, [*PROVIDERS, "file", "memory"]))
     try:

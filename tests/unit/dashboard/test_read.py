@@ -125,6 +125,17 @@ def test_until_everybody_is_up_those_who_are_not_are_named(writer):
     assert plain_line(RunView(writer.path)) == "4.0 s  eval-before"
 
 
+def test_what_is_waited_for_is_told_until_it_has_come(writer):
+    writer.event(1.0, "conductor", "phase", phase="eval-before", state="start")
+    reason = "they join at 127.0.0.1:8790, none has joined"
+    writer.event(2.0, "conductor", "process", name="engines", state="waiting", reason=reason)
+    assert plain_line(RunView(writer.path)) == f"1.0 s  eval-before  waiting for engines: {reason}"
+    ranks = "1 of 1 ranks are to come to 127.0.0.1:7000"
+    writer.event(3.0, "learner", "process", name="learner ranks", state="waiting", reason=ranks)
+    writer.event(3.0, "conductor", "process", name="engines", state="ready")
+    assert plain_line(RunView(writer.path)) == f"2.0 s  eval-before  waiting for learner ranks: {ranks}"
+
+
 def test_an_evaluation_tells_how_far_it_is_alone_and_between_two_steps(writer):
     writer.event(0.0, "conductor", "phase", phase="eval-before", state="start")
     for done in (0, 40, 60):

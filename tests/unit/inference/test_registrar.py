@@ -81,10 +81,10 @@ async def world(what: Wanted = WANTED, *, lease_s: float = 1.0) -> AsyncIterator
 
 
 @asynccontextmanager
-async def served(port: int = 0, **settings: int) -> AsyncIterator[tuple[ReferenceEngine, str]]:
+async def served(port: int = 0, token: str = "t", **settings: int) -> AsyncIterator[tuple[ReferenceEngine, str]]:
     """An engine that answers over HTTP at step 3."""
     async with engine(step=3, **settings) as made:
-        app = build_app(made, token="t")
+        app = build_app(made, token=token)
         async with listening(app, bind("127.0.0.1", port), what="an engine", grace_s=0) as url:  # type: ignore[arg-type]
             yield made, url
 
@@ -165,7 +165,9 @@ def test_a_proxy_before_a_registry_that_is_away_is_no_other_thing() -> None:
         understood("http://home", *to_http(Unauthorised("no", hint="a token")), Wanted)
 
 
-def test_an_engine_joins_catches_up_works_is_drained_and_leaves() -> None:
+def test_an_engine_joins_catches_up_works_is_drained_and_leaves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def story() -> None:
         async with world() as home, served() as (_, url):
             home.registrar.head(version(3))
@@ -188,6 +190,11 @@ def test_an_engine_joins_catches_up_works_is_drained_and_leaves() -> None:
             await home.until("west", State.LEFT)
             await keeping
             assert member.state is State.LEFT
+            monkeypatch.setenv("ETUDE_TOKEN", "t")
+            assert await asyncio.to_thread(main, ["fleet", "drain", home.url, "west"]) == 1
+            said = capsys.readouterr()
+            assert said.err.startswith("error: west has left: ")
+            assert not said.out
             following.cancel()
             await follower.close()
 
@@ -237,6 +244,29 @@ def test_a_list_of_the_fleet_has_no_numbers_of_who_is_lost(
     assert lost.split()[:7] == ["west", "west", "lost", "3", "-", "-", "-"]
 
 
+def test_an_engine_that_follows_another_runs_store_is_told_so_in_the_list(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "t")
+
+    async def story() -> None:
+        async with world() as home, served() as (_, url):
+            home.registrar.head(msgspec.structs.replace(version(3), incarnation="0ther000"))
+            keeping = asyncio.create_task(home.registration("west", url).keep())
+            await home.until("west", State.CATCHING_UP)
+            assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
+            home.registrar.head(version(3))
+            assert await asyncio.to_thread(main, ["fleet", "list", home.url]) == 0
+            keeping.cancel()
+
+    run(story)
+    _, west, reason, _, serving = capsys.readouterr().out.splitlines()
+    assert west.split()[2] == "catching-up"
+    assert reason.startswith("  west is catching up: it holds v000003")
+    assert reason.endswith("is its --store the run's?")
+    assert serving.split()[2] == "serving"
+
+
 def test_an_engine_whose_renewals_stop_is_lost_though_it_answers_and_joins_again() -> None:
     async def story() -> None:
         async with world(lease_s=0.3) as home, served() as (_, url):
@@ -283,6 +313,18 @@ def test_what_cannot_work_is_refused_when_it_joins() -> None:
     run(story)
 
 
+def test_an_engine_with_another_token_than_the_run_is_refused_when_it_joins() -> None:
+    async def story() -> None:
+        async with world() as home, served(token="another") as (_, url):
+            with pytest.raises(Unauthorised, match="west does not take the run's token") as error:
+                await home.registration("west", url).keep()
+            assert url in error.value.facts
+            assert "ETUDE_TOKEN" in error.value.hint
+            assert not home.registrar.engines
+
+    run(story)
+
+
 def test_who_computes_other_bits_than_the_learner_is_refused_in_exact_mode() -> None:
     other = msgspec.structs.replace(WANTED, parity="another")
 
@@ -307,6 +349,29 @@ def test_an_engine_that_cannot_be_reached_is_told_how_to_say_where_it_is() -> No
         assert "west does not answer at http://127.0.0.1:9" in said[0]
 
     run(story)
+
+
+def test_a_wrong_url_of_an_engine_that_runs_is_refused_at_once_and_the_registry_is_not_blamed(
+    web_page: str, nobody: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETUDE_TOKEN", "t")
+
+    async def story() -> None:
+        async with world() as home:
+            for url in (nobody, web_page, home.url):
+                assert await asyncio.to_thread(main, ["fleet", "join", home.url, url, "--name", "west"]) == 1
+                said = capsys.readouterr().err
+                assert said.startswith(f"error: west does not answer at {url}: ")
+                assert "hint: give the engine's own URL" in said
+                assert "no registry" not in said
+
+    run(story)
+
+
+def test_a_registry_that_nobody_waits_for_is_not_told_with_an_option_for_waiting(nobody: str) -> None:
+    with pytest.raises(DeadlineExceeded) as error:
+        wanted(nobody, None, wait_s=0.0)
+    assert "--wait-s" not in error.value.hint
 
 
 def test_what_the_run_wants_is_asked_before_anything_is_loaded() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +95,28 @@ def test_a_run_without_any_engine_ends_and_says_where_they_join(
     assert "--register http://127.0.0.1:" in error.hint
     [event] = [e for e in read_events(run / "events") if e["kind"] == "fleet.listen"]
     assert event["url"].startswith("http://127.0.0.1:")
+
+
+def test_a_run_tells_where_it_waits_for_engines_and_that_one_has_come(tmp_path: Path) -> None:
+    telemetry = Telemetry(tmp_path / "conductor.jsonl", process="conductor")
+    registrar = SimpleNamespace(roster={})
+
+    async def story() -> None:
+        waiting = asyncio.create_task(joining.first_engine(registrar, telemetry, "home:8790"))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        for state in (State.CATCHING_UP, State.SERVING):
+            registrar.roster = {"west": Listed(url="http://e", state=state)}
+            await asyncio.sleep(2 * joining.POLL_S)
+        await asyncio.wait_for(waiting, 20)
+
+    asyncio.run(story())
+    telemetry.close()
+    events = [(e["name"], e["state"], e.get("reason")) for e in read_events(tmp_path)]
+    assert events == [
+        ("engines", "waiting", "they join at home:8790, none has joined"),
+        ("engines", "waiting", "they join at home:8790, west is catching-up"),
+        ("engines", "ready", None),
+    ]
 
 
 def test_a_checkpoint_of_a_run_is_evaluated_on_an_engine_of_its_own() -> None:

@@ -13,7 +13,7 @@ from etude.errors import ConfigError, LedgerError, RunError, StoreError
 from etude.experience import Ledger
 from etude.experience.traces import recorded, trace_path
 from etude.loop.config import RunConfig
-from etude.loop.places import has_published, ledger_place, traces_folder, weights_place
+from etude.loop.places import check_store, has_published, ledger_place, traces_folder, weights_place
 from etude.loop.preflight import preflight
 from etude.loop.retention import keep_within
 from etude.run import RunFolder
@@ -64,6 +64,8 @@ def test_a_run_of_an_etude_that_had_no_such_settings_is_looked_at(tmp_path):
         ({"stores": {"weights": "s3://a-secret@bucket/x"}}, "credentials or options is not taken"),
         ({"stores": {"traces": "ftp://bucket/x"}}, "no store speaks 'ftp'"),
         ({"stores": {"weights": "s3:///x"}}, "no bucket's name"),
+        ({"stores": {"weights": "memory://x"}}, "stores.weights: memory:// ends with its process; write file:///path"),
+        ({"stores": {"weights": "/a-secret/dir"}}, "stores.weights: a path is no URL; write file:///path"),
     ],
 )
 def test_a_place_that_cannot_be_or_holds_a_secret_is_refused(section, says):
@@ -71,6 +73,18 @@ def test_a_place_that_cannot_be_or_holds_a_secret_is_refused(section, says):
         build(RunConfig, section)
     assert says in str(refused.value)
     assert "a-secret" not in str(refused.value)
+
+
+def test_a_directory_that_is_not_there_yet_is_told_and_not_made_by_a_check(tmp_path):
+    said, folder = [], tmp_path / "mistyped" / "deep"
+    check_store(f"file://{folder}", said.append)
+    assert said == [f"{folder} is not there yet: the run makes it"]
+    assert not folder.parent.exists()
+    check_store(f"file://{tmp_path}", said.append)
+    assert len(said) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be made"):
+        check_store(f"file://{tmp_path}/file/deep")
 
 
 def test_a_bucket_without_rights_ends_a_run_before_it_starts(s3, monkeypatch):

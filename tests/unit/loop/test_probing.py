@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from etude.errors import EngineError, ParityError
-from etude.inference.errors import EngineGone
+from etude.inference.errors import EngineGone, Unauthorised
 from etude.loop.parity import Defence, OverBudget, ParityConfig, Watch
 from etude.loop.probing import Probe, Unreachable, probe_text
 from etude.numerics.config import ComputeDtype
@@ -105,6 +105,14 @@ def test_engines_that_are_there_and_cannot_come_are_told_together(tmp_path: Path
     with pytest.raises(Unreachable, match="no engine can come to"):
         probed(tmp_path, Engine(late), Engine(late))
     probed(tmp_path, Engine(late), Engine(MINE))
+
+
+def test_engines_with_another_token_are_not_told_as_damage_to_the_weights(tmp_path: Path) -> None:
+    refused = Unauthorised("the bearer token is missing or wrong", hint="see")
+    with pytest.raises(Unreachable) as error:
+        probed(tmp_path, Engine(refused), Engine(refused))
+    assert error.value.facts.startswith("e0: the bearer token is missing or wrong")
+    assert "ETUDE_TOKEN" in error.value.hint
 
 
 def test_the_text_has_no_token_twice() -> None:
