@@ -58,6 +58,7 @@ def test_what_no_command_can_have_is_bad_input(words, said, tmp_path: Path, monk
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.timeout(400)  # a machine without KVM boots for a minute where others compute
 def test_a_shell_in_a_virtual_machine_has_a_terminal_and_keys_reach_what_runs():
     needs("microvm")
     pid, screen = pty.fork()
