@@ -24,8 +24,8 @@ from etude.models.config import ModelConfig
 
 MODULE = "sglang.launch_server"
 LOAD_S, FORGET_S = 600.0, 10.0
-KEPT_TOKENS = 6
-"""Of a context SGLang takes so many fewer as input; one of them is for the token that is sampled after a text."""
+KEPT_TOKENS = 7
+"""Of a context SGLang takes so many fewer as input: it wants more than five left, and one for itself."""
 ON_CPU = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
 NO_END = json.dumps({"eos_token_id": None})
 """A request's own stop tokens are the only ones; where SGLang ignores the model's, it ignores those, too."""
