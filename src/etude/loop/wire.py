@@ -33,7 +33,10 @@ _IDLE_S, _BETWEEN_S, _PROBES = 10, 5, 4  # of TCP keep-alive: together they stay
 
 
 def kept_alive(sock: socket.socket) -> socket.socket:
-    """A connection that ends by itself when nothing is heard of the other side for `LINK_S`."""
+    """A connection that ends by itself when nothing is heard of the other side for `LINK_S`, and sends at once: asyncio
+    sees to that only for sockets that were made with TCP's number, and a call would wait 40 ms for the acknowledgement
+    of the one before."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from etude.errors import DeadlineExceeded, WeightsError
-from etude.loop.wire import Caller, Failed, Lost, serve
+from etude.loop.wire import Caller, Failed, Lost, kept_alive, serve
 from etude.records import Version
 
 
@@ -117,3 +117,10 @@ def test_a_lost_child_fails_the_calls_that_wait_for_it_and_those_that_come_later
             await caller.call("echo", Version, deadline_s=5)
 
     run(work)
+
+
+def test_a_call_between_machines_waits_for_no_acknowledgement():
+    with socket.socket(socket.AF_INET) as sock:
+        assert sock.proto == 0, "asyncio leaves such a one as it is"
+        assert kept_alive(sock).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
