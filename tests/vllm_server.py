@@ -19,7 +19,7 @@ from etude.inference import EngineConfig
 from etude.inference.foreign.engine import ForeignEngine
 from etude.inference.foreign.environment import Environment, environment, link_package
 from etude.inference.foreign.serving import initial_version, read_model
-from etude.inference.vllm.follow import Following
+from etude.inference.vllm.follow import VllmFollowing
 from etude.inference.vllm.process import Vllm, start
 from etude.inference.vllm.server import EXTENSION
 from etude.seams import BlobStore
@@ -79,7 +79,7 @@ async def following(
         kv_tokens=config.max_sequences * config.context_tokens,
         parity="vllm",
     )
-    follower = Following(engine, Head(store, "policy"), str(place), poll_s=0.01)
+    follower = VllmFollowing(engine, Head(store, "policy"), str(place), poll_s=0.01)
     try:
         await vllm.until_well()
         await engine.thaw()

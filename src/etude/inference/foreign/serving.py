@@ -7,19 +7,23 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Protocol
 
 from etude.errors import CheckpointError, EngineError, EtudeError
+from etude.inference.app import build_app
 from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.foreign.following import Following
 from etude.inference.foreign.joining import made_checkpoint, take_wanted
 from etude.inference.foreign.process import Child
+from etude.inference.lifetime import die_with_parent
 from etude.inference.metrics import Load
-from etude.inference.registering import Registration, be_member, wanted
-from etude.inference.serving import add_arguments, require_weights
+from etude.inference.registering import Registration, be_member, registration_of, wanted
+from etude.inference.serving import add_arguments, require_weights, serve
 from etude.models.config import ModelConfig
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
@@ -27,13 +31,6 @@ from etude.weights import content_digest, tensor_digest
 from etude.weights.files.checkpoint import read_checkpoint
 
 HUNG_EXIT_CODE = 70
-
-
-class Follows(Protocol):
-    """Keeps a server at the head of the chain."""
-
-    async def start_at_head(self) -> None: ...
-    async def stop(self) -> None: ...
 
 
 def parser_of(make: str, prog: str) -> argparse.ArgumentParser:
@@ -46,6 +43,41 @@ def parser_of(make: str, prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--needs-routes", action="store_true", help="end where routes are not told")
     parser.add_argument("--argument", action="append", default=[], metavar="A", help=f"passed to {make} (repeatable)")
     return parser
+
+
+def run(args: argparse.Namespace, make: str, serving: Callable[[Path, Telemetry | None], None]) -> int:
+    """`serving(folder, telemetry)` until told to stop, where `folder` is a temporary one; the process's exit code."""
+    die_with_parent(watch_stdin=args.watch_stdin)
+    telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"etude-{make}-") as folder:
+            serving(Path(folder), telemetry)
+    except EtudeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def offer(
+    args: argparse.Namespace,
+    listener: socket.socket,
+    token: str | None,
+    child: Child,
+    engine: ForeignEngine,
+    following: Following | None,
+    telemetry: Telemetry | None,
+) -> None:
+    """Serve the protocol until told to stop. Raises the `EtudeError` that it could not start for."""
+    failed: list[EtudeError] = []
+    registration = registration_of(args, listener, token)
+    needs_routes = args.needs_routes and engine.model.num_moe_layers > 0
+    span = lifespan(child, engine, following, telemetry, failed, registration, needs_routes=needs_routes)
+    try:
+        serve(build_app(engine, token=token, lifespan=span), listener, name=args.name, ready_file=args.ready_file)
+    except SystemExit:  # uvicorn's, of a start that failed
+        if failed:
+            raise failed[0] from None
+        raise
 
 
 def prepare(args: argparse.Namespace, token: str | None, folder: Path) -> list[str]:
@@ -81,7 +113,7 @@ def initial_version(checkpoint: Path) -> Version:
 def lifespan(
     child: Child,
     engine: ForeignEngine,
-    following: Follows | None,
+    following: Following | None,
     telemetry: Telemetry | None,
     failed: list[EtudeError],
     registration: Registration | None,

@@ -1,9 +1,7 @@
-"""Keeps a vLLM at the head of the weight chain: asks the store for news, and has the workers fetch, prove and write.
+"""The chain's versions for a vLLM: the store is asked for news here, and the workers fetch, prove and write.
 
 Here only the pointer is read, some hundred bytes; fetching, decoding and proving happen in vLLM's workers beside the
-requests, and what is proven is written between two steps, in a pause. A swap that fails leaves the engine frozen until
-one succeeds: what it holds is no version's. Trouble is told (`engine.trouble`, an event) and tried again. Bytes that
-are right prove nothing about what is computed from them: `verify` is for that, and a run asks it at each version.
+requests, and what is proven is written between two steps, in a pause.
 """
 
 from __future__ import annotations
@@ -15,21 +13,21 @@ from typing import Any
 
 import msgspec
 
-from etude.errors import DeadlineExceeded, EtudeError, WeightsError
+from etude.errors import DeadlineExceeded, WeightsError
 from etude.inference.foreign.engine import ForeignEngine
+from etude.inference.foreign.following import Following
 from etude.inference.vllm.process import VllmCalls
 from etude.records.completion import Version
 from etude.telemetry import Telemetry
 from etude.weights.follow.head import Head
 
 PREPARE_S, SWAP_S = 600.0, 120.0
-TROUBLE_REST_S = 0.5
 FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two questions to the workers, each of which takes time of a step
 
 
-class Following:
-    """Follows from `start_at_head` to `stop`. `place`: the store, as vLLM's workers open it, `head` is of the same;
-    `cache`: a directory in which a region's engines share what they fetched."""
+class VllmFollowing(Following):
+    """`place`: the store, as vLLM's workers open it, `head` is of the same; `cache`: a directory in which a region's
+    engines share what they fetched."""
 
     def __init__(
         self,
@@ -41,65 +39,20 @@ class Following:
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
     ) -> None:
-        self.engine, self.head, self.place, self.cache, self.poll_s = engine, head, place, cache, poll_s
         assert isinstance(engine.calls, VllmCalls), "its workers are called"
-        self._call = engine.calls.call
-        self._telemetry = telemetry
-        self._task: asyncio.Task[None] | None = None
-        self._held: Version | None = None  # what was written last; None: what vLLM loaded, or nobody knows
+        super().__init__(engine, poll_s=poll_s, telemetry=telemetry)
+        self.head, self.place, self.cache, self._call = head, place, cache, engine.calls.call
 
     async def start_at_head(self) -> None:
-        """Adopt what is there, so that the first request finds it, then follow. Trouble with a version is told, not
-        raised; a model that the workers have no map for is an `EngineError`."""
+        """As every follower; a model that the workers have no map for is an `EngineError`."""
         await self._call("etude_follow", self.place, "policy", "", "", str(self.cache or ""))
-        await self._try()
-        self._task = asyncio.create_task(self._run(), name=f"{self.engine.name}-follow")
+        await super().start_at_head()
 
-    async def stop(self) -> None:
-        """End at once. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def step(self) -> Version | None:
-        """Adopt what is new; the version adopted, or None. Raises `EtudeError` when it cannot."""
+    async def _ready(self) -> bool:
         newest = await asyncio.to_thread(self.head.version)
         if newest is None or newest == self._held:
-            return None
-        began = time.monotonic()
-        await self._prepared()
-        fetch_s, engine = time.monotonic() - began, self.engine
-        async with engine.swapping():
-            began, num_running = time.monotonic(), engine.num_here
-            version = await self._written()
-            engine.moved(version)
-            self._held = version
-        if self._telemetry is not None:
-            self._telemetry.event(
-                "engine.adopt",
-                step=version.step,
-                version=str(version),
-                fetch_s=round(fetch_s, 6),
-                pause_s=round(time.monotonic() - began, 6),
-                num_running=num_running,
-            )
-        return version
-
-    async def _run(self) -> None:
-        while True:
-            well = await self._try()
-            await asyncio.sleep(self.poll_s if well else TROUBLE_REST_S)
-
-    async def _try(self) -> bool:
-        try:
-            await self.step()
-        except EtudeError as error:
-            said = str(error).replace("\n", "; ")
-            if said != self.engine.trouble and self._telemetry is not None:
-                self._telemetry.event("engine.trouble", reason=said)
-            self.engine.trouble = said
             return False
-        self.engine.trouble = ""
+        await self._prepared()
         return True
 
     async def _prepared(self) -> None:
@@ -131,19 +84,17 @@ class Following:
             hint="see the store, and the engine's log",
         )
 
-    async def _written(self) -> Version:
-        """The version that every worker has written. Raises `WeightsError`: the engine stays frozen then."""
+    async def _swap(self) -> Version:
+        """The version that every worker has written."""
         call = self._call
         told: list[dict[str, Any]] = await call("etude_swap", deadline_s=SWAP_S)
         trouble = next((one["trouble"] for one in told if one["trouble"]), "")
         if trouble:
-            self._held = None
             raise WeightsError(
                 f"{self.engine.name} could not write a version", trouble, hint="it is written whole next, requests wait"
             )
         versions = [msgspec.convert(one["version"], Version) for one in told]
         if any(version != versions[0] for version in versions):
-            self._held = None
             facts = ", ".join(map(str, versions))
             raise WeightsError(f"the workers of {self.engine.name} hold different versions", facts, hint="restart it")
         return versions[0]

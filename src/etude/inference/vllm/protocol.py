@@ -145,7 +145,7 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 def read_event(line: bytes, *, engine: str) -> Part | None:
     """A line of a streamed answer: some tokens; None for one that says nothing. Raises `Broken`, and `EngineError` for
     what vLLM ended it with."""
-    if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+    if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
     if body.lstrip().startswith(b'{"error"'):

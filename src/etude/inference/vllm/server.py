@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from etude.errors import EtudeError
-from etude.inference.app import build_app
 from etude.inference.foreign.engine import ForeignEngine
 from etude.inference.foreign.environment import VLLM, environment
-from etude.inference.foreign.serving import initial_version, lifespan, parser_of, prepare, read_model
-from etude.inference.lifetime import die_with_parent
+from etude.inference.foreign.serving import initial_version, offer, parser_of, prepare, read_model, run
 from etude.inference.membership import NO_VERSION
-from etude.inference.registering import registration_of
-from etude.inference.serving import config_of, listen, read_token, serve
-from etude.inference.vllm.follow import Following
+from etude.inference.serving import config_of, listen, read_token
+from etude.inference.vllm.follow import VllmFollowing
 from etude.inference.vllm.process import start
 from etude.stores import open_store
 from etude.telemetry import Telemetry
@@ -35,15 +31,7 @@ EXTENSION = "etude.inference.vllm.worker.WorkerExtension"
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
     args = _parser().parse_args(argv)
-    die_with_parent(watch_stdin=args.watch_stdin)
-    telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
-    try:
-        with tempfile.TemporaryDirectory(prefix="etude-vllm-") as folder:
-            _serve(args, Path(folder), telemetry)
-    except EtudeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run(args, "vllm", partial(_serve, args))
 
 
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
@@ -76,17 +64,8 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
     following = None
     if args.store is not None:
         head = Head(open_store(args.store, cache=args.cache), "policy")
-        following = Following(engine, head, args.store, cache=args.cache, poll_s=args.poll_s, telemetry=telemetry)
-    registration = registration_of(args, listener, token)
-    failed: list[EtudeError] = []
-    needs_routes = args.needs_routes and model.num_moe_layers > 0
-    span = lifespan(vllm, engine, following, telemetry, failed, registration, needs_routes=needs_routes)
-    try:
-        serve(build_app(engine, token=token, lifespan=span), listener, name=args.name, ready_file=args.ready_file)
-    except SystemExit:  # uvicorn's, of a start that failed
-        if failed:
-            raise failed[0] from None
-        raise
+        following = VllmFollowing(engine, head, args.store, cache=args.cache, poll_s=args.poll_s, telemetry=telemetry)
+    offer(args, listener, token, vllm, engine, following, telemetry)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,7 +17,7 @@ from etude.inference.config import EngineConfig
 from etude.inference.errors import EngineBusy
 from etude.inference.foreign.engine import ForeignEngine
 from etude.inference.foreign.serving import require_routes
-from etude.inference.vllm.follow import Following
+from etude.inference.vllm.follow import VllmFollowing
 from etude.inference.vllm.process import VllmCalls
 from etude.models.config import ModelConfig
 from etude.records.completion import Completion, CompletionRequest, Sampling, Version
@@ -263,7 +263,7 @@ def test_workers_that_prepared_different_versions_come_to_the_newest_before_any_
             return [{"version": told(v), "trouble": ""} for v in at]
 
         server.workers = workers
-        assert await Following(engine, Head(store, "policy"), "s").step() == new
+        assert await VllmFollowing(engine, Head(store, "policy"), "s").step() == new
         assert said == ["etude_prepare", "etude_state", "etude_prepare 1", "etude_state", "etude_swap"]
         assert (await engine.info()).version == new
 
@@ -285,7 +285,7 @@ def test_a_version_that_could_not_be_written_is_told_and_requests_wait_for_the_n
             return [{"version": told(version), "trouble": "no memory" if swaps == 1 else ""}]
 
         server.workers = workers
-        following = Following(engine, Head(store, "policy"), "s")
+        following = VllmFollowing(engine, Head(store, "policy"), "s")
         with pytest.raises(WeightsError, match="could not write a version") as caught:
             await following.step()
         assert caught.value.facts == "no memory"
@@ -314,7 +314,7 @@ def test_what_keeps_workers_from_the_head_is_told_and_changes_nothing(
         store = MemoryStore()
         published(0, store)
         server.workers = lambda method, args: [state]
-        following = Following(engine, Head(store, "policy"), "s")
+        following = VllmFollowing(engine, Head(store, "policy"), "s")
         await following.start_at_head()
         await following.stop()
         assert said in engine.trouble
