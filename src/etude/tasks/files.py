@@ -31,7 +31,7 @@ from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust
 from etude.tasks.hidden import Kind, kind_of, read_answer, write_answer
 from etude.tasks.splits import split_of
-from etude.tasks.trees import read_tree, write_tree
+from etude.tasks.trees import read_tree, refuse_link, write_tree
 
 BASES = ".bases"
 """The folder of trees that several tasks share."""
@@ -175,6 +175,7 @@ class DirectorySource:
 
 
 def _read_toml(folder: Path) -> TaskFile:
+    refuse_link(folder / "task.toml")
     try:
         return config.load(folder / "task.toml", TaskFile)
     except ConfigError as error:
@@ -215,7 +216,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
         if image is None
         else ImageFile(image.digest, image.workdir, tuple(f"{k}={v}" for k, v in image.env.items()), image.user),
     )
-    (folder / "task.toml").write_text(config.to_toml(said))
+    write_tree(folder, {"task.toml": config.to_toml(said)})
     return folder
 
 
