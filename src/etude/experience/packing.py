@@ -49,6 +49,9 @@ def make_batch(
 ) -> Batch:
     """The batch that makes version step `step`, trained at learner step `step - 1`.
 
+    Tokens of a lost lineage that are past the bound are masked under either policy: no window can keep a restart from
+    making them stale.
+
     `k1` is Σ log π − log π_ref of each valid rollout, by its id; `beta` times that is taken off its reward.
 
     Samples of non-zero advantage only; every rollout of the groups is consumed, and every token that a valid rollout
@@ -63,7 +66,8 @@ def make_batch(
         for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme), strict=True):
             num_loss_tokens += rollout.num_sampled
             if advantage:
-                samples += _samples(rollout, advantage, step - 1, max_lag, straggler)
+                policy = Straggler.MASK if rollout.rollout_id in group.lost else straggler
+                samples += _samples(rollout, advantage, step - 1, max_lag, policy)
     return Batch(
         batch_id=batch_id,
         step=step,

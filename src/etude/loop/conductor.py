@@ -144,7 +144,9 @@ class Conductor:
         mine, _ = await self._offer(())
         published = await self._call("published", Published)
         steps = Steps(weights_store(self.run_folder))
-        mended = self.ledger.reconcile(steps, believed=steps.believed)  # no lineage goes on from a step it lacks
+        mended = self.ledger.reconcile(
+            steps, believed=steps.believed, head=published.version
+        )  # no lineage goes on from a step it lacks
         if steps.damaged is not None:
             reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"
             self.telemetry.event("weights.mend", step=self.step, reason=reason)

@@ -97,7 +97,7 @@ class LearnerConfig:
         check_device(self.device)
         if self.policy_loss is PolicyLossKind.PPO and self.ratio_bound < self.clip_high:
             raise ValueError(
-                f"ratio_cap = {self.ratio_cap} is below clip_high = {self.clip_high}: a ratio is clipped before it is cut"
+                f"ratio_cap = {self.ratio_cap} is below clip_high = {self.clip_high}: it bounds what the clip leaves"
             )
         for name in ("expert_parallel", "context_parallel"):
             if self.ranks % getattr(self, name):
