@@ -63,7 +63,7 @@ def make_batch(
         rewards = group.rewards
         if k1 is not None:
             rewards = [with_k1_penalty(g.reward, k1[r.rollout_id], beta=beta) for r, g in group.valid]
-        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme), strict=True):
+        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme, raw=group.rewards), strict=True):
             num_loss_tokens += rollout.num_sampled
             if advantage:
                 policy = Straggler.MASK if rollout.rollout_id in group.lost else straggler
