@@ -289,7 +289,13 @@ def _store_commands(weights: Commands[Parser]) -> None:
     relay.add_argument("--listen", required=True, metavar="HOST:PORT", help="$ETUDE_TOKEN guards what others can reach")
     for parser in (publish, follow, relay, gc, fsck, point):
         parser.add_argument(
-            "store", type=place, metavar="STORE", help=_WRITABLE if parser in (publish, gc, point) else _READABLE
+            "store",
+            type=place,
+            nargs="?" if parser is fsck else None,
+            metavar="STORE" if parser is publish else "RUN|STORE",
+            help={fsck: f"a run, {_READABLE} (default: the newest in runs/)", publish: _WRITABLE}.get(
+                parser, f"a run, {_WRITABLE if parser in (gc, point) else _READABLE}"
+            ),
         )
     for parser in (publish, follow, gc, fsck, point):
         _channel_argument(parser)

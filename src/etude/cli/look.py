@@ -66,7 +66,7 @@ def ledger_audit(args: argparse.Namespace) -> int:
     if isinstance(place, Path) and not place.exists():
         hint = "put it back: what was trained is what its manifests list"
         raise RunError(f"{run.path} has a ledger and no weights folder", "nothing can be audited against it", hint=hint)
-    store, note = weights_store(run), run / "audit.json"
+    store, note = weights_store(run, readonly=True), run / "audit.json"
     after = _proven(store, note) if args.new else 0
     require_pointer(store)
     steps, everything = Steps(store, down_to=after), Steps(store)
