@@ -156,7 +156,8 @@ class Policy(Protocol):
     """The one call through which everything asks a model: rollouts, evaluations, the gateway."""
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Raises `EngineError` when no engine can serve it before the request's deadline."""
+        """Raises `EngineError` when nothing happened with it for the request's `deadline_s`, or no engine can serve it;
+        `EngineBehind` when none came up to its version in all the time that it waits for one."""
         ...
 
 

@@ -20,6 +20,7 @@ import msgspec
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
+from etude.inference.fleet import PATIENCE_S
 from etude.inference.foreign.environment import MAKES, environment
 from etude.inference.membership import Listed, Roster, State, environment_token
 from etude.inference.registrar import Registrar
@@ -154,8 +155,11 @@ class Crew:
             await engine.close()
 
     async def rollout(self, spec: RolloutSpec) -> Rollout:
-        limits = self.config.harness  # a worker's own deadlines end it first
-        deadline_s = limits.rollout_deadline_s + limits.max_turns * limits.turn_deadline_s
+        """Have a worker run it. Its worker and its engines see whether it goes on, and end it long before the deadline
+        here: every turn waits for an engine and then for each of its tokens as long as it may."""
+        limits = self.config.harness
+        turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
+        deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
         return await self.workers.call("rollout", Rollout, spec, deadline_s=deadline_s)
 
     async def grade(self, rollout: Rollout) -> Outcome:
