@@ -40,7 +40,7 @@ from etude.records.completion import Completion, CompletionRequest, Traffic, Ver
 from etude.seams import Engine, told
 
 REST_S = 2.0  # how long an engine that was gone is left alone
-RETRY_S = 0.05  # between two tries when nobody could serve
+RETRY_S, SELDOM_S = 0.05, 1.0  # between two tries when nobody could serve: at first, and where the wait is long
 WORTH = 2.0  # a session or group stays while a call takes at most so many times what it would elsewhere
 TRIAL = 8  # requests at once to a member of unknown pace, where that of others is known
 PATIENCE_S = 3_600.0  # for an engine to come back, to have room, or to come up to a version
@@ -246,10 +246,11 @@ class Fleet:
     async def _next(self, at: _Try) -> _Member:
         """Whom to ask now. Raises `EngineBehind` where none came up to the version, and `EngineError` at the deadline
         and where nobody will ever serve it."""
+        pause_s = RETRY_S
         while at.left_s > 0:
             member, began = self._choose(at), _now()
             if member is not None and at.waits_for(member):
-                await self._catch_up(member, at)
+                await self._catch_up(member, at, min(at.left_s, pause_s))
                 at.wait_is_over(_now() - began)
             elif member is not None:
                 self._regions.pop(group_of(at.request), None)
@@ -259,8 +260,9 @@ class Fleet:
                 raise next(iter(at.refused.values()))
             else:
                 at.skipped.clear()
-                await self._pause_between_rounds(at)
+                await self._pause_between_rounds(min(at.left_s, pause_s))
                 at.wait_is_over(_now() - began)
+            pause_s = min(2 * pause_s, SELDOM_S)
         raise _nobody(at)
 
     def _choose(self, at: _Try) -> _Member | None:
@@ -329,23 +331,23 @@ class Fleet:
             if not isinstance(error, EngineBusy) and at.left_s > 0:  # at the deadline it may only have been slow
                 member.rests_until = _now() + REST_S
 
-    async def _catch_up(self, member: _Member, at: _Try) -> None:
+    async def _catch_up(self, member: _Member, at: _Try, patience_s: float) -> None:
         """Wait until one of those who have to catch up has; under a stable assignment, until this one has. They pull
         the weights themselves."""
         late = [m for m in self._members.values() if at.waits_for(m) and m.name not in at.skipped | at.hopeless]
         asked = {m: _adoption(m, at) for m in ([member] if self.assignment is Assignment.STABLE else late)}
-        patience_s = max(0.001, min(at.left_s, RETRY_S))  # who is busy now, or joins, may be first
-        if not (await asyncio.wait(asked.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-            at.skipped.clear()
+        done, _ = await asyncio.wait(asked.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            at.skipped.clear()  # who is busy now, or joins, may be first
         for member, adoption in asked.items():
             if adoption.done():
                 at.behind.discard(member.name)
                 _take(member, at, adoption.result())
 
-    async def _pause_between_rounds(self, at: _Try) -> None:
+    async def _pause_between_rounds(self, pause_s: float) -> None:
         """Until the fleet changes, or a moment later."""
         try:
-            await asyncio.wait_for(self._changed.wait(), max(0.001, min(at.left_s, RETRY_S)))
+            await asyncio.wait_for(self._changed.wait(), pause_s)
         except TimeoutError:
             return
 
