@@ -224,6 +224,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens_free: int
     capabilities: tuple[str, ...]  # "routes", "spans", "stream", "pause-keep", "adopt", "verify", "exact"
     parity: str = ""  # parity class: who has the same one computes the same bits of the same weights; "": unknown
+    trouble: str = ""  # why the latest adoption failed; "" when it did not, or is under way
 
 
 @runtime_checkable

@@ -192,6 +192,7 @@ class ReferenceEngine:
             kv_tokens_free=self._scheduler.slots.num_available * self.config.context_tokens,
             capabilities=self.capabilities,
             parity=self.parity,
+            trouble=self.trouble,
         )
 
     async def metrics(self) -> str:

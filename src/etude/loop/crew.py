@@ -39,6 +39,8 @@ T = TypeVar("T")
 GRADE_S = 7_200.0
 """Longer than a grade may take (`MachineGrader`), and some wait for their turn: an agent that makes its grade last
 gets a verdict, not an end by this. A grader that hangs is found by its supervisor."""
+SCRIPT_S = 600.0
+"""For a machine of a scripted rollout to be made and to end, beside its commands: its image may be large."""
 ENGINE_NICE = 5
 """On shared cores engines give way to harness, machines and graders: tool calls are short, and while they are served
 requests gather, so that an engine's next step decodes more of them. They give way to the learner, too: it is what the
@@ -161,6 +163,12 @@ class Crew:
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
         return await self.workers.call("rollout", Rollout, spec, deadline_s=deadline_s)
+
+    async def baseline(self, spec: RolloutSpec, kind: str) -> Rollout:
+        """Have a worker play a script: "oracle" or "random". It asks no engine: its commands and its machine take
+        what time it takes."""
+        deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
+        return await self.workers.call("baseline", Rollout, spec, kind, deadline_s=deadline_s)
 
     async def grade(self, rollout: Rollout) -> Outcome:
         graded: Outcome = await self.graders.call(

@@ -168,6 +168,7 @@ class ForeignEngine:
             kv_tokens_free=max(0, self.kv_tokens - self._tokens),
             capabilities=(*CAPABILITIES, "routes") if self.routes.there else CAPABILITIES,
             parity=self.parity,
+            trouble=self.trouble,
         )
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
