@@ -205,4 +205,4 @@ def test_no_rollout_is_lost_or_invalid_by_waiting_for_versions_engines_or_tokens
     lost = [event for event in read_events(run / "events") if event["kind"] == "lineage" and event["state"] == "lost"]
     assert len(lost) == 4
     assert sum(n for state, n in ledger.states().items() if state in ("trained", "no-signal")) == STEPS * 8
-    ledger.close()
+    conductor.close()

@@ -99,6 +99,11 @@ class Conductor:
         self._published = asyncio.Event()
         self._admitted = asyncio.Event()
 
+    def close(self) -> None:
+        """Let the ledger go, after what it was given to write. Idempotent."""
+        self.books.close()
+        self.ledger.close()
+
     async def reinforce(self) -> None:
         """Train until the last step, and keep the result. Raises what ended the loop, by name."""
         await self._keeping(self._lineage)

@@ -142,10 +142,11 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
         result = await conductor.evaluate("after", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
         return {"rate": result.rate}
 
-    async with _unless_failed(members.supervisor):
-        await _phase(run, telemetry, "eval-before", before)
-        await _phase(run, telemetry, "rl", rl)
-        await _phase(run, telemetry, "eval-after", after)
+    with contextlib.closing(conductor):
+        async with _unless_failed(members.supervisor):
+            await _phase(run, telemetry, "eval-before", before)
+            await _phase(run, telemetry, "rl", rl)
+            await _phase(run, telemetry, "eval-after", after)
 
 
 @contextlib.asynccontextmanager
