@@ -20,6 +20,7 @@ import msgspec
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
+from etude.inference.fleet import PATIENCE_S
 from etude.inference.foreign.environment import MAKES, environment
 from etude.inference.membership import Listed, Roster, State, environment_token
 from etude.inference.registrar import Registrar
@@ -38,6 +39,8 @@ T = TypeVar("T")
 GRADE_S = 7_200.0
 """Longer than a grade may take (`MachineGrader`), and some wait for their turn: an agent that makes its grade last
 gets a verdict, not an end by this. A grader that hangs is found by its supervisor."""
+SCRIPT_S = 600.0
+"""For a machine of a scripted rollout to be made and to end, beside its commands: its image may be large."""
 ENGINE_NICE = 5
 """On shared cores engines give way to harness, machines and graders: tool calls are short, and while they are served
 requests gather, so that an engine's next step decodes more of them. They give way to the learner, too: it is what the
@@ -154,9 +157,18 @@ class Crew:
             await engine.close()
 
     async def rollout(self, spec: RolloutSpec) -> Rollout:
-        limits = self.config.harness  # a worker's own deadlines end it first
-        deadline_s = limits.rollout_deadline_s + limits.max_turns * limits.turn_deadline_s
+        """Have a worker run it. Its worker and its engines see whether it goes on, and end it long before the deadline
+        here: every turn waits for an engine and then for each of its tokens as long as it may."""
+        limits = self.config.harness
+        turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
+        deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
         return await self.workers.call("rollout", Rollout, spec, deadline_s=deadline_s)
+
+    async def baseline(self, spec: RolloutSpec, kind: str) -> Rollout:
+        """Have a worker play a script: "oracle" or "random". It asks no engine: its commands and its machine take
+        what time it takes."""
+        deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
+        return await self.workers.call("baseline", Rollout, spec, kind, deadline_s=deadline_s)
 
     async def grade(self, rollout: Rollout) -> Outcome:
         graded: Outcome = await self.graders.call(

@@ -149,10 +149,11 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
         await ready()
         return {"rate": (await measure("after")).rate}
 
-    async with _unless_failed(members.supervisor):
-        await _phase(run, telemetry, "eval-before", before)
-        await _phase(run, telemetry, "rl", rl)
-        await _phase(run, telemetry, "eval-after", after)
+    with contextlib.closing(conductor):
+        async with _unless_failed(members.supervisor):
+            await _phase(run, telemetry, "eval-before", before)
+            await _phase(run, telemetry, "rl", rl)
+            await _phase(run, telemetry, "eval-after", after)
 
 
 @contextlib.asynccontextmanager
