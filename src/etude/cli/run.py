@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         _join(args.on, config, RUNS if folder is None else folder.path.parent)
     adopted = folder is not None and folder.ended("corpus")
     said = partial(print, file=sys.stderr)
-    preflight(config, adopted=adopted, proven=args.on != LOCAL, given=leaves(given), said=said)
+    preflight(config, adopted=adopted, elsewhere=args.on != LOCAL, given=leaves(given), said=said)
     if args.dry_run:
         print(to_toml(config), end="")
         return 0

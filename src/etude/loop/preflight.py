@@ -21,9 +21,10 @@ from etude.errors import CheckpointError, ConfigError, RunError, TaskError
 from etude.experience.database import NoLedger, check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES, environment
+from etude.inference.foreign.environment import MAKES
 from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.joining import check_listen
 from etude.loop.places import check_store, has_published, ledger_place, read_ledger
 from etude.loop.task_images import with_images
@@ -44,16 +45,16 @@ def preflight(
     config: RunConfig,
     *,
     adopted: bool = False,
-    proven: bool = False,
+    elsewhere: bool = False,
     given: Collection[str] = (),
     said: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later.
 
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more.
-    `proven`: the tasks were proven where they will be judged. `given`: names of the settings that the user gave. `said`
-    is told of what takes longer, an image that was built, of layers of the checkpoint that are left out, and of
-    settings that are not used."""
+    `elsewhere`: components run on other machines, where tasks and devices were checked before. `given`: names of the
+    settings that the user gave. `said` is told of what takes longer, an image that was built, of layers of the
+    checkpoint that are left out, and of settings that are not used."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
@@ -64,6 +65,8 @@ def preflight(
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
         config.model.shared(config.numerics.degree)
+        if config.learner.device.startswith("cuda"):
+            said(f"mid-training computes on the CPU; learner.device = {config.learner.device!r} is where RL does")
     for url in filter(None, (config.stores.weights, config.stores.traces)):
         check_store(url, said)
     if config.experience.ledger:
@@ -71,6 +74,8 @@ def preflight(
     check_listen(config)
     if config.fleet.ranks_at:
         check_ranks_at(config.fleet.ranks_at)
+    if not elsewhere:
+        check_devices(config)
     check_foreign(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
@@ -80,7 +85,7 @@ def preflight(
             hint="add 'submit', or set harness.require_submit=false",
         )
     asyncio.run(build_images(config, said))
-    if not proven:
+    if not elsewhere:
         prove_tasks(config)
 
 
@@ -103,7 +108,7 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     the run was started from it before. Raises `EngineError`, `ConfigError`."""
     kinds = sorted({*config.fleet.engines} - {EngineKind.REFERENCE})
     for kind in kinds:
-        environment(config.foreign(kind).environment, MAKES[kind]).require()
+        check_foreign_device(config, kind)
     if not kinds or config.start is None or adopted:
         return
     model = _read_config(config.start)
