@@ -15,10 +15,11 @@ from typing import Any
 from rich.table import Table
 
 from etude.cli.places import console, open_run
-from etude.config import build, load, overridden, to_toml
+from etude.config import overridden, read, to_toml
 from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint, nearest
 from etude.inference.config import EngineKind
 from etude.loop.config import RunConfig
+from etude.loop.limits import configured
 from etude.loop.measured import Steps
 from etude.models.config import ModelConfig
 from etude.models.headers import check_rank
@@ -149,8 +150,8 @@ def _config(args: argparse.Namespace) -> RunConfig:
     if args.config.is_dir():
         if not (args.config / "config.json").is_file():
             raise NoCheckpoint(f"{args.config} is no checkpoint", "no config.json", hint="give a config.toml or one")
-        return build(RunConfig, {**overridden(settings), "start": str(args.config)})
-    return load(args.config, RunConfig, settings)
+        return configured({**overridden(settings), "start": str(args.config)})
+    return configured(read(args.config, settings))
 
 
 def _model(config: RunConfig) -> ModelConfig:
