@@ -25,7 +25,15 @@ from etude.tasks.mining.commits import (
     Found,
     whole_tree_task,
 )
-from etude.tasks.mining.testing import holds_tests, is_test, passing, runner_for
+from etude.tasks.mining.testing import (
+    Ran,
+    data_of_tests,
+    holds_tests,
+    is_test,
+    run_tests,
+    runner_for,
+    source_roots,
+)
 
 MIN_STATEMENTS = 3
 MAX_TEST_FILES = 5
@@ -109,7 +117,7 @@ class DeletionMiner:
     ) -> None:
         self._files, self._runtime, self._source = dict(files), runtime, source
         self._image, self._deadline_s = image, deadline_s
-        self._intact: dict[tuple[str, ...], set[str]] = {}
+        self._intact: dict[tuple[str, ...], Ran] = {}
 
     async def task_of(self, function: Function) -> Found | str:
         """The task in which this function is missing, or why there is none."""
@@ -117,12 +125,12 @@ class DeletionMiner:
         if not tests:
             return "no test is about its module"
         runner = runner_for(self._files[path] for path in tests)
-        intact = await self._passing_intact(tests, runner)
-        if not intact:
+        intact = await self._run_intact(tests, runner)
+        if not intact.passed:
             return "no test of its module passes"
         files = self._files | {function.path: function.without}
         left = await self._run(files, tests, runner)
-        failing, both = sorted(intact - left), sorted(intact & left)
+        failing, both = sorted(intact.passed - left.passed), sorted(intact.passed & left.passed)
         if not failing:
             return "no test fails without it"
         names = (*failing[:MAX_FAILING], *both[:MAX_PASSING])
@@ -130,7 +138,9 @@ class DeletionMiner:
         limit = min(self._deadline_s, HIDDEN_DEADLINE_S)
         answer = Answer(
             reference={function.path: self._files[function.path]},
-            tests=HiddenTests(runner=runner, files=hidden, names=names, deadline_s=limit),
+            tests=HiddenTests(
+                runner=runner, files=hidden, names=names, roots=source_roots(self._files), deadline_s=limit
+            ),
         )
         task = whole_tree_task(
             files,
@@ -140,16 +150,18 @@ class DeletionMiner:
             instruction=f"{function.name} in {function.path} lost its body. Write it again: its docstring, its callers"
             " and the tests say what it does.",
             image=self._image,
+            data=data_of_tests(intact.reads),
         )
         return Found(task, answer, len(failing), len(both[:MAX_PASSING]))
 
-    async def _passing_intact(self, tests: list[str], runner: Runner) -> set[str]:
-        """Tests that pass twice on the intact tree."""
+    async def _run_intact(self, tests: list[str], runner: Runner) -> Ran:
+        """On the intact tree; the tests that pass twice."""
         key = tuple(tests)
         if key not in self._intact:
             first = await self._run(self._files, tests, runner)
-            self._intact[key] = first & await self._run(self._files, tests, runner) if first else first
+            second = await self._run(self._files, tests, runner) if first.passed else first
+            self._intact[key] = Ran(first.passed & second.passed, first.reads | second.reads)
         return self._intact[key]
 
-    async def _run(self, files: Mapping[str, str], tests: list[str], runner: Runner) -> set[str]:
-        return await passing(self._runtime, files, tests, runner, deadline_s=self._deadline_s, image=self._image)
+    async def _run(self, files: Mapping[str, str], tests: list[str], runner: Runner) -> Ran:
+        return await run_tests(self._runtime, files, tests, runner, deadline_s=self._deadline_s, image=self._image)

@@ -10,7 +10,8 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from etude.errors import TaskError
@@ -21,17 +22,20 @@ from etude.syntax import parse
 from etude.tasks.guest import program
 
 _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|conftest|tests)\.py$")
-_TEST_FOLDERS = {"test", "tests", "testing"}
+_TEST_FOLDER = re.compile(
+    r"(^|[-_.])((unit)?tests?|testing|test[-_]?(cases?|data|suites?|files))($|[-_.])", re.IGNORECASE
+)
 _OUTPUT_BYTES = 4 << 20
 
 
 def is_test(path: str) -> bool:
     """Whether a file belongs to a repository's tests: by its name, or by a folder it is in.
 
-    >>> is_test("tests/data/a.json"), is_test("pkg/test_a.py"), is_test("pkg/attest.py")
-    (True, True, False)
+    >>> is_test("json_testcases/a.json"), is_test("pkg/test_a.py"), is_test("pkg/attest.py"), is_test("contests/a.py")
+    (True, True, False, False)
     """
-    return bool(_TEST_FILE.search(path)) or bool(_TEST_FOLDERS & set(PurePosixPath(path).parts[:-1]))
+    folders = PurePosixPath(path).parts[:-1]
+    return bool(_TEST_FILE.search(path)) or any(_TEST_FOLDER.search(folder) for folder in folders)
 
 
 def holds_tests(path: str) -> bool:
@@ -66,7 +70,16 @@ def _needs_pytest(text: str) -> bool:
     return any(isinstance(n, functions) and n.name.startswith("test") for n in tree.body) or any(plain)
 
 
-async def passing(
+@dataclass(frozen=True)
+class Ran:
+    """What the tests of some files did on a tree."""
+
+    passed: frozenset[str]  # their names
+    reads: frozenset[tuple[str, str]] = frozenset()  # (by which file, which file), of the tree; no modules
+    trouble: str = ""  # what kept a file's tests from being found, if anything did
+
+
+async def run_tests(
     runtime: Runtime,
     files: Mapping[str, str],
     paths: Iterable[str],
@@ -74,35 +87,41 @@ async def passing(
     *,
     deadline_s: float,
     image: Image | None = None,
-) -> set[str]:
-    """Names of the tests in these files that pass on a tree, each file in a machine of its own, all by the deadline.
+) -> Ran:
+    """Run the tests of these files on a tree, each file in a machine of its own, all by the deadline.
 
     Skipped and expected to fail is not passed, nor is what did not end. `TaskError` where the machine lacks the
     runner; `MachineError` where there is no machine.
     """
     raw = {path: text.encode("utf-8", "surrogatepass") for path, text in files.items()}
     snapshot = await (runtime.prepare(raw) if image is None else runtime.prepare(raw, image=image))
-    found: set[str] = set()
+    roots = source_roots(files)
+    passed: set[str] = set()
+    reads: set[tuple[str, str]] = set()
+    trouble = ""
     try:
         async with asyncio.timeout(deadline_s):
             for path in paths:
                 [machine] = await runtime.fork(snapshot, 1)
                 try:
-                    found |= await _of_file(machine, path, runner, deadline_s)
+                    ran = await _of_file(machine, path, runner, roots, deadline_s)
                 finally:
                     await machine.close()
-    except TimeoutError:
-        pass  # tests that did not end are not among those that pass
-    return found
+                passed |= ran.passed
+                reads |= ran.reads
+                trouble = trouble or ran.trouble
+    except TimeoutError:  # tests that did not end are not among those that pass
+        trouble = trouble or f"they do not end within {deadline_s:g} s"
+    return Ran(frozenset(passed), frozenset(reads), trouble)
 
 
-async def _of_file(machine: Machine, path: str, runner: Runner, deadline_s: float) -> set[str]:
+async def _of_file(machine: Machine, path: str, runner: Runner, roots: Sequence[str], deadline_s: float) -> Ran:
     nonce = secrets.token_hex(16)
     result = await machine.exec(
         ["python3", "-c", program("run_tests")],
         key="tests",
         deadline_s=deadline_s,
-        stdin=json.dumps({"nonce": nonce, "runner": runner, "path": path}).encode(),
+        stdin=json.dumps({"nonce": nonce, "runner": runner, "path": path, "roots": roots}).encode(),
         output_bytes=_OUTPUT_BYTES,
     )
     rows = [
@@ -110,8 +129,40 @@ async def _of_file(machine: Machine, path: str, runner: Runner, deadline_s: floa
     ]
     ends: dict[str, set[str]] = {}
     for row in rows:
-        if row is not None:
-            ends.setdefault(row[0], set()).add(row[1])
-    if "missing" in ends.get("pytest", ()):
-        raise TaskError("the machine has no pytest", f"{path} needs it", hint="give an image that has it")
-    return {name for name, outcomes in ends.items() if outcomes == {"passed"}}
+        if row and row[0] == "test":
+            ends.setdefault(row[1], set()).add(row[2])
+        elif row == ["missing", "pytest"]:
+            raise TaskError("the machine has no pytest", f"{path} needs it", hint="give an image that has it")
+    return Ran(
+        frozenset(name for name, outcomes in ends.items() if outcomes == {"passed"}),
+        frozenset((row[1], row[2]) for row in rows if row and row[0] == "read"),
+        next((row[1] for row in rows if row and row[0] in ("error", "missing")), ""),
+    )
+
+
+def source_roots(paths: Iterable[str]) -> tuple[str, ...]:
+    """Folders below a tree's own that its modules are found in once it is installed: ``src``, where packages or modules
+    lie there and ``src`` itself is no package.
+
+    >>> source_roots(["src/pkg/__init__.py", "tests/test_a.py"]), source_roots(["src/__init__.py", "src/a.py"])
+    (('src',), ())
+    """
+    inside = {PurePosixPath(path).parts[1:] for path in paths if path.startswith("src/") and path.endswith(".py")}
+    is_root = any(len(parts) == 1 or parts[-1:] == ("__init__.py",) for parts in inside)
+    return ("src",) if is_root and ("__init__.py",) not in inside else ()
+
+
+def data_of_tests(reads: Iterable[tuple[str, str]]) -> frozenset[str]:
+    """Files that belong to tests since these read them. What code reads of the package that it is in is its own; what
+    it reads elsewhere it was told of by a test.
+
+    >>> sorted(data_of_tests([("test_a.py", "cases/a.json"), ("pkg/a.py", "pkg/a.csv"), ("pkg/a.py", "cases/b.json")]))
+    ['cases/a.json', 'cases/b.json']
+    """
+    return frozenset(path for by, path in reads if is_test(by) or not path.startswith(_package(by)))
+
+
+def _package(path: str) -> str:
+    """The outermost folder of a module, below ``src``; nothing for one beside all else."""
+    parts = PurePosixPath(path).parts[:-1]
+    return "".join(f"{part}/" for part in parts[: 2 if parts[:1] == ("src",) else 1])
