@@ -87,8 +87,7 @@ def only_task(folder: Path) -> tuple[Task, Answer]:
     return task, source.answer(task)
 
 
-@pytest.mark.parametrize("data", ["json_testcases", "examples"])
-@pytest.mark.parametrize("test", [PYTEST, UNITTEST], ids=["pytest", "unittest"])
+@pytest.mark.parametrize(("data", "test"), [("json_testcases", PYTEST), ("examples", UNITTEST)])
 def test_what_tests_read_is_hidden_and_no_agents(tmp_path: Path, using, data: str, test: str) -> None:
     repository(tmp_path / "repo", data=data, test=test)
 
@@ -101,6 +100,7 @@ def test_what_tests_read_is_hidden_and_no_agents(tmp_path: Path, using, data: st
         assert answer.tests.files == {f"{data}/bitcount.json": CASES, "checks/test_bitcount.py": test}
         assert not [path for path in task.exports if path.startswith(f"{data}/") and path != f"{data}/gcd.json"]
         assert f"{data}/bitcount.json" not in task.files
+        assert "checks/loader.py" not in task.exports, "it says what the cases are"
         for code, reward in ((RIGHT, 1.0), (WRONG, 0.0)):
             done = await grader.grade(task, answer, await exported(runtime, task, code))
             assert isinstance(done, Graded)
@@ -150,6 +150,43 @@ def test_a_deleted_functions_tests_read_what_no_agent_can_change(tmp_path: Path,
         assert len(mined.tasks) == 1, mined.reasons()
         task, _ = only_task(tmp_path / "out")
         assert [path for path in task.exports if path.startswith("examples")] == ["examples/other.json"]
+
+    using(work)
+
+
+def test_what_loads_cases_is_hidden_where_the_commit_brings_it(tmp_path: Path, using) -> None:
+    newer = LOADER.replace("{FOLDER}", "examples") + "\n\nload_all = load\n"
+    extra = {"checks/loader.py": newer, "checks/test_bitcount.py": PYTEST.replace("load(", "load_all(")}
+    extra["checks/test_bitcount.py"] = extra["checks/test_bitcount.py"].replace("import load", "import load_all")
+    repository(tmp_path / "repo", data="examples", test="", extra=extra)
+
+    async def work(runtime: Runtime, grader: Grader) -> None:
+        mined = await mine_commits(Repository(tmp_path / "repo"), runtime, grader, tmp_path / "out", limit=1)
+        assert len(mined.tasks) == 1, mined.reasons()
+        task, answer = only_task(tmp_path / "out")
+        assert list(answer.reference) == ["programs/bitcount.py"]
+        assert answer.tests is not None
+        assert answer.tests.files["checks/loader.py"] == newer
+        assert "checks/loader.py" not in task.exports
+
+    using(work)
+
+
+def test_code_that_only_tests_import_is_still_the_solution(tmp_path: Path, using) -> None:
+    folder = tmp_path / "repo"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    test = "import unittest\nfrom lib.bits import bitcount\n\nclass T(unittest.TestCase):\n    def test_a(self):\n"
+    test += "        self.assertEqual(bitcount(127), 7)\n"
+    commit(folder, "start", {"lib/__init__.py": "", "lib/bits.py": WRONG, "lib/test_other.py": "", "lib/more.py": ""})
+    commit(folder, MESSAGE, {"lib/bits.py": RIGHT, "lib/test_bits.py": test})
+
+    async def work(runtime: Runtime, grader: Grader) -> None:
+        mined = await mine_commits(Repository(folder), runtime, grader, tmp_path / "out", limit=1)
+        assert len(mined.tasks) == 1, mined.reasons()
+        task, answer = only_task(tmp_path / "out")
+        assert answer.reference == {"lib/bits.py": RIGHT}
+        assert {"lib/bits.py", "lib/more.py"} <= set(task.exports)
 
     using(work)
 

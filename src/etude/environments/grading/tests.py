@@ -207,17 +207,20 @@ class TestBench:
 def _candidates(
     sources: Mapping[str, str], tests: HiddenTests, targets: Sequence[Target], rng: random.Random
 ) -> Iterator[tuple[str, str, Target, bool]]:
-    """Variants as (path, source, test, alike), those that look like the tests first, one of each test at a time."""
+    """Variants as (path, source, test, alike), those that look like the tests first: of these one of each kind, since
+    what disarms one of a test's means leaves the others; then one of each test at a time."""
     by_test = []
     for target in rng.sample(targets, min(len(targets), _MOST_TRIED)):
         path, names = _place(target.base, tests.runner, sources)
         if path in sources:
             found = variants(sources[path], names, target.ordinal, rng)
-            by_test.append([(path, each.source, target, each.alike) for each in found])
+            by_test.append([(each.kind, (path, each.source, target, each.alike)) for each in found])
     rounds = [
         each[depth] for depth in range(max(map(len, by_test), default=0)) for each in by_test if depth < len(each)
     ]
-    yield from sorted(rounds, key=lambda candidate: not candidate[3])
+    first = {kind: at for at, (kind, _) in reversed([*enumerate(rounds)])}
+    order = sorted(range(len(rounds)), key=lambda at: (not rounds[at][1][3], first[rounds[at][0]] != at))
+    yield from (rounds[at][1] for at in order)
 
 
 async def _sources(ground: Ground, tests: HiddenTests, hidden: Mapping[str, str]) -> dict[str, str]:

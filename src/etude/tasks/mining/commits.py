@@ -23,7 +23,9 @@ from etude.tasks.mining.messages import MIN_WORDS, instruction_from
 from etude.tasks.mining.testing import (
     Ran,
     data_of_tests,
+    helpers_of_tests,
     holds_tests,
+    imports_in,
     is_test,
     run_tests,
     runner_for,
@@ -115,14 +117,17 @@ async def task_of_commit(
         solved = await run(trees.after)
         if not solved.passed:
             return _nothing_passes(solved.trouble)
-        data = data_of_tests(solved.reads)
-        hidden = {
-            path: trees.after[path] for path in (*trees.tests, *trees.rest) if path in trees.tests or path in data
-        }
-        before = await run(trees.before | hidden)
+        data, helpers = data_of_tests(solved.reads), helpers_of_tests(imports_in(trees.after))
+        hidden = {path: trees.after[path] for path in (*trees.tests, *(p for p in trees.rest if p in data))}
+        loading = {path: trees.after[path] for path in trees.code if path in helpers}
+        before = await run(trees.before | hidden | loading)
+        if loading and not solved.passed - before.passed:  # then they are what the commit is about
+            helpers, loading = helpers - set(loading), {}
+            before = await run(trees.before | hidden)
         if not solved.passed - before.passed:
             return "its tests pass before it"
-        code = {path: trees.after[path] for path in trees.code}
+        hidden |= loading
+        code = {path: trees.after[path] for path in trees.code if path not in loading}
         spoilt = {path: SPOILT for path in trees.rest if path not in data}
         after = solved.passed & (await run(trees.before | hidden | code | spoilt)).passed
     except TaskError as error:
@@ -148,7 +153,7 @@ async def task_of_commit(
         family="commit",
         instruction=_told(instruction, failing),
         image=image,
-        data=data,
+        kept=data | helpers,
     )
     return Found(task, answer, len(failing), len(both[:MAX_PASSING]))
 
@@ -175,11 +180,11 @@ def whole_tree_task(
     family: str,
     instruction: str,
     image: Image | None,
-    data: Collection[str] = (),
+    kept: Collection[str] = (),
 ) -> Task:
-    """A task over a whole repository: every file outside its tests may be changed, and those the reference adds. `data`
-    are files outside tests that tests read: no agent's are taken."""
-    exports = exports_outside_tests({*files, *answer.reference}, data)
+    """A task over a whole repository: every file outside its tests may be changed, and those the reference adds, but
+    for those that are `kept`: what tests read and load their cases with."""
+    exports = exports_outside_tests({*files, *answer.reference}, set(kept) - set(answer.reference))
     tests = answer.tests
     module = "pytest" if tests is not None and tests.runner is Runner.PYTEST else "unittest"
     roots = ":".join(tests.roots) if tests is not None else ""
@@ -198,9 +203,9 @@ def whole_tree_task(
     )
 
 
-def exports_outside_tests(paths: Collection[str], data: Collection[str] = ()) -> tuple[str, ...]:
+def exports_outside_tests(paths: Collection[str], kept: Collection[str] = ()) -> tuple[str, ...]:
     """Folders without a test as folders, other files outside tests by name: what an agent may change and add to.
-    Neither `data` nor what configures tests is among them, and to folders with such files nothing can be added.
+    Neither what is `kept` nor what configures tests is among them, and to folders with such files nothing is added.
 
     >>> exports_outside_tests(["setup.py", "pkg/a.py", "pkg/sub/b.py", "lib/c.py", "lib/test_c.py", "tox.ini"])
     ('lib/c.py', 'pkg/', 'setup.py')
@@ -208,13 +213,13 @@ def exports_outside_tests(paths: Collection[str], data: Collection[str] = ()) ->
     ('cases/b.json', 'pkg/')
     """
 
-    def kept(path: str) -> bool:
-        return is_test(path) or path in data or PurePosixPath(path).name in CONFIGURATION
+    def is_kept(path: str) -> bool:
+        return is_test(path) or path in kept or PurePosixPath(path).name in CONFIGURATION
 
-    tested = {str(folder) for path in {*paths, *data} if kept(path) for folder in PurePosixPath(path).parents}
+    tested = {str(folder) for path in {*paths, *kept} if is_kept(path) for folder in PurePosixPath(path).parents}
     found = set()
     for path in paths:
-        if not kept(path):
+        if not is_kept(path):
             free = [str(folder) for folder in PurePosixPath(path).parents if str(folder) not in {*tested, "."}]
             found.add(f"{free[-1]}/" if free else path)
     return tuple(sorted(found))

@@ -28,7 +28,9 @@ from etude.tasks.mining.commits import (
 from etude.tasks.mining.testing import (
     Ran,
     data_of_tests,
+    helpers_of_tests,
     holds_tests,
+    imports_in,
     is_test,
     run_tests,
     runner_for,
@@ -150,7 +152,7 @@ class DeletionMiner:
             instruction=f"{function.name} in {function.path} lost its body. Write it again: its docstring, its callers"
             " and the tests say what it does.",
             image=self._image,
-            data=data_of_tests(intact.reads),
+            kept=data_of_tests(intact.reads) | helpers_of_tests(imports_in(self._files)),
         )
         return Found(task, answer, len(failing), len(both[:MAX_PASSING]))
 

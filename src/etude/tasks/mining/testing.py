@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -25,7 +25,9 @@ _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|conftest|tests)\.py$")
 _TEST_FOLDER = re.compile(
     r"(^|[-_.])((unit)?tests?|testing|test[-_]?(cases?|data|suites?|files))($|[-_.])", re.IGNORECASE
 )
+_IMPORTS = re.compile(r"^[ \t]*(?:import|from)\b([^#\n(]*(?:\([^)]*\))?)", re.MULTILINE)
 _OUTPUT_BYTES = 4 << 20
+_NAME_CHARS = 256
 
 
 def is_test(path: str) -> bool:
@@ -160,6 +162,66 @@ def data_of_tests(reads: Iterable[tuple[str, str]]) -> frozenset[str]:
     ['cases/a.json', 'cases/b.json']
     """
     return frozenset(path for by, path in reads if is_test(by) or not path.startswith(_package(by)))
+
+
+def data_named_by_tests(sources: Iterable[str], paths: Iterable[str]) -> frozenset[str]:
+    """Files of a tree that tests, or what loads their cases, seem to read: those whose name or folder stands in a text
+    of these sources. For trees that nobody has run; `data_of_tests` knows.
+
+    >>> sorted(data_named_by_tests(["open(f'cases/{name}.json')"], ["cases/a.json", "pkg/b.json", "README.md"]))
+    ['cases/a.json']
+    """
+    names = {part for source in sources for said in _texts_in(source) for part in _tails(said)}
+    return frozenset(path for path in paths if not path.endswith(".py") and _tails(path, inner=True) & names)
+
+
+def _texts_in(source: str) -> Iterator[str]:
+    try:
+        tree = parse(source)
+    except SyntaxError:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < _NAME_CHARS:
+            yield node.value
+
+
+def _tails(path: str, *, inner: bool = False) -> set[str]:
+    """A path's folder and name, each with what is before them; of a file of a tree, not what is before them alone."""
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    folder, name = "/".join(parts[:-1]), parts[-1] if parts else ""
+    if inner:
+        return {name, *(f"{one}/" for one in (folder, parts[-2] if folder else "") if one)}
+    return {name, f"{'/'.join(parts)}/", *([f"{folder}/"] if folder else [])}
+
+
+def helpers_of_tests(imports: Mapping[str, set[str]]) -> frozenset[str]:
+    """Modules that lie beside tests and that nothing but tests imports, directly or by another such module: most likely
+    what tests load their cases with. Code may lie so, too, where nothing else uses it.
+
+    >>> files = {"a/test_a.py": "import load, calc", "a/load.py": "", "a/calc.py": "", "b.py": "import calc"}
+    >>> sorted(helpers_of_tests(imports_in(files)))
+    ['a/load.py']
+    """
+
+    tested = {PurePosixPath(path).parent for path in imports if is_test(path)} - {PurePosixPath(".")}
+    found = {
+        p for p in imports if PurePosixPath(p).parent in tested and not is_test(p) and not p.endswith("__init__.py")
+    }
+    by_tests = set().union(*(names for path, names in imports.items() if is_test(path)), set())
+    while True:
+        outside = (names for path, names in imports.items() if path not in found and not is_test(path))
+        used = set().union(*outside, set())
+        kept = {path for path in found if PurePosixPath(path).stem not in used}
+        if kept == found:
+            within = by_tests.union(*(imports[path] for path in kept))
+            return frozenset(path for path in kept if PurePosixPath(path).stem in within)
+        found = kept
+
+
+def imports_in(files: Mapping[str, str]) -> dict[str, set[str]]:
+    """Every word of the lines of each module that import something."""
+    lines = ((path, _IMPORTS.findall(text)) for path, text in files.items() if path.endswith(".py"))
+    return {path: {word for line in found for word in re.findall(r"\w+", line)} for path, found in lines}
 
 
 def _package(path: str) -> str:
