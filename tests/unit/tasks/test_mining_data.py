@@ -19,6 +19,7 @@ from etude.records.task import Answer, Split, Task
 from etude.seams import Grader, Runtime
 from etude.tasks import DirectorySource
 from etude.tasks.mining import Repository, functions_to_delete, mine_commits, mine_deletions
+from etude.tasks.mining.commits import Trees, trees_of
 from etude.tasks.mining.testing import data_of_tests, source_roots
 
 T = TypeVar("T")
@@ -242,6 +243,24 @@ def test_code_below_src_is_found_as_if_it_were_installed(tmp_path: Path, using) 
         assert b"src/bits/__init__.py" in seen.output, "the agent's own test command finds it, too"
 
     using(work)
+
+
+def test_what_was_merged_is_one_change(tmp_path: Path) -> None:
+    folder = tmp_path / "repo"
+    repository(folder, data="examples", test=PYTEST)
+    git(folder, "checkout", "-q", "-b", "topic")
+    commit(folder, "Only a test", {"checks/test_more.py": "def test_a(): assert 1\n"})
+    commit(folder, "Mend what it tests", {"programs/more.py": "A = 1\n"})
+    git(folder, "checkout", "-q", "main")
+    git(folder, "merge", "-q", "--no-ff", "-m", "Merge pull request #3 from a/topic", "topic")
+    found = Repository(folder)
+    merge, *rest = found.commits(10)
+    assert [one.message for one in rest] == [MESSAGE, "start"]
+    changed = trees_of(found, merge)
+    assert isinstance(changed, Trees)
+    assert (changed.tests, changed.code) == (("checks/test_more.py",), ("programs/more.py",))
+    assert "programs/bitcount.py" in changed.before, "the first parent's tree"
+    assert found.merged(merge).split("\n") == ["Only a test", "", "Mend what it tests", "", ""]
 
 
 def test_a_module_that_the_machine_lacks_is_named(tmp_path: Path, using) -> None:

@@ -1,4 +1,5 @@
-"""Tasks from history: a commit whose tests fail on its parent and pass with it (as SWE-bench, Jimenez et al. 2024).
+"""Tasks from history: a commit whose tests fail on its parent and pass with it (as SWE-bench, Jimenez et al. 2024). A
+merge is one change: from its first parent to its tree.
 
 The agent finds the parent's tree as plain files, without history. Hidden are the commit's own test files, what they
 read, what configures them, and the exact names: all that fail before and pass after, and tests of the same files that
@@ -19,7 +20,7 @@ from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Task, Trust
 from etude.seams import Runtime
 from etude.tasks.mining.git import Commit, Repository
-from etude.tasks.mining.messages import MIN_WORDS, instruction_from
+from etude.tasks.mining.messages import MIN_WORDS, instruction_from, of_merge
 from etude.tasks.mining.testing import (
     Ran,
     data_of_tests,
@@ -66,8 +67,8 @@ class Trees:
 
 def trees_of(repository: Repository, commit: Commit) -> Trees | str:
     """What a commit changed, or why it can be no task: decided before any text is read."""
-    if len(commit.parents) != 1:
-        return "has no single parent"
+    if not commit.parents:
+        return "is the first commit"
     old, new = repository.tree(commit.parents[0]), repository.tree(commit.id)
     changed = [path for path, blob in new.items() if old.get(path) != blob]
     tests = tuple(path for path in changed if is_test(path) or PurePosixPath(path).name in CONFIGURATION)
@@ -101,7 +102,10 @@ async def task_of_commit(
     deadline_s: float = TEST_DEADLINE_S,
 ) -> Found | str:
     """The task of a commit, or why there is none. `deadline_s` bounds each of the three runs of the commit's tests."""
-    instruction = instruction_from(commit.message)
+    is_merge = len(commit.parents) > 1
+    instruction = instruction_from(of_merge(commit.message) if is_merge else commit.message)
+    if instruction is None and is_merge:
+        instruction = instruction_from(repository.merged(commit))
     if instruction is None:
         return f"its message says too little: {MIN_WORDS} words are needed"
     trees = trees_of(repository, commit)
