@@ -48,7 +48,7 @@ class Bitcount(unittest.TestCase):
         for given, expected in load("bitcount"):
             self.assertEqual(bitcount(*given), expected)
 """
-CASES = "[[127], 7]\n[[128], 1]\n[[3005], 9]\n"
+CASES = "[[127], 7]\n[[128], 1]\n"
 MESSAGE = "Count the bits of a number right"
 
 
@@ -119,10 +119,10 @@ def test_what_tests_read_is_hidden_and_no_agents(tmp_path: Path, using, data: st
 
 def test_data_that_was_there_before_is_taken_from_no_agent_either(tmp_path: Path, using) -> None:
     folder = tmp_path / "repo"
-    repository(folder, data="examples", test=PYTEST)
+    repository(folder, data="examples", test=UNITTEST)
     git(folder, "checkout", "-q", "HEAD~1")
     commit(folder, "cases are there already", {"examples/bitcount.json": CASES})
-    commit(folder, MESSAGE, {"programs/bitcount.py": RIGHT, "checks/test_bitcount.py": PYTEST})
+    commit(folder, MESSAGE, {"programs/bitcount.py": RIGHT, "checks/test_bitcount.py": UNITTEST})
 
     async def work(runtime: Runtime, grader: Grader) -> None:
         mined = await mine_commits(Repository(folder), runtime, grader, tmp_path / "out", limit=1)
@@ -141,7 +141,7 @@ def test_a_deleted_functions_tests_read_what_no_agent_can_change(tmp_path: Path,
         "programs/bitcount.py": RIGHT,
         "checks/__init__.py": "",
         "checks/loader.py": LOADER.replace("{FOLDER}", "examples"),
-        "checks/test_bitcount.py": PYTEST,
+        "checks/test_bitcount.py": UNITTEST,
         "examples/bitcount.json": CASES,
         "examples/other.json": "1\n",
     }
@@ -157,7 +157,7 @@ def test_a_deleted_functions_tests_read_what_no_agent_can_change(tmp_path: Path,
 
 def test_what_loads_cases_is_hidden_where_the_commit_brings_it(tmp_path: Path, using) -> None:
     newer = LOADER.replace("{FOLDER}", "examples") + "\n\nload_all = load\n"
-    extra = {"checks/loader.py": newer, "checks/test_bitcount.py": PYTEST.replace("load(", "load_all(")}
+    extra = {"checks/loader.py": newer, "checks/test_bitcount.py": UNITTEST.replace("load(", "load_all(")}
     extra["checks/test_bitcount.py"] = extra["checks/test_bitcount.py"].replace("import load", "import load_all")
     repository(tmp_path / "repo", data="examples", test="", extra=extra)
 
@@ -195,7 +195,7 @@ def test_code_that_only_tests_import_is_still_the_solution(tmp_path: Path, using
 def test_a_commit_whose_code_needs_its_other_files_is_no_task(tmp_path: Path, using) -> None:
     reads = 'from pathlib import Path\n\nSTEP = int((Path(__file__).parent / "step.txt").read_text())\n\n'
     extra = {"programs/bitcount.py": reads + RIGHT.replace("+= 1", "+= STEP"), "programs/step.txt": "1\n"}
-    repository(tmp_path / "repo", data="examples", test=PYTEST, extra=extra)
+    repository(tmp_path / "repo", data="examples", test=UNITTEST, extra=extra)
 
     async def work(runtime: Runtime, grader: Grader) -> None:
         mined = await mine_commits(Repository(tmp_path / "repo"), runtime, grader, tmp_path / "out", limit=1)
@@ -209,7 +209,7 @@ def test_a_commit_whose_code_needs_its_other_files_is_no_task(tmp_path: Path, us
 def test_files_beside_the_code_do_not_count_and_configuration_is_the_tests(tmp_path: Path, using) -> None:
     settings = "[tool.pytest.ini_options]\nxfail_strict = true\n"
     extra = {"CHANGES.rst": "Bits are counted.\n", "pyproject.toml": settings, "programs/logo.svg": "<svg/>\n"}
-    repository(tmp_path / "repo", data="examples", test=PYTEST, extra=extra)
+    repository(tmp_path / "repo", data="examples", test=UNITTEST, extra=extra)
 
     async def work(runtime: Runtime, grader: Grader) -> None:
         mined = await mine_commits(Repository(tmp_path / "repo"), runtime, grader, tmp_path / "out", limit=1)
@@ -227,7 +227,8 @@ def test_code_below_src_is_found_as_if_it_were_installed(tmp_path: Path, using) 
     folder = tmp_path / "repo"
     folder.mkdir()
     git(folder, "init", "-q")
-    test = "from bits import bitcount\n\n\ndef test_bitcount():\n    assert bitcount(127) == 7\n"
+    test = "import unittest\nfrom bits import bitcount\n\nclass T(unittest.TestCase):\n    def test_a(self):\n"
+    test += "        self.assertEqual(bitcount(127), 7)\n"
     commit(folder, "start", {"src/bits/__init__.py": WRONG, "tests/test_other.py": "", "CHANGES.rst": "\n"})
     commit(folder, MESSAGE, {"src/bits/__init__.py": RIGHT, "tests/test_bits.py": test, "CHANGES.rst": "bits\n"})
 
@@ -247,7 +248,7 @@ def test_code_below_src_is_found_as_if_it_were_installed(tmp_path: Path, using) 
 
 def test_what_was_merged_is_one_change(tmp_path: Path) -> None:
     folder = tmp_path / "repo"
-    repository(folder, data="examples", test=PYTEST)
+    repository(folder, data="examples", test=UNITTEST)
     git(folder, "checkout", "-q", "-b", "topic")
     commit(folder, "Only a test", {"checks/test_more.py": "def test_a(): assert 1\n"})
     commit(folder, "Mend what it tests", {"programs/more.py": "A = 1\n"})
@@ -264,7 +265,7 @@ def test_what_was_merged_is_one_change(tmp_path: Path) -> None:
 
 
 def test_a_module_that_the_machine_lacks_is_named(tmp_path: Path, using) -> None:
-    repository(tmp_path / "repo", data="examples", test="import absent_at_all\n" + PYTEST)
+    repository(tmp_path / "repo", data="examples", test="import absent_at_all\n" + UNITTEST)
 
     async def work(runtime: Runtime, grader: Grader) -> None:
         mined = await mine_commits(Repository(tmp_path / "repo"), runtime, grader, tmp_path / "out", limit=1)

@@ -1,4 +1,5 @@
-"""Which tests of a tree pass, found out in machines. Nothing of a repository runs anywhere else.
+"""Which tests of a tree pass and what they read, found out in machines; which files are the tests' own. Nothing of a
+repository runs anywhere else.
 
 For finding tasks, not for judging work: the verdict of a found task is the grader's. Knows nothing of Git.
 """
