@@ -88,7 +88,14 @@ def only_task(folder: Path) -> tuple[Task, Answer]:
     return task, source.answer(task)
 
 
-@pytest.mark.parametrize(("data", "test"), [("json_testcases", PYTEST), ("examples", UNITTEST)])
+@pytest.mark.parametrize(
+    ("data", "test"),
+    [
+        ("json_testcases", UNITTEST),
+        ("examples", UNITTEST),
+        pytest.param("examples", PYTEST, marks=pytest.mark.slow, id="by pytest"),
+    ],
+)
 def test_what_tests_read_is_hidden_and_no_agents(tmp_path: Path, using, data: str, test: str) -> None:
     repository(tmp_path / "repo", data=data, test=test)
 
