@@ -14,6 +14,7 @@ a machine is measured elsewhere and handed in.
 ('the engines', 92, False)
 """
 
+from etude.plan.fitting import would_fit
 from etude.plan.hardware import DEVICES, Device, Measured, device
 from etude.plan.planning import Memory, Plan, critical_batch, plan
 from etude.plan.shape import Layout, Shape, Training
@@ -30,4 +31,5 @@ __all__ = [
     "critical_batch",
     "device",
     "plan",
+    "would_fit",
 ]

@@ -41,7 +41,6 @@ SPOILT = "what was here is gone\n"
 """In the place of a commit's files that are neither code nor its tests'."""
 MAX_FAILING, MAX_PASSING = 100, 20
 TEST_DEADLINE_S = 60.0
-HIDDEN_DEADLINE_S = 20.0  # of one test at most: a wrong solution that loops costs as much for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,7 @@ async def task_of_commit(
             files=hidden,
             names=(*failing[:MAX_FAILING], *both[:MAX_PASSING]),
             roots=source_roots(trees.after),
-            deadline_s=min(deadline_s, HIDDEN_DEADLINE_S),
+            deadline_s=solved.deadline_s(deadline_s),
         ),
     )
     task = whole_tree_task(

@@ -18,7 +18,6 @@ from etude.records.task import Answer, HiddenTests, Runner
 from etude.seams import Runtime
 from etude.syntax import parse
 from etude.tasks.mining.commits import (
-    HIDDEN_DEADLINE_S,
     MAX_FAILING,
     MAX_PASSING,
     TEST_DEADLINE_S,
@@ -137,7 +136,7 @@ class DeletionMiner:
             return "no test fails without it"
         names = (*failing[:MAX_FAILING], *both[:MAX_PASSING])
         hidden = {path: self._files[path] for path in tests}
-        limit = min(self._deadline_s, HIDDEN_DEADLINE_S)
+        limit = intact.deadline_s(self._deadline_s)
         answer = Answer(
             reference={function.path: self._files[function.path]},
             tests=HiddenTests(
@@ -162,7 +161,11 @@ class DeletionMiner:
         if key not in self._intact:
             first = await self._run(self._files, tests, runner)
             second = await self._run(self._files, tests, runner) if first.passed else first
-            self._intact[key] = Ran(first.passed & second.passed, first.reads | second.reads)
+            self._intact[key] = Ran(
+                first.passed & second.passed,
+                first.reads | second.reads,
+                file_s=max(first.file_s, second.file_s),
+            )
         return self._intact[key]
 
     async def _run(self, files: Mapping[str, str], tests: list[str], runner: Runner) -> Ran:

@@ -44,7 +44,7 @@ def instruction_from(message: str) -> str | None:
 def of_merge(message: str) -> str:
     """What a merge's message says beside that it is one.
 
-    >>> of_merge("Merge pull request #12 from a/b\n\nRound halves up")
+    >>> of_merge("Merge pull request #12 from a/b\\n\\nRound halves up")
     'Round halves up'
     """
     subject, _, rest = message.strip().partition("\n")

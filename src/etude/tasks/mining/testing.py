@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -27,6 +28,7 @@ _TEST_FOLDER = re.compile(
     r"(^|[-_.])((unit)?tests?|testing|test[-_]?(cases?|data|suites?|files))($|[-_.])", re.IGNORECASE
 )
 _IMPORTS = re.compile(r"^[ \t]*(?:import|from)\b([^#\n(]*(?:\([^)]*\))?)", re.MULTILINE)
+LEAST_DEADLINE_S, PATIENCE = 20.0, 3.0
 _OUTPUT_BYTES = 4 << 20
 _NAME_CHARS = 256
 
@@ -80,6 +82,16 @@ class Ran:
     passed: frozenset[str]  # their names
     reads: frozenset[tuple[str, str]] = frozenset()  # (by which file, which file), of the tree; no modules
     trouble: str = ""  # what kept a file's tests from being found, if anything did
+    file_s: float = 0.0  # what the slowest file took
+
+    def deadline_s(self, most_s: float) -> float:
+        """For one of these tests as it is graded, in a process of its own: long enough where machines are as slow as
+        they were, and short, since a wrong solution that loops costs as much for each; `most_s` at most.
+
+        >>> Ran(frozenset(), file_s=1.0).deadline_s(60.0), Ran(frozenset(), file_s=15.0).deadline_s(60.0)
+        (20.0, 45.0)
+        """
+        return min(most_s, max(LEAST_DEADLINE_S, PATIENCE * self.file_s))
 
 
 async def run_tests(
@@ -101,21 +113,23 @@ async def run_tests(
     roots = source_roots(files)
     passed: set[str] = set()
     reads: set[tuple[str, str]] = set()
-    trouble = ""
+    trouble, file_s = "", 0.0
     try:
         async with asyncio.timeout(deadline_s):
             for path in paths:
                 [machine] = await runtime.fork(snapshot, 1)
+                began = time.monotonic()
                 try:
                     ran = await _of_file(machine, path, runner, roots, deadline_s)
                 finally:
                     await machine.close()
+                file_s = max(file_s, time.monotonic() - began)
                 passed |= ran.passed
                 reads |= ran.reads
                 trouble = trouble or ran.trouble
     except TimeoutError:  # tests that did not end are not among those that pass
         trouble = trouble or f"they do not end within {deadline_s:g} s"
-    return Ran(frozenset(passed), frozenset(reads), trouble)
+    return Ran(frozenset(passed), frozenset(reads), trouble, file_s)
 
 
 async def _of_file(machine: Machine, path: str, runner: Runner, roots: Sequence[str], deadline_s: float) -> Ran:
