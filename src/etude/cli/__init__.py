@@ -122,7 +122,7 @@ def _plan_command(commands: Commands[Parser]) -> None:
     )
     region = "NAME:ENGINES:GBITS:MS"
     plan.add_argument("--region", action="append", default=[], metavar=region, help="a place of engines, and its line")
-    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine (1)")
+    plan.add_argument("--engine-ranks", type=positive, metavar="N", help="devices an engine (default: the config's)")
     a_share, tokens = within(0, 1), within(0, 1e9)
     for name, kind, help in (
         ("turns", within(1, 1e6), "of a rollout"),

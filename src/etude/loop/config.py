@@ -241,6 +241,12 @@ class RunConfig:
             return self.engine.max_sequences
         return self.foreign(kind).max_contexts(self.engine)
 
+    def devices_of(self, kind: EngineKind) -> int:
+        """On how many accelerators an engine of a kind computes, where there are any."""
+        if kind is EngineKind.REFERENCE:
+            return int(self.engine.device != "cpu")
+        return self.foreign(kind).devices
+
     def foreign(self, kind: EngineKind) -> ForeignConfig:
         """What engines of another make are told."""
         return self.vllm if kind is EngineKind.VLLM else self.sglang

@@ -176,10 +176,19 @@ class Crew:
         )
         return graded
 
-    def _child(self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING) -> Child:
+    def _child(
+        self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING, devices: int = 0
+    ) -> Child:
         placement = self.supervisor.placement
         return Child(
-            name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env, placement=placement
+            name,
+            argv,
+            logs=self.run / "logs",
+            telemetry=self.telemetry,
+            nice=nice,
+            env=env,
+            placement=placement,
+            devices=devices,
         )
 
     def _member(self, role: str, index: int, pool: Pool) -> tuple[Child, Role]:
@@ -239,7 +248,8 @@ class Crew:
             await self._own[name].info(deadline_s=2 * self.supervisor.hung_s)
 
         ready_file.unlink(missing_ok=True)
-        return self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers, waits=waits)
+        child = self._child(name, argv, nice=ENGINE_NICE, devices=self.config.devices_of(kind))
+        return child, Role(on_up, answers, waits=waits)
 
     async def _beat(self, joined: Roster) -> dict[str, int]:
         """Engines from elsewhere are as told: how much may run follows, and workers hear of it. The sessions that each
