@@ -358,9 +358,8 @@ def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
 
 def test_vllms_room_for_keys_and_values_is_the_configs(tmp_path, capsys):
     config = tmp_path / "config.toml"
-    config.write_text(
-        '[numerics]\nmode = "native"\n[fleet]\nengines = ["vllm"]\n[vllm]\nkv_tokens = 4096\n[engine]\nmax_sequences = 64\n'
-    )
+    native = '[numerics]\nmode = "native"\n[fleet]\nengines = ["vllm"]\n[vllm]\nkv_tokens = 4096\n'
+    config.write_text(f"{native}[engine]\nmax_sequences = 64\n")
     assert cli.main(["plan", str(config), "--hardware", "h200", "--json"]) == 0
     layout = json.loads(capsys.readouterr().out)["layout"]
     assert (layout["kv_tokens"], layout["max_sequences"]) == (4096, 4)  # contexts of 1,024 tokens
