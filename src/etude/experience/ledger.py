@@ -10,6 +10,7 @@ See `docs/formats/ledger.md`. Knows nothing of how rollouts are run, of weights,
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
 from collections import Counter
@@ -154,11 +155,16 @@ class Ledger(Looking):
         self._put(SPEC, [(spec.rollout_id, pack(spec)) for spec in specs])
 
     @_atomic
-    def start(self, limit: int) -> list[RolloutSpec]:
-        """The first so many that wait are running from now on."""
+    def start(self, limit: int, *, published: int | None = None) -> list[RolloutSpec]:
+        """The first so many that wait are running from now on: up to the first that demands a later version step than
+        the `published` one (None: whatever they demand). In order of admission demands never fall, so nobody behind
+        that one could start."""
         rows = self.next_waiting(limit)
-        self._move([_Move(row, State.RUNNING) for row in rows])
-        return self.specs(rows) if rows else []
+        specs = self.specs(rows) if rows else []
+        if published is not None:
+            specs = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
+        self._move([_Move(row, State.RUNNING) for row in rows[: len(specs)]])
+        return specs
 
     def finish(self, rollout: Rollout, outcome: Outcome) -> bool:
         """Store what a worker returned and how it was judged. False: of an attempt that no longer counts; nothing
