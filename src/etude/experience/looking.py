@@ -145,6 +145,12 @@ class Looking:
         sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) GROUP BY group_id HAVING {settled}"
         return {group_id for (group_id,) in self._db.rows(sql, *group_ids, *SETTLED)} if group_ids else set()
 
+    def with_signal(self, group_ids: Collection[str]) -> set[str]:
+        """Those of some groups whose graded members do not all have the same reward."""
+        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) AND state = ?"
+        sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
+        return {g for (g,) in self._db.rows(sql, *group_ids, State.GRADED)} if group_ids else set()
+
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Those of some groups that any batch ever took, one of a lost lineage included."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
