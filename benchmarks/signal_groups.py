@@ -7,7 +7,7 @@ and graders included (`--budget-s`, looked at after each step), and is then eval
 (`experience.signal_groups`), for at most four times as many groups. Seeds are pooled, with 95 % intervals.
 
 `python -m benchmarks.signal_groups --start CHECKPOINT [--seeds 0 1 2] [--budget-s 150] [--most RUNS]`
-Two minutes a run on two cores. Rows are kept in `runs/`, so it goes on where it was broken off; `--most 0` reports them.
+Two minutes a run on two cores. Rows are kept in `runs/`, so it goes on where it broke off; `--most 0` reports them.
 """
 
 from __future__ import annotations

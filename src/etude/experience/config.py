@@ -27,7 +27,7 @@ class ExperienceConfig:
         0.0, low=0.0
     )  # of k1 to the starting checkpoint, taken off each reward (grpo: where a group has a signal)
     max_attempts: int = ranged(3, low=1, high=100)  # of a rollout whose worker dies, before it is invalid
-    quarantine: bool = True  # what bears signs of cheating does not train
+    quarantine: bool = True  # what bears signs of cheating earns nothing, and is trained on as that
     review_share: float = ranged(0.0, low=0.0, high=1.0)  # of solved, unsuspicious ones, shown to a person
 
     def __post_init__(self) -> None:
