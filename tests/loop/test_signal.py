@@ -13,6 +13,7 @@ from tests import played_run
 from tests.played_run import PlayedRun, Players
 
 from etude.experience import Ledger
+from etude.loop.redoing import redo
 from etude.records import Graded, Rollout
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
@@ -56,6 +57,8 @@ def played(this: PlayedRun) -> dict[str, Any]:
 
     asyncio.run(main())
     this.assert_sound(STEPS)
+    replay = redo(this.folder, STEPS)
+    assert [one.equal for one in replay.steps] == [True] * STEPS, "what is recorded is what was trained, to the bit"
     ledger = Ledger.reading(this.folder / "ledger.sqlite")
     states, slots = ledger.states(), ledger.slots()
     ledger.close()

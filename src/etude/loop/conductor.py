@@ -90,6 +90,7 @@ class Conductor:
         self.step = 0  # of the version committed last
         self.trained = 0  # of the live weights: one ahead while their version is on its way
         self._batched = 0  # of the batch that was formed last
+        self._taken = 0  # groups that batches of this lineage took
         self._size = 0  # groups that the step being formed wants, where more must be admitted for it
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
@@ -150,6 +151,7 @@ class Conductor:
         steps = Steps(weights_store(self.run_folder))
         reconciled = functools.partial(self.ledger.reconcile, steps, believed=steps.believed, head=published.version)
         mended = await self.books(reconciled)  # no lineage goes on from a step it lacks
+        self._taken = await self.books(lambda: self.ledger.num_groups() - len(self.ledger.open_groups()))
         if steps.damaged is not None:
             reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"
             self.telemetry.event("weights.mend", step=self.step, reason=reason)
@@ -277,7 +279,7 @@ class Conductor:
             by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
             recorded = functools.partial(write_trace, computed_by=by, settings=settings)
             await apart(functools.partial(recorded, self.traces, batch, groups))  # the disk, or a bucket
-            self._batched, self._size = batch.step, 0  # first: `_admit` may ask the ledger at any moment
+            self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
             await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, groups))
             self._room.set()
             yield batch, groups, time.perf_counter() - began
@@ -308,11 +310,8 @@ class Conductor:
         """Admit groups whenever the window has room, in one transaction with the task cursor."""
         while True:
             self._room.clear()
-            index, num_open = await self.books(lambda: (self.ledger.num_groups(), len(self.ledger.open_groups())))
-            at = (
-                self._batched,
-                self.step,
-            )  # read after: a batch that is just taken leaves too little room, never too much
+            index = await self.books(self.ledger.num_groups)
+            num_open, at = index - self._taken, (self._batched, self.step)
             wanted = (self.config.rl.steps - self._batched) * self.window.most - num_open
             room = min(self.window.room(num_open, *at, self._size), wanted, AT_ONCE)
             if room <= 0:
