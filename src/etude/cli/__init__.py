@@ -173,6 +173,7 @@ def _look_commands(commands: Commands[Parser]) -> None:
     compare.add_argument("run_a", type=Path, metavar="RUN")
     compare.add_argument("run_b", type=Path, metavar="RUN")
     _run_argument(add(commands, "report", "look:report", "write report.html and summary.json again"))
+    _run_argument(add(commands, "fsck", "fsck:check", "read and prove every file of a run against its checksums"))
     replay = add(commands, "replay", "replay:run", "redo a training step from disk; exit code 1 when a bit differs")
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its name in runs/")
     replay.add_argument("step", type=positive, metavar="STEP", help="a step of the current weights' lineage, from 1 on")

@@ -29,9 +29,9 @@ def ledger_place(run: RunFolder) -> Path | str:
     return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
 
 
-def read_ledger(run: RunFolder) -> Ledger:
-    """To be read beside its writer. Raises `NoLedger`, `LedgerError`, `StoreError`."""
-    return Ledger.reading(ledger_place(run))
+def read_ledger(run: RunFolder, *, still: bool = False) -> Ledger:
+    """To be read beside its writer; `still`: there is none now. Raises `NoLedger`, `LedgerError`, `StoreError`."""
+    return Ledger.reading(ledger_place(run), still=still)
 
 
 def weights_place(run: RunFolder) -> Path | str:
