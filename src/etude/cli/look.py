@@ -14,7 +14,7 @@ from etude.cli.places import console, open_ledger, open_run
 from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
-from etude.experience.audit import steps_of
+from etude.experience.auditing import steps_of
 from etude.experience.traces import Folder
 from etude.loop.places import traces_folder, weights_place, weights_store
 from etude.loop.retention import kept_from

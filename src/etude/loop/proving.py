@@ -5,7 +5,7 @@ the ledger and the chain of weights have checksums of their own. So a file that 
 listed as one that is not. Only reads, also beside the run: what a live run replaces or deletes meanwhile is no problem,
 and where a store that moves looks damaged it is looked at again.
 
-Knows nothing of what was trained: that no rollout was lost is `experience.audit`'s to say.
+Knows nothing of what was trained: that no rollout was lost is `experience.auditing`'s to say.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 from etude.errors import EtudeError, RunError
-from etude.experience.traces import InStore, recorded, trace_path
 from etude.loop.places import has_published, ledger_place, read_ledger, traces_folder, weights_store
 from etude.run import HINT_COPY, RunFolder
 from etude.sums import (
@@ -271,6 +270,8 @@ class _Prover:
             folder = traces_folder(self.run)
             if isinstance(folder, Path):
                 return
+            from etude.experience.traces import InStore, recorded, trace_path  # which needs pyarrow
+
             for step in recorded(folder):
                 trace = trace_path(folder, step)
                 assert isinstance(trace, InStore), "a store's"
