@@ -44,6 +44,7 @@ test: lint
 	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: lint
+	$(BIN)/python tests/everything.py
 	$(BIN)/pytest
 
 mutants: $(VENV)/.dev

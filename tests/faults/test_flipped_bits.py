@@ -61,7 +61,7 @@ def sound(game: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
             await conductor.reinforce()
 
     asyncio.run(play())
-    names = ("task_id", "rollout_id", "family", "outcome", "ending", "reason", "transcript")
+    names = ("task_id", "rollout_id", "problem", "family", "outcome", "ending", "reason", "transcript")
     numbers = {name: 1 for name in ("turns", "sampled", "malformed", "wall_s", "tool_s", "reward")}
     write_rows(folder / "evals" / "before.parquet", [EvalRow(**dict.fromkeys(names, "graded"), **numbers)])
     for phase in ("corpus", "mid-training", "rl"):
