@@ -22,6 +22,7 @@ from etude.dashboard.read import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
 from etude.dashboard.transcripts import pair
 from etude.errors import StoreError
+from etude.sums import sealed_page
 
 Row = tuple[str, ...]
 
@@ -35,7 +36,7 @@ def write_report(run_dir: Path | str) -> Path:
     path = view.path / "report.html"
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(page(view), encoding="utf-8")
+        temporary.write_bytes(sealed_page(page(view)))
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

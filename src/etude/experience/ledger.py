@@ -103,10 +103,10 @@ class Ledger(Looking):
         each(self._db, "INSERT INTO slots (slot) VALUES ?", [(slot,) for slot in range(self._capacity)])
 
     @classmethod
-    def reading(cls, place: Path | str) -> Ledger:
-        """Open to read only, beside a writer. Raises `NoLedger` when there is none."""
+    def reading(cls, place: Path | str, *, still: bool = False) -> Ledger:
+        """Open to read only, beside a writer; `still`: there is none now. Raises `NoLedger` when there is none."""
         ledger = cls.__new__(cls)
-        ledger._db = open_database(place, readonly=True, said=lambda _: None)
+        ledger._db = open_database(place, readonly=True, still=still, said=lambda _: None)
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
