@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from etude.errors import WeightsError, nearest
-from etude.weights.delta import codec, native
+from etude.weights.delta import codec
 from etude.weights.delta.arrays import Array, Arrays, bits_of, check_arrays, like, tensor_of
 from etude.weights.delta.bound import bound_bytes
+from etude.weights.delta.changes import write as write_changes
 from etude.weights.delta.checksums import checksum, checksums, checksums_around
 from etude.weights.delta.choices import Mode, check_mode
 from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
@@ -196,12 +197,9 @@ def _put(writes: Sequence[_Write]) -> None:
     for write in writes:
         if write.target.ctypes.data != write.whole.ctypes.data:
             write.target[:] = write.whole
-    kernels, lists = native.load(), [(w.target, w.changes.positions, w.changes.codes) for w in writes if w.changes]
-    if kernels is not None:
-        kernels.scatter([row for row in lists if row[1].dtype == np.uint32])()
-        lists = [row for row in lists if row[1].dtype != np.uint32]
-    for target, positions, codes in lists:
-        target[positions] = codes
+    for write in writes:
+        if write.changes is not None:
+            write_changes(write.target, write.changes)
 
 
 def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
