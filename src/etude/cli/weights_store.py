@@ -33,7 +33,7 @@ def publish(args: argparse.Namespace) -> int:
     """Publish a checkpoint as the channel's next version: a delta against its head, where there is one."""
     tensors = read_checkpoint(args.checkpoint).tensors
     _refuse_checkpoint(args.store)
-    signer, store = signer_of(args.key), open_store(args.store)
+    signer, store = signing.read_signer(args.key), open_store(args.store)
     head = Follower(store, args.name).pointer()
     if head is None:
         inspect.require_pointer(store, args.name, signer)
@@ -152,7 +152,7 @@ def relay(args: argparse.Namespace) -> int:
 
 def gc(args: argparse.Namespace) -> int:
     """Delete what no version needs that was a head within `--keep`. The first call only looks."""
-    store, signer = existing_store(args.store), signer_of(args.key)
+    store, signer = existing_store(args.store), signing.read_signer(args.key)
     inspect.require_channel(store, args.name)
     inspect.require_pointer(store, args.name, signer)
     done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
@@ -167,7 +167,7 @@ def gc(args: argparse.Namespace) -> int:
 
 def point(args: argparse.Namespace) -> int:
     """Let a branch, or the channel itself, name a version that is stored: a canary, a rollback."""
-    store, signer = existing_store(args.store), signer_of(args.key)
+    store, signer = existing_store(args.store), signing.read_signer(args.key)
     inspect.require_pointer(store, args.name, signer)
     version = inspect.find(store, args.version, args.name).version
     branches.point(store, args.name, version, branch=args.branch, signer=signer)
@@ -249,20 +249,6 @@ def watched_store(place: str, out: TextIO, *, cache: Path | None = None) -> Blob
     if not isinstance(far, HttpStore | BucketStore):
         return store
     return Watched(store, place, far.deadline_s, partial(print, file=out, flush=True))
-
-
-def signer_of(path: Path | None) -> signing.Signer | None:
-    """Who signs with the private key in a file. Raises `InputError`, which quotes nothing of it."""
-    if path is None:
-        return None
-    try:
-        return signing.Signer(bytes.fromhex(path.read_text("ascii").strip()))
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read", str(error.strerror), hint="etude weights key FILE makes one"
-        ) from None
-    except ValueError:
-        raise InputError(f"{path} holds no key", hint="etude weights key FILE makes one") from None
 
 
 def _line(adopted: Adopted) -> str:

@@ -36,6 +36,7 @@ from etude.seams import TaskSource
 from etude.tasks import check, open_source
 from etude.tasks.harbor import HarborSource
 from etude.tasks.verifiers import grader_for
+from etude.weights.chain.signing import read_signer
 
 PROVEN_TASKS = 8
 
@@ -64,6 +65,7 @@ def preflight(
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
         config.model.shared(config.numerics.degree)
+    read_signer(config.stores.signing_key)
     for url in filter(None, (config.stores.weights, config.stores.traces)):
         check_store(url, said)
     if config.experience.ledger:

@@ -29,7 +29,7 @@ from etude.weights.delta import codec
 from etude.weights.delta.changes import Changes, narrow
 from etude.weights.delta.checksums import checksum, checksums_around
 from etude.weights.follow.follower import Update
-from etude.weights.follow.head import LIMIT_BYTES, Head, check_size
+from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Codes, Spec, Tensor, digest_of_parts, tensor_digest
 
@@ -53,8 +53,8 @@ class _Made:
 class LiveFollower:
     """Follows one channel of a store, or a branch of it, over live memory. Not safe between threads.
 
-    Nobody writes the live memory from `prepare` until its update was applied or given up. `limit_bytes`, `public_key`:
-    as `Follower` has them.
+    Nobody writes the live memory from `prepare` until its update was applied or given up. `limit_bytes`, `public_key`,
+    `followed`: as `Follower` has them.
 
     >>> from etude.stores import MemoryStore
     >>> LiveFollower(MemoryStore(), {}).prepare() is None
@@ -70,9 +70,10 @@ class LiveFollower:
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
+        followed: Followed | None = None,
     ) -> None:
         self._store, self._live, self._name, self._limit_bytes = store, live, name, limit_bytes
-        self._head = Head(store, name, branch, public_key)
+        self._head = Head(store, name, branch, public_key, followed)
         self._held: Manifest | None = None
         self._before: Manifest | None = None  # what an undo leads to
         self._coming: tuple[Update, Manifest] | None = None
@@ -81,6 +82,11 @@ class LiveFollower:
     def version(self) -> Version | None:
         """What the live memory holds; None at the start."""
         return self._held.version if self._held else None
+
+    @property
+    def followed(self) -> Followed | None:
+        """What is remembered of the pointer that was followed last; None at the start. Outlives a process if kept."""
+        return self._head.followed
 
     @property
     def specs(self) -> dict[str, Spec]:

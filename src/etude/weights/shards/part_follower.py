@@ -20,7 +20,7 @@ from etude.weights.chain import plans
 from etude.weights.chain.manifest import Manifest, StoredObject, TensorEntry
 from etude.weights.delta.ranges import Parts
 from etude.weights.follow.follower import Follower, Held, Update, update_of
-from etude.weights.follow.head import LIMIT_BYTES
+from etude.weights.follow.head import LIMIT_BYTES, Followed
 from etude.weights.tensors import Tensor
 
 Wants = Callable[[str], bool]
@@ -43,8 +43,17 @@ class PartFollower(Follower):
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
+        followed: Followed | None = None,
     ) -> None:
-        super().__init__(store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key, can_undo=False)
+        super().__init__(
+            store,
+            name,
+            branch=branch,
+            limit_bytes=limit_bytes,
+            public_key=public_key,
+            can_undo=False,
+            followed=followed,
+        )
         self._wants = wants
 
     @property
