@@ -354,7 +354,10 @@ pub unsafe extern "C" fn etude_sample(
         // neighbours mostly share an exponent: two tables, so that one count need not wait for the one before
         let mut tables = [[[0u32; 256]; 2]; 2];
         let ahead = 64 * 16 * stride as usize;
-        for (a, b) in old[..whole].chunks(64).zip(new.chunks(64)).step_by(stride as usize) {
+        // by number: to step through pairs of chunks is to go through all of them
+        for from in (0..whole).step_by((64 * stride).min(isize::MAX as u64) as usize) {
+            let upto = whole.min(from + 64);
+            let (a, b) = (&old[from..upto], &new[from..upto]);
             fetch(a.as_ptr().wrapping_add(ahead), a.len());
             fetch(b.as_ptr().wrapping_add(ahead), b.len());
             for (i, (&a, &b)) in a.iter().zip(b).enumerate() {
