@@ -116,7 +116,7 @@ def _plan_command(commands: Commands[Parser]) -> None:
     plan.add_argument("--hardware", default="cpu", metavar="NAME", help="cpu (this one, measured), h100, h200, b200")
     plan.add_argument("--learner-ranks", type=positive, metavar="N", help="(default: the config's)")
     plan.add_argument("--engines", type=positive, metavar="N", help="(default: the config's)")
-    plan.add_argument("--engine-ranks", type=positive, metavar="N", help="devices an engine (default: the config's)")
+    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine (1)")
     a_share, tokens = within(0, 1), within(0, 1e9)
     for name, kind, help in (
         ("turns", within(1, 1e6), "of a rollout"),

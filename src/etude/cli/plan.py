@@ -16,12 +16,11 @@ from rich.table import Table
 from etude.cli.places import console, open_run
 from etude.config import build, load, overridden, to_toml
 from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint
-from etude.inference.config import EngineKind
-from etude.loop.config import RunConfig, rollouts_on
+from etude.loop.config import RunConfig
 from etude.loop.measured import Steps
 from etude.models.config import ModelConfig
 from etude.models.headers import check_rank
-from etude.plan import Device, Layout, Measured, Plan, Shape, Training, device, plan, would_fit
+from etude.plan import Device, Layout, Measured, Plan, Shape, Training, device, plan
 from etude.training.config import LearnerConfig, LiveWeights, OptimizerKind
 
 CALIBRATE_S = 300.0
@@ -42,16 +41,11 @@ def planned(args: argparse.Namespace) -> int:
     found = plan(model, shape, layout, hardware)
     cores = hardware.cores if isinstance(hardware, Measured) else 0
     beside = steps.beside(found, cores) if steps is not None and cores else {}
-    lacking = would_fit(model, layout, hardware.memory_bytes)
     if args.json:
         told = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
-        against = {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}
-        print(json.dumps({**told, "fits": found.fits, "would_fit": lacking, "against": against}))
-        return Exit.DONE if found.fits else Exit.FAILED
+        print(json.dumps({**told, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
+        return 0
     screen = console()
-    if not found.fits:
-        screen.print(_not_fitting(found, lacking))
-        return Exit.FAILED
     screen.print(_table(found, shape, layout, hardware))
     if beside:
         screen.print(_compared(beside))
@@ -102,24 +96,17 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
     engines = len(config.fleet.engines) if args.engines is None else args.engines
     if not engines:
         raise ConfigError("the config has no engines of its own", "fleet.engines = []", hint="--engines: how many join")
-    kinds, slots = set(config.fleet.engines), config.engine.max_sequences
-
-    def room(kind: EngineKind) -> int:
-        slots = config.engine.max_sequences * config.engine.context_tokens
-        return slots if kind is EngineKind.REFERENCE else config.foreign(kind).kv_room(config.engine)
-
     changed = args.changed_share
     if changed is None:
         changed = steps.changed_share if steps is not None else Layout.changed_share
     return Layout(
         learner_ranks=config.learner.ranks,
         engines=engines,
-        engine_ranks=args.engine_ranks or max((config.devices_of(kind) for kind in kinds), default=1) or 1,
+        engine_ranks=args.engine_ranks,
         max_sequences=config.engine.max_sequences,
-        cache_tokens=max((room(kind) for kind in kinds), default=None),
         context_tokens=config.engine.context_tokens,
         max_lag=config.experience.max_lag,
-        max_running=rollouts_on(engines * max((config.contexts_of(k) for k in kinds), default=slots)),
+        max_running=max(1, engines * config.engine.max_sequences * 3 // 4),
         budget_tokens=_forwarded(config),
         link_bytes_s=Layout.link_bytes_s if args.link_gbits is None else args.link_gbits * 1.25e8,
         changed_share=changed,
@@ -160,7 +147,6 @@ def _training(learner: LearnerConfig) -> Training:
         masters=learner.weights is not LiveWeights.F32,
         recompute=learner.recompute,
         dtype_bytes=4 if learner.dtype == "float32" else 2,
-        expert_parallel=learner.expert_parallel,
     )
 
 
@@ -200,8 +186,7 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     price = f"${hardware.dollars_h:g} an hour and {'machine' if on_cpu else 'device'}"
     table = Table("what", "planned", "of")
     table.add_row("step", _seconds(found.step_s), f"bound by {found.bound_by}; {shape.rollouts} rollouts")
-    network = f"; its ranks' network takes {_seconds(found.learner_network_s)} of it" if found.learner_network_s else ""
-    table.add_row("learner", _seconds(found.learner_s), _learner(layout) + network)
+    table.add_row("learner", _seconds(found.learner_s), _learner(layout))
     table.add_row("engines", _seconds(found.engines_s), engines)
     if on_cpu:
         table.add_row("machines", _seconds(found.machines_s), "CPU seconds: worker, grader, conductor")
@@ -214,18 +199,6 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     table.add_row("memory, engine's device", _bytes(found.engine_memory.total), _memory(found.engine_memory))
     table.add_row("a step", f"${found.step_dollars:.4f}", price)
     table.add_row("a million sampled tokens", f"${found.million_tokens_dollars:.2f}", "training and tools among it")
-    return table
-
-
-def _not_fitting(found: Plan, lacking: list[str]) -> Table:
-    """Memory, and what would fit; no times and prices of what cannot run."""
-    table = Table("what", "planned", "of")
-    table.add_row("memory, learner's rank", _bytes(found.learner_memory.total), _memory(found.learner_memory))
-    table.add_row("memory, engine's device", _bytes(found.engine_memory.total), _memory(found.engine_memory))
-    for one in lacking:
-        table.add_row("would fit", "", one)
-    if not lacking:
-        table.add_row("would fit", "", "nothing that the plan knows: a smaller model, or other --hardware")
     return table
 
 

@@ -14,7 +14,6 @@ a machine is measured elsewhere and handed in.
 ('the engines', 92, False)
 """
 
-from etude.plan.fitting import would_fit
 from etude.plan.hardware import DEVICES, Device, Measured, device
 from etude.plan.planning import Memory, Plan, critical_batch, plan
 from etude.plan.shape import Layout, Shape, Training
@@ -31,5 +30,4 @@ __all__ = [
     "critical_batch",
     "device",
     "plan",
-    "would_fit",
 ]

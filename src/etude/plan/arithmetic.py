@@ -82,70 +82,28 @@ def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
 def trained_parameters(model: ModelConfig, training: Training) -> int:
     """Parameters that an optimiser moves and versions are of: all, or A [r, I] and B [O, r] of each adapted matrix
     [O, I]. Hu et al. 2021 (arXiv 2106.09685), section 4.1."""
-    return sum(_adapters(model, training)) if training.lora_rank else model.num_parameters
-
-
-def _adapters(model: ModelConfig, training: Training) -> tuple[int, int]:
-    """Parameters of adapters: those of experts, and the others."""
-    of = {True: 0, False: 0}
-    for name, shape in hf_shapes(model):
-        if is_rounded(name) and (training.lora_on == "all" or (".mlp." in name) == (training.lora_on == "mlp")):
-            of[".experts." in name] += training.lora_rank * sum(shape)
-    return of[True], of[False]
-
-
-def rank_adapters(model: ModelConfig, training: Training) -> float:
-    """Parameters of the adapters that a rank holds: of its own experts, and of all other matrices."""
-    experts, others = _adapters(model, training)
-    return experts / training.expert_parallel + others
+    if not training.lora_rank:
+        return model.num_parameters
+    return training.lora_rank * sum(map(sum, matrices(model, training.lora_on)))
 
 
 def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Live weights of one of so many ranks that share everything, in float32 whatever they are rounded to. Of an
-    adapted matrix there are two, the frozen and the merged one, and its adapters."""
+    adapted matrix there are two, the frozen and the merged one; its adapters are on every rank."""
     held = model.num_parameters / ranks
     if training.lora_rank:
-        held += sum(map(prod, matrices(model, training.lora_on))) / ranks + rank_adapters(model, training)
+        held += sum(map(prod, matrices(model, training.lora_on))) / ranks + trained_parameters(model, training)
     return float(FLOAT32_BYTES) * held
 
 
 def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Gradients, masters and moments of one of so many ranks that share everything, all float32, of what is trained:
     with the weights 20 bytes a parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 3.1, with
-    weights and gradients in float32. Muon has no second moment of matrices: Jordan et al. 2024."""
-    each = 4 if training.masters else 3
-    if training.lora_rank:
-        return float(FLOAT32_BYTES) * each * rank_adapters(model, training)
-    vectors = each * model.num_parameters - (sum(map(prod, matrices(model))) if training.muon else 0)
-    return float(FLOAT32_BYTES) * vectors / ranks
-
-
-def cache_share(model: ModelConfig, ranks: int) -> float:
-    """Of the keys and values of a text the share that one of so many tensor-parallel ranks keeps: of its heads, one at
-    the least, so that ranks beyond the number of heads keep copies. A latent is of all heads, and every rank keeps it:
-    DeepSeek-AI 2024 (arXiv 2412.19437), section 3.4.2, which is why theirs share texts instead.
-
-    >>> cache_share(ModelConfig(num_heads=8, num_kv_heads=4), 8)
-    0.25
-    """
-    return 1.0 if model.kept.shared else 1.0 / min(ranks, model.num_kv_heads)
-
-
-def gathered_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
-    """What a rank receives and sends for one forward and backward pass where ranks share everything: each weight twice,
-    in the dtype that is computed with, and each gradient once, in float32. Rajbhandari et al. 2019 (arXiv 1910.02054),
-    section 7. Experts that neighbours share are gathered among the others alone; their rows go to them instead, which
-    is left out."""
-    experts = model.num_moe_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
-    moved = model.num_parameters - experts + experts / training.expert_parallel
-    gradient = 0 if training.lora_rank else FLOAT32_BYTES
-    return moved * (2 * training.dtype_bytes + gradient) * (ranks - 1) / ranks
-
-
-def reduced_bytes(model: ModelConfig, batch: float, ranks: int, width: int = BF16_BYTES) -> float:
-    """What a tensor-parallel rank sends in a decoding step: two sums a layer of each sequence's row, by a ring. Shoeybi
-    et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; Pope et al. 2022 (arXiv 2211.05102), section 3.2."""
-    return 2.0 * model.num_layers * batch * model.hidden_size * width * 2.0 * (ranks - 1) / ranks
+    weights and gradients in float32. Muon has no second moment of matrices: Jordan et al. 2024. Of adapters a rank has
+    all at most: those of experts are shared as the experts are."""
+    trained = trained_parameters(model, training)
+    vectors = (4 if training.masters else 3) * trained - (sum(map(prod, matrices(model))) if training.muon else 0)
+    return float(FLOAT32_BYTES) * vectors / (1 if training.lora_rank else ranks)
 
 
 def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> float:

@@ -1,9 +1,8 @@
 """What a run computes on, as few numbers: makers' for accelerators, measured ones for the machine at hand.
 
 Dense bf16 peaks without sparsity, memory and bandwidth are of the makers' data sheets (NVIDIA H100 SXM, H200 SXM and
-DGX B200), and so are links: NVLink within a machine of eight, one adapter of 400 Gbit/s a device between machines.
-Prices are assumptions of 2026, for whoever gives none. What share of a peak is reached is an assumption, too, and shown
-as one: .4 of the peak in training, .6 of the roofline in decoding (this project's goals on an H200).
+DGX B200). Prices are assumptions of 2026, for whoever gives none. What share of a peak is reached is an assumption,
+too, and shown as one: .4 of the peak in training, .6 of the roofline in decoding (this project's goals on an H200).
 """
 
 from __future__ import annotations
@@ -24,24 +23,12 @@ class Device:
     dollars_h: float
     training_share: float = 0.4  # of `flops`, forward and backward
     decoding_share: float = 0.6  # of the roofline
-    node_devices: int = 8  # joined by the fast links of one machine
-    node_bytes_s: float = 450e9  # a device's way to the others of its machine, each direction
-    network_bytes_s: float = 50e9  # and to other machines: 400 Gbit/s a device
-    node_sum_s: float = 1e-5  # for a sum over ranks to begin; assumed
-    network_sum_s: float = 3e-5
-
-    def between(self, ranks: int) -> tuple[float, float]:
-        """(bytes a second of one of so many ranks to the others, seconds until a sum over them begins), by the slowest
-        link among them."""
-        if ranks <= self.node_devices:
-            return self.node_bytes_s, self.node_sum_s
-        return self.network_bytes_s, self.network_sum_s
 
 
 DEVICES = {
     "h100": Device("h100", 989e12, 3.35e12, 80e9, 2.5),
     "h200": Device("h200", 989e12, 4.8e12, 141e9, 3.5),
-    "b200": Device("b200", 2250e12, 8.0e12, 180e9, 5.5, node_bytes_s=900e9),
+    "b200": Device("b200", 2250e12, 8.0e12, 180e9, 5.5),
 }
 
 

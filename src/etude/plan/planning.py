@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from math import ceil
 from typing import Any
 
 from etude.models.config import ModelConfig
@@ -50,7 +49,6 @@ class Plan:
     critical_batch: float  # from which on arithmetic bounds decoding, not memory; 0: not told of a CPU
     decode_tokens_s: float  # of one engine
     learner_s: float
-    learner_network_s: float  # what its ranks tell each other, beside which they compute; 0: not told of a CPU
     engines_s: float
     machines_s: float
     rollout_s: float  # one rollout from its admission to its grade
@@ -63,11 +61,6 @@ class Plan:
     inference_to_training: float  # 0: nothing is trained on
     step_dollars: float
     million_tokens_dollars: float  # of sampled tokens
-
-    @property
-    def fits(self) -> bool:
-        """Whether learner and engines have the memory that they need."""
-        return self.learner_memory.fits and self.engine_memory.fits
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -111,8 +104,8 @@ def memory_of(model: ModelConfig, layout: Layout, room: float) -> tuple[Memory, 
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)
     learner = Memory(weights, optimiser, arithmetic.activation_bytes(model, layout.budget_tokens, training), 0.0, room)
-    kept = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * arithmetic.cache_share(model, layout.engine_ranks)
-    cache = kept * layout.cached
+    slots = layout.max_sequences * layout.context_tokens
+    cache = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * slots / layout.engine_ranks
     held = layout.dtype_bytes * model.num_parameters / layout.engine_ranks
     return learner, Memory(held, 0.0, 0.0, cache, room)
 
@@ -121,25 +114,17 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, device: Device
     mean, ranks = shape.context / 2, layout.engine_ranks
     trained = shape.rollouts * shape.signal_share * shape.context
     flops = arithmetic.training_flops(model, mean, layout.training) * trained
-    compute_s = flops / (device.flops * device.training_share) / layout.learner_ranks
-    passes = ceil(trained / (layout.learner_ranks * layout.budget_tokens))
-    gathered = arithmetic.gathered_bytes(model, layout.training, layout.learner_ranks) * passes
-    network_s = gathered / device.between(layout.learner_ranks)[0]
+    learner_device_s = flops / (device.flops * device.training_share)
     prefill_s = arithmetic.forward_flops(model, mean) * shape.prefill_tokens / (device.flops * device.training_share)
-    kv = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * mean * arithmetic.cache_share(model, ranks)
+    kv = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * mean
 
     def decode_s(batch: float) -> float:
-        """One step of an engine: the roofline of a device (Williams et al. 2009), and what its ranks tell each other,
-        for which they wait."""
-        compute = arithmetic.forward_flops(model, mean) * batch / ranks / device.flops
-        read = (arithmetic.read_bytes(model, batch, layout.dtype_bytes) / ranks + kv * batch) / device.bytes_s
-        bytes_s, sum_s = device.between(ranks)
-        told_s = arithmetic.reduced_bytes(model, batch, ranks, layout.dtype_bytes) / bytes_s
-        waits_s = 2 * model.num_layers * sum_s if ranks > 1 else 0.0
-        return max(compute, read) / device.decoding_share + told_s + waits_s
+        """One step of an engine: the roofline. Williams et al. 2009."""
+        compute = arithmetic.forward_flops(model, mean) * batch / device.flops
+        read = (arithmetic.read_bytes(model, batch, layout.dtype_bytes) + kv * batch) / device.bytes_s
+        return max(compute, read) / (ranks * device.decoding_share)
 
-    room = max(1.0, layout.cached / max(1.0, shape.context))  # of an engine's cache, in whole rollouts
-    flight = min(min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines, room)
+    flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
     apart_s = shape.turns * shape.tool_s
 
     def batch_of(batch: float) -> float:
@@ -155,13 +140,12 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, device: Device
     sync_bytes, snapshot = arithmetic.delta_bytes(published, layout.changed_share), arithmetic.BF16_BYTES * published
     sync_s = sync_bytes / layout.link_bytes_s + snapshot / layout.learner_ranks / ENCODE_BYTES_S
     parts = {
-        "the learner": max(compute_s, network_s),  # weights of a layer come while another's are computed with
+        "the learner": learner_device_s / layout.learner_ranks,
         "the engines": a_rollout_s * rollouts / layout.engines,
         "one rollout's length": rollout_s / (layout.max_lag + 1),
         "publishing": sync_s / (layout.max_lag + 1),
     }
-    sync = (sync_s, sync_bytes)
-    return _made(model, shape, layout, device, parts, batch, decode_s(batch), rollout_s, sync, 0.0, network_s)
+    return _made(model, shape, layout, device, parts, batch, decode_s(batch), rollout_s, (sync_s, sync_bytes), 0.0)
 
 
 def _on_cpu(model: ModelConfig, shape: Shape, layout: Layout, cpu: Measured) -> Plan:
@@ -210,7 +194,6 @@ def _made(
     rollout_s: float,
     sync: tuple[float, float],
     machines_s: float,
-    network_s: float = 0.0,
 ) -> Plan:
     on_cpu = not device.flops
     learner_s = parts.pop("learner device", parts["the learner"])
@@ -228,7 +211,6 @@ def _made(
         critical_batch=0.0 if on_cpu else critical_batch(model, device),
         decode_tokens_s=batch / decode_s,
         learner_s=learner_s,
-        learner_network_s=network_s,
         engines_s=engines_s,
         machines_s=machines_s,
         rollout_s=rollout_s,

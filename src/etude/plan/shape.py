@@ -59,7 +59,6 @@ class Training:
     masters: bool = True  # beside live weights that are rounded
     recompute: bool = False  # of a layer nothing is kept for the backward pass
     dtype_bytes: int = 4  # of an activation
-    expert_parallel: int = 1  # of the ranks, so many neighbours share the experts and their adapters
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,6 @@ class Layout:
     engine_ranks: int = 1  # devices that share one engine's weights
     max_sequences: int = 64  # of an engine
     context_tokens: int = 1024  # of a slot of its cache
-    cache_tokens: int | None = None  # room of the cache, where it is less than all slots
     max_lag: int = 2
     max_running: int = 96
     budget_tokens: int = 8192  # of one forward of a learner's rank
@@ -80,8 +78,3 @@ class Layout:
     evaluated: float = 0.0  # rollouts of evaluations beside each step
     dtype_bytes: int = 2  # of an engine's weights and cache
     training: Training = Training()
-
-    @property
-    def cached(self) -> int:
-        """Tokens whose keys and values an engine has room for."""
-        return self.max_sequences * self.context_tokens if self.cache_tokens is None else self.cache_tokens

@@ -17,7 +17,7 @@ from etude.models import Transformer
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
 from etude.models.parts import Family, Latent, Routing, Scores
-from etude.plan import Layout, Measured, Shape, Training, critical_batch, device, plan, would_fit
+from etude.plan import Layout, Measured, Shape, Training, critical_batch, device, plan
 from etude.plan.arithmetic import (
     activation_bytes,
     active_parameters,
@@ -31,7 +31,6 @@ from etude.plan.arithmetic import (
     training_flops,
     weights_bytes,
 )
-from etude.plan.planning import memory_of
 from etude.records.adapter import AdapterConfig
 from etude.run import RunFolder
 from etude.training.config import LiveWeights, LoraOn
@@ -93,100 +92,6 @@ def test_a_latent_is_kept_once_for_all_heads():
         routing=Routing(scores=Scores.SIGMOID),
     )
     assert kv_bytes_token(model) == 61 * (512 + 64) * 2  # 70 kB a token, as its makers say
-
-
-KIMI = ModelConfig(  # Kimi K2 as its config.json has it
-    family=Family.KIMI_K2,
-    hidden_size=7168,
-    num_layers=61,
-    num_heads=64,
-    num_kv_heads=64,
-    head_dim=192,
-    vocab_size=163840,
-    expert_size=2048,
-    num_experts=384,
-    top_k=8,
-    dense_layers=(0,),
-    dense_size=18432,
-    num_shared=1,
-    routing=Routing(scores=Scores.SIGMOID, scaling=2.827),
-    latent=Latent(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128, q_rank=1536),
-    context_tokens=131072,
-)
-H100, H200 = 80e9, 141e9
-
-
-def test_qwen3_30b_on_eight_devices_by_hand():
-    # a layer: q 4096 x 2048, k and v 512 x 2048 each, o 2048 x 4096, two norms of 128; 128 experts of 3 x 768 x 2048, a
-    # router 128 x 2048, two norms of 2048
-    layer = 2048 * (4096 + 512 + 512) + 4096 * 2048 + 256 + 128 * 3 * 768 * 2048 + 128 * 2048 + 2 * 2048
-    parameters = 48 * layer + 2 * 151936 * 2048 + 2048
-    assert parameters == 30_532_122_624 == QWEN.num_parameters
-    layout = replace(WIDE, training=Training(recompute=True), budget_tokens=8192)
-    learner, _ = memory_of(QWEN, layout, H100)
-    assert learner.weights + learner.optimiser == 20 * parameters / 8  # 76.3 GB
-    assert not learner.fits  # an H100 has 80 GB, and logits and activations want more than 3.7
-    assert memory_of(QWEN, layout, H200)[0].fits
-    assert "learner.ranks = 16" in would_fit(QWEN, layout, H100)
-    # an engine over 8 devices: 4 heads of keys and values, so each keeps one of them whole, not a half
-    engine = replace(layout, engines=1, engine_ranks=8, cache_tokens=1_000_000)
-    _, held = memory_of(QWEN, engine, H100)
-    assert held.weights == 2 * parameters / 8  # 7.6 GB
-    assert held.cache == 1_000_000 * 48 * 2 * 1 * 128 * 2  # 24,576 bytes a token
-    assert held.fits
-    # one device: 61.06 GB of weights leave 18.94 GB for 98,304 bytes a token: 192,623, in whole blocks 192,512
-    alone = replace(layout, engine_ranks=1, max_sequences=16, context_tokens=32768)
-    assert not memory_of(QWEN, alone, H100)[1].fits  # 16 x 32,768 tokens are 51.5 GB
-    told = [one for one in would_fit(QWEN, alone, H100) if "cache" in one]
-    assert told == ["a cache of 192,512 tokens: engine.max_sequences = 5, or kv_tokens = 192512 of vLLM and SGLang"]
-    assert "2 devices an engine: --tensor-parallel-size=2, or --engine-ranks 2" in would_fit(QWEN, alone, H100)
-
-
-def test_kimi_k2_on_64_devices_by_hand():
-    attention = 1536 * 7168 + 1536 + 64 * 192 * 1536 + 576 * 7168 + 512 + 64 * 256 * 512 + 7168 * 64 * 128
-    experts, shared, router, dense = 384 * 3 * 2048 * 7168, 3 * 2048 * 7168, 384 * 7168, 3 * 18432 * 7168
-    layers = 61 * (attention + 2 * 7168) + 60 * (experts + shared + router) + dense
-    parameters = layers + 2 * 163840 * 7168 + 7168
-    assert KIMI.num_parameters == pytest.approx(parameters, rel=1e-6)  # 1.0264e12; biases of routers are beside
-    # 32 of 64 H200 train, two engines have 16 each
-    layout = Layout(learner_ranks=32, engines=2, engine_ranks=16, max_sequences=16, context_tokens=32768)
-    learner, engine = memory_of(KIMI, layout, H200)
-    assert learner.weights + learner.optimiser == pytest.approx(20 * parameters / 32)  # 641 GB
-    assert engine.weights == pytest.approx(2 * parameters / 16)  # 128 GB
-    # a latent of 512 and a rotary key of 64, once for all heads: every device keeps all of it
-    assert engine.cache == 16 * 32768 * 61 * 576 * 2  # 36.8 GB
-    assert not learner.fits
-    assert not engine.fits
-    told = would_fit(KIMI, layout, H200)
-    # 160 GB a rank at 128, 80 GB at 256
-    assert "learner.ranks = 256 and learner.recompute = true" in told
-    tokens = int((H200 - engine.weights) / (61 * 576 * 2)) // 1024 * 1024
-    assert 150_000 < tokens < 190_000
-    assert any(f"kv_tokens = {tokens} " in one for one in told)
-    assert "32 devices an engine: --tensor-parallel-size=32, or --engine-ranks 32" in told
-
-
-def test_adapters_of_experts_are_on_the_ranks_of_the_experts():
-    # A [32, I] and B [O, 32] of three matrices between 2048 and 7168: 3 x 32 x 9216 numbers an expert
-    experts = 60 * 384 * 3 * 32 * (2048 + 7168)
-    assert experts == 20_384_317_440
-    whole = Training(lora_rank=32, lora_on="mlp")
-    others = trained_parameters(KIMI, whole) - experts
-    shared = replace(whole, expert_parallel=64)
-    assert optimiser_bytes(KIMI, whole, 64) == 16 * (experts + others)  # 326 GB and more
-    assert optimiser_bytes(KIMI, shared, 64) == 16 * (experts / 64 + others)  # 5.1 GB
-    assert weights_bytes(KIMI, whole, 64) - weights_bytes(KIMI, shared, 64) == 4 * experts * 63 / 64
-
-
-def test_ranks_of_one_machine_tell_each_other_sooner_than_those_of_several():
-    h200 = device("h200")
-    within, between = (plan(QWEN, SHAPE, replace(WIDE, learner_ranks=n), h200) for n in (8, 16))
-    # weights twice and gradients once, in float32: 12 bytes of 7/8 of them, 450 GB a second; each pass once more
-    passes = -(-int(SHAPE.rollouts * SHAPE.context) // (8 * WIDE.budget_tokens))
-    assert within.learner_network_s == pytest.approx(passes * 12 * QWEN.num_parameters * 7 / 8 / 450e9)
-    assert between.learner_network_s > 4 * within.learner_network_s
-    few, many = (plan(QWEN, SHAPE, replace(WIDE, engines=1, engine_ranks=n), h200) for n in (8, 16))
-    assert many.engine_device_s > 1.5 * few.engine_device_s, "two sums a layer cross the network"
 
 
 def test_a_small_batch_reads_the_experts_that_it_meets_and_a_large_one_all():
@@ -304,30 +209,6 @@ def test_a_plan_is_of_the_configs_learner_and_engines_and_flags_override_them(tm
     assert (layout["learner_ranks"], layout["engines"], layout["training"]["recompute"]) == (8, 3, True)
     layout = planned(config, capsys, "--learner-ranks", "2", "--engines", "5")["layout"]
     assert (layout["learner_ranks"], layout["engines"]) == (2, 5)
-
-
-def test_what_engines_are_told_is_planned(tmp_path, capsys):
-    config = tmp_path / "config.toml"
-    words = ["--set", 'fleet.engines=["vllm"]', "--set", 'numerics.mode="native"']
-    words += ["--set", "vllm.kv_tokens=4096", "--set", 'vllm.arguments=["--tensor-parallel-size=2"]']
-    layout = planned(config, capsys, *words)["layout"]
-    assert (layout["engine_ranks"], layout["cache_tokens"], layout["max_running"]) == (2, 4096, 3)
-    assert planned(config, capsys, *words, "--engine-ranks", "4")["layout"]["engine_ranks"] == 4
-
-
-def test_what_does_not_fit_fails_without_times_and_says_what_would(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN.to_hf()))
-    argv = ["plan", str(tmp_path), "--hardware", "h100", "--learner-ranks", "2"]
-    assert cli.main([*argv, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert not told["fits"]
-    assert "learner.ranks = 16 and learner.recompute = true" in told["would_fit"]
-    assert cli.main(argv) == 1
-    said = capsys.readouterr().out
-    assert "does NOT fit" in said
-    assert "learner.ranks = 16" in said
-    assert "$" not in said
-    assert "step" not in said
 
 
 def test_adapters_muon_and_kept_activations_change_what_a_rank_holds_and_how_long_it_trains(tmp_path, capsys):
