@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from etude.config import ranged
@@ -39,16 +39,25 @@ class EngineConfig:
 
     max_sequences: int = ranged(64, low=1, high=4096)  # decoded together; also the number of KV slots
     context_tokens: int = ranged(1024, low=2)  # longest context: prompt and completion
-    chunk_tokens: int = ranged(256, low=1)  # a prompt is computed in chunks that end at multiples of this position
+    chunk_tokens: int = ranged(256, low=1)  # reference engines compute a prompt up to each multiple of this position
     step_tokens: int = ranged(512, low=1)  # prompt tokens computed in one step, beside one decoded token a sequence
     max_waiting: int = ranged(1024, low=0)  # requests without a slot; one more is refused
     pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
     stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer is a hang
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the learner's, too
-    device: str = "auto"  # auto, cpu, cuda, cuda:N: the reference engine's; in exact mode the learner's, too
+    device: str = "auto"  # auto, cpu, cuda, cuda:N: of reference engines; in exact mode the learner's, too
 
     def __post_init__(self) -> None:
         check_device(self.device)
+
+    def arguments(self) -> list[str]:
+        """Every setting as arguments of an engine's process; `serving.config_of` reads them back.
+
+        >>> EngineConfig(device="cpu").arguments()[-2:]
+        ['--device', 'cpu']
+        """
+        settings = ((f"--{field.name.replace('_', '-')}", str(getattr(self, field.name))) for field in fields(self))
+        return [word for setting in settings for word in setting]
 
 
 _PARALLEL = (

@@ -23,6 +23,7 @@ from etude.errors import ConfigError, EtudeError, TaskError
 from etude.inference.config import EngineKind
 from etude.inference.foreign.environment import MAKES, environment
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.devices import gpus_of
 from etude.loop.preflight import prove_tasks
 
 ROLES = ("learner", "engine", "worker", "grader")
@@ -112,6 +113,7 @@ def check(config: RunConfig, runs: Path) -> None:
         _each(ROLES, CHECK_S, _lacking, {**files, str(mark): mark.name}, __version__)
     finally:
         mark.unlink()
+    _check_devices(config)
     _each(("worker", "grader"), PROVE_S, _unproven, config, os.getcwd())
     _enough_gpus(config)
 
@@ -126,6 +128,19 @@ def _enough_gpus(config: RunConfig) -> None:
                 f"{kind}.arguments = {list(config.foreign(kind).arguments)}; the most on a node for engines are {most}",
                 hint="an engine is on one node: smaller sizes, or let those that span nodes join by themselves",
             )
+
+
+def _check_devices(config: RunConfig) -> None:
+    """Raises `ConfigError` for a GPU that is named and that no node with its role has. Ray gives each process one."""
+    for role, device in (("engine", config.engine.device), ("learner", config.learner.device)):
+        if gpus_of(device) > 1:
+            hint = f"set {role}.device = 'cuda'"
+            raise ConfigError(
+                f"{role}.device = {device!r}", "Ray shows a process only the GPU that is its own", hint=hint
+            )
+        if gpus_of(device) and not any(node["Resources"].get("GPU", 0) >= 1 for node in nodes((role,))):
+            hint = f"add a node: ray start --num-gpus=1 --resources='{{\"{role}\": 1}}'; or set {role}.device = 'auto'"
+            raise ConfigError(f"{role}.device = {device!r}", f"no node that offers {role} has a GPU", hint=hint)
 
 
 def _each(roles: Sequence[str], deadline_s: float, work: Callable[..., str], *given: object) -> None:
