@@ -11,9 +11,11 @@ from etude.dashboard.read import RunView
 from etude.dashboard.report import write_report
 from etude.dashboard.summary import nothing_learnt, summarise
 from etude.dashboard.terminal import explained, plain_line, render, result_lines
+from etude.dashboard.troubles import damage
 
 __all__ = [
     "RunView",
+    "damage",
     "explained",
     "nothing_learnt",
     "plain_line",
