@@ -21,6 +21,7 @@ from etude.dashboard.panels import PANELS, Panel
 from etude.dashboard.read import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
 from etude.dashboard.transcripts import pair
+from etude.dashboard.troubles import damage, troubles
 from etude.errors import StoreError
 from etude.sums import sealed_page
 
@@ -65,6 +66,8 @@ def page(view: RunView) -> str:
         times=[(name, words.duration(summary["wall_s"][name])) for name in PHASES if name in summary["wall_s"]],
         cpu=[(name, words.duration(s)) for name, s in sorted(summary["cpu_s"].items(), key=lambda one: -one[1])],
         host=_host(summary["host"]),
+        troubles=troubles(view),
+        damage=damage(view),
         pair=pair(view.path / "evals"),
         config=_text(view.path / "config.toml"),
     )
