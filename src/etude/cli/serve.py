@@ -35,7 +35,7 @@ async def _serve(
     assert work is not None, "runs in a task"
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, work.cancel)
-    checkpoint, store, numerics = parts_of(model)
+    checkpoint, store, numerics, engine = parts_of(model)
     if public_key is not None and (store is None or fleet):
         raise InputError(
             "--public-key is for a run's weights",
@@ -52,6 +52,7 @@ async def _serve(
             store=store,
             public_key=public_key,
             numerics=numerics,
+            engine=engine,
             model=name,
             gateway=gateway,
             key=key,

@@ -12,6 +12,7 @@ import pytest
 
 from etude.experience import Ledger
 from etude.experience.config import ExperienceConfig
+from etude.loop.apart import InOrder
 from etude.loop.config import RunConfig
 from etude.loop.rolling import Rolling, siblings
 from etude.loop.room import Limit
@@ -59,7 +60,7 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
         ledger.admit(spec)
     telemetry = Telemetry(folder / "events.jsonl", process="test")
     crew = FakeCrew(config, Limit(4), play=play, judge=fooled)
-    rolling = Rolling(ledger, crew, telemetry)  # type: ignore[arg-type]
+    rolling = Rolling(ledger, InOrder("ledger"), crew, telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
         running = asyncio.create_task(rolling.run(asyncio.Event()))
