@@ -16,14 +16,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from etude.dashboard.read import RunView
     from etude.dashboard.report import write_report
-    from etude.dashboard.summary import summarise
+    from etude.dashboard.summary import nothing_learnt, summarise
     from etude.dashboard.terminal import explained, plain_line, render, result_lines
 
-__all__ = ["RunView", "explained", "plain_line", "render", "result_lines", "summarise", "write_report"]
+__all__ = [
+    "RunView",
+    "explained",
+    "nothing_learnt",
+    "plain_line",
+    "render",
+    "result_lines",
+    "summarise",
+    "write_report",
+]
 
 _HOME = {
     "RunView": "read",
     "explained": "terminal",
+    "nothing_learnt": "summary",
     "plain_line": "terminal",
     "render": "terminal",
     "result_lines": "terminal",

@@ -196,7 +196,7 @@ async def _play(members: Crew, config: RunConfig, kind: str) -> list[Rollout]:
     async def one(i: int) -> Rollout:
         if kind == "model":
             return (await run_once(members, specs[i]))[0]
-        rollout = await members.workers.call("baseline", Rollout, specs[i], kind, deadline_s=120.0)
+        rollout = await members.baseline(specs[i], kind)
         await judge(members, rollout)
         return rollout
 

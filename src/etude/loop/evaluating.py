@@ -96,7 +96,7 @@ async def baseline(
     """Solve rate of a script that needs no model ("oracle", "random") on held-out tasks, by the same rollout code."""
 
     async def one(spec: RolloutSpec) -> Played:
-        rollout = await crew.workers.call("baseline", Rollout, spec, kind, deadline_s=120.0)
+        rollout = await crew.baseline(spec, kind)
         return rollout, await judge(crew, rollout)
 
     specs = _specs(source, Split.HELDOUT, num_tasks, 1, seed=seed, temperature=1.0, pin_step=None)
