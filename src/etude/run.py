@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import secrets
+import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -23,6 +24,7 @@ from etude.errors import NoRun, RunError, RunRefused
 from etude.sums import SHA256, opened, sealed, sealed_list
 
 FORMAT = 1
+LOOK_S = 0.2
 HINT_COPY = "restore the file from a copy, or start a new run"
 
 
@@ -111,9 +113,7 @@ class RunFolder:
     def lock(self) -> None:
         """Hold the run until this process ends. Raises `RunRefused` when another process does."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(fd):
             holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
             os.close(fd)
             raise RunRefused(
@@ -132,11 +132,11 @@ class RunFolder:
     def holder(self) -> int | None:
         """The pid of the process that holds the run now, if any."""
         try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)  # a run may be looked at where none is written
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.read(fd, 32).strip()
             return int(text) if text.isdigit() else None
@@ -168,6 +168,19 @@ class RunFolder:
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
+
+
+def _locked(fd: int) -> bool:
+    """Lock a file for this process; False when another holds it. One that only looks lets go within microseconds."""
+    end = time.monotonic() + LOOK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from etude import __version__
+from etude.cli._interrupted import interrupted  # noqa: F401  first: the others take most of a second
 from etude.cli.arguments import (
     LOCAL,
     Commands,
@@ -35,7 +36,7 @@ from etude.cli.engine_commands import engine_commands
 from etude.cli.fleet_commands import fleet_commands
 from etude.cli.machine_commands import backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
-from etude.errors import EtudeError, Exit, InputError, StoreError
+from etude.errors import EXITS, EtudeError, Exit, InputError, StoreError
 
 _READABLE = "a directory, s3://bucket/prefix, gs://, az:// or http://"
 _WRITABLE = "a directory, s3://bucket/prefix, gs:// or az://"
@@ -110,7 +111,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="etude", description="Turn an open MoE model into your product's specialist.")
+    exits = "exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXITS.items())
+    parser = Parser(prog="etude", description="Turn an open MoE model into your product's specialist.", epilog=exits)
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _run_commands(commands)
@@ -183,6 +185,7 @@ def _run_commands(commands: Commands[Parser]) -> None:
     )
     status = add(commands, "status", "run:status", "what a run is doing now")
     _run_argument(status)
+    status.add_argument("--watch", action="store_true", help="look again and again, until the run has ended or Ctrl-C")
     status.add_argument("--words", action="store_true", help="say what the words of the view mean, too")
     stop = add(commands, "stop", "run:stop", "stop a run cleanly; it can be resumed")
     _run_argument(stop)
@@ -205,7 +208,7 @@ def _look_commands(commands: Commands[Parser]) -> None:
     _run_argument(add(commands, "report", "look:report", "write report.html and summary.json again"))
     _run_argument(add(commands, "fsck", "fsck:check", "read and prove every file of a run against its checksums"))
     replay = add(commands, "replay", "replay:run", "redo a training step from disk; exit code 1 when a bit differs")
-    replay.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its name in runs/")
+    _run_argument(replay)
     replay.add_argument("step", type=positive, metavar="STEP", help="a step of the current weights' lineage, from 1 on")
     replay.add_argument(
         "--from", dest="start", type=Path, metavar="CHECKPOINT", help="where to begin (default: the nearest before it)"
@@ -218,8 +221,8 @@ def _look_commands(commands: Commands[Parser]) -> None:
     listing.add_argument("--eval", metavar="NAME", help="those of evals/NAME.parquet: before, after, during-000010 ...")
     listing.add_argument("--limit", type=positive, default=40)
     show = add(rollouts, "show", "rollouts:show", "one rollout of training or of an evaluation, turn by turn")
+    _run_argument(show)
     show.add_argument("rollout_id", metavar="ROLLOUT")
-    show.add_argument("run", nargs="?", type=Path, metavar="RUN")
     ledger = commands.add_parser("ledger", help="the record of rollouts").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -361,6 +364,7 @@ def _model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--port", type=port, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--max-concurrent", type=positive, default=32)
+    serve.add_argument("--public-key", type=public_key, metavar="HEX", help="serve only versions that its owner signed")
     serve.add_argument("--fleet", metavar="URL", help="ask the engines of the run whose registry listens there")
     doctor = add(
         commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"

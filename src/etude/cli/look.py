@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.table import Table
 
 from etude.cli.places import console, open_ledger, open_run
+from etude.dashboard import RunView, damage
 from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
@@ -50,7 +51,8 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write summary.json and report.html again, from what the run folder holds."""
+    """Write summary.json and report.html again, from what the run folder holds. Exit code 1 when some of that cannot be
+    read."""
     from etude.loop.phases import leave_report
 
     run = open_run(args.run)
@@ -58,6 +60,10 @@ def report(args: argparse.Namespace) -> int:
         hint = "put them back; summary.json and report.html are left as they are"
         raise RunError(f"{run.path} has no events", "a report is made of events/conductor.jsonl", hint=hint)
     print(leave_report(run))
+    found = damage(RunView(run.path)) if run.holder() is None else []
+    if found:
+        hint = "the report has what could be read; restore the files from a copy"
+        raise RunError(f"the report of {run.path} is not whole", "; ".join(found), hint=hint)
     return 0
 
 

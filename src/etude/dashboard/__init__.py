@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from etude.dashboard.report import write_report
     from etude.dashboard.summary import nothing_learnt, summarise
     from etude.dashboard.terminal import explained, plain_line, render, result_lines
+    from etude.dashboard.troubles import damage
 
 __all__ = [
     "RunView",
+    "damage",
     "explained",
     "nothing_learnt",
     "plain_line",
@@ -32,6 +34,7 @@ __all__ = [
 
 _HOME = {
     "RunView": "read",
+    "damage": "troubles",
     "explained": "terminal",
     "nothing_learnt": "summary",
     "plain_line": "terminal",

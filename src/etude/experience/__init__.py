@@ -7,7 +7,7 @@ numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch a
 imported when first used.
 
 >>> from etude.experience import Window, advantages
->>> Window(max_lag=2, groups_per_step=16).room(num_admitted=0, published_step=0)
+>>> Window(max_lag=2, groups_per_step=16).room(num_open=0, batched_step=0, published_step=0)
 48
 >>> advantages([1.0, 0.0, 0.0, 0.0])
 [0.75, -0.25, -0.25, -0.25]
