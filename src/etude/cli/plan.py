@@ -100,6 +100,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
     changed = args.changed_share
     if changed is None:
         changed = steps.changed_share if steps is not None else Layout.changed_share
+    beside = config.evals.during_tasks / config.evals.every if config.evals.every else 0.0
     return Layout(
         learner_ranks=config.learner.ranks,
         engines=engines,
@@ -111,7 +112,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
         budget_tokens=_forwarded(config),
         link_bytes_s=Layout.link_bytes_s if args.link_gbits is None else args.link_gbits * 1.25e8,
         changed_share=changed,
-        evaluated=steps.evaluated if steps is not None else config.evals.during_tasks / config.evals.every,
+        evaluated=steps.evaluated if steps is not None else beside,
         dtype_bytes=4 if config.engine.dtype == "float32" else 2,
         training=_training(config.learner),
     )
