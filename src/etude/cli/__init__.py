@@ -35,10 +35,19 @@ from etude.cli.engine_commands import engine_commands
 from etude.cli.fleet_commands import fleet_commands
 from etude.cli.machine_commands import backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
-from etude.errors import EtudeError, Exit, StoreError
+from etude.errors import EtudeError, Exit, InputError, StoreError
 
 _READABLE = "a directory, s3://bucket/prefix, gs://, az:// or http://"
 _WRITABLE = "a directory, s3://bucket/prefix, gs:// or az://"
+_EXTRAS = {
+    **dict.fromkeys(("torch", "tokenizers", "safetensors", "aiohttp", "uvloop", "pyarrow", "jinja2"), "train"),
+    "obstore": "buckets",
+    "cryptography": "signing",
+    "psycopg": "postgres",
+    "ray": "ray",
+    "triton": "gpu",
+}
+"""Which extra brings a library that a light install lacks."""
 _REFUSALS = {
     errno.EACCES: "give the user that runs this access there, or name another place",
     errno.EPERM: "give the user that runs this access there, or name another place",
@@ -62,6 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _EXTRAS:
+            raise
+        lacking = InputError(
+            f"this command needs {library}",
+            "it is not installed: a light install has what weights and stores need",
+            hint=f"pip install 'etude[{_EXTRAS[library]}]'",
+        )
+        print(f"error: {lacking}", file=sys.stderr)
+        return lacking.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
@@ -122,7 +142,7 @@ def _plan_command(commands: Commands[Parser]) -> None:
     )
     region = "NAME:ENGINES:GBITS:MS"
     plan.add_argument("--region", action="append", default=[], metavar=region, help="a place of engines, and its line")
-    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine (1)")
+    plan.add_argument("--engine-ranks", type=positive, metavar="N", help="devices an engine (default: the config's)")
     a_share, tokens = within(0, 1), within(0, 1e9)
     for name, kind, help in (
         ("turns", within(1, 1e6), "of a rollout"),
@@ -156,6 +176,11 @@ def _run_commands(commands: Commands[Parser]) -> None:
         help="local (default), ray, HOST:PORT or ray://HOST:PORT: a Ray cluster",
     )
     run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
+    init = add(commands, "init", "init:init", "write a config and tasks to start from, into a new folder")
+    init.add_argument("folder", type=Path, metavar="DIR")
+    init.add_argument(
+        "--start", type=Path, metavar="CHECKPOINT", help="begin with this model (default: a small new one)"
+    )
     status = add(commands, "status", "run:status", "what a run is doing now")
     _run_argument(status)
     status.add_argument("--words", action="store_true", help="say what the words of the view mean, too")
@@ -178,6 +203,7 @@ def _look_commands(commands: Commands[Parser]) -> None:
     compare.add_argument("run_a", type=Path, metavar="RUN")
     compare.add_argument("run_b", type=Path, metavar="RUN")
     _run_argument(add(commands, "report", "look:report", "write report.html and summary.json again"))
+    _run_argument(add(commands, "fsck", "fsck:check", "read and prove every file of a run against its checksums"))
     replay = add(commands, "replay", "replay:run", "redo a training step from disk; exit code 1 when a bit differs")
     replay.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its name in runs/")
     replay.add_argument("step", type=positive, metavar="STEP", help="a step of the current weights' lineage, from 1 on")

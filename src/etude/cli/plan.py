@@ -17,7 +17,7 @@ from rich.table import Table
 from etude.cli.places import console, open_run
 from etude.config import overridden, read, to_toml
 from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint, nearest
-from etude.inference.config import EngineKind
+from etude.inference.config import EngineKind, devices_of
 from etude.loop.config import RunConfig
 from etude.loop.limits import configured
 from etude.loop.measured import Steps
@@ -67,15 +67,16 @@ def planned(args: argparse.Namespace) -> int:
         told = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
         print(json.dumps({**told, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
         return _refused(model, layout, found)
+    refused = _refused(model, layout, found)
     screen = console()
     screen.print(_table(found, shape, layout, hardware))
     if beside:
         screen.print(_compared(beside))
-    return _refused(model, layout, found)
+    return refused
 
 
 def _refused(model: ModelConfig, layout: Layout, found: Plan) -> int:
-    """The exit code; where something does not fit, an error of what would."""
+    """The exit code. Where something does not fit, an error of what would, and no times and prices."""
     learner, engine = found.learner_memory, found.engine_memory
     wanted: list[str] = []
     for what, memory, remedies in (
@@ -86,7 +87,11 @@ def _refused(model: ModelConfig, layout: Layout, found: Plan) -> int:
             would = " | ".join(remedies) or "no setting that etude has makes it fit: larger devices"
             wanted.append(f"{what} holds {_bytes(memory.total)} of {_bytes(memory.room)}; would fit: {would}")
     if wanted:
-        raise EtudeError("this does not fit", "; ".join(wanted), hint="times and prices above are of what cannot run")
+        raise EtudeError(
+            "this does not fit",
+            "; ".join(wanted),
+            hint="change one of these; --json prints the whole plan all the same",
+        )
     return 0
 
 
@@ -196,7 +201,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
     return Layout(
         learner_ranks=config.learner.ranks,
         engines=engines,
-        engine_ranks=args.engine_ranks,
+        engine_ranks=args.engine_ranks or _devices(config),
         max_sequences=contexts,
         kv_tokens=kv_tokens,
         max_lag=config.experience.max_lag,
@@ -209,6 +214,12 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
         matrix_bytes=BYTES_OF.get(config.numerics.quantise, float(dtype_bytes)),
         training=_training(config),
     )
+
+
+def _devices(config: RunConfig) -> int:
+    """Devices of the engine that has the most, by the parallel sizes in its arguments."""
+    foreign = set(config.fleet.engines) - {EngineKind.REFERENCE}
+    return max((devices_of(config.foreign(kind).arguments) for kind in foreign), default=1)
 
 
 def _engine_room(config: RunConfig) -> tuple[int, int]:
