@@ -361,6 +361,7 @@ def _model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--port", type=port, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--max-concurrent", type=positive, default=32)
+    serve.add_argument("--public-key", type=public_key, metavar="HEX", help="serve only versions that its owner signed")
     serve.add_argument("--fleet", metavar="URL", help="ask the engines of the run whose registry listens there")
     doctor = add(
         commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"

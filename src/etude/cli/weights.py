@@ -125,7 +125,7 @@ def _cure(run: RunFolder, problems: Sequence[str]) -> str:
 
 def repair(args: argparse.Namespace) -> int:
     """Set a lost or damaged pointer, a run's or a store's, to the newest version that surely was published."""
-    signer = weights_store.signer_of(args.key)
+    signer = signing.read_signer(args.key)
     if weights_store.is_store(args.run):
         version = inspect.repair(weights_store.named_store(args.run, readonly=False), args.name, signer=signer)
     else:
