@@ -199,7 +199,7 @@ class BlobStore(Protocol):
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys under a prefix."""
+        """Sorted keys under a prefix. Raises `StoreError` for a prefix that no key can begin with."""
         ...
 
     def delete(self, key: str) -> None:

@@ -116,7 +116,13 @@ def _plan_command(commands: Commands[Parser]) -> None:
     plan.add_argument("--hardware", default="cpu", metavar="NAME", help="cpu (this one, measured), h100, h200, b200")
     plan.add_argument("--learner-ranks", type=positive, metavar="N", help="(default: the config's)")
     plan.add_argument("--engines", type=positive, metavar="N", help="(default: the config's)")
-    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine (1)")
+    plan.add_argument("--engine-hardware", metavar="NAME", help="of the engines, where it is another kind")
+    plan.add_argument(
+        "--price", action="append", default=[], metavar="NAME=N", help="dollars an hour of a device, or of cpu"
+    )
+    region = "NAME:ENGINES:GBITS:MS"
+    plan.add_argument("--region", action="append", default=[], metavar=region, help="a place of engines, and its line")
+    plan.add_argument("--engine-ranks", type=positive, metavar="N", help="devices an engine (default: the config's)")
     a_share, tokens = within(0, 1), within(0, 1e9)
     for name, kind, help in (
         ("turns", within(1, 1e6), "of a rollout"),
@@ -128,7 +134,6 @@ def _plan_command(commands: Commands[Parser]) -> None:
         ("solved-share", a_share, "of rollouts that solve their task"),
         ("changed-share", a_share, "of the weights, a version"),
         ("link-gbits", within(1e-3, 1e6), "from learner to engines (10)"),
-        ("dollars-an-hour", within(0, 1e6), "of a device, or of this machine"),
     ):
         plan.add_argument(f"--{name}", type=kind, metavar="N", help=help)
     plan.add_argument("--against", type=Path, metavar="RUN", help="take a run's rollouts, and tell how far it is off")
@@ -162,7 +167,7 @@ def _run_commands(commands: Commands[Parser]) -> None:
     evaluate.add_argument(
         "--config", type=Path, required=False, help="where tasks and harness are set (default: the run's)"
     )
-    evaluate.add_argument("--split", choices=["validation", "heldout"], default="validation")
+    evaluate.add_argument("--split", choices=["validation", "heldout", "transfer"], default="validation")
     evaluate.add_argument("--tasks", type=positive, default=128, metavar="N")
     evaluate.add_argument("--tries", type=positive, default=1, metavar="K", help="rollouts a task, for best-of-k")
     evaluate.add_argument("--set", action="append", default=[], metavar="a.b=c")
@@ -210,7 +215,7 @@ def _task_commands(commands: Commands[Parser]) -> None:
             help="repair, humaneval:PATH, swe:PATH, harbor:PATH, verifiers:NAME or a directory",
         )
         parser.add_argument("--seed", type=int, default=0)
-    splits = ["train", "validation", "heldout"]
+    splits = ["train", "validation", "heldout", "transfer"]
     check.add_argument("--split", choices=[*splits, "all"], default="train")
     check.add_argument("--num", type=positive, metavar="N", help="how many tasks of each split (default: all, or 100)")
     check.add_argument("--mutants", type=positive, default=0, metavar="N", help="wrong patches to try on each task")
@@ -289,7 +294,13 @@ def _store_commands(weights: Commands[Parser]) -> None:
     relay.add_argument("--listen", required=True, metavar="HOST:PORT", help="$ETUDE_TOKEN guards what others can reach")
     for parser in (publish, follow, relay, gc, fsck, point):
         parser.add_argument(
-            "store", type=place, metavar="STORE", help=_WRITABLE if parser in (publish, gc, point) else _READABLE
+            "store",
+            type=place,
+            nargs="?" if parser is fsck else None,
+            metavar="STORE" if parser is publish else "RUN|STORE",
+            help={fsck: f"a run, {_READABLE} (default: the newest in runs/)", publish: _WRITABLE}.get(
+                parser, f"a run, {_WRITABLE if parser in (gc, point) else _READABLE}"
+            ),
         )
     for parser in (publish, follow, gc, fsck, point):
         _channel_argument(parser)

@@ -27,6 +27,7 @@ class EvalRow:
     task_id: str
     rollout_id: str
     family: str
+    problem: str  # variants of one problem share it; the task's id where the task is unique
     outcome: str  # "graded", or the boundary at which it became invalid
     reward: float
     ending: str
@@ -52,6 +53,7 @@ _SCHEMA = pa.schema(
         ("task_id", pa.string()),
         ("rollout_id", pa.string()),
         ("family", pa.string()),
+        ("problem", pa.string()),
         ("outcome", pa.string()),
         ("reward", pa.float64()),
         ("ending", pa.string()),
@@ -73,6 +75,7 @@ def make_row(rollout: Rollout, outcome: Outcome, *, transcript: str) -> EvalRow:
         task_id=rollout.task.task_id,
         rollout_id=rollout.rollout_id,
         family=rollout.task.family,
+        problem=rollout.task.problem or rollout.task.task_id,
         outcome="graded" if isinstance(outcome, Graded) else outcome.boundary.value,
         reward=outcome.reward if isinstance(outcome, Graded) else 0.0,
         ending=rollout.ending.value if graded else "",

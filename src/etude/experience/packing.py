@@ -49,6 +49,9 @@ def make_batch(
 ) -> Batch:
     """The batch that makes version step `step`, trained at learner step `step - 1`.
 
+    Tokens of a lost lineage that are past the bound are masked under either policy: no window can keep a restart from
+    making them stale.
+
     `k1` is Σ log π − log π_ref of each valid rollout that sampled a token, by its id; `beta` times that is taken off
     its reward.
 
@@ -62,10 +65,11 @@ def make_batch(
         if k1 is not None:
             of = [k1[rollout.rollout_id] if rollout.num_sampled else 0.0 for rollout, _ in group.valid]
             rewards = [with_k1_penalty(reward, one, beta=beta) for reward, one in zip(rewards, of, strict=True)]
-        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme), strict=True):
+        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme, raw=group.rewards), strict=True):
             num_loss_tokens += rollout.num_sampled
             if advantage:
-                samples += _samples(rollout, advantage, step - 1, max_lag, straggler)
+                policy = Straggler.MASK if rollout.rollout_id in group.lost else straggler
+                samples += _samples(rollout, advantage, step - 1, max_lag, policy)
     return Batch(
         batch_id=batch_id,
         step=step,

@@ -151,7 +151,7 @@ class Conductor:
         mine, _ = await self._offer(())
         published = await self._call("published", Published)
         steps = Steps(weights_store(self.run_folder))
-        reconciled = functools.partial(self.ledger.reconcile, steps, believed=steps.believed)
+        reconciled = functools.partial(self.ledger.reconcile, steps, believed=steps.believed, head=published.version)
         mended = await self.books(reconciled)  # no lineage goes on from a step it lacks
         if steps.damaged is not None:
             reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"

@@ -176,10 +176,19 @@ class Crew:
         )
         return graded
 
-    def _child(self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING) -> Child:
+    def _child(
+        self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING, devices: int = 0
+    ) -> Child:
         placement = self.supervisor.placement
         return Child(
-            name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env, placement=placement
+            name,
+            argv,
+            logs=self.run / "logs",
+            telemetry=self.telemetry,
+            nice=nice,
+            env=env,
+            placement=placement,
+            devices=devices,
         )
 
     def _member(self, role: str, index: int, pool: Pool) -> tuple[Child, Role]:
@@ -216,7 +225,7 @@ class Crew:
 
     def _engine(self, name: str, kind: EngineKind) -> tuple[Child, Role]:
         ready_file = self.run / "logs" / f"{name}.ready"
-        argv = [*_engine_argv(self.run, self.config, name, kind), "--host", ADDRESS, "--ready-file", str(ready_file)]
+        argv = [*engine_argv(self.run, self.config, name, kind), "--host", ADDRESS, "--ready-file", str(ready_file)]
 
         async def waits(_: Child) -> None:
             self._away[name] = kind
@@ -239,7 +248,8 @@ class Crew:
             await self._own[name].info(deadline_s=2 * self.supervisor.hung_s)
 
         ready_file.unlink(missing_ok=True)
-        return self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers, waits=waits)
+        child = self._child(name, argv, nice=ENGINE_NICE, devices=self.config.devices_of(kind))
+        return child, Role(on_up, answers, waits=waits)
 
     async def _beat(self, joined: Roster) -> dict[str, int]:
         """Engines from elsewhere are as told: how much may run follows, and workers hear of it. The sessions that each
@@ -256,8 +266,8 @@ class Crew:
     async def _tell_workers(self) -> dict[str, int]:
         """Who the engines are; how many sessions each has, in all workers."""
         region = "home" if self.registrar else ""
-        size = self.config.engine.max_sequences
-        own = {n: Listed(url=e.url, region=region, max_sequences=size) for n, e in self._own.items()}
+        sizes = {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
+        own = {n: Listed(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
         roster = own | (self.registrar.roster if self.registrar else {})
 
         async def tell(caller: Caller) -> dict[str, int]:
@@ -271,14 +281,13 @@ class Crew:
         return sessions
 
 
-def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
+def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
     """The command line of an engine, without its Python."""
     argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
     place = weights_place(run)
     argv += ["--store", str(place), *poll_arguments(place)]
     argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
-    argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
-    argv += ["--context-tokens", str(config.engine.context_tokens)]
+    argv += config.engine.arguments()
     if kind is EngineKind.REFERENCE:
         numerics = config.numerics
         return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]

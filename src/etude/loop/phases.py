@@ -18,14 +18,17 @@ from typing import Any
 
 from etude.dashboard import RunView, summarise, write_report
 from etude.errors import EtudeError
+from etude.evals import EvalResult
 from etude.harness import ChatFormat
 from etude.loop import usage
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew, crew
 from etude.loop.evaluating import baseline
+from etude.loop.limits import check_limits, first_tasks
 from etude.loop.placement import NOTHING, Placement
 from etude.loop.places import read_ledger
+from etude.loop.preflight import used_splits
 from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
@@ -51,6 +54,8 @@ async def run_phases(
             for phase, module in preparing.items():
                 program = functools.partial(_program, run, telemetry, supervisor, phase, module)
                 await _phase(run, telemetry, phase, program)
+                if phase == "corpus" and not run.ended("mid-training"):
+                    await asyncio.to_thread(_check_limits, run, config)
         if not run.ended("eval-after"):
             async with crew(run, config, telemetry, supervisor) as members:
                 await _with_crew(run, config, telemetry, members)
@@ -71,6 +76,12 @@ async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -
     telemetry.event("phase", phase=name, state="end", wall_s=round(wall_s, 3))
     span = await asyncio.to_thread(lambda: RunView(run.path).phase(name))
     run.end_phase(name, wall_s=span.wall_s if span is not None and span.wall_s else wall_s, facts=facts)
+
+
+def _check_limits(run: RunFolder, config: RunConfig) -> None:
+    """What `preflight` could not see, since the run had no tokeniser. Raises `ConfigError`."""
+    tasks = first_tasks(open_tasks(config, canaries=False), used_splits(config))
+    check_limits(config.harness, ChatFormat.load(run / "tokenizer"), tasks)
 
 
 async def _adopt_start(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> Mapping[str, Any]:
@@ -116,9 +127,16 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
             await conductor.resume()
             up = True
 
+    async def measure(name: str) -> EvalResult:
+        """The result on held-out tasks; those of kinds never trained on are evaluated after them."""
+        result = await conductor.evaluate(name, Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
+        if evals.transfer_tasks:
+            await conductor.evaluate(f"{name}-transfer", Split.TRANSFER, evals.transfer_tasks, evals.heldout_tries)
+        return result
+
     async def before() -> Mapping[str, Any]:
         await ready()
-        result = await conductor.evaluate("before", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
+        result = await measure("before")
         rates = {}
         for kind in ("oracle", "random"):
             rates[kind] = await baseline(
@@ -139,8 +157,7 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
 
     async def after() -> Mapping[str, Any]:
         await ready()
-        result = await conductor.evaluate("after", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
-        return {"rate": result.rate}
+        return {"rate": (await measure("after")).rate}
 
     with contextlib.closing(conductor):
         async with _unless_failed(members.supervisor):

@@ -50,10 +50,37 @@ def test_what_a_run_did_not_come_to_is_null_and_not_zero(writer):
     summary = summarise(writer.path)
     assert summary["finished"] is False
     assert summary["heldout"] == {"before": None, "during": [], "after": None}
+    assert summary["transfer"] == {"before": None, "after": None}
     assert summary["idle"] == {"learner": None, "engines": None}
     assert summary["lag"]["max"] is None
     assert summary["weights"]["share_of_bound"] is None
     assert summary["parity"]["k3_mean"] is None
+
+
+def test_what_was_never_trained_on_is_apart_from_what_is_held_out(writer):
+    writer.evaluation("after", "heldout", 40, 0.9, 512, 1.0)
+    writer.evaluation("after-transfer", "transfer", 40, 0.2, 256, 2.0)
+    summary = summarise(writer.path)
+    assert (summary["heldout"]["after"]["rate"], summary["transfer"]["after"]["rate"]) == (0.9, 0.2)
+    assert any("0.200" in line for line in result_lines(writer.path))
+
+
+def test_a_run_that_had_nothing_to_learn_from_says_why(writer):
+    assert summarise(writer.path)["nothing_learnt"] is None
+    for step in (1, 2):
+        writer.event(step, "conductor", "rl.step", step=step, no_signal_share=1.0, reward_mean=0.0)
+    for i in range(6):
+        facts = {"outcome": "graded", "reward": 0.0, "ending": "context", "turns": 0}
+        writer.event(0.5, "conductor", "rollout", rollout_id=f"g{i}", **facts)
+    why = summarise(writer.path)["nothing_learnt"]
+    assert why == (
+        "in none of 2 steps did the rewards of a group differ; all 6 rollouts have reward 0; "
+        "they ended by context (6), before the model was asked once"
+    )
+    assert f"Nothing could be learnt</strong>: {why}." in page(RunView(writer.path))
+    writer.event(3.0, "conductor", "rl.step", step=3, no_signal_share=0.9, reward_mean=0.1)
+    assert summarise(writer.path)["nothing_learnt"] is None
+    assert "Nothing could be learnt" not in page(RunView(writer.path))
 
 
 def test_lag_is_counted_over_rollouts(writer):

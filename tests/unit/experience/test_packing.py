@@ -9,6 +9,7 @@ import pytest
 
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, step_facts
+from etude.experience.credit import advantages
 from etude.experience.packing import paths, whole_samples
 from etude.experience.traces import read_index, read_trace, write_trace
 from etude.records import Completion, Trace
@@ -116,7 +117,8 @@ def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_c
     batch = make_batch([group], batch_id="b", step=1, max_lag=0, scheme=scheme, k1=k1 if beta else None, beta=beta)
     [sample] = batch.samples
     assert sample.rollout_id == "g000000.2"
-    assert sample.advantage == pytest.approx(scheme([0.0, 0.0, 1.0 - beta * 0.25])[2])
+    raw = [0.0, 0.0, 1.0]
+    assert sample.advantage == pytest.approx(advantages([0.0, 0.0, 1.0 - beta * 0.25], scheme, raw=raw)[2])
     assert batch.rollout_ids == group.rollout_ids
     assert step_facts([group], batch)["lag"] == {"0": 1}
     path = write_trace(tmp_path, batch, [group])
