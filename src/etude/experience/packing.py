@@ -56,7 +56,8 @@ def make_batch(
     its reward.
 
     Samples of non-zero advantage only; every rollout of the groups is consumed, and every token that a valid rollout
-    sampled counts in the normaliser, so that a step with little signal is a small step.
+    sampled counts in the normaliser. So a batch with little signal has a small gradient, but not a small step: the
+    optimiser divides by the gradient's recent size. One without any sample changes no weight.
     """
     samples: list[Sample] = []
     num_loss_tokens = 0

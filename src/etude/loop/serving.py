@@ -49,9 +49,9 @@ async def serve_checkpoint(
     key: str | None,
     said: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the base URL for an OpenAI client. `public_key`: of `store`, only versions
-    that its owner signed are served. `engine`: its settings, but for the context, which is the model's. `said` is told
-    of layers of the checkpoint that are left out."""
+    """Serve while the block runs; yields the base URL for an OpenAI client. `engine`: its settings, but for the
+    context, which is the model's. `public_key`: of `store`, only versions that its owner signed are served. `said` is
+    told of layers of the checkpoint that are left out."""
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
     model_config, chat = _read_model(checkpoint, said), ChatFormat.load(checkpoint)
