@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from etude.config import load, to_toml
-from etude.experience import Ledger, audit
+from etude.experience import Ledger, RolloutFiles, audit
 from etude.harness import ChatFormat
 from etude.loop import learning
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew
+from etude.loop.played import Played, hand_over
 from etude.loop.processes import Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.loop.wire import Caller, serve
@@ -36,7 +37,10 @@ PROMPT, SAMPLED = 4, 6
 class Players(Crew):
     """A crew without engines that makes its rollouts up; every other one is right."""
 
-    async def rollout(self, spec: RolloutSpec) -> Rollout:
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
+        return hand_over(self.made(spec), self.files, kept=kept).of(spec.task)
+
+    def made(self, spec: RolloutSpec) -> Rollout:
         draw = np.random.default_rng(spec.seed)
         sampled = Completion(
             request_id=spec.rollout_id,
@@ -60,8 +64,8 @@ class Players(Crew):
             tool_s=0.0,
         )
 
-    async def grade(self, rollout: Rollout) -> Graded:
-        reward = float(int(rollout.rollout_id[-1]) % 2)
+    async def grade(self, rollout: Played) -> Graded:
+        reward = float(int(rollout.summary.rollout_id[-1]) % 2)
         return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="as its number says")
 
 
@@ -129,7 +133,7 @@ class PlayedRun:
         ledger = Ledger.reading(self.folder / "ledger.sqlite")
         manifests = lineage(DirectoryStore(self.folder / "weights"), "policy")
         chain = [(manifest.version.step, manifest.rollout_ids) for manifest in manifests]
-        found = audit(ledger, self.folder / "traces", chain)
+        found = audit(ledger, self.folder / "traces", chain, files=RolloutFiles(self.folder / "rollouts"))
         ledger.close()
         found.require_sound()
         assert found.num_steps == steps

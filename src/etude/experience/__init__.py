@@ -5,7 +5,8 @@ curriculum which tasks are worth it; credit turns
 rewards into advantages; packing makes batches; traces record them; the audit checks it all afterwards. Usable alone:
 numpy, pyarrow and SQLite (or PostgreSQL, with psycopg), no torch and no other folder of etude.
 
->>> from etude.experience import Window, advantages
+>>> from etude.experience import Window
+>>> from etude.experience.credit import advantages
 >>> Window(max_lag=2, groups_per_step=16).room(num_admitted=0, published_step=0)
 48
 >>> advantages([1.0, 0.0, 0.0, 0.0])
@@ -15,12 +16,13 @@ numpy, pyarrow and SQLite (or PostgreSQL, with psycopg), no torch and no other f
 from etude.experience.admission import Straggler, Window
 from etude.experience.audit import audit
 from etude.experience.config import ExperienceConfig
-from etude.experience.credit import SCHEMES, Credit, advantages
+from etude.experience.credit import SCHEMES, Credit
 from etude.experience.facts import step_facts
 from etude.experience.groups import Finished, Group
 from etude.experience.ledger import Ledger
-from etude.experience.packing import make_batch
-from etude.experience.traces import read_trace, write_trace
+from etude.experience.packing import make_batch, plan_batch
+from etude.experience.rollout_files import RolloutFiles
+from etude.experience.traces import read_trace, record_batch
 
 __all__ = [
     "SCHEMES",
@@ -29,12 +31,13 @@ __all__ = [
     "Finished",
     "Group",
     "Ledger",
+    "RolloutFiles",
     "Straggler",
     "Window",
-    "advantages",
     "audit",
     "make_batch",
+    "plan_batch",
     "read_trace",
+    "record_batch",
     "step_facts",
-    "write_trace",
 ]

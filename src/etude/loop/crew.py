@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.errors import DeadlineExceeded
+from etude.experience import RolloutFiles
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
 from etude.inference.foreign.environment import MAKES, environment
@@ -26,11 +28,12 @@ from etude.inference.registrar import Registrar
 from etude.loop.config import RunConfig, rollouts_on
 from etude.loop.joining import first_engine, joining
 from etude.loop.placement import ADDRESS, NOTHING
-from etude.loop.places import poll_arguments, weights_place
+from etude.loop.places import poll_arguments, rollout_files, weights_place
+from etude.loop.played import HandedOver, Played
 from etude.loop.processes import KEEPS_MEMORY, READY_S, Child, Role, Supervisor
 from etude.loop.room import Limit
 from etude.loop.wire import Caller, Lost
-from etude.records import Outcome, Rollout, RolloutSpec, Version
+from etude.records import Outcome, RolloutSpec, Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
@@ -38,6 +41,7 @@ T = TypeVar("T")
 GRADE_S = 7_200.0
 """Longer than a grade may take (`MachineGrader`), and some wait for their turn: an agent that makes its grade last
 gets a verdict, not an end by this. A grader that hangs is found by its supervisor."""
+BASELINE_S = 120.0
 ENGINE_NICE = 5
 """On shared cores engines give way to harness, machines and graders: tool calls are short, and while they are served
 requests gather, so that an engine's next step decodes more of them. They give way to the learner, too: it is what the
@@ -97,6 +101,11 @@ class Crew:
         self._theirs = 0  # contexts of engines from elsewhere
         self._opened = contextlib.AsyncExitStack()
 
+    @functools.cached_property
+    def files(self) -> RolloutFiles:
+        """What workers have stored."""
+        return rollout_files(self.run)
+
     @property
     def engines(self) -> dict[str, HttpEngine]:
         """The run's own engines, and those from elsewhere that are well."""
@@ -153,14 +162,20 @@ class Crew:
         for engine in self._own.values():
             await engine.close()
 
-    async def rollout(self, spec: RolloutSpec) -> Rollout:
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
+        """A rollout, played and stored. `kept`: for the ledger; else it has a transcript, and `files.drop` is its
+        caller's."""
         limits = self.config.harness  # a worker's own deadlines end it first
         deadline_s = limits.rollout_deadline_s + limits.max_turns * limits.turn_deadline_s
-        return await self.workers.call("rollout", Rollout, spec, deadline_s=deadline_s)
+        return (await self.workers.call("rollout", HandedOver, spec, kept, deadline_s=deadline_s)).of(spec.task)
 
-    async def grade(self, rollout: Rollout) -> Outcome:
+    async def baseline(self, spec: RolloutSpec, kind: str) -> Played:
+        """A rollout of a script that needs no model: "oracle" or "random". As one that is not kept."""
+        return (await self.workers.call("baseline", HandedOver, spec, kind, deadline_s=BASELINE_S)).of(spec.task)
+
+    async def grade(self, rollout: Played) -> Outcome:
         graded: Outcome = await self.graders.call(
-            "grade", AnyOutcome, rollout.task, rollout.exports, deadline_s=GRADE_S
+            "grade", AnyOutcome, rollout.task, rollout.summary, deadline_s=GRADE_S
         )
         return graded
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from etude.errors import StoreError
-from etude.experience import Ledger
+from etude.experience import Ledger, RolloutFiles
 from etude.experience.traces import Folder
 from etude.run import RunFolder
 from etude.seams import BlobStore
@@ -61,6 +61,11 @@ def has_published(run: RunFolder) -> bool:
 def traces_folder(run: RunFolder) -> Folder:
     place = _place(run, "traces")
     return place if isinstance(place, Path) else open_store(place)
+
+
+def rollout_files(run: RunFolder) -> RolloutFiles:
+    """Finished rollouts that no version has learned from for good: in the run folder, which all its processes see."""
+    return RolloutFiles(run / "rollouts")
 
 
 def _place(run: RunFolder, name: str) -> Path | str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from etude.errors import LedgerError
-from etude.experience import Straggler, make_batch, step_facts
+from etude.experience import Straggler, make_batch, plan_batch, record_batch, step_facts
 from etude.experience.packing import paths, whole_samples
 from etude.records import Trace
 from etude.records.rollout import Turn
@@ -12,7 +12,7 @@ from etude.records.rollout import Turn
 
 def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit):
     groups = [kit.group("g000001", [1.0, 0.0, None]), kit.group("g000000", [1.0, 1.0, 1.0])]
-    batch = make_batch(groups, batch_id="b000001", step=1, max_lag=0)
+    batch = make_batch(plan_batch(groups, batch_id="b000001", step=1, max_lag=0), kit.read)
     assert [(s.rollout_id, s.advantage) for s in batch.samples] == [("g000001.0", 0.5), ("g000001.1", -0.5)]
     assert list(batch.rollout_ids) == sorted(i for g in groups for i in g.rollout_ids)
     assert batch.num_loss_tokens == 5 * 4  # five valid rollouts of four sampled tokens
@@ -20,7 +20,7 @@ def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit)
 
 def test_the_order_of_the_groups_does_not_change_the_batch(kit):
     groups = [kit.group("g000001", [1.0, 0.0]), kit.group("g000000", [0.0, 1.0])]
-    one, two = (make_batch(g, batch_id="b", step=1, max_lag=0) for g in (groups, groups[::-1]))
+    one, two = (make_batch(plan_batch(g, batch_id="b", step=1, max_lag=0), kit.read) for g in (groups, groups[::-1]))
     assert [s.rollout_id for s in one.samples] == [s.rollout_id for s in two.samples]
     assert one.rollout_ids == two.rollout_ids
 
@@ -39,15 +39,16 @@ def test_in_a_branching_trace_each_sampled_token_is_in_the_loss_once(kit):
 def test_waiting_for_stragglers_refuses_a_token_past_the_bound(kit):
     groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(2, 4)], [(5, 4)]))]
     with pytest.raises(LedgerError, match="a token of step 2 would be trained at step 5"):
-        make_batch(groups, batch_id="b", step=6, max_lag=2)
+        make_batch(plan_batch(groups, batch_id="b", step=6, max_lag=2), kit.read)
 
 
-def test_masking_stragglers_trains_only_their_fresh_spans(kit):
+def test_masking_stragglers_trains_only_their_fresh_spans(kit, tmp_path):
     groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(2, 4)], [(2, 1), (5, 3)]))]
-    batch = make_batch(groups, batch_id="b", step=6, max_lag=2, straggler=Straggler.MASK)
+    plan = plan_batch(groups, batch_id="b", step=6, max_lag=2, straggler=Straggler.MASK)
+    batch, ref = record_batch(tmp_path, plan, kit.read)
     assert [int(s.path.mask.sum()) for s in batch.samples] == [3, 3]
     assert {int(s) for s in batch.samples[0].path.steps} == {2, 5}
-    facts = step_facts(groups, batch)
+    facts = step_facts(groups, ref)
     assert facts["masked_share"] == pytest.approx(5 / 8)
     assert facts["lag"] == {"3": 2}
     assert facts["token_lag"] == {"0": 6, "3": 10}
@@ -55,14 +56,15 @@ def test_masking_stragglers_trains_only_their_fresh_spans(kit):
 
 def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed(kit):
     groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(0, 4)]))]
-    batch = make_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK)
+    batch = make_batch(plan_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK), kit.read)
     assert batch.samples == ()
     assert batch.rollout_ids == ("g000000.0", "g000000.1")
 
 
-def test_step_facts_count_what_a_step_saw(kit):
+def test_step_facts_count_what_a_step_saw(kit, tmp_path):
     groups = [kit.group("g000000", [1.0, 0.0, None]), kit.group("g000001", [0.0, 0.0, 0.0]), kit.group("g2", [None])]
-    facts = step_facts(groups, make_batch(groups, batch_id="b", step=1, max_lag=0))
+    _, ref = record_batch(tmp_path, plan_batch(groups, batch_id="b", step=1, max_lag=0), kit.read)
+    facts = step_facts(groups, ref)
     assert facts == {
         "reward_mean": 0.2,
         "best_of_k": 0.5,
@@ -80,7 +82,9 @@ def test_step_facts_count_what_a_step_saw(kit):
 def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
     group = kit.group("g000000", [1.0, 1.0])
     ids = [rollout.rollout_id for rollout, _ in group.valid]
-    assert make_batch([group], batch_id="b", step=1, max_lag=2).samples == ()
-    assert [s.rollout_id for s in whole_samples([group])] == ids
-    batch = make_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1)
+    assert make_batch(plan_batch([group], batch_id="b", step=1, max_lag=2), kit.read).samples == ()
+    assert [s.rollout_id for s in whole_samples(kit.read(rollout) for rollout, _ in group.valid)] == ids
+    batch = make_batch(
+        plan_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1), kit.read
+    )
     assert {s.rollout_id: s.advantage for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})

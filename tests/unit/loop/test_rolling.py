@@ -15,9 +15,11 @@ from etude.errors import StoreError
 from etude.experience import Ledger
 from etude.experience.config import ExperienceConfig
 from etude.loop.config import RunConfig
+from etude.loop.played import Played
 from etude.loop.rolling import AT_ONCE, Rolling
 from etude.loop.room import Limit
-from etude.records import Rollout
+from etude.records import RolloutSpec
+from etude.records.summary import RolloutSummary
 from etude.telemetry import Telemetry
 from etude.testing import FakeCrew
 
@@ -34,7 +36,11 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 @pytest.fixture
 def rolling(ledger: Ledger, tmp_path: Path) -> Iterator[Rolling]:
     config = replace(RunConfig(), experience=ExperienceConfig(quarantine=False))
-    crew = FakeCrew(config, Limit(5), play=lambda spec: Kit.rollout(spec.rollout_id), judge=lambda _: Kit.graded(1.0))
+
+    def play(spec: RolloutSpec) -> Played:
+        return Played(summary=Kit.summary(spec.rollout_id), task=spec.task)
+
+    crew = FakeCrew(config, Limit(5), play=play, judge=lambda _: Kit.graded(1.0))
     with contextlib.closing(Telemetry(tmp_path / "events.jsonl", process="test")) as telemetry:
         yield Rolling(ledger, crew, telemetry)  # type: ignore[arg-type]
 
@@ -50,7 +56,7 @@ def counting(work: Callable[..., object], sizes: list[int]) -> Callable[..., obj
     return counted
 
 
-async def ends(rolling: Rolling, rollouts: list[Rollout]) -> list[bool | BaseException]:
+async def ends(rolling: Rolling, rollouts: list[RolloutSummary]) -> list[bool | BaseException]:
     waiting = [rolling._finish(rollout, Kit.graded(1.0), []) for rollout in rollouts]
     async with asyncio.timeout(20):
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -60,8 +66,8 @@ def test_those_that_end_in_one_turn_are_stored_in_few_transactions_and_each_is_t
     ledger.start(MANY)
     sizes: list[int] = []
     ledger.finish_all = counting(ledger.finish_all, sizes)
-    late = Kit.rollout("g000000.0", attempt=7)
-    found = asyncio.run(ends(rolling, [late, *[Kit.rollout(f"g000000.{i}") for i in range(MANY)]]))
+    late = Kit.summary("g000000.0", attempt=7)
+    found = asyncio.run(ends(rolling, [late, *[Kit.summary(f"g000000.{i}") for i in range(MANY)]]))
     assert found == [False, *[True] * MANY]
     assert sizes == [AT_ONCE, AT_ONCE, 4]
     assert ledger.states() == {"graded": MANY}
@@ -75,7 +81,7 @@ def test_a_ledger_that_fails_ends_all_who_wait_for_it(ledger, rolling):
         raise broken
 
     ledger.finish_all = fails
-    assert asyncio.run(ends(rolling, [Kit.rollout(f"g000000.{i}") for i in range(3)])) == [broken] * 3
+    assert asyncio.run(ends(rolling, [Kit.summary(f"g000000.{i}") for i in range(3)])) == [broken] * 3
     assert ledger.states() == {"running": MANY}
 
 

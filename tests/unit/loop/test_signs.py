@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from etude.experience import Ledger
+from etude.experience import Ledger, RolloutFiles
 from etude.experience.config import ExperienceConfig
 from etude.loop.config import RunConfig
+from etude.loop.played import Played, hand_over
 from etude.loop.rolling import Rolling, siblings
 from etude.loop.room import Limit
 from etude.records import Graded, Rollout, RolloutSpec, Task
@@ -48,7 +49,7 @@ def play(spec: RolloutSpec) -> Rollout:
     )
 
 
-def fooled(rollout: Rollout) -> Graded:
+def fooled(rollout: Played) -> Graded:
     return Graded(reward=1.0, terms={"tests": 1.0}, trust=Trust.CODE, reason="all pass")
 
 
@@ -58,7 +59,12 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     for spec in siblings("g000000", TASK, 4, seed=0, temperature=1.0):
         ledger.admit(spec)
     telemetry = Telemetry(folder / "events.jsonl", process="test")
-    crew = FakeCrew(config, Limit(4), play=play, judge=fooled)
+    files, looks = RolloutFiles(folder / "rollouts"), config.experience.quarantine
+
+    def played(spec: RolloutSpec) -> Played:
+        return hand_over(play(spec), files, looks=looks).of(spec.task)
+
+    crew = FakeCrew(config, Limit(4), play=played, judge=fooled)
     rolling = Rolling(ledger, crew, telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
