@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from etude import __version__
+from etude import __version__, progress
 from etude.config import to_plain
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience import read_trace, record_batch
@@ -148,9 +148,8 @@ class Learning:
     def record(self, plan: BatchPlan) -> BatchRef:
         """Read a planned step's rollouts, make its batch and write its trace; `forward_backward` is to follow."""
         by, settings = self.computed()
-        batch, ref = record_batch(
-            traces_folder(self.run), plan, rollout_files(self.run).read, computed_by=by, settings=settings
-        )
+        traces, read = traces_folder(self.run), rollout_files(self.run).read
+        batch, ref = record_batch(traces, plan, read, computed_by=by, settings=settings, each=progress.made)
         self._batch = ref.digest, batch
         return ref
 
