@@ -9,7 +9,7 @@ AGENT  := src/etude/environments/agent/etude-agent
 CRATES := native native/agent
 CARGO  := --release --quiet --locked --offline
 
-.PHONY: run test test-all lint bench wheel clean
+.PHONY: run test test-all mutants lint bench wheel clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.python:
@@ -45,6 +45,9 @@ test: lint
 
 test-all: lint
 	$(BIN)/pytest
+
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks

@@ -162,7 +162,7 @@ def _run_commands(commands: Commands[Parser]) -> None:
     evaluate.add_argument(
         "--config", type=Path, required=False, help="where tasks and harness are set (default: the run's)"
     )
-    evaluate.add_argument("--split", choices=["validation", "heldout"], default="validation")
+    evaluate.add_argument("--split", choices=["validation", "heldout", "transfer"], default="validation")
     evaluate.add_argument("--tasks", type=positive, default=128, metavar="N")
     evaluate.add_argument("--tries", type=positive, default=1, metavar="K", help="rollouts a task, for best-of-k")
     evaluate.add_argument("--set", action="append", default=[], metavar="a.b=c")
@@ -210,7 +210,7 @@ def _task_commands(commands: Commands[Parser]) -> None:
             help="repair, humaneval:PATH, swe:PATH, harbor:PATH, verifiers:NAME or a directory",
         )
         parser.add_argument("--seed", type=int, default=0)
-    splits = ["train", "validation", "heldout"]
+    splits = ["train", "validation", "heldout", "transfer"]
     check.add_argument("--split", choices=[*splits, "all"], default="train")
     check.add_argument("--num", type=positive, metavar="N", help="how many tasks of each split (default: all, or 100)")
     check.add_argument("--mutants", type=positive, default=0, metavar="N", help="wrong patches to try on each task")
@@ -289,7 +289,13 @@ def _store_commands(weights: Commands[Parser]) -> None:
     relay.add_argument("--listen", required=True, metavar="HOST:PORT", help="$ETUDE_TOKEN guards what others can reach")
     for parser in (publish, follow, relay, gc, fsck, point):
         parser.add_argument(
-            "store", type=place, metavar="STORE", help=_WRITABLE if parser in (publish, gc, point) else _READABLE
+            "store",
+            type=place,
+            nargs="?" if parser is fsck else None,
+            metavar="STORE" if parser is publish else "RUN|STORE",
+            help={fsck: f"a run, {_READABLE} (default: the newest in runs/)", publish: _WRITABLE}.get(
+                parser, f"a run, {_WRITABLE if parser in (gc, point) else _READABLE}"
+            ),
         )
     for parser in (publish, follow, gc, fsck, point):
         _channel_argument(parser)

@@ -30,19 +30,20 @@ def compare(args: argparse.Namespace) -> int:
     """Two runs' held-out results and the difference with its interval."""
     a, b = open_run(args.run_a), open_run(args.run_b)
     found = compare_runs(a.path, b.path)
-    table = Table("run", "held-out solve rate", "95 % interval", "tasks", "turns", "sampled tokens")
+    table = Table("run", "held-out solve rate", "95 % interval", "tasks", "problems", "turns", "sampled tokens")
     for result in (found.a, found.b):
         interval = f"{result.low:.3f} to {result.high:.3f}"
         numbers = (f"{result.turns_mean:.2f}", f"{result.sampled_mean:.1f}")
-        table.add_row(result.name, f"{result.rate:.3f}", interval, str(result.num_tasks), *numbers)
+        table.add_row(
+            result.name, f"{result.rate:.3f}", interval, str(result.num_tasks), str(result.num_problems), *numbers
+        )
     screen = console()
     screen.print(table)
-    apart = found.paired or found.difference
-    how = f"paired on {found.num_shared} tasks" if found.paired else "independent tasks"
+    apart = found.decisive
+    how = f"paired on {found.num_shared} tasks" if apart is found.paired else "as of independent tasks"
     screen.print(
         f"{found.b.name} is {found.verdict}: {apart.value:+.3f} ({apart.low:+.3f} to {apart.high:+.3f}, {how}); "
         f"better on {found.better}, worse on {found.worse}"
-        + (f", p = {found.p_value:.2g}" if found.p_value is not None else "")
     )
     return 0
 
@@ -66,7 +67,7 @@ def ledger_audit(args: argparse.Namespace) -> int:
     if isinstance(place, Path) and not place.exists():
         hint = "put it back: what was trained is what its manifests list"
         raise RunError(f"{run.path} has a ledger and no weights folder", "nothing can be audited against it", hint=hint)
-    store, note = weights_store(run), run / "audit.json"
+    store, note = weights_store(run, readonly=True), run / "audit.json"
     after = _proven(store, note) if args.new else 0
     require_pointer(store)
     steps, everything = Steps(store, down_to=after), Steps(store)

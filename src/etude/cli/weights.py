@@ -100,7 +100,7 @@ def verify(args: argparse.Namespace) -> int:
             f"{args.run} is a file", hint=f"say what it applies to: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
-    check = fsck.verify(places.weights_store(run))
+    check = fsck.verify(places.weights_store(run, readonly=True))
     weights_store.tell(check)
     if check.problems:
         raise WeightsError(
@@ -123,7 +123,7 @@ def repair(args: argparse.Namespace) -> int:
     """Set a lost or damaged pointer, a run's or a store's, to the newest version that surely was published."""
     signer = weights_store.signer_of(args.key)
     if weights_store.is_store(args.run):
-        version = inspect.repair(weights_store.named_store(args.run), args.name, signer=signer)
+        version = inspect.repair(weights_store.named_store(args.run, readonly=False), args.name, signer=signer)
     else:
         run = open_run(None if args.run is None else Path(args.run))
         run.lock()

@@ -53,6 +53,7 @@ def page(view: RunView) -> str:
         name=view.path.name,
         origin=_origin(view),
         heldout=_headline(summary),
+        transfer=" → ".join(_rate(one) for one in summary["transfer"].values() if one),
         baselines=[f"{name} agent {rate:.2f}" for name, rate in summary["baselines"].items() if rate is not None],
         tiles=[(*tile, meaning(f"{tile[0]} {tile[2]}")) for tile in _tiles(summary)],
         sections=[(title, found) for title, made in PANELS if (found := [_marked(p) for f in made if (p := f(view))])],
@@ -93,7 +94,12 @@ def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
         if one["low"] is not None and one["high"] is not None:
             facts[f"{name}_interval"] = f"{one['low']:.3f} to {one['high']:.3f}"
     tasks = [str(one["num_tasks"]) for one in shown.values() if one["num_tasks"] is not None]
-    return {**facts, "num_tasks": tasks[-1] if tasks else "?"}
+    problems = words.of_problems(list(shown.values())[-1])
+    return {**facts, "num_tasks": tasks[-1] if tasks else "?", "problems": problems}
+
+
+def _rate(one: Mapping[str, Any]) -> str:
+    return f"{one['rate']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
 
 
 def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:

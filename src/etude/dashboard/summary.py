@@ -16,7 +16,7 @@ from etude.dashboard.read import Event, RunView, counts, number, read_json
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
-_HELDOUT = ("num_tasks", "solved", "rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean")
+_HELDOUT = ("num_tasks", "num_problems", "solved", "rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean")
 
 
 def summarise(run_dir: Path | str, *, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
         "etude": identity.get("etude"),
         "host": identity.get("host"),
         "heldout": heldout(view),
+        "transfer": transfer(view),
         "baselines": _baselines(view),
         "wall_s": wall_s(view),
         "cpu_s": _cpu_s(view),
@@ -59,6 +60,12 @@ def heldout(view: RunView) -> dict[str, Any]:
         "during": [{"split": event.get("split"), **_pick(event, ("step", *_HELDOUT))} for event in during],
         "after": _pick(after, _HELDOUT) if after else None,
     }
+
+
+def transfer(view: RunView) -> dict[str, Any]:
+    """Evaluations before and after RL on tasks of kinds that were never trained on; null where there was none."""
+    found = {name: view.evaluation(f"{name}-transfer") for name in ("before", "after")}
+    return {name: _pick(event, _HELDOUT) if event else None for name, event in found.items()}
 
 
 def _baselines(view: RunView) -> dict[str, float | None]:

@@ -28,6 +28,7 @@ class EvalRow:
     task_id: str
     rollout_id: str
     family: str
+    problem: str  # variants of one problem share it; the task's id where the task is unique
     outcome: str  # "graded", or the boundary at which it became invalid
     reward: float
     ending: str
@@ -53,6 +54,7 @@ _SCHEMA = pa.schema(
         ("task_id", pa.string()),
         ("rollout_id", pa.string()),
         ("family", pa.string()),
+        ("problem", pa.string()),
         ("outcome", pa.string()),
         ("reward", pa.float64()),
         ("ending", pa.string()),
@@ -74,6 +76,7 @@ def make_row(rollout: RolloutSummary, outcome: Outcome, *, transcript: str) -> E
         task_id=rollout.task_id,
         rollout_id=rollout.rollout_id,
         family=rollout.family,
+        problem=rollout.problem,
         outcome="graded" if isinstance(outcome, Graded) else outcome.boundary.value,
         reward=outcome.reward if isinstance(outcome, Graded) else 0.0,
         ending=rollout.ending.value if graded else "",

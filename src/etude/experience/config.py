@@ -22,7 +22,9 @@ class ExperienceConfig:
     straggler: Straggler = Straggler.WAIT
     credit: Credit = Credit.DR_GRPO
     curriculum: Curriculum = Curriculum.SIGNAL
-    kl: float = ranged(0.0, low=0.0)  # of k1 to the starting checkpoint, taken off each reward; 0.0: no reference model
+    kl: float = ranged(
+        0.0, low=0.0
+    )  # of k1 to the starting checkpoint, taken off each reward (grpo: where a group has a signal)
     max_attempts: int = ranged(3, low=1, high=100)  # of a rollout whose worker dies, before it is invalid
     quarantine: bool = True  # what bears signs of cheating does not train
     review_share: float = ranged(0.0, low=0.0, high=1.0)  # of solved, unsuspicious ones, shown to a person

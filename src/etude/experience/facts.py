@@ -19,9 +19,10 @@ def step_facts(groups: Sequence[Group], batch: BatchRef) -> dict[str, Any]:
     lag: Counter[int] = Counter()
     token_lag: Counter[int] = Counter()
     for rollout in valid:
-        if rollout.oldest_steps:
-            lag[batch.step - 1 - rollout.oldest_steps[0][0]] += 1
-            token_lag.update({batch.step - 1 - step: count for step, count in rollout.oldest_steps})
+        oldest = rollout.oldest_steps
+        if oldest:
+            lag[batch.step - 1 - min(oldest)] += 1
+            token_lag.update({batch.step - 1 - step: count for step, count in oldest.items()})
     return {
         "reward_mean": _mean([r for group in rewards for r in group]),
         "best_of_k": _mean([max(group) for group in rewards]),

@@ -15,8 +15,10 @@ import msgspec
 from etude.errors import LedgerError
 from etude.experience.database import Database, marks
 from etude.experience.groups import Finished, Group
+from etude.experience.lineage import Branches, seen_from
 from etude.experience.rows import COLUMNS, Row, as_row
 from etude.experience.transitions import SETTLED, State
+from etude.records.completion import Version
 from etude.records.rollout import RolloutSpec
 from etude.records.wire import unpack
 
@@ -150,13 +152,18 @@ class Looking:
         return {group_id for (group_id,) in rows}
 
     def group(self, group_id: str) -> Group:
-        """The group with what is stored of it. A record that cannot be read is a `LedgerError`."""
+        """The group with what is stored of it, its versions as they are seen from the current weights
+        (`lineage.seen_from`). A record that cannot be read is a `LedgerError`."""
         of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
         sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
         stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
         ids = tuple(rollout_id for rollout_id, _ in stored)
         found = [_read(i, FINISHED, data, Finished) for i, data in stored if data is not None]
-        return Group(group_id=group_id, rollout_ids=ids, finished=tuple(found))
+        return seen_from(Branches(self.versions()), Group(group_id, ids, tuple(found)))
+
+    def versions(self) -> list[Version]:
+        """The versions that were published last, in that order, those of lost lineages included."""
+        return [Version(*facts) for facts in self.recall("versions") or []]
 
     def wanted_files(self) -> set[tuple[str, int]]:
         """(rollout id, attempt) of every rollout whose file a batch or a grade may still ask for."""

@@ -17,7 +17,7 @@ from etude.experience.credit import Scheme, advantages, dr_grpo, with_k1_penalty
 from etude.experience.groups import Group
 from etude.records.rollout import Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
-from etude.records.summary import BatchPlan, Member, RolloutSummary
+from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
 
 Read = Callable[[RolloutSummary], Rollout]
 """How the rollout of a summary is read: `RolloutFiles.read`."""
@@ -54,7 +54,11 @@ def plan_batch(
 ) -> BatchPlan:
     """The plan of the batch that makes version step `step`, trained at learner step `step - 1`.
 
-    `k1` is Σ log π − log π_ref of each valid rollout, by its id; `beta` times that is taken off its reward.
+    Tokens of a lost lineage that are past the bound are masked under either policy: no window can keep a restart from
+    making them stale.
+
+    `k1` is Σ log π − log π_ref of each valid rollout that sampled a token, by its id; `beta` times that is taken off
+    its reward.
 
     Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser, so
     that a step with little signal is a small step.
@@ -64,21 +68,21 @@ def plan_batch(
     for group in groups:
         rewards = group.rewards
         if k1 is not None:
-            rewards = [with_k1_penalty(g.reward, k1[r.rollout_id], beta=beta) for r, g in group.valid]
-        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme), strict=True):
+            of = [k1[rollout.rollout_id] if rollout.num_sampled else 0.0 for rollout, _ in group.valid]
+            rewards = [with_k1_penalty(reward, one, beta=beta) for reward, one in zip(rewards, of, strict=True)]
+        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme, raw=group.rewards), strict=True):
             num_loss_tokens += rollout.num_sampled
             given[rollout.rollout_id] = advantage
     return BatchPlan(
         batch_id=batch_id,
         step=step,
         max_lag=max_lag,
-        masks_stale=straggler is Straggler.MASK,
-        members=tuple(sorted(_members(groups, given), key=lambda member: member.rollout_id)),
+        members=tuple(sorted(_members(groups, given, straggler), key=lambda member: member.rollout_id)),
         num_loss_tokens=num_loss_tokens,
     )
 
 
-def _members(groups: Sequence[Group], given: Mapping[str, float]) -> Iterator[Member]:
+def _members(groups: Sequence[Group], given: Mapping[str, float], straggler: Straggler) -> Iterator[Member]:
     for group in groups:
         ended = {one.rollout_id: one for one in group.finished}
         for i in group.rollout_ids:
@@ -92,6 +96,7 @@ def _members(groups: Sequence[Group], given: Mapping[str, float]) -> Iterator[Me
                     outcome=one.outcome,
                     summary=one.summary,
                     advantage=advantage,
+                    masks_stale=straggler is Straggler.MASK or i in group.lost,
                 )
 
 
@@ -100,7 +105,7 @@ def make_batch(plan: BatchPlan, read: Read) -> Batch:
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.advantage:
-            samples += samples_of(plan, member, list(paths(read(member.summary).trace)))
+            samples += samples_of(plan, member, list(paths(as_seen(read(member.summary), member.summary).trace)))
     return batch_of(plan, samples)
 
 
@@ -117,7 +122,7 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
 
 def samples_of(plan: BatchPlan, member: Member, found: Sequence[Path]) -> list[Sample]:
     """The samples of a member, whose rollout has these paths; none without an advantage."""
-    straggler = Straggler.MASK if plan.masks_stale else Straggler.WAIT
+    straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     samples = list[Sample]()
     if member.advantage:
         for whole in found:

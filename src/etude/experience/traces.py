@@ -31,7 +31,7 @@ from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.packing import Read, batch_of, paths, samples_of
 from etude.records.rollout import Boundary, Graded, Invalid, Path
 from etude.records.sample import Batch, Sample
-from etude.records.summary import BatchPlan, BatchRef, Member
+from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
 from etude.records.wire import I32, pack
 from etude.seams import BlobStore
@@ -261,7 +261,7 @@ def _paths(member: Member, read: Read) -> list[Path]:
     if member.summary is None or member.summary.stored is None:
         return []
     try:
-        return list(paths(read(member.summary).trace))
+        return list(paths(as_seen(read(member.summary), member.summary).trace))
     except LedgerError:
         if isinstance(member.outcome, Invalid):
             return []

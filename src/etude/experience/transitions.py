@@ -51,7 +51,7 @@ MOVES = (
     Move(State.ADMITTED, State.CANCELLED, "the run ends"),
     Move(State.RUNNING, State.GRADED, "it was judged"),
     Move(State.RUNNING, State.INVALID, "it failed outside the agent's reach"),
-    Move(State.RUNNING, State.REQUEUED, "its worker or the run died: one more attempt"),
+    Move(State.RUNNING, State.REQUEUED, "its worker or the run died, or no engine came to its version: once more"),
     Move(State.RUNNING, State.PARKED, "it is set aside so that others may go on"),
     Move(State.RUNNING, State.CANCELLED, "the run ends"),
     Move(State.REQUEUED, State.RUNNING, "a worker takes it again"),

@@ -38,7 +38,7 @@ from etude.experience import SCHEMES, Group, Ledger, Window, plan_batch, step_fa
 from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
-from etude.loop.apart import apart
+from etude.loop.apart import InOrder, apart
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
@@ -85,7 +85,8 @@ class Conductor:
         )
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
-        self.rolling = Rolling(self.ledger, crew, telemetry)
+        self.books = InOrder("ledger")  # a server may be away for seconds: engines and children are heard meanwhile
+        self.rolling = Rolling(self.ledger, self.books, crew, telemetry)
         self.signals = Signals(self.ledger.recall("signals"))
         self.step = 0  # of the version committed last
         self.trained = 0  # of the live weights: one ahead while their version is on its way
@@ -141,17 +142,18 @@ class Conductor:
         self.probe.learner_class = await self._call("parity", str)
         if self.config.numerics.mode is Mode.EXACT:
             self.crew.wants_parity(self.probe.learner_class)
-        if (taken := self.ledger.recall("defence")) is not None:
+        if (taken := await self.books(self.ledger.recall, "defence")) is not None:
             await self._call("defend", type(None), taken)
         mine, _ = await self._offer(())
         published = await self._call("published", Published)
         steps = Steps(weights_store(self.run_folder))
-        mended = self.ledger.reconcile(steps, believed=steps.believed)  # no lineage goes on from a step it lacks
+        reconciled = functools.partial(self.ledger.reconcile, steps, believed=steps.believed, head=published.version)
+        mended = await self.books(reconciled)  # no lineage goes on from a step it lacks
         if steps.damaged is not None:
             reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"
             self.telemetry.event("weights.mend", step=self.step, reason=reason)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
-        self.crew.head(published.version)
+        self._is_published(published)
         await self._drop_files()
         await self._adopted(published)
         await self.crew.some_engine()
@@ -197,7 +199,7 @@ class Conductor:
             except NotFinite as error:
                 raise await self._saved(error) from None
             self.trained = batch.step
-            self.probe.trained(batch.step, report.fresh_ratio_max)
+            await self.probe.trained(batch.step, report.fresh_ratio_max)
             mine, read_s = await self._offer(batch.rollout_ids)
             facts = {
                 **step_facts(groups, batch),
@@ -230,13 +232,18 @@ class Conductor:
     ) -> None:
         """Wait until the pointer names the batch's version, and let everybody know."""
         published = await self._call("published", Published)
-        self.ledger.commit(batch.rollout_ids, published.version)
-        self.crew.head(published.version)
-        self.step = published.version.step
-        self._published.set()
+        await self.books(self.ledger.commit, batch.rollout_ids, published.version)
+        self._is_published(published)
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
         asked = self.probe.ask(dict(self.crew.engines), published, mine, far=self.crew.far)
         tasks.create_task(asked, name=f"probe of {published.version}")
+
+    def _is_published(self, published: Published) -> None:
+        """Let everybody know whose work waits for a version."""
+        self.crew.head(published.version)
+        self.step = self.rolling.published = published.version.step
+        self._published.set()
+        self._admitted.set()
 
     async def _committed(self) -> float:
         """Wait until no version is on its way; the seconds that took. Raises what publishing it failed with."""
@@ -257,14 +264,14 @@ class Conductor:
                 await self._call("defend", type(None), str(self._defence_due))
                 self._defence_due = None
             while True:
-                groups = [await self._group(group_id) for group_id in taken]
+                groups = [await self.books(self.ledger.group, group_id) for group_id in taken]
                 try:
                     batch = await self._recorded(groups)
                     break
                 except LedgerError:
                     if not await self._quarantined(groups):
                         raise
-            self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
+            await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, groups))
             yield batch, groups, time.perf_counter() - began
 
     async def _recorded(self, groups: list[Group]) -> BatchRef:
@@ -298,7 +305,7 @@ class Conductor:
             for one in unread:
                 self.ledger.move(one.rollout_id, State.QUARANTINED, reason=UNREAD)
 
-        self.ledger.transaction(work)
+        await self.books(self.ledger.transaction, work)
         for one in unread:
             self.telemetry.event("rollout.signs", rollout_id=one.rollout_id, state="quarantined", signs=[UNREAD])
         return True
@@ -313,29 +320,24 @@ class Conductor:
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
-        ready = self.ledger.ready_groups(self.ledger.open_groups())
-        while (taken := self.window.take(self.ledger.open_groups(), ready)) is None:
+        ready = await self.books(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
+        while (taken := self.window.take(await self.books(self.ledger.open_groups), ready)) is None:
             ready |= await self.rolling.progress()
         return taken
-
-    async def _group(self, group_id: str) -> Group:
-        """What a group left. A step's records are many: the loop comes round between two groups."""
-        await asyncio.sleep(0)
-        return self.ledger.group(group_id)
 
     async def _admit(self) -> None:
         """Admit groups whenever the window has room, in one transaction with the task cursor."""
         num_groups = self.config.rl.steps * self.window.groups_per_step
         while True:
-            index = self.ledger.num_groups()
             self._published.clear()
+            index = await self.books(self.ledger.num_groups)
             if index >= num_groups:
                 return
             room = min(self.window.room(index, self.step), num_groups - index, AT_ONCE)
             if not room:
                 await self._published.wait()
                 continue
-            specs, cursor = list[RolloutSpec](), self.ledger.cursor(Split.TRAIN)
+            specs, cursor = list[RolloutSpec](), await self.books(self.ledger.cursor, Split.TRAIN)
             for number in range(index, index + room):
                 task, cursor = self._draw(cursor)
                 specs += siblings(
@@ -348,7 +350,7 @@ class Conductor:
                     keep_routes=self.config.wants_routes,
                 )
                 await asyncio.sleep(0)
-            self.ledger.transaction(functools.partial(self._admit_groups, specs, cursor))
+            await self.books(self.ledger.transaction, functools.partial(self._admit_groups, specs, cursor))
             self._admitted.set()
 
     def _draw(self, cursor: int) -> tuple[Task, int]:
@@ -381,10 +383,10 @@ class Conductor:
             telemetry=self.telemetry,
         )
 
-    def _defend(self, defence: Defence) -> None:
+    async def _defend(self, defence: Defence) -> None:
         """Have the learner take a defence from the next step on, and whoever goes on with this run. Not at once: a
         step's trace says with which settings it was trained."""
-        self.ledger.transaction(functools.partial(self.ledger.remember, "defence", str(defence)))
+        await self.books(self.ledger.transaction, functools.partial(self.ledger.remember, "defence", str(defence)))
         self._defence_due = defence
 
     def _newest_checkpoint(self) -> Path:
@@ -394,18 +396,21 @@ class Conductor:
     async def _checkpoint(self) -> None:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
-        self.ledger.prune(self.step)
+        await self.books(self.ledger.prune, self.step)
         await self._drop_files()
-        freed = keep_within(self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb)
+        freed = await self.books(
+            keep_within, self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb
+        )
         if freed:
-            self.telemetry.event("retention", step=self.step, kept_from=kept_from(self.ledger), freed_bytes=freed)
+            kept = await self.books(kept_from, self.ledger)
+            self.telemetry.event("retention", step=self.step, kept_from=kept, freed_bytes=freed)
 
     async def _drop_files(self) -> None:
         """Delete the files of rollouts that nobody will ask for: consumed before the checkpoint, or of attempts that
         were given up."""
         files = self.crew.files
         names = await apart(files.names)  # before the ledger is asked: what is written meanwhile stays
-        wanted = self.ledger.wanted_files()
+        wanted = await self.books(self.ledger.wanted_files)
         await apart(functools.partial(files.keep_only, names, wanted))
 
     async def _saved(self, error: NotFinite) -> NotFinite:

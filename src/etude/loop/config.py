@@ -39,6 +39,7 @@ class EvalsConfig:
 
     heldout_tasks: int = ranged(512, low=1)
     heldout_tries: int = ranged(1, low=1, high=64)  # rollouts a task; best-of-k is reported for k = tries
+    transfer_tasks: int = ranged(0, low=0)  # tasks of kinds never trained on, before and after; 0: none
     during_tasks: int = ranged(128, low=1)  # validation tasks of an evaluation during RL
     every: int = ranged(10, low=1)  # steps between evaluations during RL
     baseline_tasks: int = ranged(64, low=1)  # held-out tasks for the oracle and the random agent

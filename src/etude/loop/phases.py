@@ -18,6 +18,7 @@ from typing import Any
 
 from etude.dashboard import RunView, summarise, write_report
 from etude.errors import EtudeError
+from etude.evals import EvalResult
 from etude.harness import ChatFormat
 from etude.loop import usage
 from etude.loop.conductor import Conductor
@@ -116,9 +117,16 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
             await conductor.resume()
             up = True
 
+    async def measure(name: str) -> EvalResult:
+        """The result on held-out tasks; those of kinds never trained on are evaluated after them."""
+        result = await conductor.evaluate(name, Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
+        if evals.transfer_tasks:
+            await conductor.evaluate(f"{name}-transfer", Split.TRANSFER, evals.transfer_tasks, evals.heldout_tries)
+        return result
+
     async def before() -> Mapping[str, Any]:
         await ready()
-        result = await conductor.evaluate("before", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
+        result = await measure("before")
         rates = {}
         for kind in ("oracle", "random"):
             rates[kind] = await baseline(
@@ -139,8 +147,7 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
 
     async def after() -> Mapping[str, Any]:
         await ready()
-        result = await conductor.evaluate("after", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
-        return {"rate": result.rate}
+        return {"rate": (await measure("after")).rate}
 
     async with _unless_failed(members.supervisor):
         await _phase(run, telemetry, "eval-before", before)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
-from etude.errors import StoreError
+from etude.errors import InputError, StoreError
 from etude.experience import Ledger, RolloutFiles
 from etude.experience.traces import Folder
 from etude.run import RunFolder
@@ -44,8 +44,13 @@ def poll_arguments(place: Path | str) -> list[str]:
     return [] if isinstance(place, Path) else ["--poll-s", str(BUCKET_POLL_S)]
 
 
-def weights_store(run: RunFolder) -> BlobStore:
-    return open_store(weights_place(run))
+def weights_store(run: RunFolder, *, readonly: bool = False) -> BlobStore:
+    """Where a run's versions are. `readonly`: nothing is made or written; raises `InputError` where there is none."""
+    place = weights_place(run)
+    if readonly and isinstance(place, Path) and not place.is_dir():
+        hint = "RL publishes the first version as it begins; if there were some, copy the folder back"
+        raise InputError(f"{run.path} has no weights", f"there is no {place}", hint=hint)
+    return open_store(place, readonly=readonly)
 
 
 def has_published(run: RunFolder) -> bool:
@@ -54,7 +59,7 @@ def has_published(run: RunFolder) -> bool:
     return (
         place.joinpath("pointers", "policy").exists()
         if isinstance(place, Path)
-        else bool(head(open_store(place), "policy"))
+        else bool(head(open_store(place, readonly=True), "policy"))
     )
 
 

@@ -242,7 +242,12 @@ def _computable(checkpoint: Path, raw: dict[str, Any]) -> ModelConfig:
 
 def _used_splits(config: RunConfig) -> list[Split]:
     during = config.rl.steps > config.evals.every
-    used = {Split.TRAIN: config.rl.steps > 0, Split.VALIDATION: during, Split.HELDOUT: True}
+    used = {
+        Split.TRAIN: config.rl.steps > 0,
+        Split.VALIDATION: during,
+        Split.HELDOUT: True,
+        Split.TRANSFER: config.evals.transfer_tasks > 0,
+    }
     return [split for split, is_used in used.items() if is_used]
 
 

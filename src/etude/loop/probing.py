@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Probe:
         config: ParityConfig,
         watch: Watch,
         telemetry: Telemetry,
-        defend: Callable[[Defence], None],
+        defend: Callable[[Defence], Awaitable[None]],
     ) -> None:
         self.text = probe_text(chat)
         self.learner_class = ""  # the learner's parity class
@@ -88,14 +88,14 @@ class Probe:
         alarm = self._watch.saw(name, found)
         if alarm is not None:
             self._refuse(alarm, published, engine_class)
-            self._act(alarm, published.version.step)
+            await self._act(alarm, published.version.step)
         return None
 
-    def trained(self, step: int, fresh_ratio_max: float | None) -> None:
+    async def trained(self, step: int, fresh_ratio_max: float | None) -> None:
         """Hold a step's ratio on the learner's own weights to the budget; a run that stops is ended by its learner."""
         alarm = self._watch.trained(fresh_ratio_max)
         if alarm is not None:
-            self._act(alarm, step)
+            await self._act(alarm, step)
 
     def _refuse(self, alarm: Alarm, published: Published, engine_class: str) -> None:
         """Raise `ParityError` where the run stops at an alarm. Numbers that are none are never gone on with."""
@@ -109,13 +109,13 @@ class Probe:
                 hint=_hint(alarm, engine_class == self.learner_class),
             )
 
-    def _act(self, alarm: Alarm, step: int) -> None:
+    async def _act(self, alarm: Alarm, step: int) -> None:
         found, taken = alarm.found, str(alarm.defence) if alarm.defence else ""
         self._telemetry.event(
             "parity.alarm", engine=alarm.engine, step=step, k3=found.k3, ratio_max=found.ratio_max, defence=taken
         )
         if alarm.defence is not None:
-            self._defend(alarm.defence)
+            await self._defend(alarm.defence)
 
 
 def _hint(alarm: Alarm, same_class: bool) -> str:

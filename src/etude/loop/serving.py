@@ -123,7 +123,7 @@ def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig]:
     place, numerics = weights_place(run), read_config(run).numerics
     if isinstance(place, Path) and not place.is_dir():
         return run / "checkpoints" / "mid", None, numerics
-    require_pointer(open_store(place))
+    require_pointer(open_store(place, readonly=True))
     return run / "checkpoints" / "mid", place if has_published(run) else None, numerics
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 import msgspec
-import numpy as np
 
-from etude.records.rollout import Ending, Graded, Invalid, Rollout
+from etude.records.completion import Version
+from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -27,6 +28,7 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     task_id: str
     family: str
+    problem: str  # id of the problem that the task is one statement of; else the task's own
     ending: Ending
     num_turns: int
     num_sampled: int  # tokens that the policy sampled
@@ -36,25 +38,61 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     tool_s: float
     engines: tuple[str, ...]  # names of those that served its turns, sorted
     num_moves: int  # turns that another engine served than the turn before
-    oldest_steps: tuple[tuple[int, int], ...]  # (oldest version step behind a sampled token, how many), sorted
+    versions: tuple[Version, ...]  # that sampled something, in order; with their apparent steps, once seen from others
+    sampled_by: tuple[tuple[tuple[int, ...], int], ...]  # (places in `versions` of all behind a token, how many tokens)
     invalid: Invalid | None = None  # set when it failed outside the agent's reach
     stored: Stored | None = None  # None: its file was not kept
+
+    @property
+    def oldest_steps(self) -> dict[int, int]:
+        """How many sampled tokens have which oldest version step behind them, in order of the step."""
+        steps: Counter[int] = Counter()
+        for places, count in self.sampled_by:
+            steps[min(self.versions[place].step for place in places)] += count
+        return dict(sorted(steps.items()))
+
+
+def _versions(trace: Trace) -> tuple[Version, ...]:
+    found = {span.version for turn in trace.turns for span in turn.completion.spans}
+    return tuple(sorted(found, key=lambda version: (version.step, version.incarnation, version.digest)))
+
+
+def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int, ...]]:
+    """Tokens by the versions behind each: of its own span, and of those before whose keys were kept."""
+    places, counts = {version: place for place, version in enumerate(versions)}, Counter[tuple[int, ...]]()
+    for turn in trace.turns:
+        behind: set[int] = set()
+        for span in turn.completion.spans:
+            behind = {places[span.version], *(behind if span.kv_epoch else ())}
+            counts[tuple(sorted(behind))] += span.num_tokens
+    return counts
+
+
+def as_seen(rollout: Rollout, summary: RolloutSummary) -> Rollout:
+    """A stored rollout with the steps that its summary gives to its versions."""
+    versions = _versions(rollout.trace)
+    if versions == summary.versions:
+        return rollout
+    seen, replace = dict(zip(versions, summary.versions, strict=True)), msgspec.structs.replace
+    turns = []
+    for turn in rollout.trace.turns:
+        spans = tuple(replace(span, version=seen[span.version]) for span in turn.completion.spans)
+        turns.append(replace(turn, completion=replace(turn.completion, spans=spans)))
+    return replace(rollout, trace=Trace(tuple(turns)))
 
 
 def summary_of(rollout: Rollout, stored: Stored | None = None) -> RolloutSummary:
     """The summary of a rollout that was stored so."""
     turns = rollout.trace.turns
     served = [turn.completion.engine for turn in turns]
-    steps: Counter[int] = Counter()
-    for turn in turns:
-        values, counts = np.unique(turn.completion.oldest_steps, return_counts=True)
-        steps.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    versions = _versions(rollout.trace)
     return RolloutSummary(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id,
         attempt=rollout.attempt,
         task_id=rollout.task.task_id,
         family=rollout.task.family,
+        problem=rollout.task.problem or rollout.task.task_id,
         ending=rollout.ending,
         num_turns=rollout.num_turns,
         num_sampled=rollout.num_sampled,
@@ -64,7 +102,8 @@ def summary_of(rollout: Rollout, stored: Stored | None = None) -> RolloutSummary
         tool_s=rollout.tool_s,
         engines=tuple(sorted(set(served))),
         num_moves=sum(one != other for one, other in pairwise(served)),
-        oldest_steps=tuple(sorted(steps.items())),
+        versions=versions,
+        sampled_by=tuple(sorted(_sampled_by(rollout.trace, versions).items())),
         invalid=rollout.invalid,
         stored=stored,
     )
@@ -78,6 +117,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Graded | Invalid | None = None  # None: cancelled or quarantined
     summary: RolloutSummary | None = None  # None, too, where the process that ran it left nothing
     advantage: float = 0.0  # 0.0: it is recorded and not trained on
+    masks_stale: bool = False  # tokens staler than the bound are masked: as the plan says of all, or of a lost lineage
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +127,6 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     batch_id: str  # "b000007"
     step: int  # the version step this batch will produce
     max_lag: int
-    masks_stale: bool  # tokens staler than `max_lag` are masked; else one is an error
     members: tuple[Member, ...]  # every rollout that the step consumes, in order of its id
     num_loss_tokens: int  # the loss's constant normaliser: sampled tokens of all valid rollouts
 

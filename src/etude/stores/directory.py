@@ -40,6 +40,8 @@ _HINTS = {
 class DirectoryStore:
     """A `BlobStore` under `root`, which is made if it is not there. Any number of processes may use it at once.
 
+    `readonly`: nothing is made, swept or written; `root` must be there. Raises `StoreError`.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     store = DirectoryStore(folder)
@@ -48,16 +50,21 @@ class DirectoryStore:
     ['objects/a']
     """
 
-    def __init__(self, root: Path | str) -> None:
-        self.root = Path(root)
+    def __init__(self, root: Path | str, *, readonly: bool = False) -> None:
+        self.root, self.readonly = Path(root), readonly
         self._temporary = self.root / ".tmp"
         self._lock_path = self.root / ".lock"
+        self._mark = self._temporary if not readonly or self._temporary.is_dir() else self.root
+        if readonly:
+            self._require_root()
+            return
         with _named(f"store {self.root} cannot be opened"):
             self._temporary.mkdir(parents=True, exist_ok=True)
             self._sweep()
 
     def put(self, key: str, data: bytes) -> None:
         """Durable when it returns. Raises `StoreError`: other bytes under the key, no space, no permission."""
+        self._require_writable()
         path = self._path(key)
         with _named(f"object {key!r} cannot be written"):
             held = _read(path)
@@ -104,6 +111,7 @@ class DirectoryStore:
 
     def delete(self, key: str) -> None:
         """Remove an object; no error when it is not there. Raises `StoreError`."""
+        self._require_writable()
         path = self._path(key)
         with _named(f"object {key!r} cannot be deleted"), suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
@@ -111,6 +119,7 @@ class DirectoryStore:
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
         """Atomically replace a pointer's bytes if they are `expected` (None: absent). Raises `StoreError`."""
+        self._require_writable()
         path = self._path(key)
         with _named(f"pointer {key!r} cannot be moved"):
             if _read(path) != expected:
@@ -123,11 +132,17 @@ class DirectoryStore:
 
     def _require_root(self) -> None:
         """What was not found is missing only where the store is there. Raises `StoreError`."""
-        if not self._temporary.is_dir():  # a mount point outlives what was mounted there
+        if not self._mark.is_dir():  # a mount point outlives what was mounted there
             raise StoreError(
                 f"the store {self.root} is gone",
-                f"{self._temporary} was there when it was opened",
+                f"there is no directory {self._mark}",
                 hint="mount it again, or name the directory where it is now",
+            )
+
+    def _require_writable(self) -> None:
+        if self.readonly:
+            raise StoreError(
+                f"the store {self.root} was opened to be read", hint="open it without `readonly` to write into it"
             )
 
     def _path(self, key: str) -> Path:

@@ -176,10 +176,11 @@ class TorchLearner:
             loss = policy.loss
             if self._reference is not None:
                 anchor_R = self._reference.logprobs(rows)
-                loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, corrected.weight_R, normaliser=normaliser)
+                weight_R = corrected.weight_R.clamp(max=self.config.ratio_bound)
+                loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, weight_R, normaliser=normaliser)
             if self.config.balance and done.balance is not None:
                 loss = loss + self.config.balance * done.balance * (rows.num_tokens / num_tokens)
-            check_loss(loss, samples, rows, log_ratio_R, step=step)
+            check_loss(policy, loss, samples, rows, log_ratio_R, step=step)
         with group.waited("backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
         if rows.num_tokens:
@@ -233,10 +234,10 @@ class TorchLearner:
         tokens = (logprobs_R, anchor_R, advantages_R)
         match self.config.policy_loss:
             case PolicyLossKind.CISPO:
-                return cispo_loss(*tokens, normaliser=normaliser, cap=self.config.ratio_cap)
+                return cispo_loss(*tokens, normaliser=normaliser, cap=self.config.ratio_bound)
             case PolicyLossKind.PPO:
-                low, high = self.config.clip_low, self.config.clip_high
-                return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high)
+                low, high, cap = self.config.clip_low, self.config.clip_high, self.config.ratio_bound
+                return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high, cap=cap)
 
     def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
         return self.model.operators.log_softmax(logits_RV, self._temperature)

@@ -13,7 +13,8 @@ from etude.run import RunFolder
 
 def row(rollout_id: str, reward: float, transcript: str, outcome: str = "graded") -> EvalRow:
     return EvalRow(
-        task_id=f"task of {rollout_id}", rollout_id=rollout_id, family="arith", outcome=outcome, reward=reward,
+        task_id=f"task of {rollout_id}", rollout_id=rollout_id, family="arith", problem="", outcome=outcome,
+        reward=reward,
         ending="submitted", reason="because", turns=2, sampled=9, malformed=0, wall_s=1.0, tool_s=0.1,
         transcript=transcript,
     )  # fmt: skip

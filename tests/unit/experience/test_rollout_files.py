@@ -39,7 +39,7 @@ def test_a_summary_counts_what_the_rollout_holds():
     rollout = Kit.rollout("g000000.0", Kit.chain([(2, 4)], [(3, 1), (5, 3)]))
     summary = summary_of(rollout)
     assert (summary.num_turns, summary.num_sampled, summary.num_prompt) == (2, 8, 6)
-    assert summary.oldest_steps == ((2, 4), (3, 1), (5, 3))
+    assert summary.oldest_steps == {2: 4, 3: 1, 5: 3}
     assert (summary.engines, summary.num_moves, summary.stored) == (("engine-0",), 0, None)
 
 

@@ -54,7 +54,11 @@ def probed(
     config = ParityConfig(**settings)
     telemetry = Telemetry(tmp_path / "conductor.jsonl", process="conductor")
     watch = Watch(config, exact=exact, dtype=ComputeDtype.FLOAT32)
-    probe = Probe(CHAT, config, watch, telemetry, taken.append)
+
+    async def defend(defence):
+        taken.append(defence)
+
+    probe = Probe(CHAT, config, watch, telemetry, defend)
     probe.learner_class = "class-b"
     asyncio.run(probe.ask({f"e{i}": e for i, e in enumerate(engines)}, PUBLISHED, MINE))  # type: ignore[misc]
     telemetry.close()

@@ -12,6 +12,7 @@ import pytest
 
 from etude.experience import Ledger, RolloutFiles
 from etude.experience.config import ExperienceConfig
+from etude.loop.apart import InOrder
 from etude.loop.config import RunConfig
 from etude.loop.played import Played, hand_over
 from etude.loop.rolling import Rolling, siblings
@@ -65,7 +66,7 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
         return hand_over(play(spec), files, looks=looks).of(spec.task)
 
     crew = FakeCrew(config, Limit(4), play=played, judge=fooled)
-    rolling = Rolling(ledger, crew, telemetry)  # type: ignore[arg-type]
+    rolling = Rolling(ledger, InOrder("ledger"), crew, telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
         running = asyncio.create_task(rolling.run(asyncio.Event()))

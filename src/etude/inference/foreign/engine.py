@@ -318,13 +318,13 @@ class ForeignEngine:
         start, stop = request.routes_from, len(request.prompt_ids) + len(answer.token_ids) - 1
         if start is None:
             return parts.kept_routes(None, self.model, start=stop, stop=stop)
-        if self.routes.native:
-            try:
-                return self._dialect.given_routes(answer.routed, self.model, count=stop - start)
-            except ValueError as error:
-                raise self._broken(str(error)) from None
         data = await self.calls.take_routes(begun.name) if self.routes.kept else None
-        return parts.kept_routes(data, self.model, start=start, stop=stop)
+        try:
+            if self.routes.native:
+                return self._dialect.given_routes(answer.routed, self.model, count=stop - start)
+            return parts.kept_routes(data, self.model, start=start, stop=stop)
+        except ValueError as error:
+            raise self._broken(str(error)) from None
 
     def _broken(self, facts: str) -> EngineError:
         return parts.broken(self.calls.make, self.name, facts)

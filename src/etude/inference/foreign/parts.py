@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from etude.errors import EngineError
 from etude.models.config import ModelConfig
@@ -137,13 +138,28 @@ def completed(
 
 def kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
     """Routes of positions [start, stop) by base64 of int16 [positions, MoE layers, top_k]; what is not there is
-    `missing_route`."""
+    `missing_route`. Raises `ValueError` for experts that the model does not have."""
     layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
     routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
     if data is not None and layers:
         found = np.frombuffer(base64.b64decode(data), "<i2").reshape(-1, layers, top_k)[start:stop]
-        routes[: len(found)] = found
+        routes[: len(found)] = as_routes(found, model)
     return routes
+
+
+def as_routes(told: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
+    """Experts as a server numbers them, of any integer dtype, in the model's `route_dtype`; a negative number says that
+    none is known. Raises `ValueError` for an expert that the model does not have: a cast would make another of it.
+
+    >>> from etude.models import ModelConfig
+    >>> as_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
+    [[[255, 7]]]
+    """
+    if told.dtype.kind not in "iu":
+        raise ValueError(f"routes of dtype {told.dtype}")
+    if told.size and int(told.max()) >= model.num_experts:
+        raise ValueError(f"a route to expert {int(told.max())} of {model.num_experts}")
+    return np.where(told < 0, missing_route(model.route_dtype), told).astype(model.route_dtype)
 
 
 def any_missing(routes: Routes) -> bool:

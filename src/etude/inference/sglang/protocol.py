@@ -14,7 +14,7 @@ import numpy as np
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign.parts import Part, broken, kept_routes, keyed_seed, labelled
+from etude.inference.foreign.parts import Part, as_routes, broken, kept_routes, keyed_seed, labelled
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Traffic
 from etude.records.wire import Routes
@@ -152,7 +152,7 @@ def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
     if told.size != count * model.num_layers * model.top_k:
         raise ValueError(f"routes of {told.size} numbers for {count} positions")
     shaped = told.reshape(count, model.num_layers, model.top_k)
-    return np.ascontiguousarray(shaped[:, list(model.moe_layers)]).astype(model.route_dtype)
+    return as_routes(shaped[:, list(model.moe_layers)], model)
 
 
 def _part(answer: _Answer, engine: str, *, whole: bool) -> Part:

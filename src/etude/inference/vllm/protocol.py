@@ -15,7 +15,7 @@ import numpy as np
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign.parts import Part, broken, kept_routes, keyed_seed, labelled
+from etude.inference.foreign.parts import Part, as_routes, broken, kept_routes, keyed_seed, labelled
 from etude.inference.wire import GENERATE
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Traffic
@@ -179,7 +179,7 @@ def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
     told = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
     if told.shape != (count, model.num_layers, model.top_k):
         raise ValueError(f"routes of shape {list(told.shape)} for {count} positions")
-    return np.ascontiguousarray(told[:, list(model.moe_layers)]).astype(model.route_dtype)
+    return as_routes(told[:, list(model.moe_layers)], model)
 
 
 def _part(answer: _Answer, engine: str, *, whole: bool) -> Part:

@@ -148,6 +148,8 @@ def test_routes_are_those_of_layers_with_a_router() -> None:
     assert parts.any_missing(protocol.given_routes(None, MODEL, count=4))
     with pytest.raises(ValueError, match="for 5 positions"):
         protocol.given_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=5)
+    with pytest.raises(ValueError, match="a route to expert 263 of 8"):
+        protocol.given_routes(base64.b64encode((told + 256).tobytes()).decode(), MODEL, count=4)
 
 
 def test_another_version_is_refused_and_so_is_an_install_for_a_cpu(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from etude.inference.foreign import parts
 from etude.inference.foreign.parts import Broken, Part
 from etude.inference.vllm import protocol
 from etude.models.config import ModelConfig
-from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic, Version
+from etude.records.completion import (
+    Completion,
+    CompletionRequest,
+    Sampling,
+    StopReason,
+    Traffic,
+    Version,
+    missing_route,
+)
 
 ANSWERS = Path(__file__).parent / "answers"
 MODEL = ModelConfig(num_layers=3, num_experts=8, top_k=2, dense_layers=(1,))
@@ -179,6 +188,23 @@ def test_routes_that_were_kept_begin_where_they_are_wanted_and_say_where_none_ar
     assert routes.dtype == np.uint8
     assert np.array_equal(routes[:4], every[2:])
     assert (routes[4:] == 255).all()
+
+
+@pytest.mark.parametrize(("num_experts", "last"), [(8, 7), (255, 254), (256, 255), (384, 383)])
+def test_every_expert_keeps_its_number_and_none_becomes_a_missing_one(num_experts: int, last: int) -> None:
+    of = replace(MODEL, num_experts=num_experts)
+    numbers = np.array([last, -1] * (len(of.moe_layers)), "<i2").reshape(1, -1, 2)
+    kept = parts.kept_routes(base64.b64encode(numbers.tobytes()).decode(), of, start=0, stop=1)
+    assert (kept[..., 0] == last).all()
+    assert (kept[..., 1] == missing_route(of.route_dtype)).all()
+    with pytest.raises(ValueError, match=f"a route to expert {num_experts} of {num_experts}"):
+        parts.kept_routes(base64.b64encode((numbers + 1).tobytes()).decode(), of, start=0, stop=1)
+    packed = io.BytesIO()
+    np.save(packed, np.full((1, of.num_layers, 2), last, np.int32))
+    assert (protocol.given_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1) == last).all()
+    np.save(packed := io.BytesIO(), np.full((1, of.num_layers, 2), 256 + num_experts, np.int32))
+    with pytest.raises(ValueError, match="a route to expert"):
+        protocol.given_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1)
 
 
 def test_routes_that_the_build_tells_are_those_of_layers_with_a_router() -> None:
