@@ -184,7 +184,7 @@ def test_what_fits_into_no_frame_is_named_and_the_child_lives_on():
     async def work(caller):
         with pytest.raises(EtudeError, match="the answer of a call is too large: 2"):
             await caller.call("large", bytes, 20_000, deadline_s=5)
-        with pytest.raises(TooLarge, match="a call of take is too large: 2.* bytes, a frame takes 10000"):
+        with pytest.raises(TooLarge, match=r"a call of take is too large: 2.* bytes, a frame takes 10000"):
             await caller.call("take", bytes, bytes(20_000), deadline_s=5)
         assert await caller.call("large", bytes, 5_000, deadline_s=5) == bytes(5_000)
 
