@@ -18,12 +18,11 @@ import numpy as np
 from tests.small_rollouts import chain
 
 from etude.experience import record_batch
-from etude.experience.traces import read_trace, trace_path
 from etude.loop.child import Handlers
 from etude.loop.places import rollout_files
 from etude.loop.played import HandedOver, hand_over
 from etude.loop.wire import serve
-from etude.records import Graded, Rollout, RolloutSpec, Task, Version
+from etude.records import Batch, Graded, Rollout, RolloutSpec, Task, Version
 from etude.records.rollout import Ending
 from etude.records.sample import Published, StepReport
 from etude.records.summary import BatchPlan, BatchRef, RolloutSummary
@@ -82,15 +81,17 @@ def learner(run: RunFolder, step_s: float) -> Handlers:
     async def begin(checkpoint: str) -> int:
         return made.step
 
+    held = dict[str, Batch]()
+
     async def record(plan: BatchPlan) -> BatchRef:
-        return (await asyncio.to_thread(record_batch, run / "traces", plan, files.read))[1]
+        batch, ref = await asyncio.to_thread(record_batch, run / "traces", plan, files.read)
+        held[ref.digest] = batch
+        return ref
 
     async def forward_backward(step: int, digest: str) -> StepReport:
-        recorded = await asyncio.to_thread(read_trace, trace_path(run / "traces", step))
-        assert recorded.digest == digest
         await asyncio.sleep(step_s)
         made.batches.clear()
-        return made.forward_backward(recorded.batch)
+        return made.forward_backward(held.pop(digest))
 
     async def optim_step() -> dict[str, float]:
         return dict(made.optim_step())

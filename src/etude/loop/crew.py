@@ -73,19 +73,24 @@ class Pool:
 
     async def pick(self, *, deadline_s: float) -> Caller:
         """A member that is up. Raises `DeadlineExceeded`."""
+        if (found := self._least()) is not None:
+            return found  # no timer is set for what need not be waited for: this is done twice a rollout
         try:
             async with asyncio.timeout(deadline_s):
-                while True:
-                    for name in [n for n, c in self.members.items() if c.lost.is_set()]:
-                        del self.members[name]
-                    if self.members:
-                        return self.members[min(self.members, key=lambda n: (self._load[n], n))]
+                while (found := self._least()) is None:
                     self._up.clear()
                     await self._up.wait()
+                return found
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no {self.role} is up", f"waited {deadline_s:g} s", hint=f"see logs/{self.role}-0.log"
             ) from None
+
+    def _least(self) -> Caller | None:
+        """The member with the fewest calls under way; None when none is up."""
+        for name in [n for n, c in self.members.items() if c.lost.is_set()]:
+            del self.members[name]
+        return min(self.members.values(), key=lambda c: (self._load[c.name], c.name), default=None)
 
 
 class Crew:

@@ -35,7 +35,7 @@ from etude.records.summary import RolloutSummary, summary_of
 from etude.rollouts import not_run, settle
 from etude.telemetry import Telemetry
 
-AT_ONCE = 16  # rollouts that one transaction starts or stores: their records may be large
+AT_ONCE = 64  # rollouts that one transaction starts or stores
 
 
 def keyed_seed(*parts: object) -> int:
