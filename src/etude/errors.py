@@ -126,6 +126,10 @@ class NotFinite(EtudeError):
     """NaN or an infinity in weights, logits or gradients: `what` names it, and the step."""
 
 
+class NothingLearnt(EtudeError):
+    """A run that came to its end and had nothing to learn from: in no group did one rollout do better than another."""
+
+
 class DeadlineExceeded(EtudeError):
     """A wait that ended without what it waited for; `what` names it."""
 

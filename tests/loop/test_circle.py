@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from etude import cli as etude
+from etude.errors import Exit
 from etude.run import RunFolder
 from etude.weights.chain.manifest import read_pointer
 
@@ -76,8 +77,9 @@ def circle(tmp_path_factory: pytest.TempPathFactory, cli_in: Callable[[Path], An
     cwd = tmp_path_factory.mktemp("circle")
     (cwd / "tiny.toml").write_text(TINY)
     done = cli_in(cwd)("run", "tiny.toml", "--name", "tiny")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "held-out solve rate" in done.stdout
+    assert "held-out solve rate" in done.stdout, done.stderr
+    assert done.returncode == Exit.FAILED, "so small a model solves nothing, and the run says so"
+    assert "error: nothing could be learnt: in none of 2 steps did the rewards of a group differ" in done.stderr
     assert "etude serve runs/tiny" in done.stdout
     return cwd / "runs" / "tiny"
 
@@ -241,7 +243,8 @@ def test_resuming_a_finished_run_does_nothing(circle: Path, cli_in: Callable[[Pa
     before = (circle / "phases.json").read_bytes()
     pointers = {p: p.read_bytes() for p in (circle / "weights" / "pointers").rglob("*") if p.is_file()}
     done = cli_in(circle.parent.parent)("run", "tiny.toml", "--resume", "tiny")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == Exit.FAILED, done.stderr  # as when it ended
+    assert done.stderr.startswith("error: nothing could be learnt: "), done.stderr
     assert (circle / "phases.json").read_bytes() == before
     assert {p: p.read_bytes() for p in pointers} == pointers
 

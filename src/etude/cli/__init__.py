@@ -116,7 +116,13 @@ def _plan_command(commands: Commands[Parser]) -> None:
     plan.add_argument("--hardware", default="cpu", metavar="NAME", help="cpu (this one, measured), h100, h200, b200")
     plan.add_argument("--learner-ranks", type=positive, metavar="N", help="(default: the config's)")
     plan.add_argument("--engines", type=positive, metavar="N", help="(default: the config's)")
-    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine (1)")
+    plan.add_argument("--engine-hardware", metavar="NAME", help="of the engines, where it is another kind")
+    plan.add_argument(
+        "--price", action="append", default=[], metavar="NAME=N", help="dollars an hour of a device, or of cpu"
+    )
+    region = "NAME:ENGINES:GBITS:MS"
+    plan.add_argument("--region", action="append", default=[], metavar=region, help="a place of engines, and its line")
+    plan.add_argument("--engine-ranks", type=positive, metavar="N", help="devices an engine (default: the config's)")
     a_share, tokens = within(0, 1), within(0, 1e9)
     for name, kind, help in (
         ("turns", within(1, 1e6), "of a rollout"),
@@ -128,7 +134,6 @@ def _plan_command(commands: Commands[Parser]) -> None:
         ("solved-share", a_share, "of rollouts that solve their task"),
         ("changed-share", a_share, "of the weights, a version"),
         ("link-gbits", within(1e-3, 1e6), "from learner to engines (10)"),
-        ("dollars-an-hour", within(0, 1e6), "of a device, or of this machine"),
     ):
         plan.add_argument(f"--{name}", type=kind, metavar="N", help=help)
     plan.add_argument("--against", type=Path, metavar="RUN", help="take a run's rollouts, and tell how far it is off")

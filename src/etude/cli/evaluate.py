@@ -12,12 +12,14 @@ from etude.cli.places import existing, open_run
 from etude.cli.task_progress import Steps
 from etude.config import build, overridden, read, to_plain
 from etude.errors import ConfigError, NoCheckpoint
-from etude.loop.config import RunConfig, open_tasks, read_config
+from etude.loop.config import RunConfig, read_config
 from etude.records.task import Split
 
 
 def evaluate(args: argparse.Namespace) -> int:
     """Solve rate of a checkpoint or of a run's newest one; JSON on stdout, which says what was evaluated."""
+    from etude.harness import ChatFormat
+    from etude.loop.limits import check_limits, first_tasks
     from etude.loop.preflight import check_start, check_tasks
     from etude.loop.standalone import evaluate_checkpoint, version_of
 
@@ -40,10 +42,12 @@ def evaluate(args: argparse.Namespace) -> int:
         assert run is not None, "one of the two was given"
         given = overridden(args.set, to_plain(read_config(run)))
     config = build(RunConfig, given)
-    check_start(checkpoint, context_tokens=config.engine.context_tokens, said=partial(print, file=sys.stderr))
-    check_tasks(config, [Split(args.split)])
+    said = partial(print, file=sys.stderr)
+    check_start(checkpoint, context_tokens=config.engine.context_tokens, said=said)
     split = Split(args.split)
-    size = open_tasks(config, canaries=False).size(split)
+    source = check_tasks(config, [split])
+    check_limits(config.harness, ChatFormat.load(checkpoint), first_tasks(source, [split]), said)
+    size = source.size(split)
     total = args.tries * (args.tasks if size is None else min(args.tasks, size))
     print(f"evaluating {checkpoint} on {total} rollouts; starting its engines", file=sys.stderr, flush=True)
     with Steps("rollouts", total) as steps:

@@ -19,13 +19,14 @@ from rich.live import Live
 
 from etude.cli.arguments import LOCAL
 from etude.cli.places import RUNS, newest_run, open_run
-from etude.config import build, leaves, overridden, read, to_toml
+from etude.config import leaves, overridden, read, to_toml
 from etude.dashboard import RunView, explained, plain_line, render
 from etude.dashboard.glossary import legend
 from etude.dashboard.terminal import words_in
-from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, RunError
+from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, RunError
 from etude.experience.database import NoLedger
 from etude.loop.config import RunConfig, resumed
+from etude.loop.limits import configured
 from etude.loop.places import read_ledger
 from etude.loop.preflight import check_ledger, preflight
 from etude.run import RunFolder
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(
                 "no CONFIG was given", "a new run needs one", hint="etude run examples/laptop/config.toml"
             )
-        folder, config = None, build(RunConfig, given).settled()
+        folder, config = None, configured(given).settled()
     else:
         folder = open_run(Path(args.resume)) if args.resume else newest_run()
         config = resumed(folder, given, whole=args.config is not None)
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         _join(args.on, config, RUNS if folder is None else folder.path.parent)
     adopted = folder is not None and folder.ended("corpus")
     said = partial(print, file=sys.stderr)
-    preflight(config, adopted=adopted, proven=args.on != LOCAL, given=leaves(given), said=said)
+    preflight(config, adopted=adopted, elsewhere=args.on != LOCAL, given=leaves(given), said=said)
     if args.dry_run:
         print(to_toml(config), end="")
         return 0
@@ -77,9 +78,12 @@ def run(args: argparse.Namespace) -> int:
         leave_report(folder)
         print(f"stopped; go on with: etude run --resume {folder.path}", file=sys.stderr)
         return Exit.INTERRUPTED
-    from etude.dashboard import result_lines
+    from etude.dashboard import nothing_learnt, result_lines
 
     print("\n".join(result_lines(folder.path)))
+    if why := nothing_learnt(RunView(folder.path)):
+        hint = f"look at some rollouts: etude rollouts list {folder.path}; then change what keeps them alike"
+        raise NothingLearnt("nothing could be learnt", why, hint=hint)
     return 0
 
 

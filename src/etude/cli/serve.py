@@ -33,14 +33,21 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None, fleet: st
     assert work is not None, "runs in a task"
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, work.cancel)
-    checkpoint, store, numerics = parts_of(model)
+    checkpoint, store, numerics, engine = parts_of(model)
     name = model.resolve().name
     said = partial(print, file=sys.stderr)
     served = (
         serve_fleet(checkpoint, registry=fleet, model=name, gateway=gateway, key=key)
         if fleet
         else serve_checkpoint(
-            checkpoint, store=store, numerics=numerics, model=name, gateway=gateway, key=key, said=said
+            checkpoint,
+            store=store,
+            numerics=numerics,
+            engine=engine,
+            model=name,
+            gateway=gateway,
+            key=key,
+            said=said,
         )
     )
     async with served as url:

@@ -9,7 +9,16 @@ The only file it ever writes is the report that `write_report` is asked for. A d
 
 from etude.dashboard.read import RunView
 from etude.dashboard.report import write_report
-from etude.dashboard.summary import summarise
+from etude.dashboard.summary import nothing_learnt, summarise
 from etude.dashboard.terminal import explained, plain_line, render, result_lines
 
-__all__ = ["RunView", "explained", "plain_line", "render", "result_lines", "summarise", "write_report"]
+__all__ = [
+    "RunView",
+    "explained",
+    "nothing_learnt",
+    "plain_line",
+    "render",
+    "result_lines",
+    "summarise",
+    "write_report",
+]

@@ -54,6 +54,7 @@ def page(view: RunView) -> str:
         origin=_origin(view),
         heldout=_headline(summary),
         transfer=" → ".join(_rate(one) for one in summary["transfer"].values() if one),
+        nothing_learnt=summary["nothing_learnt"],
         baselines=[f"{name} agent {rate:.2f}" for name, rate in summary["baselines"].items() if rate is not None],
         tiles=[(*tile, meaning(f"{tile[0]} {tile[2]}")) for tile in _tiles(summary)],
         sections=[(title, found) for title, made in PANELS if (found := [_marked(p) for f in made if (p := f(view))])],

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.dashboard.read import Event, RunView, counts, number, read_json
+from etude.dashboard.read import Event, RunView, counts, number, read_json, text
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
@@ -47,8 +47,29 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
         "invalid": invalid(view),
         "rollouts": rollout_states(view.path / "ledger.sqlite") if rollouts is None else dict(rollouts),
         "rl": _rl(view.by_step("rl.step")),
+        "nothing_learnt": nothing_learnt(view),
         "peak_memory_bytes": peak_memory_bytes(view),
     }
+
+
+def nothing_learnt(view: RunView) -> str | None:
+    """Why a run's steps had nothing to learn from, in one line; None where one had, or before there is a step. A group
+    is learned from where its rewards differ."""
+    steps = view.by_step("rl.step")
+    if not steps or any(number(event, "no_signal_share") != 1.0 for event in steps):
+        return None
+    rollouts = [event for event in view.of("rollout") if text(event, "outcome") == "graded"]
+    rewards = {reward for event in rollouts if (reward := number(event, "reward")) is not None}
+    endings = Counter(text(event, "ending") for event in rollouts)
+    turns = _mean(_values(rollouts, "turns"))
+    why = f"in none of {len(steps)} steps did the rewards of a group differ"
+    if len(rewards) == 1:
+        why += f"; all {len(rollouts)} rollouts have reward {rewards.pop():g}"
+    if endings:
+        why += "; they ended by " + ", ".join(f"{name} ({count})" for name, count in endings.most_common())
+    if turns is not None:
+        why += f", after {turns:.1f} turns in the mean" if turns else ", before the model was asked once"
+    return why
 
 
 def heldout(view: RunView) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def result_lines(run_dir: Path | str) -> list[str]:
             f"{sent['ratio']:.1f}x smaller than the weights{near}"
         )
     elif sent["num_publishes"] > 1:
-        lines.append(f"weights: {sent['num_publishes']} versions, and no weight differs between them: nothing learned")
+        lines.append(f"weights: {sent['num_publishes']} versions, and no weight differs between them")
     lines.append(f"report: {view.path / 'report.html'}")
     lines.append(f"talk to it: etude serve {view.path}")
     return lines

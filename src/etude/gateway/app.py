@@ -1,11 +1,12 @@
 """The product's door: OpenAI's chat and text completions over one `Policy`.
 
-    request → key → size → checks → tokens (known ones, then what is new) → room → policy → answer, whole or streamed
+    request → key → size → checks → a place → tokens (known ones, then what is new) → room → policy → answer
 
-Every step can refuse, and says so in OpenAI's shape. The tokens of a conversation live here: a client sends text, and
-the model is shown exactly the tokens it has seen and sampled before. A stream is sent as the policy samples (all at
-once from one that cannot stream); a client that goes away takes its request back. Knows nothing of engines, weights or
-tools: calls go to the client.
+Every step can refuse, and says so in OpenAI's shape. A text is tokenised in a thread once its request has one of the
+bounded places, and refused by its length where it cannot fit. The tokens of a conversation live here: a client sends
+text, and the model is shown exactly the tokens it has seen and sampled before. A stream is sent as the policy samples
+(all at once from one that cannot stream); a client that goes away takes its request back. Knows nothing of engines,
+weights or tools: calls go to the client.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,6 +43,8 @@ from etude.records.wire import I32
 from etude.seams import Policy, told
 
 T = TypeVar("T")
+TOKENISING = 2
+"""Threads that tokenise. What a client that went away has begun there ends by itself; the next waits for it."""
 R = TypeVar("R", bound=Asked)
 
 
@@ -106,6 +111,7 @@ class Gateway:
         self._tree = TokenTree(max_tokens=self.config.remembered_tokens)
         self._running = asyncio.Semaphore(self.config.max_running)
         self._num_waiting = 0
+        self._tokenising = ThreadPoolExecutor(TOKENISING, thread_name_prefix="tokenise")
         self._created = int(time.time())
 
     async def health(self, request: Request) -> Response:
@@ -135,7 +141,7 @@ class Gateway:
         self,
         request: Request,
         read: Callable[[bytes], R],
-        ask: Callable[[R], Asking],
+        ask: Callable[[R], Awaitable[Asking]],
         whole: Callable[..., dict[str, Any]],
         stream: type[ChatStream],
     ) -> Response:
@@ -146,12 +152,11 @@ class Gateway:
             async with asyncio.timeout(self.config.deadline_s):
                 asked = read(await self._body(request))
                 self._check_model(asked.model)
-                asking = ask(asked)
                 if asked.stream:
-                    events = self._events(asking, stream)
+                    events = self._events(asked, ask, stream)
                     first = await until_gone(request, anext(events))  # what fails until here has a status
                     return _streaming(first, events)
-                answer = await until_gone(request, self._answer(asking))
+                answer = await until_gone(request, self._answer(asked, ask))
         except TimeoutError:
             raise self._late() from None
         except ClientDisconnect:
@@ -192,51 +197,62 @@ class Gateway:
                 raise Refused(413, f"the body is larger than {limit} bytes", code="request_too_large")
         return bytes(body)
 
-    async def _answer(self, asking: Asking) -> Answer:
+    async def _answer(self, asked: R, ask: Callable[[R], Awaitable[Asking]]) -> Answer:
         async with self._turn():
+            asking = await ask(asked)
             return self._told(asking, await self._policy.complete(asking.request))
 
-    async def _events(self, asking: Asking, kind: type[ChatStream]) -> AsyncGenerator[bytes]:
+    async def _events(
+        self, asked: R, ask: Callable[[R], Awaitable[Asking]], kind: type[ChatStream]
+    ) -> AsyncGenerator[bytes]:
         """The events of a stream, each as soon as its tokens are sampled."""
-        asked, end = asking.asked, time.monotonic() + self.config.deadline_s
-        stream = kind(
-            self._chat,
-            stop=asked.stop,
-            answer_id=asking.answer_id,
-            model=self.model,
-            created=asking.created,
-            usage=asked.include_usage,
-        )
-        async with self._turn(), aclosing(told(self._policy, self._policy.complete, asking.request)) as parts:
-            while True:
-                try:
-                    part = await asyncio.wait_for(anext(parts), max(0.0, end - time.monotonic()))
-                except TimeoutError:
-                    raise self._late() from None
-                if isinstance(part, Completion):
-                    answer = self._told(asking, part)
-                    break
-                for event in stream.tokens(part):
-                    yield event
+        end = time.monotonic() + self.config.deadline_s
+        async with self._turn():
+            asking = await ask(asked)
+            stream = kind(
+                self._chat,
+                stop=asked.stop,
+                answer_id=asking.answer_id,
+                model=self.model,
+                created=asking.created,
+                usage=asked.include_usage,
+            )
+            async with aclosing(told(self._policy, self._policy.complete, asking.request)) as parts:
+                while True:
+                    try:
+                        part = await asyncio.wait_for(anext(parts), max(0.0, end - time.monotonic()))
+                    except TimeoutError:
+                        raise self._late() from None
+                    if isinstance(part, Completion):
+                        answer = self._told(asking, part)
+                        break
+                    for event in stream.tokens(part):
+                        yield event
         for event in stream.end(answer):
             yield event
 
-    def _ask_chat(self, asked: ChatRequest) -> Asking:
+    async def _apart(self, work: Callable[[], T]) -> T:
+        """Do work of the processor in a thread: the loop goes on with other requests."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenising, work)
+
+    async def _ask_chat(self, asked: ChatRequest) -> Asking:
         """The conversation's tokens, those it knows as they were sampled."""
         try:
             signatures = self._chat.signatures(asked.tools)
         except ValueError as error:
             raise invalid(str(error), "tools") from None
-        keys = chain(asked.tools, asked.messages)
-        known, prompt_ids, new_ids = self._tokens(asked, keys, signatures)
+        keys = await self._apart(partial(chain, asked.tools, asked.messages))
+        known = self._tree.deepest(keys[:-1])
+        new_ids = await self._apart(partial(self._new_tokens, asked, keys, known, signatures))
+        prompt_ids = new_ids if known is None else np.concatenate([known.context(), new_ids])
         session_id = known.session_id if known else f"chat-{uuid.uuid4().hex}"
         request = self._request(asked, session_id, prompt_ids, keep=True)
         talk = Talk(asked, known, new_ids)
         return Asking(asked, request, f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), signatures, talk)
 
-    def _ask_text(self, asked: TextRequest) -> Asking:
+    async def _ask_text(self, asked: TextRequest) -> Asking:
         if isinstance(asked.prompt, str):
-            prompt_ids = self._chat.encode(asked.prompt)
+            prompt_ids = await self._apart(partial(self._chat.encode, asked.prompt, most=self.context_tokens))
         elif all(0 <= token < self._chat.vocab_size for token in asked.prompt):
             prompt_ids = np.array(asked.prompt, np.int32)
         else:
@@ -282,15 +298,13 @@ class Gateway:
     def _late(self) -> Refused:
         return Refused(504, f"no answer within {self.config.deadline_s:g} s", code="timeout")
 
-    def _tokens(self, asked: ChatRequest, keys: list[bytes], signatures: Any) -> tuple[Node | None, I32, I32]:
-        """The deepest known completion of this conversation, all tokens of the prompt, and those it adds."""
-        known = self._tree.deepest(keys[:-1])
+    def _new_tokens(self, asked: ChatRequest, keys: list[bytes], known: Node | None, signatures: Any) -> I32:
+        """The tokens that a prompt adds to the deepest completion of it that is known."""
         if known is None:
-            ids = self._chat.first(asked.messages, signatures)
-            return None, ids, ids
-        said = keys.index(known.key) + 1
-        new_ids = self._chat.continuation(asked.messages[:said], asked.messages[said:], signatures, ended=known.ended)
-        return known, np.concatenate([known.context(), new_ids]), new_ids
+            return self._chat.first(asked.messages, signatures, most=self.context_tokens)
+        said, most = keys.index(known.key) + 1, max(0, self.context_tokens - known.num_tokens)
+        before, new = asked.messages[:said], asked.messages[said:]
+        return self._chat.continuation(before, new, signatures, ended=known.ended, most=most)
 
     def _remember(self, talk: Talk, answer: Answer, session_id: str) -> None:
         calls = [{"type": "function", "function": c} for c in answer.calls]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from starlette.responses import JSONResponse
 
-from etude.errors import ContextFull, EngineError, EtudeError
+from etude.errors import ContextFull, EngineError, EtudeError, nearest
 
 
 class Refused(Exception):
@@ -39,6 +39,14 @@ def not_offered(field: str, value: object, neutral: Sequence[object]) -> Refused
     harmless = " or ".join(json.dumps(one) for one in neutral if one is not None) or "null"
     facts = f"the answer would be another than was asked for; only {harmless} leaves it as it is"
     return invalid(f"{what}: {facts}\n  hint: leave {field} out", field)
+
+
+def unknown(field: str, known: Iterable[str]) -> Refused:
+    """400: a parameter that nobody knows, in the words and with the code that clients know from OpenAI."""
+    close = nearest(field[:100], known)
+    hint = close if close.startswith("did you mean") else "leave it out; the guide lists what is honoured"
+    message = f"Unknown parameter: {field[:100]!r}.\n  hint: {hint}"
+    return Refused(400, message, code="unknown_parameter", param=field[:100])
 
 
 def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int) -> Refused:

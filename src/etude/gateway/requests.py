@@ -1,7 +1,8 @@
 """Bytes of a request → a checked `ChatRequest` or `TextRequest`, or `Refused`. Nothing else, whatever goes in.
 
-Unknown fields are skipped, as clients send many. A field that would change the answer and cannot be honoured is
-refused unless it holds its neutral value: silence would be a lie.
+A parameter that would change the answer and cannot be honoured is refused by its name, unless it holds its neutral
+value; so is one that nobody knows. Those that change no answer (`HARMLESS`) are accepted and not used. In messages,
+which clients send back with what other servers put there, unknown fields are skipped.
 """
 
 from __future__ import annotations
@@ -13,34 +14,81 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from etude.gateway.refusal import invalid, not_offered
+from etude.gateway.refusal import invalid, not_offered, unknown
 
 Message = dict[str, Any]
 
 MAX_STOPS = 16
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",  # an answer has one call at most
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+"""What clients and agents send beside what they ask: none of it changes the answer."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
     "top_p": (None, 1),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    # of other servers
+    "add_generation_prompt": (None, True),
+    "add_special_tokens": (None, False, True),  # a template or a prompt has its own
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "echo": (None, False),
+    "guided_choice": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "ignore_eos": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
+    "logits_processors": (None, []),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "prompt_logprobs": (None,),
+    "repetition_penalty": (None, 1),
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "stop_token_ids": (None, []),
+    "structured_outputs": (None,),
+    "top_k": (None, -1, 0),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+}
+"""Parameters that are understood and not offered, with the values under which they change nothing."""
+NEUTRAL_OF_CHAT: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL,
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
     "functions": (None, []),
+    "function_call": (None, "auto", "none"),
     "audio": (None,),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "reasoning_effort": (None, "none"),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
 }
-"""Fields that are understood and not offered, with the values under which they change nothing."""
-
-
-NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {
-    **{name: NEUTRAL[name] for name in ("n", "top_p", "frequency_penalty", "presence_penalty", "logit_bias")},
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "logprobs": (None,),
-    "suffix": (None, ""),
-}
+NEUTRAL_OF_TEXT: dict[str, tuple[Any, ...]] = {**NEUTRAL, "logprobs": (None,), "suffix": (None, "")}
 TEXT_TOKENS = 16
 """Of a text completion whose request names no limit, as OpenAI has it."""
 
@@ -94,6 +142,7 @@ class _Message(msgspec.Struct):
     content: str | list[_Part] | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: Any = None
 
 
 class _StreamOptions(msgspec.Struct):
@@ -110,29 +159,16 @@ class _Body(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     return_token_ids: bool | None = None
-    n: Any = None
-    top_p: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    logprobs: Any = None
-    logit_bias: Any = None
 
 
 class _TextBody(_Body, kw_only=True):
     prompt: str | list[Any]
-    best_of: Any = None
-    echo: Any = None
-    suffix: Any = None
 
 
 class _ChatBody(_Body, kw_only=True):
     messages: list[_Message]
     tools: list[dict[str, Any]] | None = None
-    top_logprobs: Any = None
-    response_format: Any = None
     tool_choice: Any = None
-    functions: Any = None
-    audio: Any = None
 
 
 B = TypeVar("B", bound=_Body)
@@ -141,7 +177,7 @@ _path = re.compile(r" - at `\$\.?([^`]*)`")
 
 def read_request(data: bytes) -> ChatRequest:
     """The chat request in a body. Raises `Refused` (400)."""
-    body = _decoded(data, _chat_decoder, NEUTRAL)
+    body = _decoded(data, _chat_decoder, NEUTRAL_OF_CHAT)
     messages = [_canonical(m, f"messages[{i}]") for i, m in enumerate(body.messages)]
     if not messages or messages[-1]["role"] == "assistant":
         raise invalid("messages must end with a system, user or tool message", "messages")
@@ -161,6 +197,7 @@ def read_text_request(data: bytes) -> TextRequest:
     return TextRequest(prompt=prompt, **{**common, "max_tokens": common["max_tokens"] or TEXT_TOKENS})
 
 
+_names_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _chat_decoder, _text_decoder = msgspec.json.Decoder(_ChatBody), msgspec.json.Decoder(_TextBody)
 
 
@@ -172,9 +209,12 @@ def _decoded(data: bytes, decoder: msgspec.json.Decoder[B], neutral: dict[str, t
         raise invalid(str(error), place[1] if place else None) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not JSON: {error}") from None
-    for name, values in neutral.items():
-        if getattr(body, name) not in values:
-            raise not_offered(name, getattr(body, name), values)
+    for name, raw in _names_decoder.decode(data).items():
+        if name in neutral:
+            if (value := msgspec.json.decode(raw)) not in neutral[name]:
+                raise not_offered(name, value, neutral[name])
+        elif name not in body.__struct_fields__ and name not in HARMLESS:
+            raise unknown(name, {*body.__struct_fields__, *HARMLESS, *neutral})
     _check_ranges(body)
     return body
 
@@ -217,6 +257,8 @@ def _canonical(message: _Message, where: str) -> Message:
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     canonical: Message = {"role": role, "content": content or ""}
+    if message.function_call is not None:
+        raise invalid("calls of the old form function_call are not rendered: send tool_calls", f"{where}.function_call")
     if message.tool_calls:
         if role != "assistant":
             raise invalid(f"a {role} message has tool_calls", f"{where}.tool_calls")

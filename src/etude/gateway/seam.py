@@ -40,10 +40,19 @@ class Chat(Protocol):
         """Raises `ValueError` for what is no tool."""
         ...
 
-    def first(self, messages: Sequence[Message], signatures: Any) -> I32: ...
+    def first(self, messages: Sequence[Message], signatures: Any, *, most: int | None = None) -> I32:
+        """May be called in any thread, as `continuation` and `encode` may. Raises `ContextFull`, before it tokenises,
+        for what surely has more than `most` tokens."""
+        ...
 
     def continuation(
-        self, previous: Sequence[Message], new: Sequence[Message], signatures: Any, *, ended: bool
+        self,
+        previous: Sequence[Message],
+        new: Sequence[Message],
+        signatures: Any,
+        *,
+        ended: bool,
+        most: int | None = None,
     ) -> I32: ...
 
     def parse(self, ids: I32, signatures: Any) -> Said: ...
@@ -52,6 +61,6 @@ class Chat(Protocol):
         """How many of a completion's first tokens are surely said as text, whatever follows."""
         ...
 
-    def encode(self, text: str) -> I32: ...
+    def encode(self, text: str, *, most: int | None = None) -> I32: ...
 
     def decode(self, ids: Iterable[int]) -> str: ...

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from etude.errors import ContextFull
 from etude.harness.commands import Call, Signature, read_call, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
+from etude.harness.token_bound import chars_per_token
 from etude.records.wire import I32
 
 PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
@@ -40,6 +43,7 @@ SPECIAL_TOKENS = (PAD, USER, ASSISTANT, TOOL, CALL, END, DOC, SYSTEM)
 
 _MARK = "\ue000"  # private use: hides text that spells a special token while the template renders
 STAND_IN = "\ue001"  # begins what stands for a text while a template renders; no outside text holds it unmarked
+_LONG_CHARS = 16_384  # from here on tokenising takes tens of milliseconds
 _SHORT_CHARS = 256  # texts up to here are remembered: tool answers repeat ("ok", an instruction)
 _marked = re.compile(f"{_MARK}({_MARK}?)")
 
@@ -117,8 +121,10 @@ class ChatFormat:
 
     # text and tokens
 
-    def encode(self, text: str) -> I32:
-        """The tokens of ordinary text, [T] int32. A special token's spelling in it is ordinary text too."""
+    def encode(self, text: str, *, most: int | None = None) -> I32:
+        """The tokens of ordinary text, [T] int32. A special token's spelling in it is ordinary text too. Raises
+        `ContextFull`, before any work, for a text that surely has more than `most` tokens."""
+        self._check_length(text, most)
         return np.array(self._plain(text), np.int32)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -137,10 +143,17 @@ class ChatFormat:
         hidden = self._hidden(messages, signatures or {})
         return self._encode_rendering(self._render(hidden, signatures or {}, generate=False))
 
-    def first(self, messages: Sequence[Message], signatures: Mapping[str, Signature] | None = None) -> I32:
-        """The root of a context: the messages and the generation prompt, [P] int32."""
+    def first(
+        self,
+        messages: Sequence[Message],
+        signatures: Mapping[str, Signature] | None = None,
+        *,
+        most: int | None = None,
+    ) -> I32:
+        """The root of a context: the messages and the generation prompt, [P] int32. Raises `ContextFull`, before it is
+        tokenised, for one that surely has more than `most` tokens."""
         hidden = self._hidden(messages, signatures or {})
-        return self._encode_rendering(self._render(hidden, signatures or {}, generate=True))
+        return self._encode_rendering(self._render(hidden, signatures or {}, generate=True), most=most)
 
     def continuation(
         self,
@@ -149,8 +162,10 @@ class ChatFormat:
         signatures: Mapping[str, Signature] | None = None,
         *,
         ended: bool = True,
+        most: int | None = None,
     ) -> I32:
-        """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32.
+        """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32; `most` as in
+        `first`.
 
         It starts after the stop token that the model sampled; `ended` False says that it sampled none (it was cut off),
         and the stop token is appended here. Raises `ChatError` for a template that rewrites earlier messages.
@@ -165,7 +180,7 @@ class ChatFormat:
                 "a new message changes how earlier ones are rendered",
                 hint="use a template whose rendering of n messages is a prefix of that of n + 1",
             )
-        return self._encode_rendering(after[end + len(END) if ended else end :])
+        return self._encode_rendering(after[end + len(END) if ended else end :], most=most)
 
     def spell(self, call: Call) -> I32:
         """The completion that makes a call, stop token included, [T] int32: what a script says in a policy's place."""
@@ -256,7 +271,8 @@ class ChatFormat:
             text = text.replace(STAND_IN, STAND_IN + _MARK)
         return literal.sub(lambda m: m[0][0] + _MARK + m[0][1:], text)
 
-    def _encode_rendering(self, rendering: str) -> I32:
+    def _encode_rendering(self, rendering: str, *, most: int | None = None) -> I32:
+        self._check_length(rendering, most)
         ids: list[int] = []
         for i, piece in enumerate(self._literal.split(rendering)):
             if i % 2:
@@ -272,7 +288,27 @@ class ChatFormat:
         """Cut inside whatever spells a token that the tokeniser would find in text."""
         cuts = [0, *(m.start() + 1 for m in self._unsaid.finditer(text)), len(text)]
         pieces = [text[start:stop] for start, stop in itertools.pairwise(cuts)]
-        return tuple(i for piece in pieces for i in self._tokenizer.encode(piece, add_special_tokens=False).ids)
+        return tuple(i for piece in pieces for i in self._ids(piece))
+
+    def _ids(self, text: str) -> Sequence[int]:
+        """A long text lets other threads work meanwhile, which only this call does."""
+        if len(text) > _LONG_CHARS:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _chars_per_token(self) -> float:
+        return chars_per_token(self._tokenizer)
+
+    def _check_length(self, text: str, most: int | None) -> None:
+        """Raises `ContextFull` for a text or a rendering that surely has more than `most` tokens."""
+        if most is None or len(text) <= most:
+            return
+        num_chars = len(text) / (2 if _MARK in text else 1)  # each mark stands beside a character of the text
+        least = math.ceil(num_chars / self._chars_per_token)
+        if least > most:
+            facts = f"{len(text):,} characters are at least {least:,} tokens"
+            raise ContextFull(f"the text does not fit {most} tokens", facts, hint="send less text")
 
 
 _HINT_TOKENS = (

@@ -64,9 +64,10 @@ class ImportedFormat(ChatFormat):
         signatures: Mapping[str, Signature] | None = None,
         *,
         ended: bool = True,
+        most: int | None = None,
     ) -> I32:
         """Only what `new` appends after `previous`, whose last message the model sampled, [P] int32: what the template
-        writes behind the token that ends that message, or from it on where `ended` is False."""
+        writes behind the token that ends that message, or from it on where `ended` is False; `most` as in `first`."""
         hidden = self._hidden([*previous, *new], signatures or {})
         last = len(previous) - 1
         hidden[last] = {**hidden[last], "content": _SAID}
@@ -76,7 +77,7 @@ class ImportedFormat(ChatFormat):
         if at < 0 or end < 0:
             what = "its words are left out" if at < 0 else f"no {self.end} ends it"
             raise ChatError("the chat template cannot be continued behind what was said", what, hint=_HINT)
-        return self._encode_rendering(rendering[end + len(self.end) if ended else end :])
+        return self._encode_rendering(rendering[end + len(self.end) if ended else end :], most=most)
 
     def spell(self, call: Call) -> I32:
         """The completion that makes a call, stop token included, [T] int32. Raises `ChatError` for a checkpoint that

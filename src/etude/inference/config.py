@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from etude.config import ranged
@@ -38,16 +39,58 @@ class EngineConfig:
 
     max_sequences: int = ranged(64, low=1, high=4096)  # decoded together; also the number of KV slots
     context_tokens: int = ranged(1024, low=2)  # longest context: prompt and completion
-    chunk_tokens: int = ranged(256, low=1)  # a prompt is computed in chunks that end at multiples of this position
+    chunk_tokens: int = ranged(256, low=1)  # reference engines compute a prompt up to each multiple of this position
     step_tokens: int = ranged(512, low=1)  # prompt tokens computed in one step, beside one decoded token a sequence
     max_waiting: int = ranged(1024, low=0)  # requests without a slot; one more is refused
     pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
     stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer is a hang
     dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the learner's, too
-    device: str = "auto"  # auto, cpu, cuda, cuda:N: the reference engine's; in exact mode the learner's, too
+    device: str = "auto"  # auto, cpu, cuda, cuda:N: of reference engines; in exact mode the learner's, too
 
     def __post_init__(self) -> None:
         check_device(self.device)
+
+    def arguments(self) -> list[str]:
+        """Every setting as arguments of an engine's process; `serving.config_of` reads them back.
+
+        >>> EngineConfig(device="cpu").arguments()[-2:]
+        ['--device', 'cpu']
+        """
+        settings = ((f"--{field.name.replace('_', '-')}", str(getattr(self, field.name))) for field in fields(self))
+        return [word for setting in settings for word in setting]
+
+
+_PARALLEL = (
+    ("tensor-parallel-size", "tp", "tp-size"),
+    ("pipeline-parallel-size", "pp", "pp-size"),
+    ("data-parallel-size", "dp", "dp-size"),
+    ("prefill-context-parallel-size", "pcp"),
+)
+"""Names that vLLM and SGLang have for each size; processes of a size compute on a device each."""
+
+
+def devices_of(arguments: Sequence[str]) -> int:
+    """The product of the parallel sizes in a server's arguments. With ``--enable-dp-attention`` SGLang's data-parallel
+    ranks are among its tensor-parallel ones, and of ``--nnodes`` servers this is one.
+
+    >>> devices_of(["--tp", "8", "--dp=4", "--enable-dp-attention"]), devices_of(["--tensor_parallel_size=4", "-pp=2"])
+    (8, 8)
+    >>> devices_of([])
+    1
+    """
+    given: dict[str, str] = {}
+    for at, word in enumerate(arguments):
+        name, _, value = word.partition("=")
+        if word.startswith("-"):
+            given[name.lstrip("-").replace("_", "-")] = value or next(iter(arguments[at + 1 : at + 2]), "")
+
+    def size(names: Sequence[str]) -> int:
+        value = next((given[name] for name in names if name in given), "1")
+        return int(value) if value.isdecimal() and int(value) else 1  # what is no number the server itself refuses
+
+    tensor, pipeline, data, context = map(size, _PARALLEL)
+    devices = tensor * pipeline * context * (1 if "enable-dp-attention" in given else data)
+    return max(1, devices // size(("nnodes",)))
 
 
 @dataclass(frozen=True)
@@ -57,6 +100,15 @@ class ForeignConfig:
     environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it; so SGLang's
     kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # room for KV; none: max_sequences whole contexts
     arguments: tuple[str, ...] = ()  # passed on: ["--tensor-parallel-size=8"]
+
+    @property
+    def devices(self) -> int:
+        """On how many accelerators an engine computes, by its arguments: the product of its parallel sizes.
+
+        >>> ForeignConfig(arguments=("--tensor-parallel-size=8", "-dp", "2")).devices
+        16
+        """
+        return devices_of(self.arguments)
 
     def kv_room(self, engine: EngineConfig) -> int:
         """Tokens whose keys and values there is room for.

@@ -40,6 +40,7 @@ from etude.inference.serving import (
     config_of,
     listen,
     read_token,
+    report_settings,
     require_weights,
     serve,
     take_sizes,
@@ -140,6 +141,7 @@ def _build(
         model = load_model(args.checkpoint, dtype=dtype, operators=operators, device=device)
         views, derived = live_weights(model, args.quantise)
         version = initial_version(views)
+    report_settings(telemetry, config, device=str(next(model.parameters()).device))
     engine = ReferenceEngine(model, version=version, name=args.name, config=config)
     if chain is None:
         return engine, None

@@ -17,12 +17,13 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from etude.config import build
+from etude.config import build, to_plain
 from etude.errors import EngineError, EtudeError
 from etude.inference.config import EngineConfig
 from etude.inference.membership import Wanted, environment_token
 from etude.inference.registering import WAIT_S, say
 from etude.stores.http import HttpStore
+from etude.telemetry import Telemetry
 from etude.weights.chain.history import head
 
 RELAY_S = 5.0  # for its first answer
@@ -89,6 +90,12 @@ def config_of(args: argparse.Namespace) -> EngineConfig:
     """The settings among the arguments. Raises `ConfigError`."""
     settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(EngineConfig)}
     return build(EngineConfig, {k: v for k, v in settings.items() if v is not None}, "engine")
+
+
+def report_settings(telemetry: Telemetry | None, config: EngineConfig, *, device: str) -> None:
+    """Write the settings that an engine works with as an event, `device` as it was found."""
+    if telemetry is not None:
+        telemetry.event("engine.settings", **{**to_plain(config), "device": device})
 
 
 def serve(app: ASGIApp, listener: socket.socket, *, name: str, ready_file: Path | None) -> None:

@@ -38,6 +38,7 @@ from etude.experience import SCHEMES, Group, Ledger, Window, plan_batch, step_fa
 from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
+from etude.inference import HttpEngine
 from etude.loop.apart import InOrder, apart
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
@@ -99,6 +100,11 @@ class Conductor:
         self._defence_due: Defence | None = None
         self._published = asyncio.Event()
         self._admitted = asyncio.Event()
+
+    def close(self) -> None:
+        """Let the ledger go, after what it was given to write. Idempotent."""
+        self.books.close()
+        self.ledger.close()
 
     async def reinforce(self) -> None:
         """Train until the last step, and keep the result. Raises what ended the loop, by name."""
@@ -165,13 +171,14 @@ class Conductor:
     async def _adopted(self, published: Published) -> None:
         """Wait until every engine that answers holds this very version: a step's number would let one go on with what
         it started with, or with a lost lineage's."""
-        for engine in list(self.crew.engines.values()):
-            try:
+
+        async def adopted(engine: HttpEngine) -> None:
+            with contextlib.suppress(EngineError, TimeoutError):  # it is gone or late: others have its work until then
                 async with asyncio.timeout(ADOPT_S):
                     while (await engine.info()).version != published.version:  # noqa: ASYNC110  it is elsewhere
                         await asyncio.sleep(POLL_S)
-            except (EngineError, TimeoutError):
-                continue  # it is gone or late: its work goes elsewhere until it has caught up
+
+        await asyncio.gather(*(adopted(engine) for engine in self.crew.engines.values()))
 
     async def _call(self, method: str, kind: type[T], *args: object) -> T:
         """Call the learner of this lineage. Raises `Lost` when it is gone, even if another is up."""

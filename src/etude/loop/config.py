@@ -20,7 +20,7 @@ from etude.inference.foreign.environment import MAKES
 from etude.loop.parity import OverBudget, ParityConfig
 from etude.loop.task_images import with_built_images
 from etude.models.config import ModelConfig
-from etude.numerics.config import Mode, NumericsConfig, Quantise
+from etude.numerics.config import ComputeDtype, Mode, NumericsConfig, Quantise
 from etude.run import HINT_COPY, RunFolder
 from etude.seams import TaskSource
 from etude.stores.places import parse_place
@@ -28,7 +28,7 @@ from etude.tasks import open_source
 from etude.tasks.canaries import WithCanaries
 from etude.tasks.config import CorpusConfig, TasksConfig
 from etude.tasks.harbor import HarborSource
-from etude.training.config import LearnerConfig, MidTrainingConfig
+from etude.training.config import LearnerConfig, LiveWeights, MidTrainingConfig
 
 MAX_ENGINES = 64
 
@@ -140,6 +140,7 @@ class RunConfig:
                 f"{str(self.numerics.quantise)!r}: adapters are merged into unrounded weights"
             )
         self._engines_must_compute_so()
+        self._weights_must_fit()
         self._ranks_must_share()
         if self.harness.context_tokens > self.engine.context_tokens:
             raise ValueError(
@@ -180,6 +181,20 @@ class RunConfig:
                     f"SGLang takes whole weights, and learner.lora_rank = {self.learner.lora_rank} publishes adapters",
                     hint="set learner.lora_rank = 0, or take vLLM or reference engines",
                 )
+
+    def _weights_must_fit(self) -> None:
+        """Raises `ValueError` where engines of `engine.dtype` cannot hold what the learner publishes, bit by bit.
+        SGLang casts what it loads; formats and adapters are made to fit."""
+        if self.learner.lora_rank or self.numerics.quantise is not Quantise.NONE:
+            return
+        if self.fleet.engines and not {*self.fleet.engines} - {EngineKind.SGLANG}:
+            return
+        held = [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16][: 1 if self.learner.weights is LiveWeights.F32 else 2]
+        if self.engine.dtype not in held:
+            raise ValueError(
+                f"learner.weights = {str(self.learner.weights)!r} do not fit into engines of engine.dtype = "
+                f"{str(self.engine.dtype)!r} without a change: only {' or '.join(held)} can hold them"
+            )
 
     def _ranks_must_share(self) -> None:
         learner, experts = self.learner, self.model.num_experts
@@ -225,6 +240,12 @@ class RunConfig:
         if kind is EngineKind.REFERENCE:
             return self.engine.max_sequences
         return self.foreign(kind).max_contexts(self.engine)
+
+    def devices_of(self, kind: EngineKind) -> int:
+        """On how many accelerators an engine of a kind computes, where there are any."""
+        if kind is EngineKind.REFERENCE:
+            return int(self.engine.device != "cpu")
+        return self.foreign(kind).devices
 
     def foreign(self, kind: EngineKind) -> ForeignConfig:
         """What engines of another make are told."""

@@ -22,6 +22,7 @@ from etude.errors import DeadlineExceeded
 from etude.experience import RolloutFiles
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
+from etude.inference.fleet import PATIENCE_S
 from etude.inference.foreign.environment import MAKES, environment
 from etude.inference.membership import Listed, Roster, State, environment_token
 from etude.inference.registrar import Registrar
@@ -41,7 +42,8 @@ T = TypeVar("T")
 GRADE_S = 7_200.0
 """Longer than a grade may take (`MachineGrader`), and some wait for their turn: an agent that makes its grade last
 gets a verdict, not an end by this. A grader that hangs is found by its supervisor."""
-BASELINE_S = 120.0
+SCRIPT_S = 600.0
+"""For a machine of a scripted rollout to be made and to end, beside its commands: its image may be large."""
 ENGINE_NICE = 5
 """On shared cores engines give way to harness, machines and graders: tool calls are short, and while they are served
 requests gather, so that an engine's next step decodes more of them. They give way to the learner, too: it is what the
@@ -168,15 +170,19 @@ class Crew:
             await engine.close()
 
     async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
-        """A rollout, played and stored. `kept`: for the ledger; else it has a transcript, and `files.drop` is its
-        caller's."""
-        limits = self.config.harness  # a worker's own deadlines end it first
-        deadline_s = limits.rollout_deadline_s + limits.max_turns * limits.turn_deadline_s
+        """Have a worker run it and store it. Its worker and its engines see whether it goes on, and end it long before
+        the deadline here: every turn waits for an engine and then for each of its tokens as long as it may. `kept`: for
+        the ledger; else it has a transcript, and `files.drop` is its caller's."""
+        limits = self.config.harness
+        turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
+        deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
         return (await self.workers.call("rollout", HandedOver, spec, kept, deadline_s=deadline_s)).of(spec.task)
 
     async def baseline(self, spec: RolloutSpec, kind: str) -> Played:
-        """A rollout of a script that needs no model: "oracle" or "random". As one that is not kept."""
-        return (await self.workers.call("baseline", HandedOver, spec, kind, deadline_s=BASELINE_S)).of(spec.task)
+        """Have a worker play a script: "oracle" or "random". It asks no engine: its commands and its machine take
+        what time it takes. As one that is not kept."""
+        deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
+        return (await self.workers.call("baseline", HandedOver, spec, kind, deadline_s=deadline_s)).of(spec.task)
 
     async def grade(self, rollout: Played) -> Outcome:
         graded: Outcome = await self.graders.call(
@@ -184,10 +190,19 @@ class Crew:
         )
         return graded
 
-    def _child(self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING) -> Child:
+    def _child(
+        self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING, devices: int = 0
+    ) -> Child:
         placement = self.supervisor.placement
         return Child(
-            name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env, placement=placement
+            name,
+            argv,
+            logs=self.run / "logs",
+            telemetry=self.telemetry,
+            nice=nice,
+            env=env,
+            placement=placement,
+            devices=devices,
         )
 
     def _member(self, role: str, index: int, pool: Pool) -> tuple[Child, Role]:
@@ -224,7 +239,7 @@ class Crew:
 
     def _engine(self, name: str, kind: EngineKind) -> tuple[Child, Role]:
         ready_file = self.run / "logs" / f"{name}.ready"
-        argv = [*_engine_argv(self.run, self.config, name, kind), "--host", ADDRESS, "--ready-file", str(ready_file)]
+        argv = [*engine_argv(self.run, self.config, name, kind), "--host", ADDRESS, "--ready-file", str(ready_file)]
 
         async def waits(_: Child) -> None:
             self._away[name] = kind
@@ -247,7 +262,8 @@ class Crew:
             await self._own[name].info(deadline_s=2 * self.supervisor.hung_s)
 
         ready_file.unlink(missing_ok=True)
-        return self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers, waits=waits)
+        child = self._child(name, argv, nice=ENGINE_NICE, devices=self.config.devices_of(kind))
+        return child, Role(on_up, answers, waits=waits)
 
     async def _beat(self, joined: Roster) -> dict[str, int]:
         """Engines from elsewhere are as told: how much may run follows, and workers hear of it. The sessions that each
@@ -264,8 +280,8 @@ class Crew:
     async def _tell_workers(self) -> dict[str, int]:
         """Who the engines are; how many sessions each has, in all workers."""
         region = "home" if self.registrar else ""
-        size = self.config.engine.max_sequences
-        own = {n: Listed(url=e.url, region=region, max_sequences=size) for n, e in self._own.items()}
+        sizes = {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
+        own = {n: Listed(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
         roster = own | (self.registrar.roster if self.registrar else {})
 
         async def tell(caller: Caller) -> dict[str, int]:
@@ -279,14 +295,13 @@ class Crew:
         return sessions
 
 
-def _engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
+def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
     """The command line of an engine, without its Python."""
     argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
     place = weights_place(run)
     argv += ["--store", str(place), *poll_arguments(place)]
     argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
-    argv += ["--max-sequences", str(config.engine.max_sequences), "--dtype", config.engine.dtype]
-    argv += ["--context-tokens", str(config.engine.context_tokens)]
+    argv += config.engine.arguments()
     if kind is EngineKind.REFERENCE:
         numerics = config.numerics
         return [*argv, "--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]

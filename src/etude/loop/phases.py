@@ -25,8 +25,10 @@ from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew, crew
 from etude.loop.evaluating import baseline
+from etude.loop.limits import check_limits, first_tasks
 from etude.loop.placement import NOTHING, Placement
 from etude.loop.places import read_ledger
+from etude.loop.preflight import used_splits
 from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
@@ -52,6 +54,8 @@ async def run_phases(
             for phase, module in preparing.items():
                 program = functools.partial(_program, run, telemetry, supervisor, phase, module)
                 await _phase(run, telemetry, phase, program)
+                if phase == "corpus" and not run.ended("mid-training"):
+                    await asyncio.to_thread(_check_limits, run, config)
         if not run.ended("eval-after"):
             async with crew(run, config, telemetry, supervisor) as members:
                 await _with_crew(run, config, telemetry, members)
@@ -72,6 +76,12 @@ async def _phase(run: RunFolder, telemetry: Telemetry, name: str, work: Phase) -
     telemetry.event("phase", phase=name, state="end", wall_s=round(wall_s, 3))
     span = await asyncio.to_thread(lambda: RunView(run.path).phase(name))
     run.end_phase(name, wall_s=span.wall_s if span is not None and span.wall_s else wall_s, facts=facts)
+
+
+def _check_limits(run: RunFolder, config: RunConfig) -> None:
+    """What `preflight` could not see, since the run had no tokeniser. Raises `ConfigError`."""
+    tasks = first_tasks(open_tasks(config, canaries=False), used_splits(config))
+    check_limits(config.harness, ChatFormat.load(run / "tokenizer"), tasks)
 
 
 async def _adopt_start(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> Mapping[str, Any]:
@@ -149,10 +159,11 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
         await ready()
         return {"rate": (await measure("after")).rate}
 
-    async with _unless_failed(members.supervisor):
-        await _phase(run, telemetry, "eval-before", before)
-        await _phase(run, telemetry, "rl", rl)
-        await _phase(run, telemetry, "eval-after", after)
+    with contextlib.closing(conductor):
+        async with _unless_failed(members.supervisor):
+            await _phase(run, telemetry, "eval-before", before)
+            await _phase(run, telemetry, "rl", rl)
+            await _phase(run, telemetry, "eval-after", after)
 
 
 @contextlib.asynccontextmanager

@@ -7,24 +7,24 @@ prove themselves (reference 1, untouched state 0), and so machines can be made o
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from etude.config import leaves, to_plain
 from etude.environments import MachineGrader, exports_of
 from etude.environments.backends import runtime_of
 from etude.environments.images import ImageStore
-from etude.errors import CheckpointError, ConfigError, RunError, TaskError
+from etude.errors import ConfigError, RunError, TaskError
 from etude.experience.database import NoLedger, check_server
 from etude.harness import ChatFormat, standard_tools
 from etude.inference.config import EngineKind
-from etude.inference.foreign.environment import MAKES, environment
+from etude.inference.foreign.environment import MAKES
 from etude.listening import bind
 from etude.loop.config import RunConfig, open_tasks
+from etude.loop.devices import check_devices, check_foreign_device
 from etude.loop.joining import check_listen
+from etude.loop.limits import check_limits, first_tasks, starting_model
 from etude.loop.places import check_store, has_published, ledger_place, read_ledger
 from etude.loop.task_images import with_images
 from etude.loop.weighing import check_step
@@ -45,16 +45,16 @@ def preflight(
     config: RunConfig,
     *,
     adopted: bool = False,
-    proven: bool = False,
+    elsewhere: bool = False,
     given: Collection[str] = (),
     said: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later.
 
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more.
-    `proven`: the tasks were proven where they will be judged. `given`: names of the settings that the user gave. `said`
-    is told of what takes longer, an image that was built, of layers of the checkpoint that are left out, of settings
-    that are not used, and of steps that may be too large for this machine."""
+    `elsewhere`: components run on other machines, where tasks and devices were checked before. `given`: names of the
+    settings that the user gave. `said` is told of what takes longer, an image that was built, of layers of the
+    checkpoint that are left out, of settings that are not used, and of steps that may be too large for this machine."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
@@ -67,6 +67,8 @@ def preflight(
         check_rank(config.model, config.learner.lora_rank)
         config.model.shared(config.numerics.degree)
         check_step(config, config.model, said)
+        if config.learner.device.startswith("cuda"):
+            said(f"mid-training computes on the CPU; learner.device = {config.learner.device!r} is where RL does")
     for url in filter(None, (config.stores.weights, config.stores.traces)):
         check_store(url, said)
     if config.experience.ledger:
@@ -74,6 +76,8 @@ def preflight(
     check_listen(config)
     if config.fleet.ranks_at:
         check_ranks_at(config.fleet.ranks_at)
+    if not elsewhere:
+        check_devices(config)
     check_foreign(config, adopted=adopted)
     standard_tools(config.harness.tools)
     if config.harness.require_submit and "submit" not in config.harness.tools:
@@ -83,8 +87,11 @@ def preflight(
             hint="add 'submit', or set harness.require_submit=false",
         )
     asyncio.run(build_images(config, said))
-    if not proven:
-        prove_tasks(config)
+    source = check_tasks(config, used_splits(config))
+    if config.start is not None and not adopted:
+        check_limits(config.harness, ChatFormat.load(config.start), first_tasks(source, used_splits(config)), said)
+    if not elsewhere:
+        asyncio.run(_prove(source, config))
 
 
 def check_ranks_at(address: str) -> None:
@@ -98,7 +105,7 @@ def check_ranks_at(address: str) -> None:
 
 def prove_tasks(config: RunConfig) -> None:
     """Whether the first tasks prove themselves on machines that are made here. Raises `TaskError`, `MachineError`."""
-    asyncio.run(_prove(check_tasks(config, _used_splits(config)), config))
+    asyncio.run(_prove(check_tasks(config, used_splits(config)), config))
 
 
 def check_foreign(config: RunConfig, *, adopted: bool) -> None:
@@ -106,10 +113,10 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
     the run was started from it before. Raises `EngineError`, `ConfigError`."""
     kinds = sorted({*config.fleet.engines} - {EngineKind.REFERENCE})
     for kind in kinds:
-        environment(config.foreign(kind).environment, MAKES[kind]).require()
+        check_foreign_device(config, kind)
     if not kinds or config.start is None or adopted:
         return
-    model = _read_config(config.start)
+    model = starting_model(config.start)
     if model.family.is_latent:
         raise ConfigError(
             f"fleet.engines = {list(map(str, config.fleet.engines))}",
@@ -181,7 +188,7 @@ def check_start(
     weight of it (by the headers of its files), in widths that `numerics` can round and share and adapters of
     `lora_rank` are smaller than, and can be talked to. `said` is told of layers that are left out."""
     numerics = numerics or NumericsConfig()
-    model = _read_config(checkpoint)
+    model = starting_model(checkpoint)
     check_weights(checkpoint, model)
     check_blocks(model, numerics.quantise)
     check_rank(model, lora_rank)
@@ -218,32 +225,7 @@ def check_experts(model: ModelConfig, expert_parallel: int) -> None:
         )
 
 
-def _read_config(checkpoint: Path) -> ModelConfig:
-    """The model that the config.json of a starting checkpoint describes. Raises `ConfigError`, `CheckpointError`."""
-    path = checkpoint / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-    except OSError:
-        raise ConfigError(
-            f"start = {str(checkpoint)!r}", "no config.json there", hint="give a Hugging Face checkpoint directory"
-        ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged", str(error), hint="copy or download the checkpoint again") from None
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} is damaged", "it is no object", hint="copy or download the checkpoint again")
-    return _computable(checkpoint, raw)
-
-
-def _computable(checkpoint: Path, raw: dict[str, Any]) -> ModelConfig:
-    """The model that a checkpoint describes. One that is whole and of another architecture is no `start`."""
-    try:
-        return ModelConfig.from_hf(raw)
-    except CheckpointError as error:
-        facts = f"{error.what}{': ' if error.facts else ''}{error.facts}"
-        raise ConfigError(f"start = {str(checkpoint)!r}", facts, hint=error.hint) from None
-
-
-def _used_splits(config: RunConfig) -> list[Split]:
+def used_splits(config: RunConfig) -> list[Split]:
     during = config.rl.steps > config.evals.every
     used = {
         Split.TRAIN: config.rl.steps > 0,
@@ -258,7 +240,7 @@ async def _prove(source: TaskSource, config: RunConfig) -> None:
     runtime = runtime_of(config.machines)
     try:
         grader, export = grader_for(source, MachineGrader(runtime)), partial(exports_of, runtime)
-        proof = await check(source, grader, _used_splits(config)[0], PROVEN_TASKS, export=export)
+        proof = await check(source, grader, used_splits(config)[0], PROVEN_TASKS, export=export)
     finally:
         await runtime.close()
     proof.require()

@@ -21,8 +21,9 @@ from etude.loop.parity import Alarm, Defence, OverBudget, ParityConfig, Watch
 from etude.records.sample import Published
 from etude.telemetry import Telemetry
 
-PROBE_TOKENS = 128
-ADOPT_S, FAR_ADOPT_S = 30.0, 120.0
+PROBE_TOKENS, AGAIN_S = 128, 1.0
+ADOPT_S, FAR_ADOPT_S = 30.0, 120.0  # of an engine in trouble, to come out of it
+FETCH_S = 1_800.0  # of one that is not: weights may be large, and the line slow
 
 
 class Unreachable(EtudeError):
@@ -47,8 +48,9 @@ class Probe:
     async def ask(
         self, engines: Mapping[str, HttpEngine], published: Published, mine: list[float], *, far: Collection[str] = ()
     ) -> None:
-        """Every engine, of a version that `mine` are the learner's log-probabilities of; those that are `far` are given
-        more time. Raises `ParityError`, and `Unreachable` where every engine that is there cannot come to it."""
+        """Every engine, of a version that `mine` are the learner's log-probabilities of. One that is still on its way
+        to it is waited for; one that says why it cannot come has some seconds, and more where it is `far`. Raises
+        `ParityError`, and `Unreachable` where every engine that is there cannot come to it."""
         asked = (
             self._ask_one(name, engine, published, mine, FAR_ADOPT_S if name in far else ADOPT_S)
             for name, engine in engines.items()
@@ -65,14 +67,20 @@ class Probe:
         self, name: str, engine: HttpEngine, published: Published, mine: list[float], patience_s: float
     ) -> EngineError | None:
         """The error of an engine that is there and does not come to the version."""
-        try:
-            await engine.adopt(published.version.step, deadline_s=patience_s)
-            version, theirs = await engine.verify(self.text)
-            engine_class = (await engine.info()).parity
-        except EngineGone:
-            return None  # its successor catches up by itself and is given no work until then
-        except EngineError as error:
-            return error
+        loop = asyncio.get_running_loop()
+        end = loop.time() + FETCH_S
+        while True:
+            try:
+                await engine.adopt(published.version.step, deadline_s=patience_s)
+                version, theirs = await engine.verify(self.text)
+                engine_class = (await engine.info()).parity
+                break
+            except EngineGone:
+                return None  # its successor catches up by itself and is given no work until then
+            except EngineError as error:
+                if isinstance(error, Unauthorised) or loop.time() >= end or await _trouble(engine):
+                    return error
+                await asyncio.sleep(AGAIN_S)
         if version != published.version:
             return None  # it has moved on: the probe of that version will speak
         found = compare(theirs, mine)
@@ -116,6 +124,14 @@ class Probe:
         )
         if alarm.defence is not None:
             await self._defend(alarm.defence)
+
+
+async def _trouble(engine: HttpEngine) -> str:
+    """Why an engine cannot come to a version; "" of one that is on its way to it."""
+    try:
+        return (await engine.info()).trouble
+    except EngineError as error:
+        return error.what
 
 
 def _hint(alarm: Alarm, same_class: bool) -> str:

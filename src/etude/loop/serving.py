@@ -12,12 +12,14 @@ import contextlib
 import json
 import tempfile
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from etude.errors import CheckpointError, NoCheckpoint
 from etude.gateway import GatewayConfig, create_app, serving
 from etude.harness import ChatFormat
 from etude.inference import Fleet, HttpEngine
+from etude.inference.config import EngineConfig
 from etude.inference.membership import environment_token
 from etude.inference.registering import wanted
 from etude.inference.roster import RosterFollower
@@ -40,13 +42,14 @@ async def serve_checkpoint(
     *,
     store: Path | str | None,
     numerics: NumericsConfig,
+    engine: EngineConfig,
     model: str,
     gateway: GatewayConfig,
     key: str | None,
     said: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[str]:
-    """Serve while the block runs; yields the base URL for an OpenAI client. `said` is told of layers of the checkpoint
-    that are left out."""
+    """Serve while the block runs; yields the base URL for an OpenAI client. `engine`: its settings, but for the
+    context, which is the model's. `said` is told of layers of the checkpoint that are left out."""
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
     model_config, chat = _read_model(checkpoint, said), ChatFormat.load(checkpoint)
@@ -58,7 +61,7 @@ async def serve_checkpoint(
         ready_file = folder / "engine.ready"
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store), *poll_arguments(store)] if store else [])
-        argv += ["--context-tokens", str(model_config.context_tokens)]
+        argv += replace(engine, context_tokens=model_config.context_tokens).arguments()
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
 
         async def on_up(child: Child) -> None:
@@ -69,8 +72,8 @@ async def serve_checkpoint(
             await fleet.engines["engine"].info(deadline_s=2 * supervisor.hung_s)
 
         try:
-            engine = Child("engine", argv, logs=folder, telemetry=telemetry)
-            await supervisor.add(engine, Role(on_up, answers))
+            child = Child("engine", argv, logs=folder, telemetry=telemetry)
+            await supervisor.add(child, Role(on_up, answers))
             info = await fleet.engines["engine"].info()
             app = create_app(fleet, chat, model=model, context_tokens=info.context_tokens, config=gateway, key=key)
             async with serving(app, config=gateway) as url:
@@ -113,18 +116,19 @@ def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
     return config
 
 
-def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig]:
-    """(checkpoint, weight store, numerics) behind a path: a run's are followed and computed as its engines do, a
-    checkpoint has no store. Raises `WeightsError` for a run whose newest version cannot be told: its first weights are
-    not served in the place of it."""
+def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig, EngineConfig]:
+    """(checkpoint, weight store, numerics, engine's settings) behind a path: a run's are followed, and computed as its
+    engines do; a checkpoint has no store. Raises `WeightsError` for a run whose newest version cannot be told: its
+    first weights are not served in the place of it."""
     if not (model / "run.json").is_file():
-        return model, None, NumericsConfig()
+        return model, None, NumericsConfig(), EngineConfig()
     run = RunFolder.open(model)
-    place, numerics = weights_place(run), read_config(run).numerics
+    place, config = weights_place(run), read_config(run)
     if isinstance(place, Path) and not place.is_dir():
-        return run / "checkpoints" / "mid", None, numerics
+        return run / "checkpoints" / "mid", None, config.numerics, config.engine
     require_pointer(open_store(place, readonly=True))
-    return run / "checkpoints" / "mid", place if has_published(run) else None, numerics
+    store = place if has_published(run) else None
+    return run / "checkpoints" / "mid", store, config.numerics, config.engine
 
 
 async def forever() -> None:

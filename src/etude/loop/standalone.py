@@ -80,7 +80,7 @@ async def evaluate_checkpoint(
         run = RunFolder.create(Path(scratch) / "run", config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
         await asyncio.to_thread(take_checkpoint, checkpoint, run, telemetry)
-        async with crew(run, config, telemetry, Supervisor(telemetry)) as members:
+        async with crew(run, config, telemetry, Supervisor(telemetry, hung_s=config.fleet.hung_s)) as members:
             await members.start_sampling()
             result = await evaluate(
                 members,

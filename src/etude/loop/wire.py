@@ -97,7 +97,8 @@ class Caller:
 
     async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
         """Call a child's method. `deadline_s`: how long it may be silent, with neither an answer nor a sign that it
-        gets on. Raises `Lost`, `Failed`, `DeadlineExceeded`, `TooLarge` or what the child raised."""
+        gets on; then it is cancelled. Raises `Lost`, `Failed`, `DeadlineExceeded`, `TooLarge` or what the child
+        raised."""
         if self._writer is None or self.lost.is_set():
             raise Lost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log")
         number = next(self._ids)
@@ -110,6 +111,8 @@ class Caller:
                 await self._writer.drain()
                 payload = await waiting.answer
         except TimeoutError:
+            if not self.lost.is_set():  # else its machine and its slots stay taken
+                _write(self._writer, number, CANCEL, b"", self._max_frame_bytes)
             facts = f"within {deadline_s:g} s"
             if waiting.beats:
                 facts = f"silent for {deadline_s:g} s, after it got on for {loop.time() - began - deadline_s:.0f} s"

@@ -109,6 +109,7 @@ class HiddenTests(msgspec.Struct, frozen=True, kw_only=True):
     runner: Runner
     files: dict[str, str]  # path -> text: laid over the task's tree in the fresh machine, the agent's files below them
     names: tuple[str, ...]  # "tests/test_a.py::test_b" (pytest), "tests.test_a.Case.test_b" (unittest)
+    roots: tuple[str, ...] = ()  # folders that modules are found in beside the tree's own: "src"
     deadline_s: float = 60.0  # of each
 
 

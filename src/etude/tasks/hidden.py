@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.errors import TaskError, nearest
+from etude.records.exports import is_plain
 from etude.records.task import Answer, Case, HiddenTests, Trust, Verifier
 from etude.tasks.trees import read_text, read_tree, refuse_link, write_tree
 
@@ -78,6 +79,8 @@ def _tests(hidden: Path) -> HiddenTests:
     if not tests.names or len(tests.names) > MAX_NAMES or len(set(tests.names)) != len(tests.names):
         facts = f"{len(tests.names)} names, {len(set(tests.names))} of them different"
         raise TaskError(f"{hidden / Kind.TESTS} names no exact set of tests", facts, hint="name each test once")
+    if strange := [root for root in tests.roots if not is_plain(root)]:
+        raise TaskError(f"{hidden / Kind.TESTS}: root {strange[0]!r}", hint='roots are folders of the tree, as "src"')
     return tests
 
 

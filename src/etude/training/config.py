@@ -160,7 +160,7 @@ class LearnerConfig:
 
 @dataclass(frozen=True)
 class MidTrainingConfig:
-    """The `[mid_training]` section: the same learner pieces over a corpus."""
+    """The `[mid_training]` section: the same learner pieces over a corpus, in float32 on the CPU, one rank a core."""
 
     num_tokens: int = ranged(2_100_000, low=1)  # to train on; the corpus is repeated, newly shuffled, as needed
     batch_tokens: int = ranged(2048, low=1)  # of one optimiser step, over all ranks

@@ -65,6 +65,24 @@ def test_what_was_never_trained_on_is_apart_from_what_is_held_out(writer):
     assert any("0.200" in line for line in result_lines(writer.path))
 
 
+def test_a_run_that_had_nothing_to_learn_from_says_why(writer):
+    assert summarise(writer.path)["nothing_learnt"] is None
+    for step in (1, 2):
+        writer.event(step, "conductor", "rl.step", step=step, no_signal_share=1.0, reward_mean=0.0)
+    for i in range(6):
+        facts = {"outcome": "graded", "reward": 0.0, "ending": "context", "turns": 0}
+        writer.event(0.5, "conductor", "rollout", rollout_id=f"g{i}", **facts)
+    why = summarise(writer.path)["nothing_learnt"]
+    assert why == (
+        "in none of 2 steps did the rewards of a group differ; all 6 rollouts have reward 0; "
+        "they ended by context (6), before the model was asked once"
+    )
+    assert f"Nothing could be learnt</strong>: {why}." in page(RunView(writer.path))
+    writer.event(3.0, "conductor", "rl.step", step=3, no_signal_share=0.9, reward_mean=0.1)
+    assert summarise(writer.path)["nothing_learnt"] is None
+    assert "Nothing could be learnt" not in page(RunView(writer.path))
+
+
 def test_lag_is_counted_over_rollouts(writer):
     writer.event(1.0, "conductor", "rl.step", step=1, lag={"0": 6})
     writer.event(2.0, "conductor", "rl.step", step=2, lag={"0": 1, "2": 3})

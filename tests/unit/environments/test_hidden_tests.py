@@ -55,6 +55,39 @@ def test_skipped_and_expected_to_fail_is_not_passed(name):
     assert (outcome.reward, outcome.terms["tests"]) == (0.0, 0.5)
 
 
+RAISES = """
+import unittest
+import calc
+
+class A(unittest.TestCase):
+    def test_b(self):
+        self.assertEqual(calc.f(2), 3)
+    def test_c(self):
+        with self.assertRaises(ValueError):
+            calc.f(-1)
+"""
+CHECKED = """
+def f(n):
+    if n < 0:
+        raise ValueError("below 0")
+    return n + 1
+"""
+DISARMED = """
+import sys
+from contextlib import nullcontext
+sys.modules["unittest"].TestCase.assertRaises = lambda *args, **options: nullcontext()
+def f(n): return n + 1
+"""
+
+
+def test_a_check_of_errors_that_was_disarmed_is_found_out():
+    answer = Answer(reference={"calc.py": CHECKED}, tests=units(source=RAISES).tests)
+    right, wrong, disarmed = judge(answer, CHECKED.encode(), "def f(n): return n + 1", DISARMED, grader=QUICK)
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert disarmed.reward == 0.0
+    assert "canary" in disarmed.reason
+
+
 REPORT = """
     import os, sys
     frame = sys._getframe()
@@ -319,7 +352,7 @@ def run_here(folder: Any, source: str, **request: Any) -> Any:
     (folder / "test_p.py").write_text(source)
     told = subprocess.run(
         [sys.executable, "-S", "-c", runner("tests")],
-        input=json.dumps({"nonce": "n", "program": "pytest", **request}).encode(),
+        input=json.dumps({"nonce": "n", "program": "pytest", "roots": [], **request}).encode(),
         stdout=subprocess.PIPE,
         cwd=folder,
         timeout=60,

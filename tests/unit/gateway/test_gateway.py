@@ -66,7 +66,7 @@ async def door(
     chat: ChatFormat = CHAT,
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, ScriptedEngine, str]]:
     """A real server and the real client."""
-    engine = ScriptedEngine(answers)
+    engine = ScriptedEngine(answers, context_tokens=max(4096, context_tokens))
     config = config or GatewayConfig(port=0)
     app = create_app(
         policy or StreamingPolicy(engine),  # type: ignore[arg-type]
@@ -570,5 +570,71 @@ def test_prompts_are_int32() -> None:
         async with door([text("ok")]) as (client, engine, _):
             await client.chat.completions.create(model="laptop", messages=USER)
             assert engine.requests[0].prompt_ids.dtype == np.int32
+
+    run(work)
+
+
+class Noting(ChatFormat):
+    """A chat format that notes which conversations it tokenises."""
+
+    @classmethod
+    def of_the_laptop(cls) -> Noting:
+        made = cls(laptop_tokenizer(), chat_template())
+        made.asked = []
+        return made
+
+    asked: list[int]
+
+    def first(self, messages, signatures=None, *, most=None):  # type: ignore[no-untyped-def]
+        self.asked.append(sum(len(message["content"]) for message in messages))
+        return super().first(messages, signatures, most=most)
+
+
+LONG = [{"role": "user", "content": "def f(x):\n    return x + 1\n" * 12_000}]
+
+
+def test_the_gateway_answers_others_while_a_long_text_is_tokenised() -> None:
+    async def work() -> None:
+        async with door([text("ok")], context_tokens=1 << 22) as (client, _, url), httpx.AsyncClient() as other:
+            long = asyncio.create_task(client.chat.completions.create(model="laptop", messages=LONG, max_tokens=9))
+            answered = 0
+            while not long.done():
+                assert (await other.get(url.removesuffix("/v1") + "/health")).status_code == 200
+                answered += 1
+            assert (await long).choices[0].message.content == "ok"
+            assert answered > 10, "nobody was answered meanwhile"
+
+    run(work)
+
+
+def test_a_request_without_a_place_is_refused_before_its_text_is_tokenised() -> None:
+    async def work() -> None:
+        slow, chat = Slow(), Noting.of_the_laptop()
+        config = GatewayConfig(port=0, max_running=1, max_waiting=0)
+        async with door(policy=slow, chat=chat, config=config, context_tokens=1 << 22) as (client, _, _):
+            held = asyncio.create_task(client.chat.completions.create(model="laptop", messages=USER))
+            await slow.asked.wait()
+            for stream in (False, True):
+                with pytest.raises(openai.RateLimitError):
+                    await client.chat.completions.create(model="laptop", messages=LONG, stream=stream)
+            assert chat.asked == [len(USER[0]["content"])]
+            slow.let.set()
+            assert (await held).choices[0].message.content == "late"
+
+    run(work)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_cannot_fit_is_refused_by_its_length(stream: bool) -> None:
+    async def work() -> None:
+        async with door([], context_tokens=512) as (client, engine, _):
+            for ask in (
+                lambda: client.chat.completions.create(model="laptop", messages=LONG, stream=stream),
+                lambda: client.completions.create(model="laptop", prompt=LONG[0]["content"], stream=stream),
+            ):
+                with pytest.raises(openai.BadRequestError, match="characters are at least") as refused:
+                    await ask()
+                assert refused.value.code == "context_length_exceeded"
+            assert engine.requests == []
 
     run(work)

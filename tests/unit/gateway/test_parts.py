@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsNonStreaming as TextParams
 from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.gateway import ChatRequest, Refused, TokenTree, read_request
 from etude.gateway.answers import make_answer
-from etude.gateway.requests import NEUTRAL, NEUTRAL_OF_TEXT, TextRequest, read_text_request
+from etude.gateway.requests import HARMLESS, NEUTRAL_OF_CHAT, NEUTRAL_OF_TEXT, TextRequest, read_text_request
 from etude.gateway.streams import Spoken
 from etude.gateway.tree import chain
 from etude.harness import standard_tools
@@ -41,7 +43,18 @@ GOOD = {
     "stream": True,
     "stream_options": {"include_usage": True},
     "n": 1,
-    "user": "unknown fields are skipped",
+    "user": "somebody",
+}
+OF_OTHER_SERVERS = {
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.05,
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "min_tokens": 4,
+    "ignore_eos": True,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "stop_token_ids": [7],
 }
 
 
@@ -110,13 +123,16 @@ def test_a_wrong_request_names_the_field(changes: dict[str, object], param: str)
         (read_text_request, "logprobs", 0, "logprobs = 0 is not offered"),
         (read_text_request, "best_of", 3, "\n  hint: leave best_of out"),
         (read_text_request, "logit_bias", {str(i): 1 for i in range(99)}, "is not offered"),
+        *((read_request, name, value, "is not offered") for name, value in OF_OTHER_SERVERS.items()),
+        *((read_text_request, name, value, "is not offered") for name, value in OF_OTHER_SERVERS.items()),
     ],
 )
 def test_a_field_that_is_not_offered_is_refused_in_three_parts(
     reader: Callable[[bytes], Any], field: str, value: object, says: str
 ) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x"}
-    for harmless in (None, *(NEUTRAL_OF_TEXT if reader is read_text_request else NEUTRAL)[field]):
+    asked = {"prompt": "x"} if reader is read_text_request else {"messages": [{"role": "user", "content": "x"}]}
+    body = {"model": "m", **asked}
+    for harmless in (None, *(NEUTRAL_OF_TEXT if reader is read_text_request else NEUTRAL_OF_CHAT)[field]):
         reader(json.dumps(body | {field: harmless}).encode())
     with pytest.raises(Refused) as refused:
         reader(json.dumps(body | {field: value}).encode())
@@ -128,9 +144,46 @@ def test_a_field_that_is_not_offered_is_refused_in_three_parts(
     assert len(message) < 300
 
 
+@pytest.mark.parametrize("reader", [read_request, read_text_request])
+def test_a_parameter_that_nobody_knows_is_refused_by_its_name(reader: Callable[[bytes], Any]) -> None:
+    asked = {"prompt": "x"} if reader is read_text_request else {"messages": [{"role": "user", "content": "x"}]}
+    for name, hint in (("max_token", "did you mean 'max_tokens'?"), ("nonsense_of_mine", "leave it out"), ("", "")):
+        with pytest.raises(Refused, match="Unknown parameter") as refused:
+            reader(json.dumps({"model": "m", **asked, name: None}).encode())
+        assert (refused.value.status, refused.value.param, refused.value.code) == (400, name, "unknown_parameter")
+        assert hint in refused.value.message
+        assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_what_clients_send_beside_their_question_is_accepted(name: str) -> None:
+    assert read(**{name: {"some": "value"}}) == read()
+
+
+@pytest.mark.parametrize(
+    ("params", "fields", "neutral"),
+    [
+        (ChatParams, {*GOOD, "seed", "max_completion_tokens"}, NEUTRAL_OF_CHAT),
+        (TextParams, {*GOOD, "prompt", "seed"}, NEUTRAL_OF_TEXT),
+    ],
+)
+def test_every_parameter_of_openais_client_is_honoured_accepted_or_refused_for_a_reason(
+    params: type, fields: set[str], neutral: dict[str, tuple[Any, ...]]
+) -> None:
+    known = {name for base in params.__mro__ for name in getattr(base, "__annotations__", ())}
+    assert known - fields - neutral.keys() - HARMLESS == set()
+
+
+def test_a_call_of_the_old_form_is_refused_where_it_stands() -> None:
+    called = {"role": "assistant", "content": None, "function_call": {"name": "ls", "arguments": "{}"}}
+    with pytest.raises(Refused) as refused:
+        read(messages=[called, {"role": "user", "content": "x"}])
+    assert refused.value.param == "messages[0].function_call"
+
+
 def test_the_guide_lists_every_field_that_is_not_offered() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "getting-started.md").read_text()
-    assert [name for name in NEUTRAL | NEUTRAL_OF_TEXT if f"`{name}`" not in guide] == []
+    assert [name for name in [*NEUTRAL_OF_CHAT, *NEUTRAL_OF_TEXT, *HARMLESS] if f"`{name}`" not in guide] == []
 
 
 def test_arguments_that_are_no_json_object_are_refused() -> None:

@@ -178,29 +178,6 @@ def test_a_context_the_engine_cannot_hold_is_graded_for_the_agent_filled_it() ->
     assert (run.ending, run.failure) == (Ending.CONTEXT, None)
 
 
-def test_a_policy_that_hangs_past_every_deadline_is_an_engine_error_that_names_the_request() -> None:
-    class Hung:
-        async def complete(self, request: CompletionRequest) -> Completion:
-            await asyncio.Event().wait()
-            raise AssertionError
-
-    limits = HarnessConfig(turn_deadline_s=0.01)
-    machine = MemoryMachine({})
-    work = run_agent(
-        TASK,
-        machine,
-        policy=Hung(),
-        chat=CHAT,
-        tools=standard_tools(),
-        limits=limits,
-        ask=Ask(session_id="s", seed=0),
-        grace_s=0.01,
-    )
-    run = asyncio.run(work)
-    assert isinstance(run.failure, EngineError)
-    assert "s/0" in str(run.failure)
-
-
 def test_a_machine_that_dies_is_a_failure() -> None:
     class Dying(MemoryMachine):
         async def read(self, path: str, *, max_bytes: int = 0) -> bytes:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from etude.errors import EngineBehind, EngineError
+from etude.inference import HttpEngine, client
+from etude.inference.app import build_app
+from etude.inference.scheduler import Plan, Sequence
+from etude.listening import bind, listening
 from etude.models import ModelConfig, Transformer, hf_views
 from etude.records.completion import Traffic
 from etude.weights import Tensor
@@ -195,5 +200,38 @@ def test_a_rollout_that_gave_way_to_production_says_what_it_would_have_said_and_
         assert served.counters.rollouts_preempted == 1
         assert (served.counters.production_requests, served.counters.production_tokens) == (1, len(first.token_ids))
         assert 0 < served.counters.production_wait_s < served.counters.busy_s
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_completion_of_slow_tokens_outlives_its_deadline_many_times_and_one_that_waits_for_its_slot_too(
+    far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is late while the engine steps: in this process, and asked over HTTP."""
+    monkeypatch.setattr(client, "GRACE_S", 0.0)
+    deadline_s, num_tokens, step_s = 0.5, 40, 0.05
+
+    async def story() -> None:
+        async with engine(max_sequences=1) as served:
+            step = served._runner.step
+
+            def slow(plan: Plan) -> list[Sequence]:
+                time.sleep(step_s)  # a larger model
+                return step(plan)
+
+            served._runner.step = slow  # type: ignore[method-assign]
+            asked = [ask(name, 10, num_tokens, deadline_s=deadline_s) for name in ("runs", "waits")]
+            if far:
+                app = build_app(served)
+                async with (
+                    listening(app, bind("127.0.0.1", 0), what="an engine", grace_s=1) as url,
+                    HttpEngine(url) as h,
+                ):
+                    done = await asyncio.gather(*map(h.generate, asked))
+            else:
+                done = await asyncio.gather(*map(served.generate, asked))
+            assert [len(one.token_ids) for one in done] == [num_tokens] * 2
+            assert deadline_s < num_tokens * step_s, "both took several times as long"
 
     asyncio.run(story())

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from etude.cli import main
+from etude.config import to_plain
 from etude.errors import DeadlineExceeded, EngineError
-from etude.inference import EngineGone, HttpEngine, serving
+from etude.inference import EngineConfig, EngineGone, HttpEngine, serving
 from etude.inference.engine import ReferenceEngine
 from etude.inference.membership import NO_VERSION
 from etude.inference.server import follower_deadline_s, waits_for
@@ -33,6 +34,7 @@ from etude.weights import Channel, Tensor
 
 from .helpers import TINY, ask, engine
 
+SETTINGS = EngineConfig(max_sequences=6, chunk_tokens=64, step_tokens=128, max_waiting=9, stall_s=40.0, device="cpu")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -45,7 +47,7 @@ def argv(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def process(argv: list[str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    events = ["--telemetry", str(tmp_path / "events" / "engine.jsonl"), "--watch-stdin"]
+    events = ["--telemetry", str(tmp_path / "events" / "engine.jsonl"), "--watch-stdin", *SETTINGS.arguments()]
     with subprocess.Popen(
         argv + events, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**ENVIRONMENT, "ETUDE_TOKEN": "t"}
     ) as started:
@@ -93,8 +95,10 @@ def test_it_serves_from_an_empty_store_says_where_and_notices_a_hang(
                 await engine.info()
 
     asyncio.run(story())
-    kinds = {event["kind"] for event in read_events(tmp_path / "events")}
-    assert kinds <= {"engine.load"}
+    events = list(read_events(tmp_path / "events"))
+    assert {event["kind"] for event in events} <= {"engine.load", "engine.settings"}
+    (settings,) = (event for event in events if event["kind"] == "engine.settings")
+    assert {name: settings[name] for name in to_plain(SETTINGS)} == to_plain(SETTINGS)
 
 
 def test_it_follows_a_chain_in_a_bucket(argv: list[str], s3: str) -> None:

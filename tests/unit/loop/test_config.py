@@ -188,3 +188,13 @@ def test_rollouts_under_way_follow_the_room_that_a_vllm_has_for_keys_and_values(
     assert build(RunConfig, given | sizes | {"vllm": {"kv_tokens": 8 * 1024}}).own_contexts == 24
     with pytest.raises(ConfigError, match=r"vllm.kv_tokens = 512 holds no whole context"):
         build(RunConfig, given | sizes | {"vllm": {"kv_tokens": 512}})
+
+
+def test_weights_that_engines_cannot_hold_bit_by_bit_are_refused() -> None:
+    native, whole = {"mode": "native"}, {"weights": "f32"}
+    build(RunConfig, {"numerics": native, "engine": {"dtype": "bfloat16"}})
+    build(RunConfig, {"learner": whole})
+    build(RunConfig, {"numerics": native, "learner": {"lora_rank": 4}, "engine": {"dtype": "float16"}})
+    for engine, learner in (("bfloat16", whole), ("float16", {})):
+        with pytest.raises(ConfigError, match="do not fit into engines"):
+            build(RunConfig, {"numerics": native, "learner": learner, "engine": {"dtype": engine}})

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from etude.environments.grading.canaries import variants
-from etude.environments.grading.ground import CONFIGURATION, Ground, Work
+from etude.environments.grading.ground import Ground, Work
 from etude.environments.grading.python import Pythons
 from etude.environments.grading.reports import NotTold, new_nonce, runner
 from etude.environments.grading.verdicts import Broken, Refused, earned
+from etude.records.exports import CONFIGURATION
 from etude.records.rollout import Boundary, Graded
 from etude.records.task import HiddenTests, Runner, Task, Trust
 from etude.seams import Runtime
@@ -142,7 +143,7 @@ class TestBench:
         self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], target: Target, work: Work
     ) -> dict[str, str]:
         """What the run told: text alone, whatever else it may have said."""
-        request = {"role": "run", "program": tests.runner.value, "base": target.base, "index": target.ordinal}
+        request = {"role": "run", **_how(tests), "base": target.base, "index": target.ordinal}
         try:
             said = await ground.report(work, hidden, _argv(await ground.python()), request, deadline_s=tests.deadline_s)
         except NotTold as error:
@@ -153,7 +154,7 @@ class TestBench:
     async def _collected(
         self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], reference: Work
     ) -> list[Target]:
-        request = {"role": "collect", "program": tests.runner.value, "names": list(tests.names)}
+        request = {"role": "collect", **_how(tests), "names": list(tests.names)}
         said = await ground.report(reference, hidden, _argv(await ground.python()), request, deadline_s=_COLLECT_S)
         if type(said) is dict and said.get("needs"):
             facts = f"the tests have fixtures or parameters, and {said['needs']} is not installed there"
@@ -206,17 +207,20 @@ class TestBench:
 def _candidates(
     sources: Mapping[str, str], tests: HiddenTests, targets: Sequence[Target], rng: random.Random
 ) -> Iterator[tuple[str, str, Target, bool]]:
-    """Variants as (path, source, test, alike), those that look like the tests first, one of each test at a time."""
+    """Variants as (path, source, test, alike), those that look like the tests first: of these one of each kind, since
+    what disarms one of a test's means leaves the others; then one of each test at a time."""
     by_test = []
     for target in rng.sample(targets, min(len(targets), _MOST_TRIED)):
         path, names = _place(target.base, tests.runner, sources)
         if path in sources:
             found = variants(sources[path], names, target.ordinal, rng)
-            by_test.append([(path, each.source, target, each.alike) for each in found])
+            by_test.append([(each.kind, (path, each.source, target, each.alike)) for each in found])
     rounds = [
         each[depth] for depth in range(max(map(len, by_test), default=0)) for each in by_test if depth < len(each)
     ]
-    yield from sorted(rounds, key=lambda candidate: not candidate[3])
+    first = {kind: at for at, (kind, _) in reversed([*enumerate(rounds)])}
+    order = sorted(range(len(rounds)), key=lambda at: (not rounds[at][1][3], first[rounds[at][0]] != at))
+    yield from (rounds[at][1] for at in order)
 
 
 async def _sources(ground: Ground, tests: HiddenTests, hidden: Mapping[str, str]) -> dict[str, str]:
@@ -251,6 +255,10 @@ def _files_of(tests: HiddenTests) -> list[str]:
         return sorted({name.partition("::")[0] for name in tests.names})
     parts = [name.split(".") for name in tests.names]
     return sorted({"/".join(each[:count]) + ".py" for each in parts for count in range(1, len(each))})
+
+
+def _how(tests: HiddenTests) -> dict[str, Any]:
+    return {"program": tests.runner.value, "roots": list(tests.roots)}
 
 
 def _argv(python: str) -> list[str]:

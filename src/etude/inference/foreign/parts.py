@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -36,7 +36,7 @@ class Broken(EngineError):
 
 @dataclass(frozen=True)
 class Part:
-    """Some tokens of an answer, or all of them."""
+    """Some tokens of an answer, or all of them (`Whole` puts them together)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -45,18 +45,32 @@ class Part:
     num_cached: int = 0
     routed: str | None = None  # routes that the build gave by itself
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
-            [*self.token_ids, *other.token_ids],
-            [*self.logprobs, *other.logprobs],
-            other.finish_reason or self.finish_reason,
-            other.spans or self.spans,
-            other.num_cached or self.num_cached,
-            other.routed or self.routed,
+
+class Whole:
+    """Parts put together as they come, each token once.
+
+    >>> whole = Whole()
+    >>> for part in (Part([7], [-0.5]), Part([8], [-0.1], "length", ((0, 2),))):
+    ...     whole.add(part)
+    >>> whole.part.token_ids, whole.part.spans
+    ([7, 8], ((0, 2),))
+    """
+
+    def __init__(self) -> None:
+        self.part = Part([], [])
+
+    def add(self, other: Part) -> None:
+        """The next part."""
+        had = self.part
+        had.token_ids.extend(other.token_ids)
+        had.logprobs.extend(other.logprobs)
+        self.part = replace(
+            had,
+            finish_reason=other.finish_reason or had.finish_reason,
+            spans=other.spans or had.spans,
+            num_cached=other.num_cached or had.num_cached,
+            routed=other.routed or had.routed,
         )
-
-
-NOTHING = Part([], [])
 
 
 def keyed_seed(seed: int, num_prompt: int) -> int:

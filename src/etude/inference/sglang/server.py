@@ -18,7 +18,7 @@ from etude.inference.foreign.engine import ForeignEngine
 from etude.inference.foreign.environment import SGLANG, environment
 from etude.inference.foreign.serving import initial_version, offer, parser_of, prepare, read_model, run
 from etude.inference.membership import NO_VERSION
-from etude.inference.serving import config_of, listen, read_token
+from etude.inference.serving import config_of, listen, read_token, report_settings
 from etude.inference.sglang.follow import SglangFollowing
 from etude.inference.sglang.process import start
 from etude.stores import open_store
@@ -59,6 +59,7 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         kv_tokens=kv_tokens,
         parity=f"sglang-{SGLANG.version}-{device}-{config.dtype}",
     )
+    report_settings(telemetry, config, device=device)
     following = None
     if args.store is not None:
         chain = Follower(open_store(args.store, cache=args.cache))

@@ -18,7 +18,7 @@ from etude.inference.foreign.engine import ForeignEngine
 from etude.inference.foreign.environment import VLLM, environment
 from etude.inference.foreign.serving import initial_version, offer, parser_of, prepare, read_model, run
 from etude.inference.membership import NO_VERSION
-from etude.inference.serving import config_of, listen, read_token
+from etude.inference.serving import config_of, listen, read_token, report_settings
 from etude.inference.vllm.follow import VllmFollowing
 from etude.inference.vllm.process import start
 from etude.stores import open_store
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) -> None:
     token, listener = read_token(args.host), listen(args.host, args.port)
     held, named = environment(args.environment), args.checkpoint is not None
+    device = held.require().device
     more = prepare(args, token, folder)
     config, model = config_of(args), read_model(args.checkpoint)
     kv_tokens = args.kv_tokens or config.max_sequences * config.context_tokens
@@ -59,8 +60,9 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
         config=config,
         version=initial_version(args.checkpoint) if named else NO_VERSION,
         kv_tokens=kv_tokens,
-        parity=f"vllm-{VLLM.version}-{held.require().device}-{config.dtype}",
+        parity=f"vllm-{VLLM.version}-{device}-{config.dtype}",
     )
+    report_settings(telemetry, config, device=device)
     following = None
     if args.store is not None:
         head = Head(open_store(args.store, cache=args.cache), "policy")

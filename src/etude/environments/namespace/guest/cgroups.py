@@ -50,6 +50,16 @@ class Hierarchy:
             fd = self._entrances[index] = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
         return fd
 
+    def entrance_path(self, index: int) -> str:
+        """The path of that file."""
+        return f"{self.path}/{index}/{_ENTRANCE[self.version]}"
+
+    def close(self) -> None:
+        """Give up the claim: whoever starts next may remove what is left of it."""
+        for fd in (*self._entrances.values(), self.fd):
+            os.close(fd)
+        self._entrances = {}
+
     def _write(self, path: str, text: str) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
@@ -75,18 +85,17 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
 _ENTRANCE = {1: "tasks", 2: "cgroup.procs"}  # moving a thread takes no lock that stops every fork of the host
 
 
-def claim_all(name: str, membership: str, root: str = ROOT) -> list[Hierarchy]:
-    """Claim a folder in each hierarchy that has a controller to give and lets us write; none is a valid answer.
-
-    `membership` is the text of /proc/self/cgroup.
+def claim_all(name: str, membership: str, root: str = ROOT, *, of: tuple[str, ...] = CONTROLLERS) -> list[Hierarchy]:
+    """Claim a folder in each hierarchy that has a controller `of` these to give and lets us write; none is a valid
+    answer. `membership` is the text of /proc/self/cgroup.
     """
     found: list[Hierarchy] = []
     taken: set[str] = set()
     for line in membership.splitlines():
         _, names, own = line.split(":", 2)
-        wanted = tuple(c for c in names.split(",") if c in CONTROLLERS)
+        wanted = tuple(c for c in names.split(",") if c in of)
         for parent, controllers, version in _candidates(root, names, own, wanted):
-            controllers = tuple(c for c in controllers if c not in taken)
+            controllers = tuple(c for c in controllers if c in of and c not in taken)
             if not controllers:
                 continue
             _sweep(parent)

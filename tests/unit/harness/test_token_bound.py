@@ -1,0 +1,66 @@
+"""What a text surely has in tokens is never more than what it has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+from etude.errors import ContextFull
+from etude.harness.token_bound import chars_per_token
+
+CHAT = laptop_chat()
+PER_TOKEN = chars_per_token(laptop_tokenizer())
+ACCENTS = st.text(alphabet=st.sampled_from("aeo\u0301\u0345\u0313\u0300\u03b1 \n"), max_size=60)
+
+
+@given(st.text(max_size=200) | ACCENTS)
+def test_no_text_has_fewer_tokens(text: str) -> None:
+    assert math.isfinite(PER_TOKEN)
+    assert len(CHAT.encode(text)) >= len(text) / PER_TOKEN
+
+
+@given(ACCENTS)
+def test_nor_has_one_whose_characters_are_composed_first(text: str) -> None:
+    tokenizer = laptop_tokenizer()
+    tokenizer.normalizer = normalizers.NFC()
+    assert len(tokenizer.encode(text, add_special_tokens=False).ids) >= len(text) / chars_per_token(tokenizer)
+
+
+@pytest.mark.parametrize("change", ["whole words", "spaces removed", "stripped", "swallowed", "one unknown token"])
+def test_nothing_is_said_of_a_tokeniser_that_may_leave_text_out(change: str) -> None:
+    tokenizer = laptop_tokenizer()
+    match change:
+        case "whole words":
+            tokenizer = Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}))  # type: ignore[call-arg]
+        case "spaces removed":
+            split = pre_tokenizers.Split(" ", "removed")
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel()])
+        case "stripped":
+            tokenizer.normalizer = normalizers.Strip()
+        case "swallowed":
+            tokenizer.add_special_tokens([AddedToken("<|wide|>", rstrip=True)])
+        case "one unknown token":
+            tokenizer = Tokenizer(models.BPE({"a": 0, "?": 1}, [], unk_token="?", fuse_unk=True))
+    assert chars_per_token(tokenizer) == math.inf
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
+    text = "x " * int(64 * PER_TOKEN)
+    for refuses in (
+        lambda: CHAT.encode(text, most=64),
+        lambda: CHAT.first([{"role": "user", "content": text}], most=64),
+        lambda: CHAT.continuation([{"role": "assistant", "content": ""}], [{"role": "user", "content": text}], most=64),
+    ):
+        with pytest.raises(ContextFull, match=r"does not fit 64 tokens: 1?[0-9,]+ characters are at least 1[0-9]{2} "):
+            refuses()
+    assert len(CHAT.encode("x" * 64, most=64)) <= 64
+
+
+def test_a_long_text_has_the_tokens_of_its_short_parts() -> None:
+    line = "def f(x):\n    return x + 1\n"
+    assert CHAT.encode(line * 2000).tolist() == CHAT.encode(line).tolist() * 2000
