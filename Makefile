@@ -19,7 +19,7 @@ $(VENV)/.python:
 $(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt hatch_build.py $(wildcard native/Cargo.* native/src/*.rs native/agent/Cargo.* native/agent/src/*.rs)
 	@echo "installing etude into $(VENV) (the first time takes a few minutes)"
 	$(PIP) "$$(grep -E '^torch==' constraints.txt)"
-	$(PIP) -e .
+	$(PIP) -e ".[train]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
@@ -44,6 +44,7 @@ test: lint
 	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: lint
+	$(BIN)/python tests/everything.py
 	$(BIN)/pytest
 
 mutants: $(VENV)/.dev

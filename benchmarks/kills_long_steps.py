@@ -7,23 +7,23 @@ instruction says which digit it should return) with real processes; the learner 
 `harness.turn_deadline_s` is as long. Kills as in `benchmarks.kills`. A rollout that was begun before its version was
 published would end as invalid at the boundary `provider`; so would one whose engine was away for longer than its
 deadline.
-`python -m benchmarks.kills_long_steps [--kills 50] [--steps 16] [--step 4.0] [--seed 0]`
+`python -m benchmarks.kills_long_steps [--kills 50] [--steps 16] [--step 4.0] [--seed 0] [--seconds S] [--again RUN]`
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
 from tests.conftest import made_game
 
-from benchmarks.kills import Run, audit, kill, plan
+from benchmarks.kills import Run, audit, end_conductor, kill, plan
 from benchmarks.report import report
 from benchmarks.runs import summary
 
@@ -46,27 +46,46 @@ if "etude.loop.learning" in sys.orig_argv:
 """Imported by every interpreter as it starts; only the learner's is another by it."""
 
 
-def played(folder: Path, *, kills: int, steps: int, step_s: float, seed: int) -> dict[str, object]:
-    """One run to its end; what it lost."""
+KILLED = "kills.json"
+"""In the run's folder: what was killed so far, in order."""
+
+
+def played(
+    folder: Path,
+    *,
+    kills: int,
+    steps: int,
+    step_s: float,
+    seed: int,
+    again: Path | None = None,
+    seconds: float = float("inf"),
+) -> dict[str, object] | None:
+    """One run to its end: what it lost. None: the seconds were over first; it goes on with `again`, its folder.
+    `folder`: where the game is, or will be made."""
     (folder / "sitecustomize.py").write_text(SLOW_LEARNER.format(step_s=step_s))
     os.environ["PYTHONPATH"] = str(folder)
-    draw, began = random.Random(seed), time.perf_counter()
-    game = made_game(folder / "game")
-    run = Run(
-        game.config,
-        [f"rl.steps={steps}", f"harness.turn_deadline_s={step_s}", "experience.max_lag=2", "evals.every=1000"],
-    )
-    counts: Counter[str] = Counter()
+    began = time.perf_counter()
+    config = folder / "game" / "config.toml"
+    if again is None:
+        made_game(folder / "game")
+    settings = [f"rl.steps={steps}", f"harness.turn_deadline_s={step_s}", "experience.max_lag=2", "evals.every=1000"]
+    run = Run(config, settings, again=again)
+    killed: list[str] = json.loads((run.folder / KILLED).read_text()) if again else []
     try:
-        for number, target in enumerate(plan(kills, draw)):
+        for number, target in list(enumerate(plan(kills, random.Random(seed))))[len(killed) :]:
+            draw = random.Random(f"{seed} {number}")
             if run.wait(lambda due=number * steps // kills: run.step >= due, "the next step") is None:
                 break
+            if time.perf_counter() - began > seconds:
+                end_conductor(run)
+                print(f"{len(killed)} kills; it goes on with --again {run.folder}", file=sys.stderr)
+                return None
             time.sleep(draw.uniform(0.0, step_s / 2))  # anywhere within a step
-            killed = kill(run, target, draw)
-            if killed is None:
+            if (what := kill(run, target, draw)) is None:
                 break
-            counts[killed] += 1
-            print(f"kill {sum(counts.values())} at step {run.step}: {killed}", file=sys.stderr, flush=True)
+            killed.append(what)
+            (run.folder / KILLED).write_text(json.dumps(killed))
+            print(f"kill {len(killed)} at step {run.step}: {what}", file=sys.stderr, flush=True)
         run.wait(lambda: False, "the end")
     finally:
         if run.conductor.poll() is None:
@@ -75,9 +94,9 @@ def played(folder: Path, *, kills: int, steps: int, step_s: float, seed: int) ->
     return {
         **audit(run.folder),
         "finished": summary(run.folder)["finished"],
-        "kills": sum(counts.values()),
-        "killed": dict(sorted(counts.items())),
-        "resumes": run.resumes,
+        "kills": len(killed),
+        "killed": dict(sorted(Counter(killed).items())),
+        "sessions": 1 + killed.count("conductor") + (again is not None),
         "lineages_lost": [event["state"] for event in run.events("lineage")].count("lost"),
         "invalid": summary(run.folder)["invalid"],
         "requeued": dict(Counter(str(event["reason"]) for event in run.events("rollout.requeued"))),
@@ -95,10 +114,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--step", type=float, default=4.0, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="leave the run after so many")
+    parser.add_argument("--again", type=Path, help="go on with a run that was left: its folder")
+    parser.add_argument("--game", type=Path, default=Path("runs/long-steps"), help="where the game is, or will be made")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = played(Path(folder), kills=args.kills, steps=args.steps, step_s=args.step, seed=args.seed)
-    report("kills_long_steps", found)
+    args.game.mkdir(parents=True, exist_ok=True)
+    found = played(
+        args.game.resolve(),
+        kills=args.kills,
+        steps=args.steps,
+        step_s=args.step,
+        seed=args.seed,
+        again=args.again,
+        seconds=args.seconds,
+    )
+    if found is not None:
+        report("kills_long_steps", found)
 
 
 if __name__ == "__main__":

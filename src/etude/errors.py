@@ -21,6 +21,16 @@ class Exit(enum.IntEnum):
     INTERRUPTED = 130  # the run can be resumed
 
 
+EXITS = {
+    Exit.DONE: "done",
+    Exit.FAILED: "a failure that has a name: the command did not come to what it is for",
+    Exit.BAD_INPUT: "bad input: an argument or a setting that cannot be",
+    Exit.OTHER_RUN: "a run that is in use, or of other settings, or of another etude",
+    Exit.INTERRUPTED: "interrupted; a run can be resumed",
+}
+"""Each code in words, as `etude --help` has them."""
+
+
 class EtudeError(Exception):
     """A failure that has an explanation.
 

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import secrets
+import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import NoRun, RunError, RunRefused
+from etude.sums import SHA256, opened, sealed, sealed_list
 
 FORMAT = 1
+LOOK_S = 0.2
 HINT_COPY = "restore the file from a copy, or start a new run"
 
 
@@ -57,8 +60,9 @@ class RunFolder:
             "given": sorted(given),
             "config_digest": hashlib.sha256(config_toml.encode()).hexdigest(),
             "host": host_facts(),
+            "sums": 1,
         }
-        write_durably(path / "run.json", json.dumps(identity, indent=2).encode())
+        write_durably(path / "run.json", json.dumps(sealed(identity), indent=2).encode())
         return cls(path)
 
     @classmethod
@@ -84,7 +88,15 @@ class RunFolder:
         result = json.loads((self.path / "run.json").read_text())
         if not isinstance(result, dict):
             raise ValueError("run.json is not an object")
+        if result.get("format") == FORMAT:
+            opened(result, self.path / "run.json", must="sums" in result, kind=RunError)
         return result
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether every file that is proven has a checksum; those of an earlier etude's runs have none. Raises
+        `RunError`."""
+        return "sums" in self.identity()
 
     def setting(self, name: str) -> str:
         """A setting of config.toml by its dotted name, of whatever etude wrote it; "" when it says nothing of it."""
@@ -101,9 +113,7 @@ class RunFolder:
     def lock(self) -> None:
         """Hold the run until this process ends. Raises `RunRefused` when another process does."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(fd):
             holder = os.read(fd, 32).decode(errors="replace").strip() or "another process"
             os.close(fd)
             raise RunRefused(
@@ -122,11 +132,11 @@ class RunFolder:
     def holder(self) -> int | None:
         """The pid of the process that holds the run now, if any."""
         try:
-            fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)  # a run may be looked at where none is written
         except FileNotFoundError:
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.read(fd, 32).strip()
             return int(text) if text.isdigit() else None
@@ -145,7 +155,8 @@ class RunFolder:
             raise RunError(f"{self.path}/phases.json is damaged", str(error), hint=HINT_COPY) from None
         if not isinstance(found, list) or not all(isinstance(p, dict) and "phase" in p for p in found):
             raise RunError(f"{self.path}/phases.json is damaged", "it is no list of phases", hint=HINT_COPY)
-        return found
+        opened(found, self.path / "phases.json", kind=RunError)
+        return [{name: value for name, value in one.items() if name != SHA256} for one in found]
 
     def ended(self, phase: str) -> bool:
         return any(p["phase"] == phase for p in self.phases())
@@ -153,10 +164,23 @@ class RunFolder:
     def end_phase(self, phase: str, *, wall_s: float, facts: Mapping[str, Any] | None = None) -> None:
         """Record, durably, that a phase is over and need not be done again."""
         done = [*self.phases(), {"phase": phase, "wall_s": round(wall_s, 3), "facts": dict(facts or {})}]
-        write_durably(self.path / "phases.json", json.dumps(done, indent=2).encode())
+        write_durably(self.path / "phases.json", json.dumps(sealed_list(done), indent=2).encode())
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
+
+
+def _locked(fd: int) -> bool:
+    """Lock a file for this process; False when another holds it. One that only looks lets go within microseconds."""
+    end = time.monotonic() + LOOK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
 
 
 def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:

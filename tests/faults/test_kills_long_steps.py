@@ -16,6 +16,7 @@ def test_kills_in_a_run_of_long_steps_lose_nothing_and_make_nothing_invalid(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", "")
     found = played(tmp_path, kills=8, steps=4, step_s=3.0, seed=1)
+    assert found is not None
     assert (found["exit_code"], found["lost"], found["trained_twice"], found["leaked_slots"]) == (0, 0, 0, 0)
     assert found["finished"] is True
     assert found["kills"] == 8

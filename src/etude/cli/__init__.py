@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from etude import __version__
+from etude.cli._interrupted import interrupted  # noqa: F401  first: the others take most of a second
 from etude.cli.arguments import (
     LOCAL,
     Commands,
@@ -35,10 +36,19 @@ from etude.cli.engine_commands import engine_commands
 from etude.cli.fleet_commands import fleet_commands
 from etude.cli.machine_commands import backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
-from etude.errors import EtudeError, Exit, StoreError
+from etude.errors import EXITS, EtudeError, Exit, InputError, StoreError
 
 _READABLE = "a directory, s3://bucket/prefix, gs://, az:// or http://"
 _WRITABLE = "a directory, s3://bucket/prefix, gs:// or az://"
+_EXTRAS = {
+    **dict.fromkeys(("torch", "tokenizers", "safetensors", "aiohttp", "uvloop", "pyarrow", "jinja2"), "train"),
+    "obstore": "buckets",
+    "cryptography": "signing",
+    "psycopg": "postgres",
+    "ray": "ray",
+    "triton": "gpu",
+}
+"""Which extra brings a library that a light install lacks."""
 _REFUSALS = {
     errno.EACCES: "give the user that runs this access there, or name another place",
     errno.EPERM: "give the user that runs this access there, or name another place",
@@ -62,6 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _EXTRAS:
+            raise
+        lacking = InputError(
+            f"this command needs {library}",
+            "it is not installed: a light install has what weights and stores need",
+            hint=f"pip install 'etude[{_EXTRAS[library]}]'",
+        )
+        print(f"error: {lacking}", file=sys.stderr)
+        return lacking.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
@@ -90,7 +111,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int | None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="etude", description="Turn an open MoE model into your product's specialist.")
+    exits = "exit codes: " + "; ".join(f"{code.value} {meaning}" for code, meaning in EXITS.items())
+    parser = Parser(prog="etude", description="Turn an open MoE model into your product's specialist.", epilog=exits)
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _run_commands(commands)
@@ -156,8 +178,14 @@ def _run_commands(commands: Commands[Parser]) -> None:
         help="local (default), ray, HOST:PORT or ray://HOST:PORT: a Ray cluster",
     )
     run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
+    init = add(commands, "init", "init:init", "write a config and tasks to start from, into a new folder")
+    init.add_argument("folder", type=Path, metavar="DIR")
+    init.add_argument(
+        "--start", type=Path, metavar="CHECKPOINT", help="begin with this model (default: a small new one)"
+    )
     status = add(commands, "status", "run:status", "what a run is doing now")
     _run_argument(status)
+    status.add_argument("--watch", action="store_true", help="look again and again, until the run has ended or Ctrl-C")
     status.add_argument("--words", action="store_true", help="say what the words of the view mean, too")
     stop = add(commands, "stop", "run:stop", "stop a run cleanly; it can be resumed")
     _run_argument(stop)
@@ -178,8 +206,9 @@ def _look_commands(commands: Commands[Parser]) -> None:
     compare.add_argument("run_a", type=Path, metavar="RUN")
     compare.add_argument("run_b", type=Path, metavar="RUN")
     _run_argument(add(commands, "report", "look:report", "write report.html and summary.json again"))
+    _run_argument(add(commands, "fsck", "fsck:check", "read and prove every file of a run against its checksums"))
     replay = add(commands, "replay", "replay:run", "redo a training step from disk; exit code 1 when a bit differs")
-    replay.add_argument("run", type=Path, metavar="RUN", help="a run folder, or its name in runs/")
+    _run_argument(replay)
     replay.add_argument("step", type=positive, metavar="STEP", help="a step of the current weights' lineage, from 1 on")
     replay.add_argument(
         "--from", dest="start", type=Path, metavar="CHECKPOINT", help="where to begin (default: the nearest before it)"
@@ -192,8 +221,8 @@ def _look_commands(commands: Commands[Parser]) -> None:
     listing.add_argument("--eval", metavar="NAME", help="those of evals/NAME.parquet: before, after, during-000010 ...")
     listing.add_argument("--limit", type=positive, default=40)
     show = add(rollouts, "show", "rollouts:show", "one rollout of training or of an evaluation, turn by turn")
+    _run_argument(show)
     show.add_argument("rollout_id", metavar="ROLLOUT")
-    show.add_argument("run", nargs="?", type=Path, metavar="RUN")
     ledger = commands.add_parser("ledger", help="the record of rollouts").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -335,6 +364,7 @@ def _model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--port", type=port, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--max-concurrent", type=positive, default=32)
+    serve.add_argument("--public-key", type=public_key, metavar="HEX", help="serve only versions that its owner signed")
     serve.add_argument("--fleet", metavar="URL", help="ask the engines of the run whose registry listens there")
     doctor = add(
         commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"

@@ -11,15 +11,17 @@ from pathlib import Path
 from rich.table import Table
 
 from etude.cli.places import console, open_ledger, open_run
+from etude.dashboard import RunView, damage
 from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
-from etude.experience.audit import steps_of
+from etude.experience.auditing import steps_of
 from etude.experience.traces import Folder
 from etude.loop.places import rollout_files, traces_folder, weights_place, weights_store
 from etude.loop.retention import kept_from
 from etude.run import write_durably
 from etude.seams import BlobStore
+from etude.sums import Unproven, opened, sealed
 from etude.weights.chain.history import backward, head
 from etude.weights.chain.inspect import require_pointer
 from etude.weights.chain.manifest import Manifest
@@ -49,7 +51,8 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write summary.json and report.html again, from what the run folder holds."""
+    """Write summary.json and report.html again, from what the run folder holds. Exit code 1 when some of that cannot be
+    read."""
     from etude.loop.phases import leave_report
 
     run = open_run(args.run)
@@ -57,6 +60,10 @@ def report(args: argparse.Namespace) -> int:
         hint = "put them back; summary.json and report.html are left as they are"
         raise RunError(f"{run.path} has no events", "a report is made of events/conductor.jsonl", hint=hint)
     print(leave_report(run))
+    found = damage(RunView(run.path)) if run.holder() is None else []
+    if found:
+        hint = "the report has what could be read; restore the files from a copy"
+        raise RunError(f"the report of {run.path} is not whole", "; ".join(found), hint=hint)
     return 0
 
 
@@ -64,6 +71,7 @@ def ledger_audit(args: argparse.Namespace) -> int:
     """Recompute from traces and manifests: lost, trained twice. Exit code 1 when anything is."""
     run = open_run(args.run)
     ledger, place, traces = open_ledger(run), weights_place(run), traces_folder(run)
+    ledger.prove()
     if isinstance(place, Path) and not place.exists():
         hint = "put it back: what was trained is what its manifests list"
         raise RunError(f"{run.path} has a ledger and no weights folder", "nothing can be audited against it", hint=hint)
@@ -115,8 +123,9 @@ def _proven(store: BlobStore, note: Path) -> int:
     """The step up to which an audit found this very lineage sound; 0 when none did."""
     try:
         said = json.loads(note.read_text())
+        opened(said, note)
         step, version = int(said["step"]), str(said["version"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, Unproven):
         return 0
     for one in backward(store, "policy"):
         if isinstance(one, Manifest) and one.version.step <= step:
@@ -129,4 +138,4 @@ def _note(store: BlobStore, note: Path) -> None:
     pointer = head(store, "policy")
     if pointer is not None and os.access(note.parent, os.W_OK):
         version = pointer.head.version
-        write_durably(note, json.dumps({"format": 1, "step": version.step, "version": str(version)}).encode())
+        write_durably(note, json.dumps(sealed({"format": 1, "step": version.step, "version": str(version)})).encode())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from etude.errors import NoCheckpoint, NoRun
+from etude.errors import NoCheckpoint, NoRun, RunError
 from etude.run import RunFolder
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def existing(path: Path) -> Path:
     for place in (path, RUNS / path):
         if place.exists():
             return place
-    elsewhere = "" if path.is_absolute() else f"nor at {RUNS / path}"
+    elsewhere = "" if path.is_absolute() or path.parts[:1] == RUNS.parts else f"nor at {RUNS / path}"
     raise NoCheckpoint(f"nothing at {path}", elsewhere, hint="give a checkpoint directory or a run")
 
 
@@ -54,7 +55,26 @@ def console() -> Console:
 
 
 def newest_run() -> RunFolder:
-    found = sorted(RUNS.glob("*/run.json"), key=lambda p: p.stat().st_mtime)
-    if not found:
-        raise NoRun(f"no run in {RUNS}/", hint="start one: etude run examples/laptop/config.toml")
-    return RunFolder.open(found[-1].parent)
+    """The newest run that can be read; a newer one that cannot is named on stderr. Raises `NoRun` where there is none,
+    or what is wrong with the newest where none can be read."""
+    wrong: list[RunError] = []
+    for path in sorted(RUNS.glob("*/run.json"), key=_written, reverse=True):
+        try:
+            run = RunFolder.open(path.parent)
+        except RunError as error:
+            wrong.append(error)
+            continue
+        for one in wrong:
+            print(f"passed over: {one.what}{': ' if one.facts else ''}{one.facts}; taking {run.path}", file=sys.stderr)
+        return run
+    if wrong:
+        raise wrong[0]
+    raise NoRun(f"no run in {RUNS}/", hint="start one: etude run examples/laptop/config.toml")
+
+
+def _written(path: Path) -> float:
+    """When a file was written; 0.0 for one that is gone meanwhile."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -21,8 +21,6 @@ from etude.cli.arguments import LOCAL
 from etude.cli.places import RUNS, newest_run, open_run
 from etude.config import leaves, overridden, read, to_toml
 from etude.dashboard import RunView, explained, plain_line, render
-from etude.dashboard.glossary import legend
-from etude.dashboard.terminal import words_in
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, RunError
 from etude.experience.database import NoLedger
 from etude.loop.config import RunConfig, resumed
@@ -69,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"run {folder.path}", flush=True)
     try:
         interrupted = asyncio.run(_watched(folder, config, on=args.on))
+    except EtudeError as error:
+        error.hint += f"; what was committed is kept, go on with: etude run --resume {folder.path}"
+        raise
     finally:
         if args.on != LOCAL:
             _leave()
@@ -154,13 +155,10 @@ async def _show(folder: RunFolder) -> None:
     """The live view in a terminal; a plain line every few seconds when piped. It reads the run folder only."""
     console, view = Console(), RunView(folder.path)
     if not console.is_terminal:
-        last, told = "", set[str]()
+        last = ""
+        print(f"(what the words below mean: etude status --words {folder.path})", flush=True)
         while True:
             view.refresh()
-            new = [word for word in words_in(view) if word not in told]
-            told.update(new)
-            if new:
-                print(f"({legend(new)})", flush=True)
             line = plain_line(view)
             if line != last:
                 print(line, flush=True)
@@ -180,25 +178,46 @@ async def _show(folder: RunFolder) -> None:
 def status(args: argparse.Namespace) -> int:
     """What a run is doing now; what its words mean when asked for, since it is looked at again and again."""
     folder = open_run(args.run)
+    if args.watch and folder.holder() is not None:
+        asyncio.run(_until_ended(folder))
     holder = folder.holder()
     console, view = Console(), RunView(folder.path)
     console.print(render(view))
     console.print(explained(view) if args.words else "[dim]what the words mean: etude status --words[/dim]")
     console.print(_rollouts(folder), end="")
-    console.print(f"{folder.path}: " + (f"running, process {holder}" if holder else "not running"))
+    console.print(f"{folder.path}: {_state(folder, holder)}", soft_wrap=True)
     return 0
+
+
+def _state(folder: RunFolder, holder: int | None) -> str:
+    if holder is not None:
+        return f"running, process {holder}"
+    return "ended" if folder.ended("report") else f"not running; go on with: etude run --resume {folder.path}"
+
+
+async def _until_ended(folder: RunFolder) -> None:
+    """Show a run until nobody holds it any more."""
+    view = asyncio.create_task(_show(folder), name="view")
+    try:
+        while folder.holder() is not None and not view.done():  # noqa: ASYNC110  another process holds it
+            await asyncio.sleep(REDRAW_S)
+    finally:
+        view.cancel()
+        await asyncio.gather(view, return_exceptions=True)
 
 
 def _rollouts(folder: RunFolder) -> str:
     """A line: how many rollouts of training are in which state, as the ledger has it; nothing before there is one."""
     try:
         with contextlib.closing(read_ledger(folder)) as ledger:
-            states = ledger.states()
+            states, signs = ledger.states(), len(ledger.quarantined())
     except NoLedger:
         return ""
     except EtudeError as error:
         return f"rollouts: not known, {error.what}: {error.facts}\n"
-    return f"rollouts: {', '.join(f'{count:,} {state}' for state, count in sorted(states.items()))}\n" if states else ""
+    counts = ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
+    bear = f"; {signs:,} of them quarantined: they bear signs of cheating, and earned nothing" if signs else ""
+    return f"rollouts: {counts}{bear}\n" if states else ""
 
 
 def stop(args: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ def publish(args: argparse.Namespace) -> int:
     """Publish a checkpoint as the channel's next version: a delta against its head, where there is one."""
     tensors = read_checkpoint(args.checkpoint).tensors
     _refuse_checkpoint(args.store)
-    signer = signer_of(args.key)
+    signer = signing.read_signer(args.key)
     if "://" not in args.store and Path(args.store).is_dir():
         _directory(Path(args.store))
     store = open_store(args.store)
@@ -156,7 +156,7 @@ def relay(args: argparse.Namespace) -> int:
 
 def gc(args: argparse.Namespace) -> int:
     """Delete what no version needs that was a head within `--keep`. The first call only looks."""
-    signer = signer_of(args.key)
+    signer = signing.read_signer(args.key)
     store = _with_channel(args)
     inspect.require_pointer(store, args.name, signer)
     done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
@@ -177,7 +177,7 @@ def _with_channel(args: argparse.Namespace) -> BlobStore:
 
 def point(args: argparse.Namespace) -> int:
     """Let a branch, or the channel itself, name a version that is stored: a canary, a rollback."""
-    signer = signer_of(args.key)
+    signer = signing.read_signer(args.key)
     store = _with_channel(args)
     inspect.require_pointer(store, args.name, signer)
     version = inspect.find(store, args.version, args.name).version
@@ -288,20 +288,6 @@ def watched_store(place: str, out: TextIO, *, cache: Path | None = None, readonl
     if not isinstance(far, HttpStore | BucketStore):
         return store
     return Watched(store, place, far.deadline_s, partial(print, file=out, flush=True))
-
-
-def signer_of(path: Path | None) -> signing.Signer | None:
-    """Who signs with the private key in a file. Raises `InputError`, which quotes nothing of it."""
-    if path is None:
-        return None
-    try:
-        return signing.Signer(bytes.fromhex(path.read_text("ascii").strip()))
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read", str(error.strerror), hint="etude weights key FILE makes one"
-        ) from None
-    except ValueError:
-        raise InputError(f"{path} holds no key", hint="etude weights key FILE makes one") from None
 
 
 def _line(adopted: Adopted) -> str:

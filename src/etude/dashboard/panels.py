@@ -143,7 +143,7 @@ def deltas(view: RunView) -> Panel | None:
     whole = f" {len(anchors)} snapshots of {size(max(anchors))}, for late engines, are not shown." if anchors else ""
     total = weights(view)
     share, unchanged = total["share_of_bound"], total["ratio"] is None
-    many = " Most weights change in a step, as adapters' do: the bound, of single changes, says nothing of that."
+    many = " Most of what is published changes in a step: the bound, of single changes, says nothing of that."
     reached = f" In all {percent(share)} of the bound." if share else " No weight has changed." if unchanged else many
     return Panel(
         "Weights on the wire",

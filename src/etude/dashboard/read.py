@@ -9,12 +9,14 @@ from __future__ import annotations
 import bisect
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.errors import NoRun
+from etude.sums import proven_line
 
 Event = Mapping[str, Any]
 T = TypeVar("T")
@@ -71,6 +73,8 @@ class RunView:
             raise NoRun(f"no run at {self.path}", hint="see runs/ for what there is")
         self._events: dict[str, list[Event]] = {}
         self._offsets: dict[Path, int] = {}
+        self._unreadable: Counter[str] = Counter()  # lines, by file
+        self._cut: set[str] = set()  # files that end within a line
         self.refresh()
 
     def refresh(self) -> None:
@@ -93,7 +97,17 @@ class RunView:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offsets[path] = start + len(whole)
-        return [event for line in whole.splitlines() if (event := _event(line)) is not None]
+        (self._cut.discard if len(whole) == len(data) else self._cut.add)(path.name)
+        lines = whole.splitlines()
+        found = [event for line in lines if (event := _event(line)) is not None]
+        self._unreadable[path.name] += len(lines) - len(found)
+        return found
+
+    def unreadable(self) -> list[str]:
+        """What of the events cannot be read. The last line of a process that writes now may be cut off, too."""
+        counts = sorted((name, count) for name, count in self._unreadable.items() if count)
+        found = [f"events/{name}: {count} line{'s' * (count > 1)} cannot be read" for name, count in counts]
+        return found + [f"events/{name} ends within a line" for name in sorted(self._cut)]
 
     def of(self, kind: str) -> list[Event]:
         """The events of a kind."""
@@ -190,7 +204,7 @@ def _time(event: Event) -> float:
 
 def _event(line: bytes) -> Event | None:
     try:
-        event = json.loads(line)
+        event = json.loads(line) if proven_line(line) is not False else None
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and number(event, "t") is not None and text(event, "kind") else None

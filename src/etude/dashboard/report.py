@@ -21,7 +21,9 @@ from etude.dashboard.panels import PANELS, Panel
 from etude.dashboard.read import PHASES, RunView, counts, number, text
 from etude.dashboard.summary import summarise_view
 from etude.dashboard.transcripts import pair
+from etude.dashboard.troubles import damage, troubles
 from etude.errors import StoreError
+from etude.sums import sealed_page
 
 Row = tuple[str, ...]
 
@@ -35,7 +37,7 @@ def write_report(run_dir: Path | str) -> Path:
     path = view.path / "report.html"
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(page(view), encoding="utf-8")
+        temporary.write_bytes(sealed_page(page(view)))
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -60,10 +62,12 @@ def page(view: RunView) -> str:
         sections=[(title, found) for title, made in PANELS if (found := [_marked(p) for f in made if (p := f(view))])],
         families=list(_families(view)),
         invalid=sorted(summary["invalid"].items()),
-        states=sorted(summary["rollouts"].items()),
+        states=[*sorted(summary["rollouts"].items()), *_quarantined(summary)],
         times=[(name, words.duration(summary["wall_s"][name])) for name in PHASES if name in summary["wall_s"]],
         cpu=[(name, words.duration(s)) for name, s in sorted(summary["cpu_s"].items(), key=lambda one: -one[1])],
         host=_host(summary["host"]),
+        troubles=troubles(view),
+        damage=damage(view),
         pair=pair(view.path / "evals"),
         config=_text(view.path / "config.toml"),
     )
@@ -82,6 +86,12 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _quarantined(summary: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """A row under the states: rollouts with signs of cheating, which are in one of those, too."""
+    if number := summary["quarantined"]:
+        yield "of these quarantined: signs of cheating, reward 0", number
 
 
 def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:

@@ -45,6 +45,7 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
         "weights": weights(view),
         "parity": parity(view),
         "invalid": invalid(view),
+        "quarantined": quarantined(view),
         "rollouts": rollout_states(view.path / "ledger.sqlite") if rollouts is None else dict(rollouts),
         "rl": _rl(view.by_step("rl.step")),
         "nothing_learnt": nothing_learnt(view),
@@ -173,6 +174,12 @@ def invalid(view: RunView) -> dict[str, int]:
     for event in view.by_step("rl.step"):
         found.update({name: int(n) for name, n in counts(event, "invalid").items()})
     return dict(sorted(found.items()))
+
+
+def quarantined(view: RunView) -> int:
+    """Rollouts with signs of cheating: they earned nothing, and were trained on as that."""
+    signs = (event for event in view.of("rollout.signs") if text(event, "state") == "quarantined")
+    return len({text(event, "rollout_id") for event in signs})
 
 
 def rollout_states(ledger: Path) -> dict[str, int]:

@@ -17,6 +17,7 @@ from etude.dashboard.glossary import GLOSSARY, legend
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.read import PHASES, Event, RunView, number, text
 from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
+from etude.dashboard.troubles import STATES
 from etude.dashboard.utilisation import idle
 
 
@@ -35,8 +36,13 @@ def explained(view: RunView) -> RenderableType:
     return Text(legend(words_in(view)), "dim")
 
 
+PLAIN = ("starting", "waiting", "evaluating", "loss", "solve rate", "validation", "engines", "learner", "trouble")
+"""What a line has room for, of the facts of a view."""
+PLAIN_CHARS = 240
+
+
 def plain_line(view: RunView) -> str:
-    """The same in one line."""
+    """What matters most in one line of at most `PLAIN_CHARS` characters: for pipes and logs."""
     phase = current_phase(view)
     if phase is None:
         return "starting"
@@ -45,8 +51,10 @@ def plain_line(view: RunView) -> str:
     if at is not None:
         left = f" ({words.duration(at.left_s)} left)" if at.left_s and at.phase.end is None else ""
         found.append(f"{at.done}/{at.total}{left}")
-    found += [f"{name} {value.plain.lstrip(words.BARS)}" for name, value in _facts(view)]
-    return "  ".join(" ".join(one.split()) for one in found)
+    facts = dict(_facts(view))
+    found += [f"{name} {facts[name].plain.lstrip(words.BARS)}" for name in PLAIN if name in facts]
+    line = "  ".join(" ".join(one.split()) for one in found)
+    return line if len(line) <= PLAIN_CHARS else line[: PLAIN_CHARS - 1] + "…"
 
 
 def words_in(view: RunView) -> list[str]:
@@ -252,7 +260,7 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
     if total["ratio"] is None:
         parts.append("no weight has changed")
     elif total["share_of_bound"] is None:
-        parts.append(f"{total['ratio']:.1f}x smaller than what trains")
+        parts.append(f"{total['ratio']:.1f}x smaller than a snapshot")
     else:
         parts.append(f"{words.percent(total['share_of_bound'])} of the bound")
     if total["pause_ms_p99"] is not None:
@@ -262,14 +270,14 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
 
 def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
     """The newest thing that went wrong and was mended."""
-    verbs = {"restart": "was restarted", "hung": "was silent for too long and killed"}
-    processes = [e for e in view.of("process") if text(e, "state") in verbs]
-    said = [(float(e["t"]), f"{text(e, 'name')} {verbs[text(e, 'state')]}") for e in processes]
+    processes = [e for e in view.of("process") if text(e, "state") in STATES]
+    said = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in processes]
     said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
     said += [(float(e["t"]), f"mended in the weights: {text(e, 'reason')}") for e in view.of("weights.mend")]
     said += [(float(e["t"]), _alarm(e)) for e in view.of("parity.alarm")]
     if said:
-        yield "trouble", Text(max(said)[1] + (f" ({len(said)} in all)" if len(said) > 1 else ""), "yellow")
+        newest, more = max(said)[1], len(said) - 1
+        yield "trouble", Text(newest + (f"; before it {more} more" if more else ""), "yellow")
 
 
 def _alarm(event: Event) -> str:

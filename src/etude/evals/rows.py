@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from etude.errors import StoreError
 from etude.records.rollout import Graded, Outcome
 from etude.records.summary import RolloutSummary
+from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 MAX_ROWS = 10_000_000
 
@@ -65,7 +66,8 @@ _SCHEMA = pa.schema(
         ("wall_s", pa.float64()),
         ("tool_s", pa.float64()),
         ("transcript", pa.string()),
-    ]
+    ],
+    metadata={PARQUET_KEY: "1"},
 )
 
 
@@ -97,9 +99,9 @@ def write_rows(path: Path, rows: Iterable[EvalRow]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
+        with partial.open("w+b") as file:
             pq.write_table(table, file, compression="zstd")
-            file.flush()
+            seal_parquet(file)
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
@@ -111,6 +113,8 @@ def read_rows(path: Path) -> list[EvalRow]:
     """The rows of a file; columns it has besides are skipped. Raises `StoreError` for a missing or damaged one."""
     names = [f.name for f in fields(EvalRow)]
     try:
+        with path.open("rb") as handle:
+            prove_parquet(handle, path, kind=StoreError)
         file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
         if file.metadata.num_rows > MAX_ROWS:
             raise StoreError(f"{path} has {file.metadata.num_rows} rows", hint=f"at most {MAX_ROWS} are read")

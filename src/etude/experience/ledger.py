@@ -24,7 +24,7 @@ from etude.errors import LedgerError
 from etude.experience.database import each, marks, open_database
 from etude.experience.groups import Finished
 from etude.experience.lineage import Lineage, by_step, remembered
-from etude.experience.looking import FINISHED, SPEC, Looking
+from etude.experience.looking import FINISHED, QUARANTINE, SPEC, Looking, Quarantined
 from etude.experience.rows import Row
 from etude.experience.transitions import HOLDING, SETTLED, State, check
 from etude.records.completion import Version
@@ -104,10 +104,10 @@ class Ledger(Looking):
         each(self._db, "INSERT INTO slots (slot) VALUES ?", [(slot,) for slot in range(self._capacity)])
 
     @classmethod
-    def reading(cls, place: Path | str) -> Ledger:
-        """Open to read only, beside a writer. Raises `NoLedger` when there is none."""
+    def reading(cls, place: Path | str, *, still: bool = False) -> Ledger:
+        """Open to read only, beside a writer; `still`: there is none now. Raises `NoLedger` when there is none."""
         ledger = cls.__new__(cls)
-        ledger._db = open_database(place, readonly=True, said=lambda _: None)
+        ledger._db = open_database(place, readonly=True, still=still, said=lambda _: None)
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
@@ -184,6 +184,11 @@ class Ledger(Looking):
                 ends[row.rollout_id] = row, Finished(rollout_id=row.rollout_id, outcome=outcome, summary=rollout)
         self._end(list(ends.values()))
         return counts
+
+    def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
+        """Note that a rollout bears a sign of cheating, and what it was graded before that took its reward. It stays
+        with its group: who cheats and earns nothing teaches its siblings that."""
+        self.put(rollout_id, QUARANTINE, pack(Quarantined(reason=reason, graded=graded)))
 
     @_atomic
     def fail(self, rollout_id: str, invalid: Invalid) -> None:
@@ -280,10 +285,11 @@ class Ledger(Looking):
     @_atomic
     def prune(self, step: int) -> int:
         """Drop the blobs of rollouts consumed at or before a version step: call it with the oldest step that a
-        restart can still go back to. Returns how many blobs went; their traces stay."""
+        restart can still go back to. Returns how many blobs went; their traces stay, and notes of quarantine do."""
         before, batched = int(self.recall("pruned") or 0), State.BATCHED
         spent = "SELECT rollout_id FROM rollouts WHERE step > ? AND step <= ? AND state != ?"
-        gone = self._db.rows(f"DELETE FROM blobs WHERE rollout_id IN ({spent}) RETURNING 1", before, step, batched)
+        sql = f"DELETE FROM blobs WHERE rollout_id IN ({spent}) AND name != ? RETURNING 1"
+        gone = self._db.rows(sql, before, step, batched, QUARANTINE)
         left = self._value("SELECT min(step) FROM rollouts WHERE state = ? AND step <= ?", batched, step)
         self.remember("pruned", max(before, step if left is None else left - 1))
         return len(gone)

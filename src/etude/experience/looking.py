@@ -23,10 +23,17 @@ from etude.records.rollout import RolloutSpec
 from etude.records.wire import unpack
 
 _HIDDEN = (State.QUARANTINED, State.CANCELLED)
-SPEC, FINISHED = "spec", "finished"
-"""Names of the blobs that the ledger itself keeps: a packed `RolloutSpec` and a packed `Finished`."""
+SPEC, FINISHED, QUARANTINE = "spec", "finished", "quarantine"
+"""Names of the blobs that the ledger itself keeps: packed, a `RolloutSpec`, a `Finished`, a `Quarantined`."""
 
 T = TypeVar("T")
+
+
+class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a rollout earned nothing though it was graded."""
+
+    reason: str  # the sign of cheating: "rule: what was seen (where)"
+    graded: float  # the reward that the grader gave
 
 
 class Looking:
@@ -74,6 +81,11 @@ class Looking:
         """The rows of those of some rollouts that there are."""
         sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
         return [as_row(r) for r in self._db.rows(sql, *rollout_ids)] if rollout_ids else []
+
+    def quarantined(self) -> dict[str, Quarantined]:
+        """Rollouts that bear a sign of cheating, by looking at all that are kept; by id."""
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
+        return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
 
     def count(self, *, after: int | None = None) -> int:
         """Rollouts ever admitted, by looking at all; with `after`, those that no step up to that one took."""
@@ -144,6 +156,12 @@ class Looking:
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(SETTLED)}) THEN 1 ELSE 0 END)"
         sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) GROUP BY group_id HAVING {settled}"
         return {group_id for (group_id,) in self._db.rows(sql, *group_ids, *SETTLED)} if group_ids else set()
+
+    def with_signal(self, group_ids: Collection[str]) -> set[str]:
+        """Those of some groups whose graded members do not all have the same reward."""
+        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) AND state = ?"
+        sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
+        return {g for (g,) in self._db.rows(sql, *group_ids, State.GRADED)} if group_ids else set()
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Those of some groups that any batch ever took, one of a lost lineage included."""

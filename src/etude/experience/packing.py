@@ -60,8 +60,9 @@ def plan_batch(
     `k1` is Σ log π − log π_ref of each valid rollout that sampled a token, by its id; `beta` times that is taken off
     its reward.
 
-    Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser, so
-    that a step with little signal is a small step.
+    Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser. So a
+    batch with little signal has a small gradient, but not a small step: the optimiser divides by the gradient's recent
+    size. One without any sample changes no weight.
     """
     given: dict[str, float] = {}
     num_loss_tokens = 0

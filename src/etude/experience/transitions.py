@@ -24,7 +24,7 @@ class State(enum.StrEnum):
     NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient of its own
     REQUEUED = "requeued"  # to be run again, or its stored outcome to be used again
     PARKED = "parked"  # set aside without a slot; may come back
-    QUARANTINED = "quarantined"  # its record cannot be believed; kept, never trained
+    QUARANTINED = "quarantined"  # its record cannot be read or believed; kept, never trained
     CANCELLED = "cancelled"  # nobody wants it any more
 
 

@@ -87,10 +87,10 @@ async def run_agent(
             request = talk.request(prompt_ids, ask, limits)
             completion = await _complete(policy, request)
             reply = chat.parse(completion.token_ids, tools.signatures)
-            began = clock()
+            began, lost_s = clock(), bench.lost_s
             bench.deadline_s = min(limits.tool_deadline_s, limits.rollout_deadline_s - tool_s)
             output = await tools.run(reply.call, bench) if reply.call else reply.error
-            tool_s += clock() - began if reply.call else 0.0
+            tool_s += max(0.0, clock() - began - (bench.lost_s - lost_s)) if reply.call else 0.0
             talk.add(prompt_ids, completion, reply, output)
             if bench.submitted:
                 return ended(Ending.SUBMITTED)

@@ -13,8 +13,8 @@ LAPTOP_TOOLS = ("ls", "cat", "test", "edit", "submit")
 class HarnessConfig:
     """The limits of one rollout and the tools it may use.
 
-    `rollout_deadline_s` counts the seconds that the agent's own commands took and nothing else: waiting for an engine
-    is not the agent's time, so a slow host changes no verdict.
+    `rollout_deadline_s` counts the seconds that the agent's own commands took, less what other work on their host took
+    from them where that is measured (`ExecResult.lost_s`). Waiting for an engine is not the agent's time.
     """
 
     tools: tuple[str, ...] = LAPTOP_TOOLS

@@ -5,7 +5,7 @@ all in one task group: what fails, fails the loop by name. Synchronous RL is `ma
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
-| `_admit` | task cursor | admitted groups, at most the window's | room in the window | `published` |
+| `_admit` | task cursor | admitted groups, at most the window's | room in the window | a version, a batch |
 | `Rolling.run` | admitted rollouts | graded rollouts in the ledger | a place to run | a finished rollout |
 | `_batches` | ready groups, strictly in order | one batch | its slowest group | `Rolling` |
 | `_train` | a batch | live weights, offered | the learner, the commit before | `_commit` |
@@ -83,6 +83,7 @@ class Conductor:
             max_lag=config.experience.max_lag,
             groups_per_step=config.experience.groups_per_step,
             straggler=config.experience.straggler,
+            signal_groups=config.experience.signal_groups,
         )
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
@@ -91,6 +92,9 @@ class Conductor:
         self.signals = Signals(self.ledger.recall("signals"))
         self.step = 0  # of the version committed last
         self.trained = 0  # of the live weights: one ahead while their version is on its way
+        self._batched = 0  # of the batch that was formed last
+        self._taken = 0  # groups that batches of this lineage took
+        self._size = 0  # groups that the step being formed wants, where more must be admitted for it
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
         exact, taken = config.numerics.mode is Mode.EXACT, self.ledger.recall("defence")
@@ -98,7 +102,7 @@ class Conductor:
         watch = Watch(config.parity, exact=exact, dtype=config.engine.dtype, defence=defence)
         self.probe = Probe(chat, config.parity, watch, telemetry, self._defend)
         self._defence_due: Defence | None = None
-        self._published = asyncio.Event()
+        self._room = asyncio.Event()  # there may be room in the window
         self._admitted = asyncio.Event()
 
     def close(self) -> None:
@@ -144,7 +148,7 @@ class Conductor:
         learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
         checkpoint = str(self._newest_checkpoint())
-        self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
+        self.step = self.trained = self._batched = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         self.probe.learner_class = await self._call("parity", str)
         if self.config.numerics.mode is Mode.EXACT:
             self.crew.wants_parity(self.probe.learner_class)
@@ -155,6 +159,7 @@ class Conductor:
         steps = Steps(weights_store(self.run_folder))
         reconciled = functools.partial(self.ledger.reconcile, steps, believed=steps.believed, head=published.version)
         mended = await self.books(reconciled)  # no lineage goes on from a step it lacks
+        self._taken = await self.books(lambda: self.ledger.num_groups() - len(self.ledger.open_groups()))
         if steps.damaged is not None:
             reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"
             self.telemetry.event("weights.mend", step=self.step, reason=reason)
@@ -249,7 +254,7 @@ class Conductor:
         """Let everybody know whose work waits for a version."""
         self.crew.head(published.version)
         self.step = self.rolling.published = published.version.step
-        self._published.set()
+        self._room.set()
         self._admitted.set()
 
     async def _committed(self) -> float:
@@ -278,7 +283,9 @@ class Conductor:
                 except LedgerError:
                     if not await self._quarantined(groups):
                         raise
+            self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
             await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, groups))
+            self._room.set()
             yield batch, groups, time.perf_counter() - began
 
     async def _recorded(self, groups: list[Group]) -> BatchRef:
@@ -327,22 +334,28 @@ class Conductor:
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
+        self._size = 0
         ready = await self.books(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
-        while (taken := self.window.take(await self.books(self.ledger.open_groups), ready)) is None:
+        while True:
+            order = await self.books(self.ledger.open_groups)
+            signal = await self.books(self.ledger.with_signal, ready) if self.window.signal_groups else set[str]()
+            if (taken := self.window.take(order, ready, signal)) is not None:
+                return taken
+            if (size := self.window.size(order, ready, signal)) > max(len(order), self._size):
+                self._size = size
+                self._room.set()
             ready |= await self.rolling.progress()
-        return taken
 
     async def _admit(self) -> None:
         """Admit groups whenever the window has room, in one transaction with the task cursor."""
-        num_groups = self.config.rl.steps * self.window.groups_per_step
         while True:
-            self._published.clear()
+            self._room.clear()
             index = await self.books(self.ledger.num_groups)
-            if index >= num_groups:
-                return
-            room = min(self.window.room(index, self.step), num_groups - index, AT_ONCE)
-            if not room:
-                await self._published.wait()
+            num_open, at = index - self._taken, (self._batched, self.step)
+            wanted = (self.config.rl.steps - self._batched) * self.window.most - num_open
+            room = min(self.window.room(num_open, *at, self._size), wanted, AT_ONCE)
+            if room <= 0:
+                await self._room.wait()
                 continue
             specs, cursor = list[RolloutSpec](), await self.books(self.ledger.cursor, Split.TRAIN)
             for number in range(index, index + room):
@@ -353,7 +366,7 @@ class Conductor:
                     self.config.experience.group_size,
                     seed=self.config.seed,
                     temperature=self.config.rl.temperature,
-                    min_step=self.window.min_step(number),
+                    min_step=self.window.min_step(num_open + number - index, *at),
                     keep_routes=self.config.wants_routes,
                 )
                 await asyncio.sleep(0)

@@ -82,10 +82,14 @@ class RlConfig:
 @dataclass(frozen=True)
 class StoresConfig:
     """The `[stores]` section: where weights and traces go instead of into the run folder, `s3://bucket/prefix`, gs://,
-    az:// or file://. Each run has a prefix of its own in it. Who may use a bucket is said by the environment."""
+    az:// or file://. Each run has a prefix of its own in it. Who may use a bucket is said by the environment.
+
+    `signing_key`: a file that `etude weights key` made. With it versions are signed, and the run's engines take no
+    others."""
 
     weights: str = ""
     traces: str = ""
+    signing_key: Path | None = None
 
     def __post_init__(self) -> None:
         for name, url in (("weights", self.weights), ("traces", self.traces)):

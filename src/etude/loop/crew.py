@@ -37,6 +37,7 @@ from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, RolloutSpec, Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
+from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
 GRADE_S = 7_200.0
@@ -300,6 +301,8 @@ def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) 
     argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
     place = weights_place(run)
     argv += ["--store", str(place), *poll_arguments(place)]
+    signer = read_signer(config.stores.signing_key)
+    argv += ["--public-key", signer.public_key.hex()] if signer else []
     argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
     argv += config.engine.arguments()
     if kind is EngineKind.REFERENCE:

@@ -75,7 +75,7 @@ class History:
         folder = self.run / "checkpoints"
         saved = [path for at, path in sorted(steps_in(folder, "step-*")) if at < step]
         start = given or (saved[-1] if saved else folder / "mid")
-        if not start.exists():
+        if not start.exists() and len(start.parts) == 1:
             start = folder / start
         if not start.is_dir():
             raise CheckpointError(f"no checkpoint at {start}", hint=self.others(step, start))

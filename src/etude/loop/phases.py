@@ -33,6 +33,7 @@ from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
+from etude.sums import sealed
 from etude.telemetry import Telemetry
 
 Phase = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -198,5 +199,5 @@ def leave_report(run: RunFolder) -> Path:
     if run.setting("experience.ledger"):
         with contextlib.suppress(EtudeError), contextlib.closing(read_ledger(run)) as ledger:
             states = ledger.states()
-    write_durably(run / "summary.json", json.dumps(summarise(run.path, rollouts=states), indent=2).encode())
+    write_durably(run / "summary.json", json.dumps(sealed(summarise(run.path, rollouts=states)), indent=2).encode())
     return write_report(run.path)

@@ -10,15 +10,19 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from etude.errors import InputError, StoreError
-from etude.experience import Ledger, RolloutFiles
-from etude.experience.traces import Folder
 from etude.run import RunFolder
 from etude.seams import BlobStore
 from etude.stores import open_store
 from etude.weights.chain.history import head
+
+if TYPE_CHECKING:
+    from etude.experience.ledger import Ledger
+    from etude.experience.rollout_files import RolloutFiles
+    from etude.experience.traces import Folder
 
 BUCKET_POLL_S = 0.5
 
@@ -29,9 +33,11 @@ def ledger_place(run: RunFolder) -> Path | str:
     return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
 
 
-def read_ledger(run: RunFolder) -> Ledger:
-    """To be read beside its writer. Raises `NoLedger`, `LedgerError`, `StoreError`."""
-    return Ledger.reading(ledger_place(run))
+def read_ledger(run: RunFolder, *, still: bool = False) -> Ledger:
+    """To be read beside its writer; `still`: there is none now. Raises `NoLedger`, `LedgerError`, `StoreError`."""
+    from etude.experience.ledger import Ledger  # where weights alone are looked at, nothing needs it
+
+    return Ledger.reading(ledger_place(run), still=still)
 
 
 def weights_place(run: RunFolder) -> Path | str:
@@ -70,6 +76,8 @@ def traces_folder(run: RunFolder) -> Folder:
 
 def rollout_files(run: RunFolder) -> RolloutFiles:
     """Finished rollouts that no version has learned from for good: in the run folder, which all its processes see."""
+    from etude.experience.rollout_files import RolloutFiles
+
     return RolloutFiles(run / "rollouts")
 
 

@@ -37,6 +37,7 @@ from etude.seams import TaskSource
 from etude.tasks import check, open_source
 from etude.tasks.harbor import HarborSource
 from etude.tasks.verifiers import grader_for
+from etude.weights.chain.signing import read_signer
 
 PROVEN_TASKS = 8
 
@@ -69,6 +70,7 @@ def preflight(
         check_step(config, config.model, said)
         if config.learner.device.startswith("cuda"):
             said(f"mid-training computes on the CPU; learner.device = {config.learner.device!r} is where RL does")
+    read_signer(config.stores.signing_key)
     for url in filter(None, (config.stores.weights, config.stores.traces)):
         check_store(url, said)
     if config.experience.ledger:

@@ -35,6 +35,7 @@ from etude.records.summary import RolloutSummary, summary_of
 from etude.rollouts import not_run, settle
 from etude.telemetry import Telemetry
 
+GRADED = "graded"  # the term that keeps what a grader gave a rollout in quarantine
 AT_ONCE = 64  # rollouts that one transaction starts or stores
 
 
@@ -117,6 +118,17 @@ async def judged_once(crew: Crew, rollout: Played) -> Outcome:
         crew.files.drop(rollout.summary)
 
 
+def unearned(graded: Graded, sign: str) -> Graded:
+    """The grade of a rollout that bears a sign of cheating: at most 0, so that its siblings' baseline and the gradient
+    see that it does not pay. What the grader gave is the term `graded`."""
+    return Graded(
+        reward=min(0.0, graded.reward),
+        terms={**graded.terms, GRADED: graded.reward},
+        trust=graded.trust,
+        reason=f"quarantined: {sign}; the grader said: {graded.reason}",
+    )
+
+
 class _Ended(NamedTuple):
     """A rollout that is over. `counts` is set once it is stored."""
 
@@ -173,7 +185,10 @@ class Rolling:
                 await self._give_back(spec, error)
                 more.set()
                 return
-            signs, summary = _signs(rollout, outcome), _readable(rollout.summary, outcome)
+            signs = _signs(rollout, outcome)
+            if isinstance(outcome, Graded) and signs:
+                outcome = unearned(outcome, str(signs[0]))
+            summary = _readable(rollout.summary, outcome)
             if await self._finish(summary, outcome, signs):
                 self._tell(summary, outcome)
                 self._tell_signs(summary, outcome, signs)
@@ -194,14 +209,15 @@ class Rolling:
             await self._store(ended)
 
     async def _store(self, ended: list[_Ended]) -> None:
-        """One transaction for those that ended; what bears signs of cheating is quarantined in it."""
+        """One transaction for those that ended; that one bears signs of cheating is noted in it."""
         counts = list[bool]()
 
         def work() -> None:
             counts[:] = self.ledger.finish_all([(one.rollout, one.outcome) for one in ended])
             for one, counted in zip(ended, counts, strict=True):
-                if counted and one.signs:
-                    self.ledger.move(one.rollout.rollout_id, State.QUARANTINED, reason=str(one.signs[0]))
+                if counted and one.signs and isinstance(one.outcome, Graded):
+                    graded = one.outcome.terms[GRADED]
+                    self.ledger.quarantine(one.rollout.rollout_id, reason=str(one.signs[0]), graded=graded)
 
         try:
             await self.books(self.ledger.transaction, work)
@@ -225,6 +241,7 @@ class Rolling:
                 rollout_id=rollout.rollout_id,
                 state="review" if review else "quarantined",
                 signs=[str(sign) for sign in signs],
+                graded=outcome.terms.get(GRADED, outcome.reward) if isinstance(outcome, Graded) else None,
             )
 
     async def _give_back(self, spec: RolloutSpec, error: EtudeError) -> None:

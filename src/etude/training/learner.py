@@ -280,6 +280,7 @@ class TorchLearner:
 
     def optim_step(self) -> dict[str, float]:
         """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`.
+        Where there is no gradient (`grad_norm` 0) the weights stay as they are, and are published so under a new step.
 
         Raises `NotFinite`: of a gradient, and then nothing has changed; of the new weights, and then nothing saves or
         publishes them."""

@@ -524,9 +524,7 @@ def test_help_offers_a_relay_where_it_is_enough_to_read(capsys, command, reads) 
     assert ("http://" in capsys.readouterr().out) == reads
 
 
-@pytest.mark.parametrize(
-    "command", [["fsck"], ["gc"], ["point"], ["follow"], ["relay"], ["publish"]], ids=lambda c: c[0]
-)
+@pytest.mark.parametrize("command", ["fsck", "gc", "point", "follow", "relay", "publish"])
 def test_a_folder_of_something_else_is_no_store_and_nothing_is_written_there(steps, capsys, command) -> None:
     Path("library").mkdir()
     Path("library/libfoo.so").write_bytes(b"x")

@@ -88,6 +88,32 @@ def test_a_check_of_errors_that_was_disarmed_is_found_out():
     assert "canary" in disarmed.reason
 
 
+READS = """
+import json, pathlib, unittest
+import calc
+
+class A(unittest.TestCase):
+    def test_b(self):
+        for given, expected in json.loads(pathlib.Path("cases.json").read_text()):
+            self.assertEqual(calc.f(given), expected)
+"""
+OWN_CASES = """
+import pathlib
+pathlib.Path.read_text = lambda self, *args, **options: "[[0, 0]]"
+def f(n): return 0
+"""
+
+
+def test_code_that_puts_its_own_cases_in_the_place_of_a_tests_is_found_out():
+    tests = HiddenTests(
+        runner=Runner.UNITTEST, files={"t.py": READS, "cases.json": "[[2, 3], [40, 41]]\n"}, names=("t.A.test_b",)
+    )
+    answer = Answer(reference={"calc.py": RIGHT.decode()}, tests=tests)
+    right, wrong, own = judge(answer, RIGHT, "def f(n): return 3", OWN_CASES, grader=QUICK)
+    assert (right.reward, wrong.reward, own.reward) == (1.0, 0.0, 0.0)
+    assert "canary" in own.reason
+
+
 REPORT = """
     import os, sys
     frame = sys._getframe()

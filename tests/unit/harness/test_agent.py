@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 from tests.unit.harness.test_tools import TASK, ShellMachine, result
@@ -132,6 +133,15 @@ def test_the_deadline_counts_the_agents_own_commands_only() -> None:
     assert run.ending is Ending.DEADLINE
     assert run.tool_s == 12.0
     assert len(engine.requests) == 3
+
+
+def test_what_its_host_took_from_a_command_is_not_the_agents_time() -> None:
+    ticks = iter(range(0, 1000, 4))
+    limits = HarnessConfig(max_turns=6, turn_tokens=24, context_tokens=2000, rollout_deadline_s=10.0)
+    late = ShellMachine(msgspec.structs.replace(result(b"x"), wall_s=4.0, lost_s=3.0))
+    run, _ = act([say("test")] * 6, limits, late, lambda: float(next(ticks)))
+    assert run.ending is Ending.TURNS
+    assert run.tool_s == 6.0
 
 
 def test_a_command_gets_no_more_time_than_the_rollout_has_left() -> None:

@@ -344,9 +344,10 @@ def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
     argv = ["plan", str(tmp_path), "--hardware", "h100", "--learner-ranks", "8", "--engines", "8"]
     for setting in ("numerics.mode=native", "engine.dtype=bfloat16", "engine.max_sequences=64"):
         argv += ["--set", setting]
-    argv += ["--set", "engine.context_tokens=32768"]
+    argv += ["--set", "engine.context_tokens=32768", "--set", "harness.context_tokens=8192"]
     assert cli.main(argv) == 1
-    error = capsys.readouterr().err
+    printed, error = capsys.readouterr()
+    assert "$" not in printed
     assert "error: this does not fit: a rank of the learner holds" in error
     assert "learner.ranks = 16 and learner.recompute = true" in error
     assert "adapters: learner.lora_rank = 32" in error
@@ -359,10 +360,11 @@ def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
 def test_vllms_room_for_keys_and_values_is_the_configs(tmp_path, capsys):
     config = tmp_path / "config.toml"
     native = '[numerics]\nmode = "native"\n[fleet]\nengines = ["vllm"]\n[vllm]\nkv_tokens = 4096\n'
-    config.write_text(f"{native}[engine]\nmax_sequences = 64\n")
+    config.write_text(f'{native}arguments = ["--tensor-parallel-size=4"]\n[engine]\nmax_sequences = 64\n')
     assert cli.main(["plan", str(config), "--hardware", "h200", "--json"]) == 0
     layout = json.loads(capsys.readouterr().out)["layout"]
     assert (layout["kv_tokens"], layout["max_sequences"]) == (4096, 4)  # contexts of 1,024 tokens
+    assert layout["engine_ranks"] == 4
     config.write_text("[engine]\nmax_sequences = 64\n")
     assert cli.main(["plan", str(config), "--hardware", "h200", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layout"]["kv_tokens"] == 64 * 1024

@@ -55,7 +55,7 @@ class Variant(NamedTuple):
 
     source: str
     alike: bool  # whether it cannot be told from the original by its form
-    kind: str  # which of a test's means is asked: "compared", "raised", or "turned"
+    kind: str  # which of a test's means is asked: "compared", "raised", "turned"; the files that it reads are "read"
 
 
 class _Edit(NamedTuple):
@@ -90,6 +90,21 @@ def variants(source: str, names: Sequence[str], index: int, rng: random.Random) 
     rng.shuffle(turned)
     for edit in [*turned, _added(function, text, lines, rng)]:
         yield Variant(_edited(text, edit), alike=False, kind="turned")
+
+
+def of_data(text: str, row: int, rng: random.Random) -> str | None:
+    """A file that tests read, with one letter or digit another: in its line `row` where it has that many, since rows of
+    parameters often are lines. None where there is none to change.
+
+    >>> of_data("[[1], 2]\\n[[3], 4]\\n", 1, random.Random(0))
+    '[[1], 2]\\n[[3], 7]\\n'
+    """
+    lines = text.splitlines(keepends=True)
+    told = [at for at, line in enumerate(lines) if any(char.isascii() and char.isalnum() for char in line)]
+    if not told:
+        return None
+    at = row if row in told else rng.choice(told)
+    return "".join([*lines[:at], _another_text(lines[at], rng), *lines[at + 1 :]])
 
 
 def anywhere(source: str, rng: random.Random) -> Iterator[str]:

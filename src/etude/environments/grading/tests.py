@@ -15,9 +15,10 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from etude.environments.grading.canaries import variants
+from etude.environments.grading.canaries import of_data, variants
 from etude.environments.grading.ground import Ground, Work
 from etude.environments.grading.python import Pythons
 from etude.environments.grading.reports import NotTold, new_nonce, runner
@@ -28,6 +29,7 @@ from etude.records.task import HiddenTests, Runner, Task, Trust
 from etude.seams import Runtime
 
 _MOST_TRIED = 24  # variants that are proven on the reference solution in search of canaries, at most
+_READ_TRIED = 3  # of what tests read: not each of its letters decides a test
 _COLLECT_S = 300.0
 
 
@@ -185,7 +187,7 @@ class TestBench:
         work: Work,
     ) -> list[Canary]:
         """Canaries that fail on the reference solution: those that are like the tests, others where there are none."""
-        candidates = list(_candidates(sources, tests, targets, random.Random(new_nonce())))[:_MOST_TRIED]
+        candidates = list(_candidates(sources, hidden, tests, targets, random.Random(new_nonce())))[:_MOST_TRIED]
         found: list[Canary] = []
         outcomes: Counter[str] = Counter()
         for path, source, target, alike in candidates:
@@ -205,21 +207,35 @@ class TestBench:
 
 
 def _candidates(
-    sources: Mapping[str, str], tests: HiddenTests, targets: Sequence[Target], rng: random.Random
+    sources: Mapping[str, str],
+    hidden: Mapping[str, str],
+    tests: HiddenTests,
+    targets: Sequence[Target],
+    rng: random.Random,
 ) -> Iterator[tuple[str, str, Target, bool]]:
     """Variants as (path, source, test, alike), those that look like the tests first: of these one of each kind, since
-    what disarms one of a test's means leaves the others; then one of each test at a time."""
+    what disarms one of a test's means leaves the others, and some of what tests read; then one of each test at a time.
+    """
+    data = [path for path in hidden if not path.endswith(".py") and PurePosixPath(path).name not in CONFIGURATION]
     by_test = []
     for target in rng.sample(targets, min(len(targets), _MOST_TRIED)):
         path, names = _place(target.base, tests.runner, sources)
         if path in sources:
             found = variants(sources[path], names, target.ordinal, rng)
-            by_test.append([(each.kind, (path, each.source, target, each.alike)) for each in found])
+            mine = [(each.kind, (path, each.source, target, each.alike)) for each in found]
+            read = [
+                (place, of_data(hidden[place], target.ordinal, rng)) for place in rng.sample(data, min(2, len(data)))
+            ]
+            by_test.append([*(("read", (place, text, target, True)) for place, text in read if text), *mine])
     rounds = [
         each[depth] for depth in range(max(map(len, by_test), default=0)) for each in by_test if depth < len(each)
     ]
-    first = {kind: at for at, (kind, _) in reversed([*enumerate(rounds)])}
-    order = sorted(range(len(rounds)), key=lambda at: (not rounds[at][1][3], first[rounds[at][0]] != at))
+    kinds: Counter[str] = Counter()
+    late = []
+    for kind, _ in rounds:
+        kinds[kind] += 1
+        late.append(kinds[kind] > (_READ_TRIED if kind == "read" else 1))
+    order = sorted(range(len(rounds)), key=lambda at: (not rounds[at][1][3], late[at]))
     yield from (rounds[at][1] for at in order)
 
 

@@ -272,6 +272,7 @@ class NamespaceRuntime:
             "max_tree_bytes": self._bounds.work_bytes,
             "keep": self._snapshots.keep,
             "kill": partial(self._kill, launcher, made.number),
+            "cores": self._bounds.cpus,
         }
         machine: NamespaceMachine
         if isinstance(start, State):

@@ -241,7 +241,8 @@ class ForeignEngine:
         for here in self._here:
             if here.request.min_step > version.step:
                 here.overtaken = True
-                here.ends.reschedule(asyncio.get_running_loop().time())
+                if not here.ends.expired():
+                    here.ends.reschedule(asyncio.get_running_loop().time())
 
     @property
     def num_here(self) -> int:

@@ -121,7 +121,7 @@ async def task_of_commit(
         if not solved.passed:
             return _nothing_passes(solved.trouble)
         data, helpers = data_of_tests(solved.reads), helpers_of_tests(imports_in(trees.after))
-        hidden = {path: trees.after[path] for path in (*trees.tests, *(p for p in trees.rest if p in data))}
+        hidden = {path: trees.after[path] for path in (*trees.tests, *sorted(data)) if path in trees.after}
         loading = {path: trees.after[path] for path in trees.code if path in helpers}
         before = await run(trees.before | hidden | loading)
         if loading and not solved.passed - before.passed:  # then they are what the commit is about

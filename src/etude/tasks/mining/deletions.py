@@ -135,7 +135,8 @@ class DeletionMiner:
         if not failing:
             return "no test fails without it"
         names = (*failing[:MAX_FAILING], *both[:MAX_PASSING])
-        hidden = {path: self._files[path] for path in tests}
+        data = data_of_tests(intact.reads)
+        hidden = {path: self._files[path] for path in (*tests, *sorted(data)) if path in self._files}
         limit = intact.deadline_s(self._deadline_s)
         answer = Answer(
             reference={function.path: self._files[function.path]},
@@ -151,7 +152,7 @@ class DeletionMiner:
             instruction=f"{function.name} in {function.path} lost its body. Write it again: its docstring, its callers"
             " and the tests say what it does.",
             image=self._image,
-            kept=data_of_tests(intact.reads) | helpers_of_tests(imports_in(self._files)),
+            kept=data | helpers_of_tests(imports_in(self._files)),
         )
         return Found(task, answer, len(failing), len(both[:MAX_PASSING]))
 

@@ -48,7 +48,7 @@ def of_merge(message: str) -> str:
     'Round halves up'
     """
     subject, _, rest = message.strip().partition("\n")
-    return rest.strip() if re.match(r"merge[d]?\b", subject, re.IGNORECASE) else message
+    return rest.strip() if re.match(r"merged?\b", subject, re.IGNORECASE) else message
 
 
 def _is_trailer(line: str, lines: list[str]) -> bool:

@@ -13,7 +13,7 @@ import os
 import time
 
 ROOT = "/sys/fs/cgroup"
-CONTROLLERS = ("memory", "pids", "cpu")
+CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
 _PREFIX = "etude-"
 _PERIOD_US = 100_000
 
@@ -54,6 +54,16 @@ class Hierarchy:
         """The path of that file."""
         return f"{self.path}/{index}/{_ENTRANCE[self.version]}"
 
+    @property
+    def accounts(self) -> tuple[str, str]:
+        """The paths of a slot's CPU time and of its threads, with ``{slot}`` where its number goes; "" where this
+        hierarchy does not count CPU time."""
+        files = {1: ("cpuacct", "cpuacct.usage", "tasks"), 2: ("cpu", "cpu.stat", "cgroup.threads")}
+        controller, usage, threads = files[self.version]
+        if controller not in self.controllers:
+            return "", ""
+        return f"{self.path}/{{slot}}/{usage}", f"{self.path}/{{slot}}/{threads}"
+
     def close(self) -> None:
         """Give up the claim: whoever starts next may remove what is left of it."""
         for fd in (*self._entrances.values(), self.fd):
@@ -73,6 +83,7 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
         "memory": (("memory.limit_in_bytes", "{memory}"), ("memory.memsw.limit_in_bytes", "{memory}")),
         "pids": (("pids.max", "{processes}"),),
         "cpu": (("cpu.cfs_quota_us", "{quota}"),),
+        "cpuacct": (),  # counts, and bounds nothing
     },
     2: {
         "memory": (("memory.max", "{memory}"), ("memory.swap.max", "0")),

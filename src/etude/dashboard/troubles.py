@@ -1,0 +1,73 @@
+"""What went wrong in a run and was mended, and what of its folder cannot be read: a report says both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from etude.dashboard.read import RunView, number, text
+
+STATES = {"restart": "was restarted", "hung": "was silent for too long and was killed"}
+
+
+def troubles(view: RunView) -> list[tuple[str, int]]:
+    """(what went wrong, how often), in the order of the first times."""
+    found: Counter[str] = Counter()
+    for event in view.of("process"):
+        if text(event, "state") in STATES:
+            found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
+    lost = sum(text(event, "state") == "lost" for event in view.of("lineage"))
+    found.update({"the learner was lost, and training went on from a checkpoint": lost} if lost else {})
+    for event in view.of("engine.trouble"):
+        found[f"{text(event, 'process')}: {text(event, 'reason')}"] += 1
+    for event in view.of("weights.mend"):
+        found[f"mended in the weights: {text(event, 'reason')}"] += 1
+    for event in view.of("parity.alarm"):
+        found[f"{text(event, 'engine')} was over the parity budget"] += 1
+    return list(found.items())
+
+
+def damage(view: RunView) -> list[str]:
+    """What of a run folder is damaged, so that a view of it is not whole; a file that is not there is none."""
+    return [*view.unreadable(), *_missing_steps(view), *_damaged_files(view.path)]
+
+
+def _missing_steps(view: RunView) -> Iterator[str]:
+    steps = {int(step) for event in view.of("rl.step") if (step := number(event, "step")) is not None}
+    missing = sorted({*range(1, max(steps, default=0))} - steps)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        yield f"events: there is no step {missing[0]}{more} of {max(steps)}"
+
+
+def _damaged_files(run: Path) -> Iterator[str]:
+    for name, kind in (("run.json", dict), ("phases.json", list)):
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                whole = isinstance(json.loads((run / name).read_bytes()), kind)
+            except (OSError, ValueError, RecursionError) as error:
+                if isinstance(error, FileNotFoundError):
+                    raise
+                whole = False
+            if not whole:
+                yield f"{name} is damaged"
+    for path in sorted((run / "evals").glob("*.parquet")):
+        try:
+            pq.ParquetFile(path, pre_buffer=False).read(columns=["rollout_id", "reward"], use_threads=False)
+        except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+            yield f"evals/{path.name} cannot be read: {str(error).splitlines()[0][:100]}"
+    ledger = run / "ledger.sqlite"
+    if ledger.exists():
+        try:
+            uri = f"{ledger.absolute().as_uri()}?mode=ro"
+            with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1.0)) as connection:
+                connection.execute("SELECT count(*) FROM rollouts").fetchone()
+        except sqlite3.Error as error:
+            yield f"ledger.sqlite cannot be read: {error}"
