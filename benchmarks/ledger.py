@@ -28,11 +28,12 @@ import pyarrow.parquet as pq
 from tests.postgres_server import PostgresServer, programs
 
 from benchmarks.report import report
-from etude.experience import Ledger, audit, make_batch, write_trace
+from etude.experience import Ledger, RolloutFiles, audit, plan_batch, record_batch
 from etude.experience.lineage import Lineage
 from etude.experience.traces import SCHEMA
 from etude.records import Graded, Rollout, RolloutSpec, Task, Trace, Version
 from etude.records.rollout import Ending
+from etude.records.summary import RolloutSummary, summary_of
 from etude.records.task import Split, Trust
 
 SIBLINGS, A_STEP, LIVE_STEPS = 8, 1024, 2  # rollouts of a group, of a step of the past; steps that are really played
@@ -124,7 +125,7 @@ class Costs:
         return {name: round(1e6 * sorted(took)[len(took) // 2], 1) for name, took in self._took.items()}
 
 
-def ended(spec: RolloutSpec) -> tuple[Rollout, Graded]:
+def ended(spec: RolloutSpec, files: RolloutFiles) -> tuple[RolloutSummary, Graded]:
     """A rollout that did nothing, and its grade."""
     rollout = Rollout(
         rollout_id=spec.rollout_id,
@@ -137,12 +138,14 @@ def ended(spec: RolloutSpec) -> tuple[Rollout, Graded]:
         wall_s=0.0,
         tool_s=0.0,
     )
-    return rollout, Graded(reward=0.0, terms={}, trust=Trust.DATA, reason="judged")
+    return summary_of(rollout, files.write(rollout, durable=False)), Graded(
+        reward=0.0, terms={}, trust=Trust.DATA, reason="judged"
+    )
 
 
 def play(ledger: Ledger, traces: Path, step: int, costs: Costs) -> list[str]:
     """One step's rollouts through all of their states, as the conductor does it."""
-    first = ledger.num_groups()
+    first, files = ledger.num_groups(), RolloutFiles(traces.parent / "rollouts")
     names = [f"h{first + i:07d}" for i in range(LIVE // SIBLINGS)]
     for name in names:
         specs = [
@@ -158,14 +161,15 @@ def play(ledger: Ledger, traces: Path, step: int, costs: Costs) -> list[str]:
         costs("admit a group", lambda admit=admit: ledger.transaction(admit))  # type: ignore[misc]
     for _ in range(LIVE // 2):
         (spec,) = costs("start", lambda: ledger.start(1))
-        costs("finish", lambda spec=spec: ledger.finish(*ended(spec)))  # type: ignore[misc]
+        one = ended(spec, files)
+        costs("finish", lambda one=one: ledger.finish(*one))  # type: ignore[misc]
         costs("ready_groups", lambda spec=spec: ledger.ready_groups([spec.group_id]))  # type: ignore[misc]
     while specs := costs(f"start {TOGETHER}", lambda: ledger.start(TOGETHER)):
-        done = [ended(spec) for spec in specs]
+        done = [ended(spec, files) for spec in specs]
         costs(f"finish {TOGETHER}", lambda done=done: ledger.finish_all(done))  # type: ignore[misc]
     groups = [costs("group", lambda name=name: ledger.group(name)) for name in costs("open_groups", ledger.open_groups)]
-    batch = make_batch(groups, batch_id=f"b{step}", step=step, max_lag=9)
-    write_trace(traces, batch, groups)
+    plan = plan_batch(groups, batch_id=f"b{step}", step=step, max_lag=9)
+    _, batch = record_batch(traces, plan, files.read)
     costs("batch of a step", lambda: ledger.batch(batch))
     costs("commit of a step", lambda: ledger.commit(batch.rollout_ids, Version(step, "0" * 8, "0" * 64)))
     costs("prune", lambda: ledger.prune(step))

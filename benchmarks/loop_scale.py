@@ -1,7 +1,8 @@
 """One, four and sixteen times the groups a step: does the loop keep up, and what does it hold in memory?
 
-The real conductor, window, ledger (both kinds), traces and channel of weights; rollouts, grades and steps are stood in
-for: a rollout is a wait of .5 to 1.5 s drawn by its seed and 200 tokens, a step is a wait of `STEP_S`. As many run at
+The real conductor, window, ledger (both kinds), calls, traces and channel of weights; rollouts, grades and steps are
+stood in for, in processes of their own (`loop_scale_parts`): a rollout is a wait of .5 to 1.5 s drawn by its seed and
+200 tokens, a step is a wait of `STEP_S`. As many run at
 once as the groups ask for, so with sixteen times the groups there should be sixteen times the rollouts a second: what
 is missing is what the conductor costs. A stall is how late its loop came round to a beat. Each case has a process of
 its own; the audit ends each.
@@ -13,41 +14,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-from tests.small_rollouts import chain
-
 from benchmarks.ledger import memory, place_of
+from benchmarks.loop_scale_parts import A_ROLLOUT_S
 from benchmarks.report import report
 from etude.config import build, to_toml
 from etude.dashboard.plot import WIDE, Series, alone, line_chart
 from etude.experience import audit
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig
+from etude.loop.crew import Crew, Pool
 from etude.loop.room import Limit
-from etude.records import Graded, Rollout, RolloutSpec, Task, Version
-from etude.records.rollout import Ending
-from etude.records.sample import Published
-from etude.records.task import Split, Trust
+from etude.loop.wire import Caller
+from etude.records import Task
+from etude.records.task import Split
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry, read_events
-from etude.testing import FakeCaller, FakeCrew
-from etude.weights.chain.channel import Channel
 from etude.weights.chain.steps import Steps
-from etude.weights.tensors import Tensor
 
-GROUPS, SIBLINGS, A_ROLLOUT_S, STEP_S, WARM_STEPS = 16, 8, 1.0, 1.0, 2
+GROUPS, SIBLINGS, STEP_S, WARM_STEPS = 16, 8, 1.0, 2
 BEAT_S = 0.01  # the loop is asked this often whether it comes round
 PICTURE = Path(__file__).parents[1] / "docs" / "concepts" / "loop-scale.svg"
 
@@ -62,40 +58,29 @@ class Tasks:
         return Task(source="s", split=split, index=index, family="f", instruction="i", files={}, exports=())
 
 
-def publishing(run: RunFolder) -> Callable[[int, Sequence[str]], Published]:
-    """Publishes versions of two numbers in a run's real channel."""
-    channel, versions = Channel(DirectoryStore(run / "weights")), list[Version | None]([None])
+class Called(Crew):
+    """A crew of two workers, which also grade, and a learner: stand-ins in processes of their own, and no engine."""
 
-    def publish(step: int, rollout_ids: Sequence[str]) -> Published:
-        weights = {"w": Tensor("bf16", (2,), np.array([step, 1], np.uint16))}
-        done = channel.publish(weights, step=step, parent=versions[-1], rollout_ids=tuple(rollout_ids))
-        versions.append(done.version)
-        return done
+    def start(self) -> list[subprocess.Popen[bytes]]:
+        both = (self.workers, self.graders)
+        self.callers = list[tuple[Caller, Sequence[Pool]]]()
+        places = (("worker-0", both), ("worker-1", both), ("learner", (self.learners,)))
+        return [self._started(name, pools) for name, pools in places]
 
-    return publish
+    def _started(self, name: str, pools: Sequence[Pool]) -> subprocess.Popen[bytes]:
+        ours, theirs = socket.socketpair()
+        argv = [sys.executable, "-m", "benchmarks.loop_scale_parts", name.partition("-")[0], str(self.run.path)]
+        process = subprocess.Popen([*argv, str(theirs.fileno()), str(STEP_S)], pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.callers.append((Caller(ours, name), pools))
+        return process
 
-
-def play(spec: RolloutSpec) -> Rollout:
-    return Rollout(
-        rollout_id=spec.rollout_id,
-        group_id=spec.group_id,
-        attempt=spec.attempt,
-        task=spec.task,
-        trace=chain([(spec.min_step, 100)], [(spec.min_step, 94)]),
-        ending=Ending.SUBMITTED,
-        exports={},
-        wall_s=1.0,
-        tool_s=0.0,
-    )
-
-
-def drawn(rollout: Rollout) -> Graded:
-    reward = float(random.Random(rollout.rollout_id).random() < 0.5)
-    return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="drawn")
-
-
-def takes_s(spec: RolloutSpec) -> float:
-    return A_ROLLOUT_S * random.Random(spec.seed).uniform(0.5, 1.5)
+    async def meet(self) -> None:
+        for caller, pools in self.callers:
+            await caller.open()
+            for pool in pools:
+                pool.join(caller)
+            await caller.call("ready", bool, deadline_s=60.0)
 
 
 async def stalls(work: Coroutine[Any, Any, None]) -> list[float]:
@@ -119,14 +104,26 @@ def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
     config = build(RunConfig, raw)
     run = RunFolder.create(folder / "run", config_toml=to_toml(config), seed=0)
     telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-    learner = FakeCaller(publishing(run), step_s=STEP_S)
-    places = Limit(config.experience.groups_per_step * config.experience.group_size)
-    crew = FakeCrew(config, places, play=play, judge=drawn, takes_s=takes_s, learner=learner)
+    crew = Called(run, config, telemetry, None)  # type: ignore[arg-type]  # nothing is supervised
+    crew.max_running = Limit(config.experience.groups_per_step * config.experience.group_size)
     chat = SimpleNamespace(vocab_size=256)
     conductor = Conductor(run, config, telemetry, crew, Tasks(), chat)  # type: ignore[arg-type]
-    cpu = time.process_time()
-    late = asyncio.run(stalls(conductor.reinforce()))
-    cpu_s = time.process_time() - cpu
+
+    children = crew.start()
+
+    async def reinforced() -> tuple[list[float], float]:
+        await crew.meet()
+        began = time.process_time()
+        late = await stalls(conductor.reinforce())
+        cpu_s = time.process_time() - began
+        for caller, _ in crew.callers:
+            caller.close()
+            await caller.lost.wait()
+        return late, cpu_s
+
+    late, cpu_s = asyncio.run(reinforced())
+    for child in children:
+        child.wait()
     telemetry.close()
     done = [event["t"] for event in read_events(run / "events") if event["kind"] == "rl.step"]
     audit(conductor.ledger, run / "traces", Steps(DirectoryStore(run / "weights"))).require_sound()

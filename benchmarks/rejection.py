@@ -24,12 +24,13 @@ from etude.config import to_toml
 from etude.experience.packing import paths
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew, crew
+from etude.loop.played import Played
 from etude.loop.processes import Supervisor
-from etude.loop.rolling import run_once, siblings
+from etude.loop.rolling import judge, siblings
 from etude.loop.standalone import take_checkpoint
 from etude.loop.usage import Processes
 from etude.models import Packed, Transformer, load_model, save_model
-from etude.records import Graded, Sample
+from etude.records import Graded, Outcome, RolloutSpec, Sample
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -104,11 +105,17 @@ class Successes:
         ]
         self.cursor += experience.groups_per_step
         self.sampled += len(specs)
-        for rollout, outcome in await asyncio.gather(*(run_once(self.members, spec) for spec in specs)):
+        files = self.members.files
+        for played, outcome in await asyncio.gather(*(self._one(spec) for spec in specs)):
             if isinstance(outcome, Graded) and outcome.reward == 1.0:
-                for path in paths(rollout.trace):
-                    sample = Sample(rollout_id=rollout.rollout_id, path=path, advantage=1.0)
+                for path in paths(files.read(played.summary).trace):
+                    sample = Sample(rollout_id=played.summary.rollout_id, path=path, advantage=1.0)
                     self.samples.setdefault(path.token_ids.tobytes(), sample)
+            files.drop(played.summary)
+
+    async def _one(self, spec: RolloutSpec) -> tuple[Played, Outcome]:
+        played = await self.members.rollout(spec, kept=False)
+        return played, await judge(self.members, played)
 
 
 def meter(supervisor: Supervisor) -> Spent:

@@ -14,7 +14,9 @@ from etude.harness import ChatFormat
 from etude.inference import Assignment, Fleet, HttpEngine
 from etude.loop import child
 from etude.loop.config import read_config
-from etude.records import Completion, CompletionRequest, Rollout, RolloutSpec
+from etude.loop.places import rollout_files
+from etude.loop.played import HandedOver, hand_over
+from etude.records import Completion, CompletionRequest, RolloutSpec
 from etude.rollouts import run_rollout
 from etude.run import RunFolder
 from etude.seams import Policy
@@ -50,15 +52,16 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
             if engine not in fleet.engines:
                 fleet.add(engine, HttpEngine(url))
 
-    async def rollout(spec: RolloutSpec) -> Rollout:
-        return await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
+    async def rollout(spec: RolloutSpec, kept: bool) -> HandedOver:
+        played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
+        return await asyncio.to_thread(hand_over, played, rollout_files(run), kept=kept)
 
     async def ready() -> bool:
         return True
 
     return {
         "engines": ((dict[str, str],), engines),
-        "rollout": ((RolloutSpec,), rollout),
+        "rollout": ((RolloutSpec, bool), rollout),
         "ready": ((), ready),
     }
 

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 
 from etude.config import load, to_toml
-from etude.experience import Ledger, audit
+from etude.experience import Ledger, RolloutFiles, audit
 from etude.harness import ChatFormat
 from etude.loop import learning
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew
+from etude.loop.played import Played, hand_over
 from etude.loop.processes import Supervisor
 from etude.loop.standalone import take_checkpoint
-from etude.loop.wire import Caller, serve
+from etude.loop.wire import MAX_FRAME_BYTES, Caller, serve
 from etude.records import Completion, Graded, Rollout, RolloutSpec, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Ending, Turn
@@ -36,15 +37,21 @@ PROMPT, SAMPLED = 4, 6
 class Players(Crew):
     """A crew without engines that makes its rollouts up; every other one is right."""
 
-    async def rollout(self, spec: RolloutSpec) -> Rollout:
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
+        return hand_over(self.made(spec), self.files, kept=kept).of(spec.task)
+
+    sampled = SAMPLED
+
+    def made(self, spec: RolloutSpec) -> Rollout:
+        """A rollout of one turn, of `sampled` tokens."""
         draw = np.random.default_rng(spec.seed)
         sampled = Completion(
             request_id=spec.rollout_id,
-            token_ids=draw.integers(0, 300, SAMPLED, np.int32),
-            logprobs=np.full(SAMPLED, -5.0, np.float32),
-            routes=np.tile(np.array([0, 1], np.uint8), (PROMPT + SAMPLED - 1, 2, 1)),
+            token_ids=draw.integers(0, 300, self.sampled, np.int32),
+            logprobs=np.full(self.sampled, -5.0, np.float32),
+            routes=np.tile(np.array([0, 1], np.uint8), (PROMPT + self.sampled - 1, 2, 1)),
             routes_start=0,
-            spans=(VersionSpan(Version(spec.min_step, "0" * 8, "0" * 64), SAMPLED),),
+            spans=(VersionSpan(Version(spec.min_step, "0" * 8, "0" * 64), self.sampled),),
             stop_reason=StopReason.STOP,
             engine="engine-0",
         )
@@ -60,8 +67,8 @@ class Players(Crew):
             tool_s=0.0,
         )
 
-    async def grade(self, rollout: Rollout) -> Graded:
-        reward = float(int(rollout.rollout_id[-1]) % 2)
+    async def grade(self, rollout: Played) -> Graded:
+        reward = float(int(rollout.summary.rollout_id[-1]) % 2)
         return Graded(reward=reward, terms={"tests": reward}, trust=Trust.DATA, reason="as its number says")
 
 
@@ -76,8 +83,15 @@ class PlayedRun:
         take_checkpoint(game.start, folder)
         return cls(folder, config)
 
-    def __init__(self, folder: RunFolder, config: RunConfig) -> None:
-        self.folder, self.config = folder, config
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: RunConfig,
+        *,
+        players: type[Players] = Players,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+    ) -> None:
+        self.folder, self.config, self._players, self._max_frame_bytes = folder, config, players, max_frame_bytes
         self.calls: list[tuple[str, str]] = []
         self._more = asyncio.Event()
 
@@ -87,12 +101,16 @@ class PlayedRun:
         told = Telemetry(self.folder / "events" / "learner.jsonl", process="learner")
         known = await learning.handlers(self.folder, "learner", told)
         server = asyncio.create_task(
-            serve(theirs, {n: (kinds, self._heard(n, work)) for n, (kinds, work) in known.items()})
+            serve(
+                theirs,
+                {n: (kinds, self._heard(n, work)) for n, (kinds, work) in known.items()},
+                max_frame_bytes=self._max_frame_bytes,
+            )
         )
-        caller = Caller(ours, "learner")
+        caller = Caller(ours, "learner", max_frame_bytes=self._max_frame_bytes)
         await caller.open()
         telemetry = Telemetry(self.folder / "events" / "conductor.jsonl", process="conductor")
-        players = Players(self.folder, self.config, telemetry, Supervisor(telemetry))
+        players = self._players(self.folder, self.config, telemetry, Supervisor(telemetry))
         players.learners.join(caller)
         chat = ChatFormat.load(self.folder / "tokenizer")
         conductor = Conductor(self.folder, self.config, telemetry, players, source=open_tasks(self.config), chat=chat)
@@ -129,7 +147,7 @@ class PlayedRun:
         ledger = Ledger.reading(self.folder / "ledger.sqlite")
         manifests = lineage(DirectoryStore(self.folder / "weights"), "policy")
         chain = [(manifest.version.step, manifest.rollout_ids) for manifest in manifests]
-        found = audit(ledger, self.folder / "traces", chain)
+        found = audit(ledger, self.folder / "traces", chain, files=RolloutFiles(self.folder / "rollouts"))
         ledger.close()
         found.require_sound()
         assert found.num_steps == steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,7 +11,9 @@ from etude.experience import Finished, Group, Ledger
 from etude.records import Completion, Graded, Invalid, Rollout, RolloutSpec, Task, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Boundary, Ending, Turn
+from etude.records.summary import RolloutSummary, Stored, summary_of
 from etude.records.task import Split, Trust
+from etude.records.wire import pack
 
 TASK = Task(
     source="test",
@@ -67,6 +70,23 @@ def rollout(rollout_id: str, trace: Trace | None = None, attempt: int = 0) -> Ro
     )
 
 
+STORED: dict[Stored, Rollout] = {}
+
+
+def summary(rollout_id: str, trace: Trace | None = None, attempt: int = 0) -> RolloutSummary:
+    """The summary of a rollout that `read` gives back."""
+    whole = rollout(rollout_id, trace, attempt)
+    data = pack(whole)
+    stored = Stored(len(data), hashlib.sha256(data).hexdigest())
+    STORED[stored] = whole
+    return summary_of(whole, stored)
+
+
+def read(one: RolloutSummary) -> Rollout:
+    assert one.stored is not None
+    return STORED[one.stored]
+
+
 def spec(rollout_id: str) -> RolloutSpec:
     return RolloutSpec(
         rollout_id=rollout_id, group_id=rollout_id.partition(".")[0], attempt=0, task=TASK, seed=1, temperature=1.0
@@ -87,7 +107,7 @@ def group(group_id: str, rewards: Sequence[float | None], trace: Trace | None = 
         group_id=group_id,
         rollout_ids=ids,
         finished=tuple(
-            Finished(rollout_id=i, outcome=INVALID if r is None else graded(r), rollout=rollout(i, trace))
+            Finished(rollout_id=i, outcome=INVALID if r is None else graded(r), summary=summary(i, trace))
             for i, r in zip(ids, rewards, strict=True)
         ),
     )
@@ -100,6 +120,8 @@ class Kit:
     completion = staticmethod(completion)
     chain = staticmethod(chain)
     rollout = staticmethod(rollout)
+    summary = staticmethod(summary)
+    read = staticmethod(read)
     spec = staticmethod(spec)
     graded = staticmethod(graded)
     group = staticmethod(group)
@@ -113,7 +135,7 @@ def finishing(ledger: Ledger) -> Callable[[str, Sequence[float | None]], None]:
         for one in group(group_id, rewards).finished:
             ledger.admit(spec(one.rollout_id))
             ledger.move(one.rollout_id, "running")
-            assert one.rollout is not None
-            assert ledger.finish(one.rollout, one.outcome)
+            assert one.summary is not None
+            assert ledger.finish(one.summary, one.outcome)
 
     return work

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.small_rollouts import Kit, finishing
+from tests.small_rollouts import Kit, finishing, read
 
 from etude.errors import LedgerError
-from etude.experience import Finished, Ledger, make_batch
+from etude.experience import Finished, Ledger, make_batch, plan_batch
 from etude.experience.database import NoLedger, open_database
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
-from etude.records import Rollout
 from etude.records.wire import unpack
 from etude.seams import ExperienceStore
 
@@ -49,7 +48,7 @@ def finish_group(ledger):
 
 def batch_of(ledger, *group_ids, step=1):
     groups = [ledger.group(g) for g in group_ids]
-    return make_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+    return make_batch(plan_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9), read)
 
 
 def test_the_ledger_is_an_experience_store(ledger):
@@ -61,7 +60,7 @@ def test_a_finished_rollout_is_stored_with_its_transition(ledger, kit, finish_gr
     assert ledger.states() == {"graded": 2}
     stored = ledger.group("g000000")
     assert stored.rewards == [1.0, 0.0]
-    assert stored.valid[0][0].trace.path(0).token_ids.tolist() == kit.chain([(0, 4)]).path(0).token_ids.tolist()
+    assert stored.valid[0][0] == kit.summary("g000000.0")
 
 
 def test_what_the_table_forbids_is_refused_and_changes_nothing(ledger, kit):
@@ -119,7 +118,7 @@ def test_of_rollouts_that_end_together_each_counts_once(ledger, kit):
     ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(3)])
     ledger.start(2)
     ids = ["g000000.0", "g000000.1", "g000000.0", "g000000.2"]
-    ended = [(kit.rollout(i), kit.invalid if i == "g000000.1" else kit.graded(number)) for number, i in enumerate(ids)]
+    ended = [(kit.summary(i), kit.invalid if i == "g000000.1" else kit.graded(number)) for number, i in enumerate(ids)]
     assert ledger.finish_all(ended) == [True, True, False, False]  # delivered twice; never started
     assert ledger.states() == {"graded": 1, "invalid": 1, "admitted": 1}
     assert (ledger.row("g000000.0").reward, ledger.row("g000000.1").boundary) == (0.0, "machine")
@@ -144,7 +143,7 @@ def test_many_rollouts_take_as_many_statements_as_few(place, kit):
 
         database.execute, database.rows = count(database.execute), count(database.rows)
         ledger.admit(*[kit.spec(f"g000000.{i}") for i in range(many)])
-        ended = [(kit.rollout(spec.rollout_id), kit.graded(spec.attempt)) for spec in ledger.start(many)]
+        ended = [(kit.summary(spec.rollout_id), kit.graded(spec.attempt)) for spec in ledger.start(many)]
         assert all(ledger.finish_all(ended))
         batch = batch_of(ledger, "g000000")
         ledger.batch(batch)
@@ -191,9 +190,9 @@ def test_the_answer_of_an_attempt_given_up_is_not_counted(ledger, kit):
     ledger.move("g000000.0", "requeued", reason="its worker died")
     assert ledger.spec("g000000.0").attempt == 1
     ledger.move("g000000.0", "running")
-    assert not ledger.finish(kit.rollout("g000000.0", attempt=0), kit.graded(1.0))
-    assert ledger.finish(kit.rollout("g000000.0", attempt=1), kit.graded(0.0))
-    assert not ledger.finish(kit.rollout("g000000.0", attempt=1), kit.graded(1.0))  # delivered twice
+    assert not ledger.finish(kit.summary("g000000.0", attempt=0), kit.graded(1.0))
+    assert ledger.finish(kit.summary("g000000.0", attempt=1), kit.graded(0.0))
+    assert not ledger.finish(kit.summary("g000000.0", attempt=1), kit.graded(1.0))  # delivered twice
     assert ledger.group("g000000").rewards == [0.0]
 
 
@@ -407,10 +406,10 @@ def test_the_format_page_shows_the_same_table():
     assert rows == [(move.origin, move.to, move.when) for move in MOVES]
 
 
-def test_the_stored_rollout_is_the_packed_record(ledger, kit, finish_group):
+def test_what_is_stored_of_a_rollout_is_its_summary_packed(ledger, kit, finish_group):
     finish_group("g000000", [1.0])
     data = ledger.get("g000000.0", "finished")
-    assert isinstance(unpack(data, Finished).rollout, Rollout)
+    assert unpack(data, Finished).summary == kit.summary("g000000.0")
 
 
 def test_a_lineage_that_went_back_is_pruned_again_when_it_has_come_as_far(ledger, kit, finish_group):

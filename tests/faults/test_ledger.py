@@ -13,21 +13,23 @@ import pytest
 from tests.small_disk import small_disk
 
 from etude.errors import StoreError
-from etude.experience import Ledger, audit
+from etude.experience import Ledger, RolloutFiles, audit
 from etude.experience.transitions import State
 
 CHILD = """
 import os
 import sys
 from pathlib import Path
-from etude.experience import Ledger, make_batch, write_trace
+from etude.experience import Ledger, RolloutFiles, plan_batch, record_batch
 from etude.records import Graded, Rollout, RolloutSpec, Task, Trace, Version
 from etude.records.rollout import Ending
+from etude.records.summary import summary_of
 from etude.records.task import Split, Trust
 
 folder, place = Path(sys.argv[1]), sys.argv[2]
 TASK = Task(source="t", split=Split.TRAIN, index=0, family="f", instruction="i", files={}, exports=())
-ledger = Ledger(place, capacity=4)
+ledger, files = Ledger(place, capacity=4), RolloutFiles(folder / "rollouts")
+files.keep_only(files.names(), ledger.wanted_files())
 
 def say(*words):  # one write: it is out before the next instruction
     os.write(1, (" ".join(words) + "\\n").encode())
@@ -46,13 +48,13 @@ while True:
         rollout = Rollout(rollout_id=i, group_id=i[:7], attempt=ledger.row(i).attempt, task=TASK, trace=Trace(()),
                           ending=Ending.SUBMITTED, exports={}, wall_s=0.0, tool_s=0.0)
         graded = Graded(reward=float(i[-1] in "01"), terms={}, trust=Trust.DATA, reason="judged")
-        assert ledger.finish(rollout, graded)
+        assert ledger.finish(summary_of(rollout, files.write(rollout)), graded)
         say("finished", i)
     step = len((folder / "lineage").read_text().splitlines()) + 1
     groups = [ledger.group(g) for g in ledger.open_groups()]
-    batch = make_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+    plan = plan_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+    _, batch = record_batch(folder / "traces", plan, files.read)
     ledger.batch(batch)
-    write_trace(folder / "traces", batch, groups)
     with (folder / "lineage").open("a") as lineage:  # the commit point, one write
         lineage.write(",".join(batch.rollout_ids) + "\\n")
     ledger.commit(batch.rollout_ids, Version(step, "0" * 8, "0" * 64))
@@ -90,7 +92,7 @@ def test_kill_9_at_random_points_loses_no_finished_rollout_and_trains_none_twice
         consumed = [i for step in lineage for i in step]
         steps = [*enumerate(lineage, 1)]
         ledger.reconcile(steps)
-        audit(ledger, tmp_path / "traces", steps).require_sound()
+        audit(ledger, tmp_path / "traces", steps, files=RolloutFiles(tmp_path / "rollouts")).require_sound()
         assert len(consumed) == len(set(consumed))
         for rollout_id in finished - set(consumed):
             assert ledger.row(rollout_id).state is State.GRADED

@@ -27,8 +27,8 @@ from etude.training import LearnerConfig, TorchLearner
 class Poisoned(Players):
     """A crew whose engines compute no numbers any more from step 3 on."""
 
-    async def rollout(self, spec: RolloutSpec) -> Rollout:
-        rollout = await super().rollout(spec)
+    def made(self, spec: RolloutSpec) -> Rollout:
+        rollout = super().made(spec)
         if int(spec.group_id[1:]) < 2 * self.config.experience.groups_per_step:
             return rollout
         (turn,) = rollout.trace.turns

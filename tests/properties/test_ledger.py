@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from etude.errors import LedgerError
-from etude.experience import Ledger, audit, make_batch, write_trace
+from etude.experience import Ledger, RolloutFiles, audit, plan_batch, record_batch
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
 from etude.records import Graded, Invalid, Rollout, RolloutSpec, Task, Trace, Version
 from etude.records.rollout import Boundary, Ending
+from etude.records.summary import summary_of
 from etude.records.task import Split, Trust
 
 CAPACITY, SIBLINGS = 8, 2
@@ -52,6 +53,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def create(self) -> None:
         self.scratch = tempfile.TemporaryDirectory()
         self.folder = Path(self.scratch.name)
+        self.files = RolloutFiles(self.folder / "rollouts")
         self.ledger = Ledger(self.folder / "ledger.sqlite", capacity=CAPACITY)
         self.state: dict[str, State] = {}
         self.lineage: list[list[str]] = []  # committed steps
@@ -96,7 +98,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if name is None:
             return
         attempt = self.ledger.row(name).attempt
-        assert self.ledger.finish(rollout(name, attempt - late), outcome) is not late
+        played = rollout(name, attempt - late)
+        stored = self.files.write(played, durable=False)
+        assert self.ledger.finish(summary_of(played, stored), outcome) is not late
         if not late:
             self.state[name] = State.GRADED if isinstance(outcome, Graded) else State.INVALID
 
@@ -123,9 +127,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if not groups:
             return
         step = len(self.lineage) + 1
-        made = make_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+        plan = plan_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+        _, made = record_batch(self.folder / "traces", plan, self.files.read)
         self.ledger.batch(made)
-        write_trace(self.folder / "traces", made, groups)
         self.open_step, self.published = list(made.rollout_ids), False
         for i in made.rollout_ids:
             if self.state[i] is State.GRADED:
@@ -167,7 +171,8 @@ class LedgerMachine(RuleBasedStateMachine):
             elif state in (State.BATCHED, State.NO_SIGNAL) and i not in kept:
                 self.state[i] = State.GRADED
         self.open_step, self.published = None, False
-        report = audit(self.ledger, self.folder / "traces", [*enumerate(self.lineage, 1)])
+        self.files.keep_only(self.files.names(), self.ledger.wanted_files())
+        report = audit(self.ledger, self.folder / "traces", [*enumerate(self.lineage, 1)], files=self.files)
         report.require_sound()
 
     @invariant()

@@ -17,7 +17,7 @@ from etude.evals import compare_runs
 from etude.experience import audit
 from etude.experience.auditing import steps_of
 from etude.experience.traces import Folder
-from etude.loop.places import traces_folder, weights_place, weights_store
+from etude.loop.places import rollout_files, traces_folder, weights_place, weights_store
 from etude.loop.retention import kept_from
 from etude.run import write_durably
 from etude.seams import BlobStore
@@ -80,7 +80,15 @@ def ledger_audit(args: argparse.Namespace) -> int:
     require_pointer(store)
     steps, everything = Steps(store, down_to=after), Steps(store)
     chain = _Chained(steps, traces)
-    found = audit(ledger, traces, chain, deleted=kept_from(ledger), after=after, before=_Chained(everything, traces))
+    found = audit(
+        ledger,
+        traces,
+        chain,
+        deleted=kept_from(ledger),
+        after=after,
+        before=_Chained(everything, traces),
+        files=rollout_files(run),
+    )
     unproven = len(found.missing) + len(found.ungraded)
     print(
         (f"not sound: {unproven} without a proof ({(*found.missing, *found.ungraded)[0]}); " if unproven else "")

@@ -1,7 +1,7 @@
 """``etude rollouts list | show``: rollouts of training and of evaluations, from wherever the run keeps them.
 
-The ledger keeps what a rollout left until a checkpoint lies behind its step; then its trace does, for good, and the
-evaluations' files keep theirs. What was never trained on stays in the ledger.
+A rollout's file is kept until a checkpoint lies behind its step; then its trace is, for good, and the evaluations'
+files keep theirs. What was never trained on stays in its file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.experience.rows import Row
 from etude.experience.traces import read_rollout, trace_path
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
-from etude.loop.places import read_ledger, traces_folder
+from etude.loop.places import read_ledger, rollout_files, traces_folder
 from etude.records import Graded, Outcome
 from etude.records.wire import I32, unpack
 from etude.run import RunFolder
@@ -116,12 +116,14 @@ def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
 
 
 def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, list[I32]] | None:
-    """Outcome and tokens of each path: from the ledger until its record is pruned, then from its step's trace."""
+    """Outcome and tokens of each path: from its file until that is deleted, then from its step's trace."""
     data = ledger.get(row.rollout_id, FINISHED)
     if data is not None:
         finished = unpack(data, Finished)
-        trace = finished.rollout.trace if finished.rollout is not None else None
-        return finished.outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()] if trace is not None else []
+        if finished.summary is None or finished.summary.stored is None:
+            return finished.outcome, []
+        trace = rollout_files(run).read(finished.summary).trace
+        return finished.outcome, [trace.path(leaf).token_ids for leaf in trace.leaves()]
     if row.step is None:
         return None
     return read_rollout(trace_path(traces_folder(run), row.step), row.rollout_id)

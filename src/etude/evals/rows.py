@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from etude.errors import StoreError
-from etude.records.rollout import Graded, Outcome, Rollout
+from etude.records.rollout import Graded, Outcome
+from etude.records.summary import RolloutSummary
 from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 MAX_ROWS = 10_000_000
@@ -70,14 +71,14 @@ _SCHEMA = pa.schema(
 )
 
 
-def make_row(rollout: Rollout, outcome: Outcome, *, transcript: str) -> EvalRow:
+def make_row(rollout: RolloutSummary, outcome: Outcome, *, transcript: str) -> EvalRow:
     """The row of a rollout and its outcome."""
     graded = isinstance(outcome, Graded)
     return EvalRow(
-        task_id=rollout.task.task_id,
+        task_id=rollout.task_id,
         rollout_id=rollout.rollout_id,
-        family=rollout.task.family,
-        problem=rollout.task.problem or rollout.task.task_id,
+        family=rollout.family,
+        problem=rollout.problem,
         outcome="graded" if isinstance(outcome, Graded) else outcome.boundary.value,
         reward=outcome.reward if isinstance(outcome, Graded) else 0.0,
         ending=rollout.ending.value if graded else "",

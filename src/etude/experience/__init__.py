@@ -6,7 +6,8 @@ rewards into advantages; packing makes batches; traces record them; the audit ch
 numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch and no other folder of etude. Names are
 imported when first used.
 
->>> from etude.experience import Window, advantages
+>>> from etude.experience import Window
+>>> from etude.experience.credit import advantages
 >>> Window(max_lag=2, groups_per_step=16).room(num_open=0, batched_step=0, published_step=0)
 48
 >>> advantages([1.0, 0.0, 0.0, 0.0])
@@ -22,12 +23,13 @@ if TYPE_CHECKING:
     from etude.experience.admission import Straggler, Window
     from etude.experience.auditing import audit
     from etude.experience.config import ExperienceConfig
-    from etude.experience.credit import SCHEMES, Credit, advantages
+    from etude.experience.credit import SCHEMES, Credit
     from etude.experience.facts import step_facts
     from etude.experience.groups import Finished, Group
     from etude.experience.ledger import Ledger
-    from etude.experience.packing import make_batch
-    from etude.experience.traces import read_trace, write_trace
+    from etude.experience.packing import make_batch, plan_batch
+    from etude.experience.rollout_files import RolloutFiles
+    from etude.experience.traces import read_trace, record_batch
 
 __all__ = [
     "SCHEMES",
@@ -36,14 +38,15 @@ __all__ = [
     "Finished",
     "Group",
     "Ledger",
+    "RolloutFiles",
     "Straggler",
     "Window",
-    "advantages",
     "audit",
     "make_batch",
+    "plan_batch",
     "read_trace",
+    "record_batch",
     "step_facts",
-    "write_trace",
 ]
 
 _HOME = {
@@ -55,12 +58,13 @@ _HOME = {
     "SCHEMES": "credit",
     "Straggler": "admission",
     "Window": "admission",
-    "advantages": "credit",
     "audit": "auditing",
+    "RolloutFiles": "rollout_files",
     "make_batch": "packing",
+    "plan_batch": "packing",
     "read_trace": "traces",
+    "record_batch": "traces",
     "step_facts": "facts",
-    "write_trace": "traces",
 }
 
 

@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from etude.errors import LedgerError
+from etude.experience.groups import Finished
 from etude.experience.ledger import Ledger
 from etude.experience.lineage import Lineage
 from etude.experience.looking import FINISHED
+from etude.experience.rollout_files import RolloutFiles
 from etude.experience.rows import Row
 from etude.experience.traces import Folder, Index, read_index, recorded, trace_path
 from etude.experience.transitions import HOLDING, State
+from etude.records.wire import unpack
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,20 @@ class Report:
 
 
 def audit(
-    ledger: Ledger, traces: Folder, lineage: Lineage, *, deleted: int = 0, after: int = 0, before: Lineage = ()
+    ledger: Ledger,
+    traces: Folder,
+    lineage: Lineage,
+    *,
+    deleted: int = 0,
+    after: int = 0,
+    before: Lineage = (),
+    files: RolloutFiles | None = None,
 ) -> Report:
     """Recompute. `traces` is where the trace files are; `lineage` the rollout ids of each step; `deleted` the last step
     whose traces may have been deleted on purpose: where one was, its manifest is believed. `after`: only steps after
     this one, of a run that an audit found sound up to there; `before` are the others, which are read only where a
-    rollout was taken twice, in a lost lineage or not.
+    rollout was taken twice, in a lost lineage or not. `files`: where the rollouts lie that no version has learned from;
+    each is read and proven.
 
     Damaged traces count as missing. Run it on a run that stands still; a batch in flight is no fault.
     """
@@ -79,7 +90,7 @@ def audit(
         num_rollouts=ledger.count(after=after if after else None),
         num_consumed=found.num_consumed,
         num_steps=len(steps),
-        lost=tuple(row.rollout_id for row in found.spare if _is_lost(ledger, row)),
+        lost=tuple(row.rollout_id for row in found.spare if _is_lost(ledger, row, files)),
         twice=_sorted(found.twice | _counted(_whole(lineage, before, after), found.elsewhere)),
         ungraded=_sorted(found.ungraded),
         # A step whose version is out has no claim on a slot, whatever the ledger's state says.
@@ -146,13 +157,23 @@ def steps_of(traces: Folder, step: int) -> Iterator[tuple[int, list[str]]]:
             yield at, sorted(index.rollout_ids)
 
 
-def _is_lost(ledger: Ledger, row: Row) -> bool:
+def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:
     """Not consumed by the lineage: it must still be runnable, trainable, or ended for a reason of its own."""
     if row.state in (State.TRAINED, State.NO_SIGNAL):
         return True
     if row.state in (State.GRADED, State.BATCHED):
-        return ledger.get(row.rollout_id, FINISHED) is None
+        data = ledger.get(row.rollout_id, FINISHED)
+        return data is None or not (files is None or _is_stored(data, files))
     return row.state in (State.INVALID, State.QUARANTINED, State.CANCELLED) and not row.reason
+
+
+def _is_stored(data: bytes, files: RolloutFiles) -> bool:
+    """Whether the file of a finished rollout holds what was stored."""
+    try:
+        summary = unpack(data, Finished).summary
+    except ValueError:
+        return False
+    return summary is None or files.has(summary)
 
 
 def _index(traces: Folder, step: int, ids: Collection[str] | None = None) -> Index | None:

@@ -60,7 +60,7 @@ class Signals:
         when a lineage trained them that was lost since."""
         for group in groups:
             if group.valid and group.group_id not in known:
-                self.add(group.valid[0][0].task.family, signal=len(set(group.rewards)) > 1)
+                self.add(group.valid[0][0].family, signal=len(set(group.rewards)) > 1)
 
     def chance(self, family: str) -> float:
         """The probability [0.1, 1] with which a drawn task of this family is taken: its share over the best one's.

@@ -15,8 +15,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from etude.errors import LedgerError
 
-FORMAT = 1
+FORMAT = 2
 """Of the tables, the same in both."""
+READABLE = ("1",)
+"""Earlier formats that can be looked at: rollouts lay in the ledger, so a run cannot go on with one."""
 SERVERS = ("postgresql://", "postgres://")
 AT_ONCE = 1000  # rows of values in one statement: both databases take some 32,000 values
 
@@ -147,9 +149,9 @@ def check_url(url: str) -> None:
         )
 
 
-def check_format(where: object, found: Any) -> None:
-    """Raise `LedgerError` unless the tables are those that this etude reads."""
-    if found != str(FORMAT):
+def check_format(where: object, found: Any, *, readonly: bool) -> None:
+    """Raise `LedgerError` unless the tables are those that this etude writes; or reads, where it only does that."""
+    if found != str(FORMAT) and not (readonly and found in READABLE):
         raise LedgerError(
             f"{where} has ledger format {found}",
             f"this etude reads {FORMAT}",

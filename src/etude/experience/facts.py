@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from etude.experience.groups import Group
-from etude.records.sample import Batch
+from etude.records.summary import BatchRef
 
 
-def step_facts(groups: Sequence[Group], batch: Batch) -> dict[str, Any]:
+def step_facts(groups: Sequence[Group], batch: BatchRef) -> dict[str, Any]:
     """reward_mean, best_of_k, num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean, as
     `docs/formats/run.md` has them, and masked_share: sampled tokens of the batch's rollouts kept out of the loss as
     stale. Lags are of all valid rollouts, as they were sampled; means are 0.0 where nothing is valid."""
@@ -21,13 +19,10 @@ def step_facts(groups: Sequence[Group], batch: Batch) -> dict[str, Any]:
     lag: Counter[int] = Counter()
     token_lag: Counter[int] = Counter()
     for rollout in valid:
-        steps = np.concatenate(
-            [turn.completion.oldest_steps for turn in rollout.trace.turns] or [np.empty(0, np.int32)]
-        )
-        if len(steps):
-            lag[batch.step - 1 - int(steps.min())] += 1
-            values, counts = np.unique(batch.step - 1 - steps, return_counts=True)
-            token_lag.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        oldest = rollout.oldest_steps
+        if oldest:
+            lag[batch.step - 1 - min(oldest)] += 1
+            token_lag.update({batch.step - 1 - step: count for step, count in oldest.items()})
     return {
         "reward_mean": _mean([r for group in rewards for r in group]),
         "best_of_k": _mean([max(group) for group in rewards]),
@@ -42,10 +37,9 @@ def step_facts(groups: Sequence[Group], batch: Batch) -> dict[str, Any]:
     }
 
 
-def _masked_share(groups: Sequence[Group], batch: Batch) -> float:
-    trained = {sample.rollout_id for sample in batch.samples}
-    sampled = sum(r.num_sampled for group in groups for r, _ in group.valid if r.rollout_id in trained)
-    return 1.0 - sum(int(s.path.mask.sum()) for s in batch.samples) / sampled if sampled else 0.0
+def _masked_share(groups: Sequence[Group], batch: BatchRef) -> float:
+    sampled = sum(r.num_sampled for group in groups for r, _ in group.valid if r.rollout_id in batch.sampled)
+    return 1.0 - batch.num_trained / sampled if sampled else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

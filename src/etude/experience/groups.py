@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from etude.records.rollout import Graded, Invalid, Rollout
+from etude.records.rollout import Graded, Invalid
+from etude.records.summary import RolloutSummary
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout and how it ended. Made by the ledger, read by credit, packing and traces."""
+    """A rollout and how it ended. Made by the ledger, read by credit and packing."""
 
     rollout_id: str
     outcome: Graded | Invalid
-    rollout: Rollout | None = None  # None: the process that ran it died and left nothing
+    summary: RolloutSummary | None = None  # None: the process that ran it died and left nothing
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class Group:
     lost: frozenset[str] = frozenset()  # members of which a version of a lost lineage sampled something
 
     @property
-    def valid(self) -> tuple[tuple[Rollout, Graded], ...]:
+    def valid(self) -> tuple[tuple[RolloutSummary, Graded], ...]:
         """The members that were judged: the only ones a baseline may use."""
         return tuple(
-            (one.rollout, one.outcome)
+            (one.summary, one.outcome)
             for one in self.finished
-            if one.rollout is not None and isinstance(one.outcome, Graded)
+            if one.summary is not None and isinstance(one.outcome, Graded)
         )
 
     @property

@@ -28,8 +28,9 @@ from etude.experience.looking import FINISHED, QUARANTINE, SPEC, Looking, Quaran
 from etude.experience.rows import Row
 from etude.experience.transitions import HOLDING, SETTLED, State, check
 from etude.records.completion import Version
-from etude.records.rollout import Graded, Invalid, Outcome, Rollout, RolloutSpec
+from etude.records.rollout import Graded, Invalid, Outcome, RolloutSpec
 from etude.records.sample import Batch
+from etude.records.summary import BatchRef, RolloutSummary
 from etude.records.wire import pack
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -166,13 +167,13 @@ class Ledger(Looking):
         self._move([_Move(row, State.RUNNING) for row in rows[: len(specs)]])
         return specs
 
-    def finish(self, rollout: Rollout, outcome: Outcome) -> bool:
-        """Store what a worker returned and how it was judged. False: of an attempt that no longer counts; nothing
+    def finish(self, rollout: RolloutSummary, outcome: Outcome) -> bool:
+        """Store the summary of a rollout and how it was judged. False: of an attempt that no longer counts; nothing
         is changed (the answer of a worker given up for dead, or a second delivery)."""
         return self.finish_all([(rollout, outcome)])[0]
 
     @_atomic
-    def finish_all(self, ended: Sequence[tuple[Rollout, Outcome]]) -> list[bool]:
+    def finish_all(self, ended: Sequence[tuple[RolloutSummary, Outcome]]) -> list[bool]:
         """`finish` for several at once."""
         counts, ends = list[bool](), dict[str, tuple[Row, Finished]]()
         rows = self.known([rollout.rollout_id for rollout, _ in ended])
@@ -180,7 +181,7 @@ class Ledger(Looking):
             runs = row.state is State.RUNNING and row.attempt == rollout.attempt
             counts.append(runs and row.rollout_id not in ends)
             if counts[-1]:
-                ends[row.rollout_id] = row, Finished(rollout_id=row.rollout_id, outcome=outcome, rollout=rollout)
+                ends[row.rollout_id] = row, Finished(rollout_id=row.rollout_id, outcome=outcome, summary=rollout)
         self._end(list(ends.values()))
         return counts
 
@@ -215,10 +216,9 @@ class Ledger(Looking):
 
     # Groups and batches
 
-    def batch(self, batch: Batch) -> None:
+    def batch(self, batch: Batch | BatchRef) -> None:
         """The batch takes its groups: graded members become batched. On the disk when it returns, so that what a
         version's manifest lists is known here even after a power cut."""
-        sampled = {sample.rollout_id for sample in batch.samples}
 
         def take() -> None:
             rows = self.known(batch.rollout_ids)
@@ -230,7 +230,7 @@ class Ledger(Looking):
                 self._db,
                 "UPDATE rollouts SET batch_id = column2, step = column3, has_sample = column4"
                 " FROM (VALUES ?) AS taken WHERE rollout_id = column1",
-                [(i, batch.batch_id, batch.step, int(i in sampled)) for i in batch.rollout_ids],
+                [(i, batch.batch_id, batch.step, int(i in batch.sampled)) for i in batch.rollout_ids],
             )
 
         self._db.transact(take, sync=True)
@@ -373,7 +373,7 @@ class Ledger(Looking):
             )
 
 
-def _check_taken(row: Row, batch: Batch) -> None:
+def _check_taken(row: Row, batch: Batch | BatchRef) -> None:
     """Raise unless a batch may take this rollout."""
     if row.batch_id is not None:
         raise LedgerError(

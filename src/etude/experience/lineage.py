@@ -12,7 +12,6 @@ import msgspec
 
 from etude.experience.groups import Finished, Group
 from etude.records.completion import Version
-from etude.records.rollout import Rollout, Trace
 
 Lineage = Iterable[tuple[int, Collection[str]]]
 """(version step, ids of the rollouts that it consumed) in order of training; a version that was published again has
@@ -98,20 +97,9 @@ def remembered(versions: Sequence[Version], version: Version) -> list[Version]:
 
 
 def _seen(branches: Branches, finished: Finished) -> Finished:
-    rollout = finished.rollout
-    versions = {} if rollout is None else _versions(rollout)
-    apparent = {version: branches.apparent_step(version) for version in versions}
-    if rollout is None or all(step == version.step for version, step in apparent.items()):
+    summary = finished.summary
+    if summary is None:
         return finished
     replace = msgspec.structs.replace
-    turns = []
-    for turn in rollout.trace.turns:
-        spans = tuple(
-            replace(span, version=replace(span.version, step=apparent[span.version])) for span in turn.completion.spans
-        )
-        turns.append(replace(turn, completion=replace(turn.completion, spans=spans)))
-    return replace(finished, rollout=replace(rollout, trace=Trace(tuple(turns))))
-
-
-def _versions(rollout: Rollout) -> set[Version]:
-    return {span.version for turn in rollout.trace.turns for span in turn.completion.spans}
+    apparent = tuple(replace(version, step=branches.apparent_step(version)) for version in summary.versions)
+    return finished if apparent == summary.versions else replace(finished, summary=replace(summary, versions=apparent))

@@ -183,6 +183,12 @@ class Looking:
         """The versions that were published last, in that order, those of lost lineages included."""
         return [Version(*facts) for facts in self.recall("versions") or []]
 
+    def wanted_files(self) -> set[tuple[str, int]]:
+        """(rollout id, attempt) of every rollout whose file a batch or a grade may still ask for."""
+        stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
+        sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
+        return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
+
     def cursor(self, split: str) -> int:
         """Index of the next task of a split."""
         return int(self.recall(f"cursor.{split}") or 0)

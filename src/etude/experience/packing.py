@@ -1,13 +1,14 @@
-"""From groups to the rows that one optimiser step trains on.
+"""From groups to the rows that one optimiser step trains on, in two parts.
 
-`make_batch` gives credit and keeps the samples that carry a gradient. Pure and deterministic: the same groups give the
-same batch. How a batch is cut to fit memory is the learner's business. Knows nothing of the ledger, of the window,
-or of torch.
+`plan_batch` gives credit; it needs rewards and counts alone, so whoever plans holds no token. `make_batch` reads the
+planned rollouts and keeps the samples that carry a gradient. Both are pure and deterministic: the same groups give the
+same batch. How a batch is cut to fit memory is the learner's business. Knows nothing of the ledger, of the window, or
+of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -16,6 +17,10 @@ from etude.experience.credit import Scheme, advantages, dr_grpo, with_k1_penalty
 from etude.experience.groups import Group
 from etude.records.rollout import Path, Rollout, Trace
 from etude.records.sample import Batch, Sample
+from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
+
+Read = Callable[[RolloutSummary], Rollout]
+"""How the rollout of a summary is read: `RolloutFiles.read`."""
 
 
 def paths(trace: Trace) -> Iterator[Path]:
@@ -36,7 +41,7 @@ def paths(trace: Trace) -> Iterator[Path]:
         yield path if all(k.all() for k in keep) else masked(path, np.concatenate(keep[::-1]))
 
 
-def make_batch(
+def plan_batch(
     groups: Sequence[Group],
     *,
     batch_id: str,
@@ -46,8 +51,8 @@ def make_batch(
     straggler: Straggler = Straggler.WAIT,
     k1: Mapping[str, float] | None = None,
     beta: float = 0.0,
-) -> Batch:
-    """The batch that makes version step `step`, trained at learner step `step - 1`.
+) -> BatchPlan:
+    """The plan of the batch that makes version step `step`, trained at learner step `step - 1`.
 
     Tokens of a lost lineage that are past the bound are masked under either policy: no window can keep a restart from
     making them stale.
@@ -55,11 +60,11 @@ def make_batch(
     `k1` is Σ log π − log π_ref of each valid rollout that sampled a token, by its id; `beta` times that is taken off
     its reward.
 
-    Samples of non-zero advantage only; every rollout of the groups is consumed, and every token that a valid rollout
-    sampled counts in the normaliser. So a batch with little signal has a small gradient, but not a small step: the
-    optimiser divides by the gradient's recent size. One without any sample changes no weight.
+    Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser. So a
+    batch with little signal has a small gradient, but not a small step: the optimiser divides by the gradient's recent
+    size. One without any sample changes no weight.
     """
-    samples: list[Sample] = []
+    given: dict[str, float] = {}
     num_loss_tokens = 0
     for group in groups:
         rewards = group.rewards
@@ -68,33 +73,71 @@ def make_batch(
             rewards = [with_k1_penalty(reward, one, beta=beta) for reward, one in zip(rewards, of, strict=True)]
         for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme, raw=group.rewards), strict=True):
             num_loss_tokens += rollout.num_sampled
-            if advantage:
-                policy = Straggler.MASK if rollout.rollout_id in group.lost else straggler
-                samples += _samples(rollout, advantage, step - 1, max_lag, policy)
-    return Batch(
+            given[rollout.rollout_id] = advantage
+    return BatchPlan(
         batch_id=batch_id,
         step=step,
-        samples=tuple(sorted(samples, key=lambda sample: sample.rollout_id)),
-        rollout_ids=tuple(sorted(i for group in groups for i in group.rollout_ids)),
+        max_lag=max_lag,
+        members=tuple(sorted(_members(groups, given, straggler), key=lambda member: member.rollout_id)),
         num_loss_tokens=num_loss_tokens,
     )
 
 
-def whole_samples(groups: Sequence[Group]) -> list[Sample]:
-    """Every path of every valid rollout, without credit: what a reference model is asked about."""
+def _members(groups: Sequence[Group], given: Mapping[str, float], straggler: Straggler) -> Iterator[Member]:
+    for group in groups:
+        ended = {one.rollout_id: one for one in group.finished}
+        for i in group.rollout_ids:
+            if (one := ended.get(i)) is None:
+                yield Member(rollout_id=i, group_id=group.group_id)
+            else:
+                advantage = given.get(i, 0.0)
+                yield Member(
+                    rollout_id=i,
+                    group_id=group.group_id,
+                    outcome=one.outcome,
+                    summary=one.summary,
+                    advantage=advantage,
+                    masks_stale=straggler is Straggler.MASK or i in group.lost,
+                )
+
+
+def make_batch(plan: BatchPlan, read: Read) -> Batch:
+    """The planned batch, whole: samples of non-zero advantage, in order of rollout id."""
+    samples = list[Sample]()
+    for member in plan.members:
+        if member.summary is not None and member.advantage:
+            samples += samples_of(plan, member, list(paths(as_seen(read(member.summary), member.summary).trace)))
+    return batch_of(plan, samples)
+
+
+def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
+    """A plan's batch of these samples, which are those of its members in their order."""
+    return Batch(
+        batch_id=plan.batch_id,
+        step=plan.step,
+        samples=tuple(samples),
+        rollout_ids=plan.rollout_ids,
+        num_loss_tokens=plan.num_loss_tokens,
+    )
+
+
+def samples_of(plan: BatchPlan, member: Member, found: Sequence[Path]) -> list[Sample]:
+    """The samples of a member, whose rollout has these paths; none without an advantage."""
+    straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
+    samples = list[Sample]()
+    if member.advantage:
+        for whole in found:
+            path = bounded(whole, learner_step=plan.step - 1, max_lag=plan.max_lag, straggler=straggler)
+            if path.mask.any():
+                samples.append(Sample(rollout_id=member.rollout_id, path=path, advantage=member.advantage))
+    return samples
+
+
+def whole_samples(rollouts: Iterable[Rollout]) -> list[Sample]:
+    """Every path of some rollouts, without credit: what a reference model is asked about."""
     return [
         Sample(rollout_id=rollout.rollout_id, path=path, advantage=0.0)
-        for group in groups
-        for rollout, _ in group.valid
+        for rollout in rollouts
         for path in paths(rollout.trace)
         if path.mask.any()
     ]
-
-
-def _samples(
-    rollout: Rollout, advantage: float, learner_step: int, max_lag: int, straggler: Straggler
-) -> Iterator[Sample]:
-    for whole in paths(rollout.trace):
-        path = bounded(whole, learner_step=learner_step, max_lag=max_lag, straggler=straggler)
-        if path.mask.any():
-            yield Sample(rollout_id=rollout.rollout_id, path=path, advantage=advantage)

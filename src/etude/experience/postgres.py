@@ -184,7 +184,7 @@ class PostgresDatabase:
                 raise NoLedger(f"{self.where} has no such ledger", f"no schema {self.schema}", hint=hint)
             self._create(schema=not there[1])
         found = self.session.ask("SELECT value FROM meta WHERE key = 'format'")
-        check_format(self.where, found[0][0] if found else None)
+        check_format(self.where, found[0][0] if found else None, readonly=self._readonly)
         if not self._readonly:
             self._confirmed = str(self.session.ask(f"SELECT value FROM meta WHERE key = '{NAME}'")[0][0])
             for sql in INDEXES:

@@ -92,7 +92,7 @@ class SqliteDatabase:
             if not self.rows("SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
                 self._script(f"BEGIN IMMEDIATE; {_SCHEMA} INSERT INTO meta VALUES ('format', '{FORMAT}'); COMMIT;")
         found = self.rows("SELECT value FROM meta WHERE key = 'format'")
-        check_format(self.path, found[0][0] if found else None)
+        check_format(self.path, found[0][0] if found else None, readonly=readonly)
         if not readonly:
             for sql in INDEXES:
                 self.execute(sql)

@@ -3,19 +3,23 @@
 A row is one root-to-leaf path of one rollout; a rollout that left no path (it is invalid) has one row without
 tokens. Rows of `in_batch` are the batch's samples as they were trained, masks included; the others are kept because
 a step's baseline came from them. The batch's digest is kept beside them, so what is read back is what was trained on,
-or an error; and the file has a digest of all its bytes (`etude.sums`). See `docs/formats/traces.md`. Files
-are read in the caller's thread (`pre_buffer`, `use_threads`): one of pyarrow's that still holds a Python file when the
-interpreter ends aborts the process, after its work was done. Knows nothing of SQLite and of what made the batch.
+or an error; and the file has a digest of all its bytes (`etude.sums`). `record_batch` makes the batch from the
+rollouts' files and writes as it reads: beside the samples it holds a bounded part of the step. See
+`docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`, `use_threads`): one of pyarrow's that
+still holds a Python file when the interpreter ends aborts the process, after its work was done. Knows nothing of SQLite
+and of what made the batch.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any, BinaryIO
@@ -24,17 +28,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etude.errors import LedgerError, StoreError
-from etude.experience.groups import Finished, Group
-from etude.experience.packing import paths
+from etude.errors import EtudeError, LedgerError, StoreError
+from etude.experience.packing import Read, batch_of, paths, samples_of
 from etude.records.rollout import Boundary, Graded, Invalid, Path
 from etude.records.sample import Batch, Sample
+from etude.records.summary import BatchPlan, BatchRef, Member, as_seen
 from etude.records.task import Trust
 from etude.records.wire import I32, pack
 from etude.seams import BlobStore
 from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 FORMAT = 1
+ROW_GROUP_BYTES = 64 << 20
+"""Rows are written when they hold so much, whatever the step holds."""
 _KEY = b"etude.batch"
 
 SCHEMA = pa.schema(
@@ -64,6 +70,7 @@ SCHEMA = pa.schema(
     ]
 )
 """The columns; `docs/formats/traces.md` says what each holds."""
+_LISTS = ("token_ids", "mask", "logprobs", "steps", "kv_epochs")
 _JUDGED = [*SCHEMA.names[: SCHEMA.names.index("in_batch")]]
 
 
@@ -88,6 +95,7 @@ class Recorded:
     rollouts: tuple[Judged, ...]  # in order of rollout id
     computed_by: Mapping[str, str] = field(default_factory=dict)  # what its learner said of itself; empty: an old file
     settings: Mapping[str, Any] = field(default_factory=dict)  # of its learner, where they were not the config's
+    digest: str = ""  # `batch_digest` of the batch
 
 
 @dataclass(frozen=True)
@@ -155,54 +163,82 @@ def recorded(folder: Folder) -> list[int]:
 
 
 def batch_digest(batch: Batch) -> str:
-    """64 hex characters over all that a learner reads of a batch, in its order."""
-    arrays = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
-    samples = [(s.rollout_id, s.advantage, *(getattr(s.path, name) for name in arrays)) for s in batch.samples]
-    return hashlib.sha256(pack((batch.step, batch.num_loss_tokens, batch.rollout_ids, samples))).hexdigest()
+    """64 hex characters over all that a learner reads of a batch, in its order: SHA-256 of ``(step, num_loss_tokens,
+    rollout ids, samples)`` as msgpack."""
+    names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
+    digest = hashlib.sha256(_array_head(4))
+    for one in (batch.step, batch.num_loss_tokens, batch.rollout_ids):
+        digest.update(pack(one))
+    digest.update(_array_head(len(batch.samples)))
+    for sample in batch.samples:
+        digest.update(pack((sample.rollout_id, sample.advantage, *(getattr(sample.path, name) for name in names))))
+    return digest.hexdigest()
 
 
-def write_trace(
+def _array_head(length: int) -> bytes:
+    """What msgpack begins an array of this length with."""
+    if length < 16:
+        return bytes([0x90 | length])
+    return struct.pack(">BH", 0xDC, length) if length < 1 << 16 else struct.pack(">BI", 0xDD, length)
+
+
+def record_batch(
     folder: Folder,
-    batch: Batch,
-    groups: Sequence[Group],
+    plan: BatchPlan,
+    read: Read,
     *,
     computed_by: Mapping[str, str] | None = None,
     settings: Mapping[str, Any] | None = None,
-) -> File:
-    """Write a batch and the groups it was made of; complete or absent, and durable when it returns. `computed_by`: what
-    the learner that will train on it says of itself; `settings`: those of its settings that are not the config's."""
-    samples: dict[str, list[Sample]] = {}
-    for sample in batch.samples:
-        samples.setdefault(sample.rollout_id, []).append(sample)
-    members = {i: (group.group_id, None) for group in groups for i in group.rollout_ids}
-    members |= {one.rollout_id: (group.group_id, one) for group in groups for one in group.finished}  # type: ignore[misc]
-    rows = [row for i in batch.rollout_ids for row in _rows(i, *members[i], samples.get(i, []))]
-    facts = {
-        "format": FORMAT,
-        "batch_id": batch.batch_id,
-        "step": batch.step,
-        "num_loss_tokens": batch.num_loss_tokens,
-        "digest": batch_digest(batch),
-        "computed_by": dict(computed_by or {}),
-        "settings": dict(settings or {}),
-    }
-    metadata = {_KEY: json.dumps(facts).encode(), PARQUET_KEY.encode(): b"1"}
-    table = pa.Table.from_pylist(rows, SCHEMA.with_metadata(metadata))
-    path = trace_path(folder, batch.step)
-    _write(path, table)
-    return path
+    each: Callable[[], None] = lambda: None,
+) -> tuple[Batch, BatchRef]:
+    """Make the planned batch from the rollouts that `read` gives, and write its trace; complete or absent, and durable
+    when it returns. `computed_by`: what the learner that will train on it says of itself; `settings`: those of its
+    settings that are not the config's; `each` is called once a rollout. Raises `LedgerError`, `StoreError`."""
+    samples = list[Sample]()
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for member in plan.members:
+            yield from _rows(plan, member, read, samples)
+            each()
+
+    @functools.cache
+    def digest() -> str:
+        return batch_digest(batch_of(plan, samples))
+
+    def facts() -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "batch_id": plan.batch_id,
+            "step": plan.step,
+            "num_loss_tokens": plan.num_loss_tokens,
+            "digest": digest(),
+            "computed_by": dict(computed_by or {}),
+            "settings": dict(settings or {}),
+        }
+
+    _write(trace_path(folder, plan.step), rows(), facts)
+    batch = batch_of(plan, samples)
+    ref = BatchRef(
+        batch_id=plan.batch_id,
+        step=plan.step,
+        rollout_ids=plan.rollout_ids,
+        sampled=batch.sampled,
+        num_trained=sum(int(sample.path.mask.sum()) for sample in samples),
+        digest=digest(),
+    )
+    return batch, ref
 
 
-def _rows(rollout_id: str, group_id: str, finished: Finished | None, samples: list[Sample]) -> Iterator[dict[str, Any]]:
-    base: dict[str, Any] = {"rollout_id": rollout_id, "group_id": group_id, "in_batch": False}
-    rollout = finished.rollout if finished else None
-    outcome = finished.outcome if finished else None
-    if rollout is not None:
+def _rows(plan: BatchPlan, member: Member, read: Read, samples: list[Sample]) -> Iterator[dict[str, Any]]:
+    """The rows of one rollout, whose samples are added to `samples`."""
+    base: dict[str, Any] = {"rollout_id": member.rollout_id, "group_id": member.group_id, "in_batch": False}
+    summary, outcome = member.summary, member.outcome
+    if summary is not None:
         base |= {
-            "task_id": rollout.task.task_id,
-            "family": rollout.task.family,
-            "attempt": rollout.attempt,
-            "ending": str(rollout.ending),
+            "task_id": summary.task_id,
+            "family": summary.family,
+            "attempt": summary.attempt,
+            "ending": str(summary.ending),
         }
     if isinstance(outcome, Graded):
         base |= {"reward": outcome.reward, "terms": json.dumps(outcome.terms), "trust": str(outcome.trust)}
@@ -210,16 +246,28 @@ def _rows(rollout_id: str, group_id: str, finished: Finished | None, samples: li
         base |= {"boundary": str(outcome.boundary), "evidence": outcome.evidence}
     if outcome is not None:
         base["reason"] = outcome.reason
-    found = list(paths(rollout.trace)) if rollout else []
-    todo = list(samples)
+    found = _paths(member, read)
     for path in found:
-        if todo and np.array_equal(todo[0].path.token_ids, path.token_ids):
-            sample = todo.pop(0)
-            yield base | {"in_batch": True, "advantage": sample.advantage} | _columns(sample.path)
+        mine = samples_of(plan, member, [path])
+        samples += mine
+        if mine:
+            yield base | {"in_batch": True, "advantage": mine[0].advantage} | _columns(mine[0].path)
         else:
             yield base | _columns(path)
     if not found:
         yield base
+
+
+def _paths(member: Member, read: Read) -> list[Path]:
+    """The paths of a member: none where nothing was stored, or where what is invalid cannot be read any more."""
+    if member.summary is None or member.summary.stored is None:
+        return []
+    try:
+        return list(paths(as_seen(read(member.summary), member.summary).trace))
+    except LedgerError:
+        if isinstance(member.outcome, Invalid):
+            return []
+        raise
 
 
 def _columns(path: Path) -> dict[str, Any]:
@@ -235,17 +283,17 @@ def _columns(path: Path) -> dict[str, Any]:
     }
 
 
-def _write(path: File, table: pa.Table) -> None:
+def _write(path: File, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
     if isinstance(path, InStore):
         buffer = io.BytesIO()
-        pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
+        _write_rows(buffer, rows, facts)
         seal_parquet(buffer)
         return path.replace(buffer.getvalue())
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("w+b") as file:
-            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+            _write_rows(file, rows, facts)
             seal_parquet(file)
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -259,14 +307,32 @@ def _write(path: File, table: pa.Table) -> None:
         raise StoreError(
             f"{path} cannot be written", str(error), hint="free disk space, then etude run --resume"
         ) from error
+    except EtudeError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_rows(file: BinaryIO, rows: Iterator[dict[str, Any]], facts: Callable[[], dict[str, Any]]) -> None:
+    """`facts` is asked once all rows are written."""
+    with pq.ParquetWriter(file, SCHEMA, compression="zstd", write_page_checksum=True, store_schema=False) as writer:
+        waiting, size = list[dict[str, Any]](), 0
+        for row in rows:
+            waiting.append(row)
+            size += sum(len(row[name]) * 4 for name in _LISTS if name in row) + len(row.get("routes", b""))
+            if size >= ROW_GROUP_BYTES:
+                writer.write_table(pa.Table.from_pylist(waiting, SCHEMA))
+                waiting, size = [], 0
+        if waiting:
+            writer.write_table(pa.Table.from_pylist(waiting, SCHEMA))
+        writer.add_key_value_metadata({_KEY.decode(): json.dumps(facts()), PARQUET_KEY: "1"})
 
 
 def read_trace(path: File) -> Recorded:
     """The batch, equal to what was written, and every rollout's outcome. A damaged file is a `LedgerError`."""
     table, facts = _read(path)
     try:
-        rows = table.to_pylist()
-        arrays = {name: table.column(name) for name in ("token_ids", "mask", "logprobs", "steps", "kv_epochs")}
+        rows = table.drop_columns(_LISTS).to_pylist()  # as Python's numbers the lists would take ten times their room
+        arrays = {name: table.column(name) for name in _LISTS}
         samples = tuple(
             Sample(rollout_id=row["rollout_id"], path=_path(row, arrays, i), advantage=row["advantage"])
             for i, row in enumerate(rows)
@@ -289,14 +355,15 @@ def read_trace(path: File) -> Recorded:
     if recorded not in (None, found):
         raise _damaged(path, ValueError(f"its digest is {found[:12]}, recorded was {str(recorded)[:12]}"))
     computed_by = {name: str(value) for name, value in computed_by.items()}
-    return Recorded(batch, tuple(judged.values()), computed_by, settings)
+    return Recorded(batch, tuple(judged.values()), computed_by, settings, found)
 
 
 def read_rollout(path: File, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:
     """A rollout's outcome and the tokens of each of its paths, [T] int32; None when the file has none of that name. A
     damaged file is a `LedgerError`."""
     table, _ = _read(path, columns=[*_JUDGED, "token_ids"])
-    rows = [row for row in table.to_pylist() if row["rollout_id"] == rollout_id]
+    names = table.column("rollout_id").to_pylist()
+    rows = [row for i, name in enumerate(names) if name == rollout_id for row in table.slice(i, 1).to_pylist()]
     if not rows:
         return None
     try:

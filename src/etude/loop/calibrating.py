@@ -34,15 +34,16 @@ from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import Crew, crew
 from etude.loop.learning import make_learner
 from etude.loop.processes import Supervisor
-from etude.loop.rolling import judge, run_once, siblings
+from etude.loop.rolling import judged_once, run_once, siblings
 from etude.loop.standalone import take_checkpoint
 from etude.loop.usage import Processes
 from etude.models import Transformer, load_model
 from etude.models.checkpoint import save_model
 from etude.plan import Measured
-from etude.records import Batch, CompletionRequest, Rollout, Sampling, Version
+from etude.records import Batch, CompletionRequest, Sampling, Version
 from etude.records.rollout import Path as RolloutPath
 from etude.records.sample import Sample
+from etude.records.summary import RolloutSummary
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.stores import MemoryStore
@@ -187,24 +188,24 @@ async def machine_constants(run: RunFolder, config: RunConfig, engine: Mapping[s
     return _explained(found, engine)
 
 
-async def _play(members: Crew, config: RunConfig, kind: str) -> list[Rollout]:
+async def _play(members: Crew, config: RunConfig, kind: str) -> list[RolloutSummary]:
     source = open_tasks(config, canaries=False)
     size = source.size(Split.TRAIN) or PLAYED  # of few tasks, some are played more often
     tasks = [source.task(Split.TRAIN, i % size) for i in range(PLAYED)]
     specs = [siblings(f"{kind}{i}", task, 1, seed=i, temperature=1.0)[0] for i, task in enumerate(tasks)]
 
-    async def one(i: int) -> Rollout:
+    async def one(i: int) -> RolloutSummary:
         if kind == "model":
-            return (await run_once(members, specs[i]))[0]
+            return (await run_once(members, specs[i]))[0].summary
         rollout = await members.baseline(specs[i], kind)
-        await judge(members, rollout)
-        return rollout
+        await judged_once(members, rollout)
+        return rollout.summary
 
     return list(await asyncio.gather(*(one(i) for i in range(PLAYED))))
 
 
 def _explained(
-    found: Mapping[str, tuple[dict[str, float], list[Rollout]]], engine: Mapping[str, float]
+    found: Mapping[str, tuple[dict[str, float], list[RolloutSummary]]], engine: Mapping[str, float]
 ) -> dict[str, float]:
     """Tools' turns and fresh grades from the scripts; from the model, whose calls are mostly none, its requests. Raises
     `EtudeError` where a kind had no turn at all: then nothing was measured."""
@@ -220,7 +221,7 @@ def _explained(
     tool_s = (spent("oracle", "worker") + spent("random", "worker")) / (turns["oracle"] + turns["random"])
     rollouts = found["model"][1]
     sampled = sum(r.num_sampled for r in rollouts)
-    prompts = sum(len(turn.prompt_ids) for r in rollouts for turn in r.trace.turns)
+    prompts = sum(r.num_prompt for r in rollouts)
     at_work, apart = spent("model", "engine"), spent("model", "worker") + spent("model", "grader")
     batch = max(1.0, PLAYED * at_work / (at_work + apart))
     decoded = sampled * (engine["decode_s"] / batch + engine["decode_s_sequence"])

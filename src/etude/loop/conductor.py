@@ -32,11 +32,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from etude.errors import EngineError, EtudeError, NotFinite
+from etude.errors import EngineError, EtudeError, LedgerError, NotFinite
 from etude.evals import EvalResult
-from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_facts, write_trace
+from etude.experience import SCHEMES, Group, Ledger, Window, plan_batch, step_facts
 from etude.experience.curriculum import Curriculum, Signals
-from etude.experience.packing import whole_samples
+from etude.experience.transitions import State
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
 from etude.loop.apart import InOrder, apart
@@ -50,8 +50,9 @@ from etude.loop.retention import keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
 from etude.numerics.config import Mode
-from etude.records import Batch, RolloutSpec, Task
+from etude.records import RolloutSpec, Task
 from etude.records.sample import Published, StepReport
+from etude.records.summary import BatchRef
 from etude.records.task import Split
 from etude.run import RunFolder
 from etude.seams import TaskSource
@@ -61,6 +62,7 @@ from etude.weights.chain.steps import Steps
 STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # what a lost lineage still publishes is waited for first
 AT_ONCE = 8  # groups that one transaction admits
+UNREAD = "its stored rollout cannot be read"
 MAX_FRUITLESS = 6  # lineages in a row that end without one step
 T = TypeVar("T")
 
@@ -75,7 +77,7 @@ class Conductor:
         self, run: RunFolder, config: RunConfig, telemetry: Telemetry, crew: Crew, source: TaskSource, chat: ChatFormat
     ) -> None:
         self.run_folder, self.config, self.telemetry = run, config, telemetry
-        self.crew, self.source, self.chat = crew, source, chat
+        self.crew, self.source = crew, source
         self.traces = traces_folder(run)
         self.window = Window(
             max_lag=config.experience.max_lag,
@@ -163,6 +165,7 @@ class Conductor:
             self.telemetry.event("weights.mend", step=self.step, reason=reason)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
         self._is_published(published)
+        await self._drop_files()
         await self._adopted(published)
         await self.crew.some_engine()
         await self.probe.ask(dict(self.crew.engines), published, mine, far=self.crew.far)
@@ -202,7 +205,7 @@ class Conductor:
         async for batch, groups, wait_s in self._batches():
             began = time.perf_counter()
             try:
-                report = await self._call("forward_backward", StepReport, batch)
+                report = await self._call("forward_backward", StepReport, batch.step, batch.digest)
                 waited_s = await self._committed()
                 optim = await self._call("optim_step", dict[str, float])
             except NotFinite as error:
@@ -220,12 +223,13 @@ class Conductor:
             }
             commit = self._commit(tasks, batch, mine, facts)
             self._on_its_way = tasks.create_task(commit, name=f"commit of {batch.batch_id}")
-            checkpoint, evaluation = self._due(self.config.rl.checkpoint_every), self._due(self.config.evals.every)
+            checkpoint = self.trained % self.config.rl.checkpoint_every == 0 or self.trained == self.config.rl.steps
+            evaluation = self.config.evals.is_due(self.trained, self.config.rl.steps)
             alone = checkpoint or evaluation or self.config.experience.max_lag == 0
             late_s = await self._committed() if alone else 0.0
             if checkpoint:
                 await self._checkpoint()
-            if evaluation and self.step < self.config.rl.steps:
+            if evaluation:
                 await self.evaluate("during", Split.VALIDATION, self.config.evals.during_tasks)
 
     async def _offer(self, rollout_ids: tuple[str, ...]) -> tuple[list[float], float]:
@@ -236,7 +240,9 @@ class Conductor:
         read_s = time.perf_counter() - began
         return await self._call("probe", list[float], self.probe.text), read_s
 
-    async def _commit(self, tasks: asyncio.TaskGroup, batch: Batch, mine: list[float], facts: dict[str, Any]) -> None:
+    async def _commit(
+        self, tasks: asyncio.TaskGroup, batch: BatchRef, mine: list[float], facts: dict[str, Any]
+    ) -> None:
         """Wait until the pointer names the batch's version, and let everybody know."""
         published = await self._call("published", Published)
         await self.books(self.ledger.commit, batch.rollout_ids, published.version)
@@ -259,39 +265,64 @@ class Conductor:
             await self._on_its_way
         return time.perf_counter() - began
 
-    def _due(self, every: int) -> bool:
-        return self.trained % every == 0 or self.trained == self.config.rl.steps
-
-    async def _batches(self) -> AsyncIterator[tuple[Batch, list[Group], float]]:
+    async def _batches(self) -> AsyncIterator[tuple[BatchRef, list[Group], float]]:
         """The batch of each next step, its groups, and the seconds it was waited for."""
         while self.trained < self.config.rl.steps:
             began = time.perf_counter()
             taken = await self._next_groups()
-            groups = [await self.books(self.ledger.group, group_id) for group_id in taken]
-            kl = self.config.experience.kl
-            k1 = await self._call("k1", dict[str, float], whole_samples(groups)) if kl else None
-            batch = make_batch(
-                groups,
-                batch_id=f"b{self.trained + 1:06d}",
-                step=self.trained + 1,
-                max_lag=self.config.experience.max_lag,
-                scheme=SCHEMES[self.config.experience.credit],
-                straggler=self.config.experience.straggler,
-                k1=k1,
-                beta=kl,
-            )
             if self._defence_due is not None:
                 await self._call("defend", type(None), str(self._defence_due))
                 self._defence_due = None
-            by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
-            recorded = functools.partial(write_trace, computed_by=by, settings=settings)
-            await apart(functools.partial(recorded, self.traces, batch, groups))  # the disk, or a bucket
+            while True:
+                groups = [await self.books(self.ledger.group, group_id) for group_id in taken]
+                try:
+                    batch = await self._recorded(groups)
+                    break
+                except LedgerError:
+                    if not await self._quarantined(groups):
+                        raise
             self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
             await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, groups))
             self._room.set()
             yield batch, groups, time.perf_counter() - began
 
-    def _take_batch(self, batch: Batch, groups: list[Group]) -> None:
+    async def _recorded(self, groups: list[Group]) -> BatchRef:
+        """The next step's batch, of these groups: read, made and recorded by the learner. Raises `LedgerError` where a
+        stored rollout cannot be read."""
+        experience, k1 = self.config.experience, None
+        if experience.kl:
+            valid = [rollout for group in groups for rollout, _ in group.valid]
+            k1 = await self._call("k1", dict[str, float], valid)
+        plan = plan_batch(
+            groups,
+            batch_id=f"b{self.trained + 1:06d}",
+            step=self.trained + 1,
+            max_lag=experience.max_lag,
+            scheme=SCHEMES[experience.credit],
+            straggler=experience.straggler,
+            k1=k1,
+            beta=experience.kl,
+        )
+        return await self._call("record", BatchRef, plan)
+
+    async def _quarantined(self, groups: list[Group]) -> bool:
+        """Set aside whatever cannot be read of some groups, if it is the lesser part: else it is not their files that
+        are damaged. Whether there was any."""
+        stored = [rollout for group in groups for rollout, _ in group.valid]
+        unread = [one for one in stored if not await apart(functools.partial(self.crew.files.has, one))]
+        if not 0 < len(unread) <= len(stored) // 2:
+            return False
+
+        def work() -> None:
+            for one in unread:
+                self.ledger.move(one.rollout_id, State.QUARANTINED, reason=UNREAD)
+
+        await self.books(self.ledger.transaction, work)
+        for one in unread:
+            self.telemetry.event("rollout.signs", rollout_id=one.rollout_id, state="quarantined", signs=[UNREAD])
+        return True
+
+    def _take_batch(self, batch: BatchRef, groups: list[Group]) -> None:
         signals = Signals(self.ledger.recall("signals"))  # not this object's: this may be done again
         if self.config.experience.curriculum is Curriculum.SIGNAL:
             signals.count(groups, self.ledger.batched_groups([group.group_id for group in groups]))
@@ -359,7 +390,6 @@ class Conductor:
         return await evaluate(
             self.crew,
             self.source,
-            self.chat,
             name=name,
             split=split,
             step=self.step,
@@ -385,12 +415,21 @@ class Conductor:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
         await self.books(self.ledger.prune, self.step)
+        await self._drop_files()
         freed = await self.books(
             keep_within, self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb
         )
         if freed:
             kept = await self.books(kept_from, self.ledger)
             self.telemetry.event("retention", step=self.step, kept_from=kept, freed_bytes=freed)
+
+    async def _drop_files(self) -> None:
+        """Delete the files of rollouts that nobody will ask for: consumed before the checkpoint, or of attempts that
+        were given up."""
+        files = self.crew.files
+        names = await apart(files.names)  # before the ledger is asked: what is written meanwhile stays
+        wanted = await self.books(self.ledger.wanted_files)
+        await apart(functools.partial(files.keep_only, names, wanted))
 
     async def _saved(self, error: NotFinite) -> NotFinite:
         """An error that ends the run, once the last version's state is on disk; it says where that is."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.errors import DeadlineExceeded
+from etude.experience import RolloutFiles
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
 from etude.inference.fleet import PATIENCE_S
@@ -27,11 +29,12 @@ from etude.inference.registrar import Registrar
 from etude.loop.config import RunConfig, rollouts_on
 from etude.loop.joining import first_engine, joining
 from etude.loop.placement import ADDRESS, NOTHING
-from etude.loop.places import poll_arguments, weights_place
+from etude.loop.places import poll_arguments, rollout_files, weights_place
+from etude.loop.played import HandedOver, Played
 from etude.loop.processes import KEEPS_MEMORY, READY_S, Child, Role, Supervisor
 from etude.loop.room import Limit
 from etude.loop.wire import Caller, Lost
-from etude.records import Outcome, Rollout, RolloutSpec, Version
+from etude.records import Outcome, RolloutSpec, Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.weights.chain.signing import read_signer
@@ -73,19 +76,24 @@ class Pool:
 
     async def pick(self, *, deadline_s: float) -> Caller:
         """A member that is up. Raises `DeadlineExceeded`."""
+        if (found := self._least()) is not None:
+            return found  # no timer is set for what need not be waited for: this is done twice a rollout
         try:
             async with asyncio.timeout(deadline_s):
-                while True:
-                    for name in [n for n, c in self.members.items() if c.lost.is_set()]:
-                        del self.members[name]
-                    if self.members:
-                        return self.members[min(self.members, key=lambda n: (self._load[n], n))]
+                while (found := self._least()) is None:
                     self._up.clear()
                     await self._up.wait()
+                return found
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no {self.role} is up", f"waited {deadline_s:g} s", hint=f"see logs/{self.role}-0.log"
             ) from None
+
+    def _least(self) -> Caller | None:
+        """The member with the fewest calls under way; None when none is up."""
+        for name in [n for n, c in self.members.items() if c.lost.is_set()]:
+            del self.members[name]
+        return min(self.members.values(), key=lambda c: (self._load[c.name], c.name), default=None)
 
 
 class Crew:
@@ -100,6 +108,11 @@ class Crew:
         self._away: dict[str, EngineKind] = {}  # own engines that wait for a machine
         self._theirs = 0  # contexts of engines from elsewhere
         self._opened = contextlib.AsyncExitStack()
+
+    @functools.cached_property
+    def files(self) -> RolloutFiles:
+        """What workers have stored."""
+        return rollout_files(self.run)
 
     @property
     def engines(self) -> dict[str, HttpEngine]:
@@ -157,23 +170,24 @@ class Crew:
         for engine in self._own.values():
             await engine.close()
 
-    async def rollout(self, spec: RolloutSpec) -> Rollout:
-        """Have a worker run it. Its worker and its engines see whether it goes on, and end it long before the deadline
-        here: every turn waits for an engine and then for each of its tokens as long as it may."""
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
+        """Have a worker run it and store it. Its worker and its engines see whether it goes on, and end it long before
+        the deadline here: every turn waits for an engine and then for each of its tokens as long as it may. `kept`: for
+        the ledger; else it has a transcript, and `files.drop` is its caller's."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
-        return await self.workers.call("rollout", Rollout, spec, deadline_s=deadline_s)
+        return (await self.workers.call("rollout", HandedOver, spec, kept, deadline_s=deadline_s)).of(spec.task)
 
-    async def baseline(self, spec: RolloutSpec, kind: str) -> Rollout:
+    async def baseline(self, spec: RolloutSpec, kind: str) -> Played:
         """Have a worker play a script: "oracle" or "random". It asks no engine: its commands and its machine take
-        what time it takes."""
+        what time it takes. As one that is not kept."""
         deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
-        return await self.workers.call("baseline", Rollout, spec, kind, deadline_s=deadline_s)
+        return (await self.workers.call("baseline", HandedOver, spec, kind, deadline_s=deadline_s)).of(spec.task)
 
-    async def grade(self, rollout: Rollout) -> Outcome:
+    async def grade(self, rollout: Played) -> Outcome:
         graded: Outcome = await self.graders.call(
-            "grade", AnyOutcome, rollout.task, rollout.exports, deadline_s=GRADE_S
+            "grade", AnyOutcome, rollout.task, rollout.summary, deadline_s=GRADE_S
         )
         return graded
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 from etude.evals import EvalResult, make_row, write_rows
 from etude.evals import evaluate as sum_up
-from etude.harness import ChatFormat
 from etude.loop.crew import Crew
-from etude.loop.rolling import judge, run_once, siblings
+from etude.loop.played import Played
+from etude.loop.rolling import judged_once, run_once, siblings
 from etude.loop.room import Room
-from etude.records import Outcome, Rollout, RolloutSpec
+from etude.records import Outcome, RolloutSpec
 from etude.records.task import Split
 from etude.seams import TaskSource
 from etude.telemetry import Telemetry
 
 TELL_EVERY_S = 1.0
-Played = tuple[Rollout, Outcome]
+Done = tuple[Played, Outcome]
 Each = Callable[[], None]
 
 
@@ -30,7 +30,6 @@ def _nothing() -> None:
 async def evaluate(
     crew: Crew,
     source: TaskSource,
-    chat: ChatFormat,
     *,
     name: str,
     split: Split,
@@ -50,12 +49,12 @@ async def evaluate(
     """
     began = time.perf_counter()
 
-    async def one(spec: RolloutSpec) -> Played:
+    async def one(spec: RolloutSpec) -> Done:
         return await run_once(crew, spec)
 
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await played(crew, specs, one, name=name, telemetry=telemetry, each=each)
-    rows = [make_row(r, outcome, transcript=_transcript(chat, r)) for r, outcome in done]
+    rows = [make_row(one.summary, outcome, transcript=one.transcript) for one, outcome in done]
     file_name = f"{name}-{step:06d}" if split is Split.VALIDATION else name
     write_rows(out / f"{file_name}.parquet", rows)
     result = sum_up(rows, name=name, split=split, step=step, wall_s=round(time.perf_counter() - began, 3))
@@ -66,16 +65,16 @@ async def evaluate(
 async def played(
     crew: Crew,
     specs: Sequence[RolloutSpec],
-    one: Callable[[RolloutSpec], Awaitable[Played]],
+    one: Callable[[RolloutSpec], Awaitable[Done]],
     *,
     name: str,
     telemetry: Telemetry,
     each: Each = _nothing,
-) -> list[Played]:
+) -> list[Done]:
     """Every spec played, as many at once as there is room for; `eval.progress` tells of it."""
     room, num_done, told = Room(crew.max_running), 0, float("-inf")
 
-    async def placed(spec: RolloutSpec) -> Played:
+    async def placed(spec: RolloutSpec) -> Done:
         nonlocal num_done, told
         async with room.place():
             result = await one(spec)
@@ -95,19 +94,14 @@ async def baseline(
 ) -> float:
     """Solve rate of a script that needs no model ("oracle", "random") on held-out tasks, by the same rollout code."""
 
-    async def one(spec: RolloutSpec) -> Played:
+    async def one(spec: RolloutSpec) -> Done:
         rollout = await crew.baseline(spec, kind)
-        return rollout, await judge(crew, rollout)
+        return rollout, await judged_once(crew, rollout)
 
     specs = _specs(source, Split.HELDOUT, num_tasks, 1, seed=seed, temperature=1.0, pin_step=None)
     done = await played(crew, specs, one, name=kind, telemetry=telemetry)
-    rows = [make_row(rollout, outcome, transcript="") for rollout, outcome in done]
+    rows = [make_row(one.summary, outcome, transcript="") for one, outcome in done]
     return sum_up(rows, name=kind, split=Split.HELDOUT, step=0, wall_s=0.0).rate
-
-
-def _transcript(chat: ChatFormat, rollout: Rollout) -> str:
-    leaves = rollout.trace.leaves()
-    return chat.readable(rollout.trace.path(leaves[-1]).token_ids) if leaves else ""
 
 
 def _specs(

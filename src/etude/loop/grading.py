@@ -14,7 +14,9 @@ from etude.environments import MachineGrader
 from etude.environments.backends import runtime_of
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
+from etude.loop.places import rollout_files
 from etude.records import Answer, Graded, Invalid, Outcome, Task
+from etude.records.summary import RolloutSummary
 from etude.records.task import Trust
 from etude.records.wire import pack
 from etude.run import RunFolder
@@ -58,16 +60,18 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
     source = open_tasks(config)
     runtime = runtime_of(config.machines)
     grader = Verdicts(grader_for(source, MachineGrader(runtime)))
-    room = asyncio.Semaphore(GRADES_AT_ONCE)
+    room, files = asyncio.Semaphore(GRADES_AT_ONCE), rollout_files(run)
 
-    async def grade(task: Task, exports: dict[str, bytes]) -> Outcome:
+    async def grade(task: Task, summary: RolloutSummary) -> Outcome:
+        """The outcome of what a stored rollout handed in."""
         async with room:
+            exports = await asyncio.to_thread(files.read_exports, summary)
             return await grader.grade(task, source.answer(task), exports)
 
     async def ready() -> bool:
         return True
 
-    return {"grade": ((Task, dict[str, bytes]), grade), "ready": ((), ready)}
+    return {"grade": ((Task, RolloutSummary), grade), "ready": ((), ready)}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 Torch works in one thread of its own, so that the process sees at once when the conductor goes: `Learning` is what is
 done there, `handlers` the calls that lead to it. Only `published` waits in another, so that torch may train on while a
-version is encoded and written. Knows nothing of rollouts in flight, of the ledger or of engines.
+version is encoded and written. Batches come by reference: rank 0 makes a step's batch from the rollouts that workers
+stored, and records it; the other ranks read that record. Knows nothing of rollouts in flight, of the ledger or of
+engines.
 """
 
 from __future__ import annotations
@@ -17,19 +19,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from etude import __version__
+from etude import __version__, progress
 from etude.config import to_plain
-from etude.errors import EtudeError
+from etude.errors import EtudeError, LedgerError, StoreError
+from etude.experience import read_trace, record_batch
+from etude.experience.packing import whole_samples
+from etude.experience.traces import trace_path
 from etude.loop import child
 from etude.loop.config import RunConfig, read_config
 from etude.loop.parity import Defence, OverBudget
-from etude.loop.places import weights_store
+from etude.loop.places import rollout_files, traces_folder, weights_store
 from etude.loop.wire import Handler
 from etude.numerics.choosing import operators_for
 from etude.numerics.parallel import RankLost
-from etude.records import Batch, Sample
+from etude.records import Batch
 from etude.records.adapter import BASE_CHANNEL
 from etude.records.sample import Published, StepReport
+from etude.records.summary import BatchPlan, BatchRef, RolloutSummary
 from etude.run import RunFolder, host_facts
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
@@ -45,6 +51,7 @@ if TYPE_CHECKING:  # only a learner of several ranks loads them
     from etude.loop.ranks import Leader
     from etude.training.sharded import Sharded
 
+SEE_IT = "every rank has to see the run's traces: its folder, or the bucket of stores.traces"
 NUM_THREADS = 1  # of torch: products that share their rows out add up in another order
 
 
@@ -102,6 +109,7 @@ class Learning:
         self.run, self.config, self.telemetry, self.group = run, config, telemetry, group
         self._learner: TorchLearner | None = None
         self._channel: Channel | ShardedChannel | None = None
+        self._batch: tuple[str, Batch | None] = "", None  # recorded, to be trained on: its digest, and itself
         self._offered_at = 0.0
 
     @property
@@ -141,8 +149,34 @@ class Learning:
         configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
         return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
-    def forward_backward(self, batch: Batch) -> StepReport:
+    def record(self, plan: BatchPlan) -> BatchRef:
+        """Read a planned step's rollouts, make its batch and write its trace; `forward_backward` is to follow."""
+        by, settings = self.computed()
+        traces, read = traces_folder(self.run), rollout_files(self.run).read
+        batch, ref = record_batch(traces, plan, read, computed_by=by, settings=settings, each=progress.made)
+        self._batch = ref.digest, batch
+        return ref
+
+    def forward_backward(self, step: int, digest: str) -> StepReport:
+        """On the batch of this digest. The rank that recorded it holds it; the others read the trace."""
+        held, batch = self._batch
+        self._batch = "", None
+        if batch is None or held != digest:
+            batch = self._read(step, digest)
         return self.learner.forward_backward(batch)
+
+    def _read(self, step: int, digest: str) -> Batch:
+        """Of a trace. Raises `LedgerError`, `StoreError`; of several ranks `RankLost`: the others train without it."""
+        try:
+            recorded = read_trace(trace_path(traces_folder(self.run), step))
+            if recorded.digest != digest:
+                facts = f"its digest is {recorded.digest[:12]}, to be trained is {digest[:12]}"
+                raise LedgerError(f"the trace of step {step} holds another batch", facts, hint=SEE_IT)
+        except (LedgerError, StoreError) as error:
+            if self.group is None:
+                raise
+            raise RankLost(error.what, error.facts, hint=error.hint) from error
+        return recorded.batch
 
     def optim_step(self) -> Mapping[str, float]:
         return self.learner.optim_step()
@@ -187,9 +221,10 @@ class Learning:
         """Take a defence (`parity.Defence`) from the next step on."""
         self.learner.defend(truncate=Defence(defence) is Defence.TRUNCATED)
 
-    def k1(self, samples: list[Sample]) -> dict[str, float]:
-        """Σ log π − log π_ref of each rollout, against the starting checkpoint."""
-        return self.reference.k1(samples)
+    def k1(self, rollouts: list[RolloutSummary]) -> dict[str, float]:
+        """Σ log π − log π_ref of each stored rollout, against the starting checkpoint."""
+        files = rollout_files(self.run)
+        return self.reference.k1(whole_samples(map(files.read, rollouts)))
 
     def save(self, path: str) -> None:
         self.learner.save(path)
@@ -246,15 +281,15 @@ async def handlers(
     return {
         "ready": ((), ready),
         "begin": ((str,), with_all_ranks(learning.begin)),
-        "computed": ((), in_torch_thread(learning.computed)),
-        "forward_backward": ((Batch,), with_all_ranks(learning.forward_backward)),
+        "record": ((BatchPlan,), in_torch_thread(learning.record)),
+        "forward_backward": ((int, str), with_all_ranks(learning.forward_backward)),
         "optim_step": ((), with_all_ranks(learning.optim_step)),
         "offer": ((tuple[str, ...],), with_all_ranks(learning.offer)),
         "published": ((), in_thread(waiting, learning.published)),
         "probe": ((list[int],), with_all_ranks(learning.probe)),
         "parity": ((), in_torch_thread(learning.parity)),
         "defend": ((str,), with_all_ranks(learning.defend)),
-        "k1": ((list[Sample],), in_torch_thread(learning.k1)),
+        "k1": ((list[RolloutSummary],), in_torch_thread(learning.k1)),
         "save": ((str,), with_all_ranks(learning.save)),
     }
 

@@ -21,6 +21,7 @@ from etude.weights.chain.history import head
 
 if TYPE_CHECKING:
     from etude.experience.ledger import Ledger
+    from etude.experience.rollout_files import RolloutFiles
     from etude.experience.traces import Folder
 
 BUCKET_POLL_S = 0.5
@@ -71,6 +72,13 @@ def has_published(run: RunFolder) -> bool:
 def traces_folder(run: RunFolder) -> Folder:
     place = _place(run, "traces")
     return place if isinstance(place, Path) else open_store(place)
+
+
+def rollout_files(run: RunFolder) -> RolloutFiles:
+    """Finished rollouts that no version has learned from for good: in the run folder, which all its processes see."""
+    from etude.experience.rollout_files import RolloutFiles
+
+    return RolloutFiles(run / "rollouts")
 
 
 def _place(run: RunFolder, name: str) -> Path | str:

@@ -27,6 +27,7 @@ from etude.loop.joining import check_listen
 from etude.loop.limits import check_limits, first_tasks, starting_model
 from etude.loop.places import check_store, has_published, ledger_place, read_ledger
 from etude.loop.task_images import with_images
+from etude.loop.weighing import check_step
 from etude.models.config import ModelConfig
 from etude.models.headers import check_blocks, check_rank, check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
@@ -54,17 +55,19 @@ def preflight(
     `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more.
     `elsewhere`: components run on other machines, where tasks and devices were checked before. `given`: names of the
     settings that the user gave. `said` is told of what takes longer, an image that was built, of layers of the
-    checkpoint that are left out, and of settings that are not used."""
+    checkpoint that are left out, of settings that are not used, and of steps that may be too large for this machine."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
         model = check_start(config.start, context_tokens=context_tokens, numerics=numerics, lora_rank=rank, said=said)
         check_experts(model, config.learner.expert_parallel)
         tell_other_model(config, model, given, said)
+        check_step(config, model, said)
     if config.start is None:
         check_blocks(config.model, config.numerics.quantise)
         check_rank(config.model, config.learner.lora_rank)
         config.model.shared(config.numerics.degree)
+        check_step(config, config.model, said)
         if config.learner.device.startswith("cuda"):
             said(f"mid-training computes on the CPU; learner.device = {config.learner.device!r} is where RL does")
     read_signer(config.stores.signing_key)
@@ -225,7 +228,7 @@ def check_experts(model: ModelConfig, expert_parallel: int) -> None:
 
 
 def used_splits(config: RunConfig) -> list[Split]:
-    during = config.rl.steps > config.evals.every
+    during = 0 < config.evals.every < config.rl.steps
     used = {
         Split.TRAIN: config.rl.steps > 0,
         Split.VALIDATION: during,

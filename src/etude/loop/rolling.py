@@ -16,26 +16,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
-from etude.environments.cheats import Suspicion, suspicions
-from etude.errors import DeadlineExceeded, EngineBehind, EtudeError
+from etude.environments.cheats import Suspicion
+from etude.errors import DeadlineExceeded, EngineBehind, EtudeError, LedgerError
 from etude.experience import Ledger
 from etude.experience.transitions import State
 from etude.loop.apart import InOrder
 from etude.loop.crew import Crew
+from etude.loop.played import Played
 from etude.loop.room import Room
 from etude.loop.wire import Lost
-from etude.records import Graded, Invalid, Outcome, Rollout, RolloutSpec, Task
+from etude.records import Graded, Invalid, Outcome, RolloutSpec, Task
 from etude.records.rollout import Boundary
+from etude.records.summary import RolloutSummary, summary_of
 from etude.rollouts import not_run, settle
 from etude.telemetry import Telemetry
 
 GRADED = "graded"  # the term that keeps what a grader gave a rollout in quarantine
-AT_ONCE = 16  # rollouts that one transaction starts or stores: their records may be large
+AT_ONCE = 64  # rollouts that one transaction starts or stores
 
 
 def keyed_seed(*parts: object) -> int:
@@ -75,35 +76,46 @@ def siblings(
     ]
 
 
-async def judge(crew: Crew, rollout: Rollout) -> Outcome:
-    """The outcome of a finished rollout; a grader that dies is replaced and asked again."""
-    if rollout.invalid is not None:
-        return rollout.invalid
+async def judge(crew: Crew, rollout: Played) -> Outcome:
+    """The outcome of a finished rollout; a grader that dies is replaced and asked again. One whose file graders cannot
+    read is invalid."""
+    if rollout.summary.invalid is not None:
+        return rollout.summary.invalid
     error: EtudeError | None = None
     attempts = crew.config.experience.max_attempts
     for _ in range(attempts):
         try:
             outcome = await crew.grade(rollout)
-            return settle(rollout, outcome, require_submit=crew.config.harness.require_submit)
+            return settle(rollout.summary, outcome, require_submit=crew.config.harness.require_submit)
         except (Lost, DeadlineExceeded) as lost:
             error = lost
+        except LedgerError as unread:
+            return Invalid(boundary=Boundary.STORE, reason=unread.what, evidence=unread.facts)
     return Invalid(boundary=Boundary.GRADER, reason=f"{attempts} graders were lost", evidence=str(error))
 
 
-async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Rollout, Outcome]:
+async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Played, Outcome]:
     """A rollout that no ledger keeps (an evaluation's), until it has an outcome. Raises `EtudeError` when workers keep
     dying under it; it is invalid when no engine comes to its version again and again."""
     while True:
         try:
-            rollout = await crew.rollout(spec)
-            return rollout, await judge(crew, rollout)
+            rollout = await crew.rollout(spec, kept=False)
+            return rollout, await judged_once(crew, rollout)
         except (Lost, EngineBehind) as error:
             if spec.attempt + 1 >= crew.config.experience.max_attempts:
                 if isinstance(error, Lost):
                     raise
-                rollout = not_run(spec, Boundary.PROVIDER, error)
+                rollout = Played(summary=summary_of(not_run(spec, Boundary.PROVIDER, error)), task=spec.task)
                 return rollout, await judge(crew, rollout)
             spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
+
+
+async def judged_once(crew: Crew, rollout: Played) -> Outcome:
+    """The outcome of a rollout that nobody asks for again: its file is deleted."""
+    try:
+        return await judge(crew, rollout)
+    finally:
+        crew.files.drop(rollout.summary)
 
 
 def unearned(graded: Graded, sign: str) -> Graded:
@@ -120,7 +132,7 @@ def unearned(graded: Graded, sign: str) -> Graded:
 class _Ended(NamedTuple):
     """A rollout that is over. `counts` is set once it is stored."""
 
-    rollout: Rollout
+    rollout: RolloutSummary
     outcome: Outcome
     signs: list[Suspicion]
     counts: asyncio.Future[bool]
@@ -173,23 +185,17 @@ class Rolling:
                 await self._give_back(spec, error)
                 more.set()
                 return
-            signs = await asyncio.to_thread(self._signs, rollout, outcome)  # what was handed in may be large
+            signs = _signs(rollout, outcome)
             if isinstance(outcome, Graded) and signs:
                 outcome = unearned(outcome, str(signs[0]))
-            if await self._finish(rollout, outcome, signs):
-                self._tell(rollout, outcome)
-                self._tell_signs(rollout, outcome, signs)
+            summary = _readable(rollout.summary, outcome)
+            if await self._finish(summary, outcome, signs):
+                self._tell(summary, outcome)
+                self._tell_signs(summary, outcome, signs)
         finally:
             room.release()
 
-    def _signs(self, rollout: Rollout, outcome: Outcome) -> list[Suspicion]:
-        """Signs of cheating; none in what is invalid, as it trains nobody."""
-        if not self.crew.config.experience.quarantine or isinstance(outcome, Invalid):
-            return []
-        calls = [turn.call for turn in rollout.trace.turns]
-        return suspicions(rollout.task, calls=calls, exports=rollout.exports, outcome=outcome)
-
-    async def _finish(self, rollout: Rollout, outcome: Outcome, signs: list[Suspicion]) -> bool:
+    async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[Suspicion]) -> bool:
         """Store it, together with whatever else ends until then. False: it no longer counts."""
         one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
         self._ended.append(one)
@@ -225,7 +231,7 @@ class Rolling:
             if not one.counts.done():  # its task was cancelled
                 one.counts.set_result(counted)
 
-    def _tell_signs(self, rollout: Rollout, outcome: Outcome, signs: list[Suspicion]) -> None:
+    def _tell_signs(self, rollout: RolloutSummary, outcome: Outcome, signs: list[Suspicion]) -> None:
         draw = keyed_seed(self.crew.config.seed, "review", rollout.rollout_id) / 2**63
         solved = isinstance(outcome, Graded) and outcome.reward > 0
         review = not signs and solved and draw < self.crew.config.experience.review_share
@@ -256,13 +262,12 @@ class Rolling:
             self._ready |= ready
             self._settled.set()
 
-    def _tell(self, rollout: Rollout, outcome: Outcome) -> None:
-        served = [turn.completion.engine for turn in rollout.trace.turns]
+    def _tell(self, rollout: RolloutSummary, outcome: Outcome) -> None:
         self.telemetry.event(
             "rollout",
             rollout_id=rollout.rollout_id,
-            task_id=rollout.task.task_id,
-            family=rollout.task.family,
+            task_id=rollout.task_id,
+            family=rollout.family,
             outcome="graded" if isinstance(outcome, Graded) else "invalid",
             reward=outcome.reward if isinstance(outcome, Graded) else None,
             ending=rollout.ending,
@@ -271,6 +276,17 @@ class Rolling:
             malformed=rollout.num_malformed,
             wall_s=round(rollout.wall_s, 4),
             tool_s=round(rollout.tool_s, 4),
-            engines=sorted(set(served)),
-            moves=sum(one != other for one, other in pairwise(served)),
+            engines=rollout.engines,
+            moves=rollout.num_moves,
         )
+
+
+def _signs(rollout: Played, outcome: Outcome) -> list[Suspicion]:
+    """Signs of cheating; none in what is invalid, as it trains nobody."""
+    return [] if isinstance(outcome, Invalid) else rollout.signs.of(outcome)
+
+
+def _readable(summary: RolloutSummary, outcome: Outcome) -> RolloutSummary:
+    """A summary that promises no file where graders could not read it."""
+    unread = isinstance(outcome, Invalid) and outcome.boundary is Boundary.STORE
+    return msgspec.structs.replace(summary, stored=None) if unread else summary

@@ -92,7 +92,6 @@ async def evaluate_checkpoint(
             result = await evaluate(
                 members,
                 open_tasks(config, canaries=False),
-                ChatFormat.load(run / "tokenizer"),
                 name=checkpoint.name,
                 split=split,
                 step=0,  # as the engines count, which hold these weights from their start

@@ -1,4 +1,5 @@
-"""The rollout worker process: harness and machines. It holds no weights and no answers.
+"""The rollout worker process: harness and machines. It holds no weights and no answers. What it played it stores in
+the run folder, and tells the conductor what there is to know of it.
 
 Its policy is the fleet of engines, of which the conductor tells it again whenever something is new. How many rollouts
 run here is the conductor's to bound.
@@ -6,6 +7,7 @@ run here is the conductor's to bound.
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 from etude.environments.backends import runtime_of
@@ -15,6 +17,8 @@ from etude.inference.membership import Roster
 from etude.inference.roster import RosterFollower
 from etude.loop import child
 from etude.loop.config import open_tasks, read_config
+from etude.loop.places import rollout_files
+from etude.loop.played import HandedOver, hand_over
 from etude.records import Rollout, RolloutSpec
 from etude.rollouts import ScriptedPolicy, run_rollout
 from etude.rollouts.rollout import session_of
@@ -39,30 +43,38 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         assignment=Assignment.STABLE if stable else Assignment.LEAST_LOADED,
         heartbeat_s=FAR_HEARTBEAT_S if config.fleet.listen else HEARTBEAT_S,
     )
-    following = RosterFollower(fleet)
+    following, files = RosterFollower(fleet), rollout_files(run)
 
     async def engines(roster: Roster) -> dict[str, int]:
         """The fleet as it is now; how many sessions each engine has."""
         await following.follow(roster)
         return fleet.sessions()
 
-    async def rollout(spec: RolloutSpec) -> Rollout:
+    async def stored(rollout: Rollout, *, kept: bool) -> HandedOver:
+        """In a thread: the disk may be slow, and what was handed in large."""
+        looks = kept and config.experience.quarantine
+        return await asyncio.to_thread(hand_over, rollout, files, kept=kept, looks=looks, chat=None if kept else chat)
+
+    async def rollout(spec: RolloutSpec, kept: bool) -> HandedOver:
+        """A rollout of training, whose file is `kept`; or of an evaluation, which has a transcript."""
         try:
-            return await run_rollout(spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness)
+            played = await run_rollout(spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness)
         finally:
             fleet.forget(session_of(spec))
+        return await stored(played, kept=kept)
 
-    async def baseline(spec: RolloutSpec, kind: str) -> Rollout:
+    async def baseline(spec: RolloutSpec, kind: str) -> HandedOver:
         """A rollout of a script that needs no model: "oracle" or "random"."""
         policy = ScriptedPolicy(_script(kind, open_tasks(config, canaries=False), spec), chat)
-        return await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
+        played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
+        return await stored(played, kept=False)
 
     async def ready() -> bool:
         return True
 
     return {
         "engines": ((Roster,), engines),
-        "rollout": ((RolloutSpec,), rollout),
+        "rollout": ((RolloutSpec, bool), rollout),
         "baseline": ((RolloutSpec, str), baseline),
         "ready": ((), ready),
     }

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from etude import progress
 from etude.errors import CheckpointError
 from etude.models.adapter_config import ADAPTER_CONFIG
 from etude.models.config import ModelConfig
@@ -142,6 +143,7 @@ def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """One safetensors file. Views of shared memory are written as tensors of their own."""
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+    progress.made()
 
 
 def load_model(
@@ -232,6 +234,7 @@ class Tensors:
 
     def stored(self, name: str) -> torch.Tensor:
         """As the file has it."""
+        progress.made()
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
 
@@ -243,6 +246,7 @@ class Tensors:
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
         """Some rows of it; where it is stored as it is, no others are read."""
         if name in self._where and name + SCALE not in self._found:
+            progress.made()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
             return some
         return self.whole(name, shape)[start:stop]

@@ -41,6 +41,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     rollout_ids: tuple[str, ...]
     num_loss_tokens: int  # the loss's constant normaliser: sampled tokens of all valid rollouts, zero-signal included
 
+    @property
+    def sampled(self) -> frozenset[str]:
+        """Ids of the rollouts with a sample."""
+        return frozenset(sample.rollout_id for sample in self.samples)
+
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `Learner.forward_backward` saw. Ratios are of trainer over sampler probability, per sampled token."""

@@ -15,6 +15,7 @@ from etude.environments import prepare, take_exports
 from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
 from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, run_agent, standard_tools
 from etude.records.rollout import Boundary, Ending, Graded, Invalid, Outcome, Rollout, RolloutSpec, Trace
+from etude.records.summary import RolloutSummary
 from etude.seams import Machine, Policy, Runtime
 
 UNFINISHED = Ending.DEADLINE
@@ -89,7 +90,7 @@ async def on_machine(
         await machine.close()
 
 
-def settle(rollout: Rollout, outcome: Outcome, *, require_submit: bool) -> Outcome:
+def settle(rollout: Rollout | RolloutSummary, outcome: Outcome, *, require_submit: bool) -> Outcome:
     """The outcome of a rollout after its grader's word: an agent that never submitted scores 0, the raw terms kept.
 
     Otherwise a policy could idle at its limits with the work half done and never learn to stop.

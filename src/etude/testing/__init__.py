@@ -5,7 +5,7 @@ in its docstring; the most important: **nothing here isolates anything**. `Memor
 in this very process, so hand them only code that we generated ourselves. Knows no folder of etude.
 """
 
-from etude.testing.crews import FakeCaller, FakeCrew
+from etude.testing.crews import FakeCrew
 from etude.testing.learning import (
     EnginePolicy,
     FakeLearner,
@@ -19,7 +19,6 @@ from etude.testing.machines import FakeGrader, ListSource, MemoryMachine, Memory
 
 __all__ = [
     "EnginePolicy",
-    "FakeCaller",
     "FakeCrew",
     "FakeGrader",
     "FakeLearner",

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from etude import progress
 from etude.errors import CheckpointError, DeadlineExceeded, ParityError, WeightsError
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
@@ -186,6 +187,7 @@ class TorchLearner:
             self._balance.count(done.live)
         with torch.no_grad():
             tally.add(rows, done, policy, corrected, log_ratio_R, entropy(logprobs_RV), loss, fresh)
+        progress.made()
 
     def _replay(self) -> Replay | None:
         if not (self.config.replays(self.numerics.mode) and self.model.config.num_moe_layers):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from etude import progress
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model
 from etude.numerics.operators import Operators
@@ -52,4 +53,5 @@ class Reference:
             per_sample = torch.zeros(len(some), dtype=torch.float64).index_add_(0, rows.sample_R.cpu(), k1_R)
             for sample, total in zip(some, per_sample.tolist(), strict=True):
                 sums[sample.rollout_id] += total
+            progress.made()
         return sums

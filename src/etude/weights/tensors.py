@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from etude import progress
+
 Codes = npt.NDArray[np.unsignedinteger[Any]]
 """1-D uint8, uint16, uint32 or uint64: the bits of each element."""
 
@@ -177,6 +179,7 @@ def digest_of_parts(spec: Spec, parts: Iterable[Codes]) -> str:
     digest = hashlib.sha256(f"{spec.dtype} {','.join(map(str, spec.shape))}\n".encode())
     for codes in parts:
         digest.update(np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).data)
+        progress.made()
     return digest.hexdigest()
 
 

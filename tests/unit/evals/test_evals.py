@@ -27,6 +27,7 @@ from etude.evals import (
 from etude.evals.intervals import Interval, clustered_rate, over_seeds
 from etude.records import Graded, Invalid, Rollout, Task, Trace
 from etude.records.rollout import Boundary, Ending
+from etude.records.summary import summary_of
 from etude.records.task import Split, Trust
 
 
@@ -217,9 +218,10 @@ def test_rows_are_made_of_rollouts_and_their_outcomes() -> None:
         wall_s=1.0,
         tool_s=0.5,
     )
-    graded = make_row(rollout, Graded(reward=1.0, terms={}, trust=Trust.DATA, reason="all"), transcript="t")
+    summary = summary_of(rollout)
+    graded = make_row(summary, Graded(reward=1.0, terms={}, trust=Trust.DATA, reason="all"), transcript="t")
     assert (graded.solved, graded.task_id, graded.ending, graded.outcome) == (True, task.task_id, "submitted", "graded")
-    lost = make_row(rollout, Invalid(boundary=Boundary.GRADER, reason="died", evidence="exit 9"), transcript="t")
+    lost = make_row(summary, Invalid(boundary=Boundary.GRADER, reason="died", evidence="exit 9"), transcript="t")
     assert (lost.valid, lost.outcome, lost.reward, lost.ending) == (False, "grader", 0.0, "")
 
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from etude.errors import LedgerError
-from etude.experience import audit, make_batch, write_trace
+from etude.experience import audit, plan_batch, record_batch
 from etude.experience.sqlite import SqliteDatabase as Database
 
 
@@ -14,9 +15,9 @@ def run(tmp_path, ledger, kit, finish_group):
     for step in (1, 2):
         finish_group(f"g00000{step}", [1.0, 0.0, None])
         groups = [ledger.group(f"g00000{step}")]
-        batch = make_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+        plan = plan_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+        _, batch = record_batch(tmp_path / "traces", plan, kit.read)
         ledger.batch(batch)
-        write_trace(tmp_path / "traces", batch, groups)
         ledger.commit(batch.rollout_ids, kit.version(step))
         lineage.append((step, list(batch.rollout_ids)))
     finish_group("g000003", [1.0, 0.0])
@@ -85,8 +86,8 @@ def test_a_rollout_of_the_lineage_that_the_ledger_never_saw_is_missing(tmp_path,
 
 
 def test_trained_without_a_grade_is_found_from_the_trace(tmp_path, ledger, run, kit):
-    groups = [kit.group("g000001", [1.0, 0.0, None])]
-    batch = make_batch(groups, batch_id="b000001", step=1, max_lag=9)
-    ungraded = [kit.group("g000001", [None, 0.0, None])]
-    write_trace(tmp_path / "traces", batch, ungraded)
+    plan = plan_batch([kit.group("g000001", [1.0, 0.0, None])], batch_id="b000001", step=1, max_lag=9)
+    first, *others = plan.members
+    ungraded = replace(plan, members=(replace(first, outcome=kit.invalid), *others))
+    record_batch(tmp_path / "traces", ungraded, kit.read)
     assert audit(ledger, tmp_path / "traces", run).ungraded == ("g000001.0",)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.experience import SCHEMES, Credit, advantages
-from etude.experience.credit import dr_grpo, grpo, rloo, with_k1_penalty
+from etude.experience import SCHEMES, Credit
+from etude.experience.credit import advantages, dr_grpo, grpo, rloo, with_k1_penalty
 
 rewards = st.lists(st.floats(-10, 10), min_size=2, max_size=16)
 

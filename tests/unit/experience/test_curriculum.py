@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.experience import make_batch
+from etude.experience import make_batch, plan_batch
 from etude.experience.curriculum import FLOOR, Signals
 
 
@@ -60,7 +60,7 @@ def test_a_group_that_is_trained_again_after_its_lineage_was_lost_is_counted_onc
     def train(step: int) -> None:
         groups = [ledger.group(group_id) for group_id in ids]
         signals.count(groups, ledger.batched_groups(ids))
-        ledger.batch(make_batch(groups, batch_id=f"b{step}", step=step, max_lag=1))
+        ledger.batch(make_batch(plan_batch(groups, batch_id=f"b{step}", step=step, max_lag=1), kit.read))
 
     train(1)
     assert signals.counts == {"fix": (1.0, 1.0)}

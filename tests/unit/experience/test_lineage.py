@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.small_rollouts import graded, rollout
+from tests.small_rollouts import graded, read, summary
 
-from etude.experience import Finished, Group, Ledger, Straggler, make_batch, step_facts
+from etude.experience import Finished, Group, Ledger, Straggler, make_batch, plan_batch, record_batch, step_facts
 from etude.experience.lineage import KEPT, Branches, seen_from
 from etude.records import Completion, Sample, Trace, Version, VersionSpan
 from etude.records.completion import StopReason
 from etude.records.rollout import Turn
+from etude.records.summary import as_seen
 
 
 def version(step: int, incarnation: str, digest: int | None = None) -> Version:
@@ -39,8 +42,8 @@ def trace(*spans: tuple[Version, int, int]) -> Trace:
 
 
 def group(*traces: Trace) -> Group:
-    made = [rollout(f"g000000.{i}", one) for i, one in enumerate(traces)]
-    finished = [Finished(rollout_id=r.rollout_id, outcome=graded(i % 2), rollout=r) for i, r in enumerate(made)]
+    made = [summary(f"g000000.{i}", one) for i, one in enumerate(traces)]
+    finished = [Finished(rollout_id=r.rollout_id, outcome=graded(i % 2), summary=r) for i, r in enumerate(made)]
     return Group("g000000", tuple(r.rollout_id for r in made), tuple(finished))
 
 
@@ -84,20 +87,23 @@ def test_what_is_not_known_is_believed_up_to_the_head_and_no_further() -> None:
 
 
 @pytest.mark.parametrize("straggler", Straggler)
-def test_tokens_of_a_lost_lineage_past_the_bound_are_masked_and_none_has_a_negative_lag(straggler: Straggler) -> None:
+def test_tokens_of_a_lost_lineage_past_the_bound_are_masked_and_none_has_a_negative_lag(
+    straggler: Straggler, tmp_path: Path
+) -> None:
     """The learner is at step 12 after a restart from 10; a version of step 14 lies (14 - 10) + (12 - 10) away."""
     live = [AGAIN, version(11, "b"), version(12, "b")]
     branches = Branches([*FIRST, *live])
     near, far, fresh = (FIRST[11], 3, 0), (FIRST[14], 3, 0), (live[2], 4, 0)
     found = seen_from(branches, group(trace(far, fresh), trace(near), trace(fresh)))
-    batch = make_batch([found], batch_id="b", step=13, max_lag=3, straggler=straggler)
+    plan = plan_batch([found], batch_id="b", step=13, max_lag=3, straggler=straggler)
+    batch, ref = record_batch(tmp_path, plan, read)
     assert found.lost == {"g000000.0", "g000000.1"}
     assert {s.rollout_id: int(s.path.mask.sum()) for s in batch.samples} == {
         "g000000.0": 4,
         "g000000.1": 3,
         "g000000.2": 4,
     }
-    assert step_facts([found], batch)["token_lag"] == {"0": 8, "3": 3, "6": 3}
+    assert step_facts([found], ref)["token_lag"] == {"0": 8, "3": 3, "6": 3}
 
 
 def test_keys_of_a_lost_lineage_that_were_kept_make_what_comes_after_as_old() -> None:
@@ -106,15 +112,17 @@ def test_keys_of_a_lost_lineage_that_were_kept_make_what_comes_after_as_old() ->
     spans = ((FIRST[12], 2, 0), (FIRST[13], 1, 1), (version(11, "b"), 2, 2))
     found = seen_from(branches, group(trace(*spans)))
     ((mine, _),) = found.valid
-    path = mine.trace.path(0)
+    seen = as_seen(read(mine), mine)
+    path = seen.trace.path(0)
     assert path.oldest_steps[path.mask].tolist() == [8, 8, 7, 7, 7]
-    assert mine.trace.turns[0].completion.oldest_steps.tolist() == [8, 8, 7, 7, 7]
+    assert seen.trace.turns[0].completion.oldest_steps.tolist() == [8, 8, 7, 7, 7]
+    assert mine.oldest_steps == {7: 3, 8: 2}
 
 
 def test_a_rollout_of_negative_apparent_steps_alone_is_of_one_version_and_trained_if_it_is_near() -> None:
     branches = Branches([version(0, "a"), version(1, "a"), version(0, "b"), version(1, "b")])
     found = seen_from(branches, group(trace((version(1, "a"), 3, 0)), trace((version(1, "b"), 3, 0))))
-    batch = make_batch([found], batch_id="b", step=2, max_lag=2)
+    batch = make_batch(plan_batch([found], batch_id="b", step=2, max_lag=2), read)
     assert [sample.oldest_step for sample in batch.samples] == [-1, 1]
     assert all(sample.single_version for sample in batch.samples)
     mixed = msgspec.structs.replace(batch.samples[1].path, steps=np.array([1, 1, -1, 1, 1], np.int32))
@@ -130,7 +138,7 @@ def test_the_ledger_remembers_which_versions_were_published_and_sees_groups_by_t
     from tests.small_rollouts import spec
 
     dead, head = version(2, "a"), version(1, "b", 1)
-    one = rollout("g000000.0", trace((dead, 3, 0)))
+    one = summary("g000000.0", trace((dead, 3, 0)))
     ledger.admit(spec("g000000.0"))
     ledger.move("g000000.0", "running")
     assert ledger.finish(one, graded(1.0))
@@ -141,7 +149,7 @@ def test_the_ledger_remembers_which_versions_were_published_and_sees_groups_by_t
     assert ledger.versions()[-2:] == [dead, head]
     seen = ledger.group("g000000")
     assert seen.lost == {"g000000.0"}
-    assert [span.version.step for span in seen.valid[0][0].trace.turns[0].completion.spans] == [0]
+    assert [one.step for one in seen.valid[0][0].versions] == [0]
     for step in range(2, KEPT + 9):
         ledger.commit([], version(step, "b"))
     assert len(ledger.versions()) == KEPT

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from etude.errors import LedgerError
-from etude.experience import SCHEMES, Straggler, make_batch, step_facts
+from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_facts
 from etude.experience.credit import advantages
 from etude.experience.packing import paths, whole_samples
-from etude.experience.traces import read_index, read_trace, write_trace
+from etude.experience.traces import read_index, read_trace, trace_path
 from etude.records import Completion, Trace
 from etude.records.rollout import Turn
 
 
 def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit):
     groups = [kit.group("g000001", [1.0, 0.0, None]), kit.group("g000000", [1.0, 1.0, 1.0])]
-    batch = make_batch(groups, batch_id="b000001", step=1, max_lag=0)
+    batch = make_batch(plan_batch(groups, batch_id="b000001", step=1, max_lag=0), kit.read)
     assert [(s.rollout_id, s.advantage) for s in batch.samples] == [("g000001.0", 0.5), ("g000001.1", -0.5)]
     assert list(batch.rollout_ids) == sorted(i for g in groups for i in g.rollout_ids)
     assert batch.num_loss_tokens == 5 * 4  # five valid rollouts of four sampled tokens
@@ -26,7 +26,7 @@ def test_a_batch_holds_samples_of_non_zero_advantage_and_consumes_everybody(kit)
 
 def test_the_order_of_the_groups_does_not_change_the_batch(kit):
     groups = [kit.group("g000001", [1.0, 0.0]), kit.group("g000000", [0.0, 1.0])]
-    one, two = (make_batch(g, batch_id="b", step=1, max_lag=0) for g in (groups, groups[::-1]))
+    one, two = (make_batch(plan_batch(g, batch_id="b", step=1, max_lag=0), kit.read) for g in (groups, groups[::-1]))
     assert [s.rollout_id for s in one.samples] == [s.rollout_id for s in two.samples]
     assert one.rollout_ids == two.rollout_ids
 
@@ -45,15 +45,16 @@ def test_in_a_branching_trace_each_sampled_token_is_in_the_loss_once(kit):
 def test_waiting_for_stragglers_refuses_a_token_past_the_bound(kit):
     groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(2, 4)], [(5, 4)]))]
     with pytest.raises(LedgerError, match="a token of step 2 would be trained at step 5"):
-        make_batch(groups, batch_id="b", step=6, max_lag=2)
+        make_batch(plan_batch(groups, batch_id="b", step=6, max_lag=2), kit.read)
 
 
-def test_masking_stragglers_trains_only_their_fresh_spans(kit):
+def test_masking_stragglers_trains_only_their_fresh_spans(kit, tmp_path):
     groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(2, 4)], [(2, 1), (5, 3)]))]
-    batch = make_batch(groups, batch_id="b", step=6, max_lag=2, straggler=Straggler.MASK)
+    plan = plan_batch(groups, batch_id="b", step=6, max_lag=2, straggler=Straggler.MASK)
+    batch, ref = record_batch(tmp_path, plan, kit.read)
     assert [int(s.path.mask.sum()) for s in batch.samples] == [3, 3]
     assert {int(s) for s in batch.samples[0].path.steps} == {2, 5}
-    facts = step_facts(groups, batch)
+    facts = step_facts(groups, ref)
     assert facts["masked_share"] == pytest.approx(5 / 8)
     assert facts["lag"] == {"3": 2}
     assert facts["token_lag"] == {"0": 6, "3": 10}
@@ -61,14 +62,15 @@ def test_masking_stragglers_trains_only_their_fresh_spans(kit):
 
 def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed(kit):
     groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(0, 4)]))]
-    batch = make_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK)
+    batch = make_batch(plan_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK), kit.read)
     assert batch.samples == ()
     assert batch.rollout_ids == ("g000000.0", "g000000.1")
 
 
-def test_step_facts_count_what_a_step_saw(kit):
+def test_step_facts_count_what_a_step_saw(kit, tmp_path):
     groups = [kit.group("g000000", [1.0, 0.0, None]), kit.group("g000001", [0.0, 0.0, 0.0]), kit.group("g2", [None])]
-    facts = step_facts(groups, make_batch(groups, batch_id="b", step=1, max_lag=0))
+    _, ref = record_batch(tmp_path, plan_batch(groups, batch_id="b", step=1, max_lag=0), kit.read)
+    facts = step_facts(groups, ref)
     assert facts == {
         "reward_mean": 0.2,
         "best_of_k": 0.5,
@@ -86,9 +88,11 @@ def test_step_facts_count_what_a_step_saw(kit):
 def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
     group = kit.group("g000000", [1.0, 1.0])
     ids = [rollout.rollout_id for rollout, _ in group.valid]
-    assert make_batch([group], batch_id="b", step=1, max_lag=2).samples == ()
-    assert [s.rollout_id for s in whole_samples([group])] == ids
-    batch = make_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1)
+    assert make_batch(plan_batch([group], batch_id="b", step=1, max_lag=2), kit.read).samples == ()
+    assert [s.rollout_id for s in whole_samples(kit.read(rollout) for rollout, _ in group.valid)] == ids
+    batch = make_batch(
+        plan_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1), kit.read
+    )
     assert {s.rollout_id: s.advantage for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
 
 
@@ -108,20 +112,22 @@ def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_c
     silent = Trace((Turn(parent=None, prompt_ids=np.arange(3, dtype=np.int32), completion=said_nothing(kit)),))
     group = kit.group("g000000", [0.0, 0.0, 1.0])
     finished = [
-        msgspec.structs.replace(one, rollout=msgspec.structs.replace(one.rollout, trace=trace))
+        msgspec.structs.replace(one, summary=kit.summary(one.rollout_id, trace))
         for one, trace in zip(group.finished, [Trace(()), silent, kit.chain([(0, 4)])], strict=True)
     ]
     group = type(group)(group.group_id, group.rollout_ids, tuple(finished))
-    k1 = {sample.rollout_id: 0.25 for sample in whole_samples([group])}
+    k1 = {sample.rollout_id: 0.25 for sample in whole_samples(kit.read(one) for one, _ in group.valid)}
     assert set(k1) == {"g000000.2"}, "a reference model is asked about sampled tokens alone"
-    batch = make_batch([group], batch_id="b", step=1, max_lag=0, scheme=scheme, k1=k1 if beta else None, beta=beta)
+    given = {"scheme": scheme, "k1": k1 if beta else None, "beta": beta}
+    plan = plan_batch([group], batch_id="b", step=1, max_lag=0, **given)
+    batch, ref = record_batch(tmp_path, plan, kit.read)
     [sample] = batch.samples
     assert sample.rollout_id == "g000000.2"
     raw = [0.0, 0.0, 1.0]
     assert sample.advantage == pytest.approx(advantages([0.0, 0.0, 1.0 - beta * 0.25], scheme, raw=raw)[2])
     assert batch.rollout_ids == group.rollout_ids
-    assert step_facts([group], batch)["lag"] == {"0": 1}
-    path = write_trace(tmp_path, batch, [group])
+    assert step_facts([group], ref)["lag"] == {"0": 1}
+    path = trace_path(tmp_path, 1)
     again = read_trace(path)
     assert [one.outcome.reward for one in again.rollouts] == [0.0, 0.0, 1.0]
     assert read_index(path).trained == {"g000000.2"}
@@ -132,12 +138,13 @@ def test_groups_whose_rollouts_all_have_no_turns_make_a_step_without_signal(
     kit: Any, tmp_path: Path, beta: float
 ) -> None:
     group = kit.group("g000000", [1.0, 0.0], Trace(()))
-    batch = make_batch([group], batch_id="b", step=1, max_lag=0, k1={} if beta else None, beta=beta)
+    plan = plan_batch([group], batch_id="b", step=1, max_lag=0, k1={} if beta else None, beta=beta)
+    batch, ref = record_batch(tmp_path, plan, kit.read)
     assert (batch.samples, batch.num_loss_tokens) == ((), 0)
-    assert step_facts([group], batch)["turns_mean"] == 0.0
-    assert read_index(write_trace(tmp_path, batch, [group])).rollout_ids == set(group.rollout_ids)
+    assert step_facts([group], ref)["turns_mean"] == 0.0
+    assert read_index(trace_path(tmp_path, 1)).rollout_ids == set(group.rollout_ids)
 
 
 def test_a_rollout_that_sampled_and_has_no_k1_is_a_defect_that_is_seen(kit: Any) -> None:
     with pytest.raises(KeyError):
-        make_batch([kit.group("g000000", [1.0, 0.0])], batch_id="b", step=1, max_lag=0, k1={}, beta=0.5)
+        plan_batch([kit.group("g000000", [1.0, 0.0])], batch_id="b", step=1, max_lag=0, k1={}, beta=0.5)

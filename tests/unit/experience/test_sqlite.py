@@ -34,3 +34,14 @@ def test_a_ledger_of_an_earlier_etude_is_given_the_indexes_that_it_lacks_and_cou
     file.close()
     assert ("rollouts_open",) in found
     reopened.close()
+
+
+def test_a_ledger_that_kept_rollouts_itself_can_be_looked_at_and_not_gone_on_with(ledger, tmp_path, finish_group):
+    finish_group("g000000", [1.0])
+    ledger._db.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
+    ledger.close()
+    reading = Ledger.reading(tmp_path / "ledger.sqlite")
+    assert reading.states() == {"graded": 1}
+    reading.close()
+    with pytest.raises(LedgerError, match="has ledger format 1"):
+        Ledger(tmp_path / "ledger.sqlite", capacity=8)

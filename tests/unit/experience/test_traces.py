@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import resource
 import signal
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import LedgerError, StoreError
-from etude.experience import Finished, Group, Straggler, make_batch, read_trace, write_trace
+from etude.experience import Finished, Group, Straggler, plan_batch, read_trace, record_batch
 from etude.experience import traces as trace_module
 from etude.experience.traces import SCHEMA, read_index, read_rollout, trace_path
 from etude.records.rollout import Trace
@@ -27,8 +28,8 @@ def recorded(tmp_path, kit, **options):
         kit.group("g000001", [1.0, 1.0], kit.chain([(4, 4)])),
         Group("g000002", ("g000002.0", "g000002.1"), (Finished(rollout_id="g000002.0", outcome=kit.invalid),)),
     ]
-    batch = make_batch(groups, batch_id="b000005", step=5, **options)
-    return batch, write_trace(tmp_path, batch, groups)
+    batch, _ = record_batch(tmp_path, plan_batch(groups, batch_id="b000005", step=5, **options), kit.read)
+    return batch, trace_path(tmp_path, 5)
 
 
 @pytest.mark.parametrize(("max_lag", "straggler"), [(1, Straggler.WAIT), (0, Straggler.MASK)])
@@ -47,8 +48,8 @@ def test_routes_of_two_bytes_and_none_at_all_come_back_to_the_byte(tmp_path, kit
     routes = done.routes[:0] if kind is None else done.routes.astype(kind) + kind(300)
     done = msgspec.structs.replace(done, routes=routes)
     groups = [kit.group("g000000", [1.0, 0.0], Trace((msgspec.structs.replace(turn, completion=done),)))]
-    batch = make_batch(groups, batch_id="b000004", step=4, max_lag=0)
-    got = read_trace(write_trace(tmp_path, batch, groups)).batch
+    batch, _ = record_batch(tmp_path, plan_batch(groups, batch_id="b000004", step=4, max_lag=0), kit.read)
+    got = read_trace(trace_path(tmp_path, 4)).batch
     assert pack(got) == pack(batch)
     assert len(got.samples[0].path.routes) == (0 if kind is None else 7)
 
@@ -152,12 +153,31 @@ def test_a_trace_in_a_store_comes_back_as_from_a_folder_and_is_replaced_when_its
     store = MemoryStore()
     for reward in (1.0, 0.5):
         groups = [kit.group("g000000", [reward, 0.0])]
-        batch = make_batch(groups, batch_id="b000003", step=3, max_lag=9)
-        path = write_trace(store, batch, groups)
-        assert pack(read_trace(path).batch) == pack(batch)
+        batch, _ = record_batch(store, plan_batch(groups, batch_id="b000003", step=3, max_lag=9), kit.read)
+        assert pack(read_trace(trace_path(store, 3)).batch) == pack(batch)
     assert trace_module.recorded(store) == [3]
     assert read_index(trace_path(store, 3)).graded == {"g000000.0", "g000000.1"}
     outcome, _ = read_rollout(trace_path(store, 3), "g000000.0")
     assert outcome.reward == 0.5
     with pytest.raises(LedgerError, match="no trace at batch-000004"):
         read_trace(trace_path(store, 4))
+
+
+def test_a_step_that_is_written_in_many_parts_reads_as_one(tmp_path, kit, monkeypatch):
+    whole, path = recorded(tmp_path / "whole", kit, max_lag=1)
+    monkeypatch.setattr(trace_module, "ROW_GROUP_BYTES", 1)
+    batch, in_parts = recorded(tmp_path / "parts", kit, max_lag=1)
+    assert pq.ParquetFile(in_parts).num_row_groups > pq.ParquetFile(path).num_row_groups == 1
+    assert pack(read_trace(in_parts).batch) == pack(batch) == pack(whole)
+    assert pq.read_table(in_parts).equals(pq.read_table(path), check_metadata=True)
+
+
+def test_the_digest_is_of_what_the_page_says(tmp_path, kit):
+    batch, path = recorded(tmp_path, kit, max_lag=1)
+    names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
+    samples = [(s.rollout_id, s.advantage, *(getattr(s.path, name) for name in names)) for s in batch.samples]
+    packed = pack((batch.step, batch.num_loss_tokens, batch.rollout_ids, samples))
+    assert read_trace(path).digest == hashlib.sha256(packed).hexdigest()
+    assert [trace_module._array_head(n) for n in (15, 16, 70_000)] == [
+        pack([0] * n)[:k] for n, k in ((15, 1), (16, 3), (70_000, 5))
+    ]

@@ -18,9 +18,11 @@ from etude.experience import Ledger
 from etude.experience.config import ExperienceConfig
 from etude.loop.apart import InOrder
 from etude.loop.config import RunConfig
+from etude.loop.played import Played
 from etude.loop.rolling import AT_ONCE, Rolling
 from etude.loop.room import Limit
-from etude.records import Rollout, RolloutSpec
+from etude.records import RolloutSpec
+from etude.records.summary import RolloutSummary
 from etude.telemetry import Telemetry
 from etude.testing import FakeCrew
 
@@ -37,7 +39,11 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 @pytest.fixture
 def rolling(ledger: Ledger, tmp_path: Path) -> Iterator[Rolling]:
     config = replace(RunConfig(), experience=ExperienceConfig(quarantine=False))
-    crew = FakeCrew(config, Limit(5), play=lambda spec: Kit.rollout(spec.rollout_id), judge=lambda _: Kit.graded(1.0))
+
+    def play(spec: RolloutSpec) -> Played:
+        return Played(summary=Kit.summary(spec.rollout_id), task=spec.task)
+
+    crew = FakeCrew(config, Limit(5), play=play, judge=lambda _: Kit.graded(1.0))
     with contextlib.closing(Telemetry(tmp_path / "events.jsonl", process="test")) as telemetry:
         yield Rolling(ledger, InOrder("ledger"), crew, telemetry)  # type: ignore[arg-type]
 
@@ -53,7 +59,7 @@ def counting(work: Callable[..., object], sizes: list[int]) -> Callable[..., obj
     return counted
 
 
-async def ends(rolling: Rolling, rollouts: list[Rollout]) -> list[bool | BaseException]:
+async def ends(rolling: Rolling, rollouts: list[RolloutSummary]) -> list[bool | BaseException]:
     waiting = [rolling._finish(rollout, Kit.graded(1.0), []) for rollout in rollouts]
     async with asyncio.timeout(20):
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -63,8 +69,8 @@ def test_those_that_end_in_one_turn_are_stored_in_few_transactions_and_each_is_t
     ledger.start(MANY)
     sizes: list[int] = []
     ledger.finish_all = counting(ledger.finish_all, sizes)
-    late = Kit.rollout("g000000.0", attempt=7)
-    found = asyncio.run(ends(rolling, [late, *[Kit.rollout(f"g000000.{i}") for i in range(MANY)]]))
+    late = Kit.summary("g000000.0", attempt=7)
+    found = asyncio.run(ends(rolling, [late, *[Kit.summary(f"g000000.{i}") for i in range(MANY)]]))
     assert found == [False, *[True] * MANY]
     assert sizes == [AT_ONCE, AT_ONCE, 4]
     assert ledger.states() == {"graded": MANY}
@@ -78,7 +84,7 @@ def test_a_ledger_that_fails_ends_all_who_wait_for_it(ledger, rolling):
         raise broken
 
     ledger.finish_all = fails
-    assert asyncio.run(ends(rolling, [Kit.rollout(f"g000000.{i}") for i in range(3)])) == [broken] * 3
+    assert asyncio.run(ends(rolling, [Kit.summary(f"g000000.{i}") for i in range(3)])) == [broken] * 3
     assert ledger.states() == {"running": MANY}
 
 
@@ -114,9 +120,9 @@ def test_nothing_starts_before_the_version_that_it_demands_is_published(later: L
     rolling.ledger = later
     begun: list[str] = []
 
-    async def play(spec: RolloutSpec) -> Rollout:
+    async def play(spec: RolloutSpec, *, kept: bool = True) -> Played:
         begun.append(spec.rollout_id)
-        return Kit.rollout(spec.rollout_id)
+        return Played(summary=Kit.summary(spec.rollout_id), task=spec.task)
 
     async def main() -> None:
         rolling.crew.rollout = play  # type: ignore[method-assign]
@@ -143,12 +149,12 @@ def test_a_rollout_that_no_engine_came_up_to_is_run_again_however_often(ledger: 
     tries: list[int] = []
     often = 3 * rolling.crew.config.experience.max_attempts
 
-    async def play(spec: RolloutSpec) -> Rollout:
+    async def play(spec: RolloutSpec, *, kept: bool = True) -> Played:
         if spec.rollout_id == "g000000.0":
             tries.append(spec.attempt)
             if len(tries) <= often:
                 raise EngineBehind("no engine came to step 3", "an hour was waited", hint="see the engines' logs")
-        return Kit.rollout(spec.rollout_id, attempt=spec.attempt)
+        return Played(summary=Kit.summary(spec.rollout_id, attempt=spec.attempt), task=spec.task)
 
     async def main() -> None:
         rolling.crew.rollout = play  # type: ignore[method-assign]

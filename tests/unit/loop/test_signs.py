@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from etude.experience import Ledger, advantages, make_batch
+from etude.experience import Ledger, RolloutFiles, make_batch, plan_batch
 from etude.experience.config import ExperienceConfig
+from etude.experience.credit import advantages
 from etude.experience.looking import Quarantined
 from etude.loop.apart import InOrder
 from etude.loop.config import RunConfig
+from etude.loop.played import Played, hand_over
 from etude.loop.rolling import Rolling, siblings, unearned
 from etude.loop.room import Limit
 from etude.records import Graded, Rollout, RolloutSpec, Task, Version
@@ -50,7 +52,7 @@ def play(spec: RolloutSpec) -> Rollout:
     )
 
 
-def fooled(rollout: Rollout) -> Graded:
+def fooled(rollout: Played) -> Graded:
     return Graded(reward=1.0, terms={"tests": 1.0}, trust=Trust.CODE, reason="all pass")
 
 
@@ -60,7 +62,12 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     for spec in siblings("g000000", TASK, 4, seed=0, temperature=1.0):
         ledger.admit(spec)
     telemetry = Telemetry(folder / "events.jsonl", process="test")
-    crew = FakeCrew(config, Limit(4), play=play, judge=fooled)
+    files, looks = RolloutFiles(folder / "rollouts"), config.experience.quarantine
+
+    def played(spec: RolloutSpec) -> Played:
+        return hand_over(play(spec), files, looks=looks).of(spec.task)
+
+    crew = FakeCrew(config, Limit(4), play=played, judge=fooled)
     rolling = Rolling(ledger, InOrder("ledger"), crew, telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
@@ -85,7 +92,8 @@ def test_a_flagged_rollout_earns_nothing_and_stays_in_the_baseline_and_the_gradi
     group = ledger.group("g000000")
     assert group.rewards == [0.0, 1.0, 1.0, 1.0]
     assert ledger.row("g000000.0").reward == 0.0
-    batch = make_batch([group], batch_id="b000001", step=1, max_lag=0)
+    plan = plan_batch([group], batch_id="b000001", step=1, max_lag=0)
+    batch = make_batch(plan, RolloutFiles(tmp_path / "rollouts").read)
     assert batch.rollout_ids == tuple(f"g000000.{i}" for i in range(4))
     assert advantages(group.rewards) == [-0.75, 0.25, 0.25, 0.25], "the cheat is what the others are better than"
     ledger.batch(batch)

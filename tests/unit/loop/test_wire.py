@@ -7,8 +7,9 @@ import socket
 
 import pytest
 
-from etude.errors import DeadlineExceeded, WeightsError
-from etude.loop.wire import Caller, Failed, Lost, kept_alive, serve
+from etude import progress
+from etude.errors import DeadlineExceeded, EtudeError, WeightsError
+from etude.loop.wire import Caller, Failed, Lost, TooLarge, kept_alive, serve
 from etude.records import Version
 
 
@@ -136,3 +137,67 @@ def test_a_call_between_machines_waits_for_no_acknowledgement():
         assert sock.proto == 0, "asyncio leaves such a one as it is"
         assert kept_alive(sock).getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def _long(seconds: float) -> str:
+    """Work that gets on all the time."""
+    ends = asyncio.get_running_loop().time() + seconds
+    while asyncio.get_running_loop().time() < ends:
+        progress.made()
+        await asyncio.sleep(0.01)
+    return "done"
+
+
+async def _stalls(seconds: float) -> str:
+    await _long(seconds)
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def _large(num_bytes: int) -> bytes:
+    return bytes(num_bytes)
+
+
+LONG = {"long": ((float,), _long), "stalls": ((float,), _stalls), "large": ((int,), _large), "take": ((bytes,), _hang)}
+
+
+def run_limited(work):
+    async def main():
+        ours, theirs = socket.socketpair()
+        server = asyncio.create_task(serve(theirs, LONG, max_frame_bytes=10_000, beat_s=0.02))
+        caller = Caller(ours, "child", max_frame_bytes=10_000)
+        await caller.open()
+        try:
+            await work(caller)
+        finally:
+            caller.close()
+            await server
+            await caller.lost.wait()
+
+    asyncio.run(main())
+
+
+def test_a_call_that_gets_on_may_take_longer_than_its_deadline():
+    async def work(caller):
+        assert await caller.call("long", str, 2.5, deadline_s=1.0) == "done"
+
+    run_limited(work)
+
+
+def test_a_call_that_got_on_and_falls_silent_is_named_with_how_long_it_did():
+    async def work(caller):
+        with pytest.raises(DeadlineExceeded, match="child did not answer stalls: silent for 1 s, after it got on for"):
+            await caller.call("stalls", str, 0.5, deadline_s=1.0)
+
+    run_limited(work)
+
+
+def test_what_fits_into_no_frame_is_named_and_the_child_lives_on():
+    async def work(caller):
+        with pytest.raises(EtudeError, match="the answer of a call is too large: 2"):
+            await caller.call("large", bytes, 20_000, deadline_s=5)
+        with pytest.raises(TooLarge, match=r"a call of take is too large: 2.* bytes, a frame takes 10000"):
+            await caller.call("take", bytes, bytes(20_000), deadline_s=5)
+        assert await caller.call("large", bytes, 5_000, deadline_s=5) == bytes(5_000)
+
+    run_limited(work)

@@ -3,6 +3,7 @@
 from etude.environments.cheats.catalogue import CATALOGUE
 from etude.environments.cheats.cheat import Cheat, Finding, Kind, Row, Verdict
 from etude.environments.cheats.checking import check
-from etude.environments.cheats.detector import Suspicion, suspicions
+from etude.environments.cheats.detector import Signs, Suspicion, signs_of, suspicions
 
-__all__ = ["CATALOGUE", "Cheat", "Finding", "Kind", "Row", "Suspicion", "Verdict", "check", "suspicions"]
+__all__ = ["CATALOGUE", "Cheat", "Finding", "Kind", "Row", "Signs", "Suspicion", "Verdict", "check"]
+__all__ += ["signs_of", "suspicions"]

@@ -31,6 +31,21 @@ class Suspicion(msgspec.Struct, frozen=True):
         return f"{self.rule}: {self.reason} ({self.place})"
 
 
+class Signs(msgspec.Struct, frozen=True):
+    """What was found in a rollout before it was judged."""
+
+    found: tuple[Suspicion, ...] = ()
+    if_rewarded: tuple[Suspicion, ...] = ()  # signs only where the outcome is a reward above 0
+
+    def of(self, outcome: Graded | Invalid | None) -> list[Suspicion]:
+        """Every sign, the gravest first: at most `MAX_SUSPICIONS`."""
+        rewarded = isinstance(outcome, Graded) and outcome.reward > 0
+        graver = list(self.if_rewarded) if rewarded else []
+        if isinstance(outcome, Graded) and outcome.terms.get("forged"):
+            graver.append(Suspicion("forged", outcome.reason, "the grade"))
+        return [*graver, *self.found][:MAX_SUSPICIONS]
+
+
 def suspicions(
     task: Task,
     *,
@@ -47,12 +62,12 @@ def suspicions(
     >>> found.rule, found.reason, found.place
     ('exit', 'ends the process by os._exit', 'calc.py:2')
     """
-    exports = exports or {}
-    rewarded = isinstance(outcome, Graded) and outcome.reward > 0
-    found = _of_reward(task, exports) if rewarded else []
-    if isinstance(outcome, Graded) and outcome.terms.get("forged"):
-        found.append(Suspicion("forged", outcome.reason, "the grade"))
-    room = MAX_CODE_BYTES
+    return signs_of(task, calls=calls, exports=exports).of(outcome)
+
+
+def signs_of(task: Task, *, calls: Sequence[ToolCall | None] = (), exports: Mapping[str, bytes] | None = None) -> Signs:
+    """What `suspicions` finds, for an outcome that is not known yet."""
+    exports, found, room = exports or {}, list[Suspicion](), MAX_CODE_BYTES
     for path, data in exports.items():
         before = task.files.get(path)
         if before is not None and before.encode() == data:
@@ -68,7 +83,7 @@ def suspicions(
     for turn, call in enumerate(calls):
         if call is not None:
             found += [Suspicion(rule, reason, f"turn {turn}") for rule, reason in signs_in_call(call, task.files)]
-    return found[:MAX_SUSPICIONS]
+    return Signs(tuple(found[:MAX_SUSPICIONS]), tuple(_of_reward(task, exports)))
 
 
 def _of_reward(task: Task, exports: Mapping[str, bytes]) -> list[Suspicion]:

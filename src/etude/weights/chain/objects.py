@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 
+from etude import progress
 from etude.seams import BlobStore
 from etude.weights.chain.manifest import StoredObject
 from etude.weights.delta import codec
@@ -43,6 +44,7 @@ def put_objects(
         key = f"{objects_prefix(name)}{digest[:2]}/{digest}-{nonce[:8]}"
         store.put(key, data)
         header_sha256 = hashlib.sha256(header).hexdigest()
+        progress.made()
         objects.append(StoredObject(key, len(data), digest, len(header), header_sha256, stop - start))
     return tuple(objects), encode_s
 

@@ -14,6 +14,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
+from etude import progress
 from etude.errors import DeadlineExceeded, WeightsError
 from etude.records.completion import Version
 from etude.records.sample import Published
@@ -44,7 +45,8 @@ class Publisher:
     """Publishes through a channel, which nobody else uses meanwhile. Not safe between threads.
 
     `parent`: the version that the first offer was trained from; each later one was trained from the one before.
-    `deadline_s`: how long a call waits for the publish before.
+    `deadline_s`: how long a call waits for the publish before while nothing of this process gets on
+    (`etude.progress`).
 
     >>> from etude.stores import MemoryStore
     >>> from etude.weights.chain.channel import Channel
@@ -94,13 +96,13 @@ class Publisher:
             return self._published
         step, buffers, future = outstanding
         try:
-            published = future.result(self._deadline_s)
+            published = self._result(future)
         except TimeoutError as error:
             if future.done():  # the store's own
                 self._outstanding = None
                 raise
             raise DeadlineExceeded(
-                f"publishing step {step} did not end within {self._deadline_s:g} s",
+                f"publishing step {step} did not end, and did not get on for {self._deadline_s:g} s",
                 f"published last: {self._published.version if self._published else self._parent}",
                 hint="the store is slow or hangs; waiting again goes on with the same publish",
             ) from error
@@ -111,6 +113,15 @@ class Publisher:
         self._held, self._spare = buffers, self._held
         self._published, self._parent = published, published.version
         return published
+
+    def _result(self, future: Future[Published]) -> Published:
+        seen = progress.count()
+        while True:
+            try:
+                return future.result(self._deadline_s)
+            except TimeoutError:
+                if future.done() or seen == (seen := progress.count()):
+                    raise
 
     def close(self) -> None:
         """Wait for what is outstanding and end. Idempotent. Raises as `wait` does."""

@@ -1,0 +1,131 @@
+"""Finished rollouts as files: what workers write, graders and the learner read, and nobody sends.
+
+One file a rollout and attempt, `g000012.3.0.rollout`: a packed `Rollout`. It is on the disk before the ledger knows
+that the rollout has finished, and is read only by the size and SHA-256 that the ledger keeps, so a file is what was
+written or an error. Files that no rollout of the ledger has are deleted (`keep_only`): those of attempts that were
+given up, and those of rollouts whose step no restart goes back to. Safe for any number of readers and writers; knows
+nothing of the ledger. See `docs/formats/run.md`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from etude.errors import LedgerError, StoreError
+from etude.records.rollout import Rollout
+from etude.records.summary import RolloutSummary, Stored
+from etude.records.wire import pack, unpack
+
+SUFFIX = ".rollout"
+T = TypeVar("T")
+
+
+class _Exports(msgspec.Struct, frozen=True):
+    """The part of a `Rollout` that graders need."""
+
+    exports: dict[str, bytes]
+
+
+class RolloutFiles:
+    """The rollouts of a run in a folder, which every process of the run sees.
+
+    `write` says what was stored; `read` gives it back to whoever holds the summary with that.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, rollout_id: str, attempt: int) -> Path:
+        return self.folder / f"{rollout_id}.{attempt}{SUFFIX}"
+
+    def write(self, rollout: Rollout, *, durable: bool = True) -> Stored:
+        """Store a rollout; complete or absent, and where `durable` on the disk when it returns. Raises `StoreError`."""
+        data, path = pack(rollout), self.path(rollout.rollout_id, rollout.attempt)
+        scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with scratch.open("wb") as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            scratch.replace(path)
+            if durable:
+                folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                scratch.unlink()
+            hint = "free disk space, then etude run --resume: nothing is lost"
+            raise StoreError(f"{path} cannot be written", os.strerror(error.errno or 0), hint=hint) from error
+        return Stored(len(data), hashlib.sha256(data).hexdigest())
+
+    def read(self, summary: RolloutSummary) -> Rollout:
+        """The rollout that was stored, whole. Raises `LedgerError` where its file is gone or holds other bytes."""
+        return self._read(summary, Rollout)
+
+    def read_exports(self, summary: RolloutSummary) -> dict[str, bytes]:
+        """What was taken out of its machine: content by path. Raises `LedgerError`."""
+        return self._read(summary, _Exports).exports
+
+    def _read(self, summary: RolloutSummary, kind: type[T]) -> T:
+        path, stored = self.path(summary.rollout_id, summary.attempt), summary.stored
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise _lost(summary, f"{path}: {os.strerror(error.errno or 0)}") from error
+        found = Stored(len(data), hashlib.sha256(data).hexdigest())
+        if found != stored:
+            was = f"{stored.num_bytes} bytes, {stored.sha256[:12]}" if stored else "nothing"
+            raise _lost(summary, f"{path} holds {found.num_bytes} bytes, {found.sha256[:12]}; stored was {was}")
+        try:
+            return unpack(data, kind)
+        except ValueError as error:
+            raise _lost(summary, f"{path}: {error}") from error
+
+    def has(self, summary: RolloutSummary) -> bool:
+        """Whether `read` would give it."""
+        try:
+            self.read(summary)
+        except LedgerError:
+            return False
+        return True
+
+    def drop(self, summary: RolloutSummary) -> None:
+        """Delete a rollout's file, if there is one."""
+        self.path(summary.rollout_id, summary.attempt).unlink(missing_ok=True)
+
+    def names(self) -> list[str]:
+        """The files there are. Ask for them before asking who is wanted: what is written in between is not among
+        them."""
+        try:
+            return sorted(os.listdir(self.folder))
+        except FileNotFoundError:
+            return []
+
+    def keep_only(self, names: Collection[str], wanted: Collection[tuple[str, int]]) -> int:
+        """Delete those of some files whose (rollout id, attempt) is not wanted; how many went."""
+        keep, gone = {self.path(*one).name for one in wanted}, 0
+        for name in names:
+            if name.partition(SUFFIX)[0] + SUFFIX not in keep:
+                self.folder.joinpath(name).unlink(missing_ok=True)
+                gone += 1
+        return gone
+
+
+def _lost(summary: RolloutSummary, facts: str) -> LedgerError:
+    return LedgerError(
+        f"the stored rollout {summary.rollout_id} cannot be read",
+        facts,
+        hint="copy its file back and go on with etude run --resume",
+    )

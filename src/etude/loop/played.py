@@ -1,0 +1,49 @@
+"""What a worker hands over of a rollout that it played, in place of the rollout itself, which it has stored.
+
+Whoever needs tokens or files reads the stored rollout: graders and the learner. The conductor reads this.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from etude.environments.cheats import Signs, signs_of
+from etude.experience import RolloutFiles
+from etude.harness import ChatFormat
+from etude.records import Rollout, Task
+from etude.records.summary import RolloutSummary, summary_of
+
+
+class Played(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout that was played: its summary, and what was found in it."""
+
+    summary: RolloutSummary
+    task: Task
+    signs: Signs = Signs()  # of cheating
+    transcript: str = ""  # of the last path, where it was asked for
+
+
+class HandedOver(msgspec.Struct, frozen=True, kw_only=True):
+    """The same on its way to the conductor, which knows the task."""
+
+    summary: RolloutSummary
+    signs: Signs
+    transcript: str
+
+    def of(self, task: Task) -> Played:
+        return Played(summary=self.summary, task=task, signs=self.signs, transcript=self.transcript)
+
+
+def hand_over(
+    rollout: Rollout, files: RolloutFiles, *, kept: bool = True, looks: bool = False, chat: ChatFormat | None = None
+) -> HandedOver:
+    """Store a rollout; what is to be said of it. `kept`: a ledger will count on the file, so it is on the disk when
+    this returns. `looks`: for signs of cheating, but in what is invalid. `chat`: how to write a transcript. Raises
+    `StoreError`."""
+    stored, signs = files.write(rollout, durable=kept), Signs()
+    if looks and rollout.invalid is None:
+        calls = [turn.call for turn in rollout.trace.turns]
+        signs = signs_of(rollout.task, calls=calls, exports=rollout.exports)
+    leaves = rollout.trace.leaves() if chat is not None else []
+    transcript = chat.readable(rollout.trace.path(leaves[-1]).token_ids) if chat is not None and leaves else ""
+    return HandedOver(summary=summary_of(rollout, stored), signs=signs, transcript=transcript)

@@ -1,0 +1,59 @@
+"""What the largest step of a config weighs is known before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.small_rollouts import Kit
+
+from etude.errors import ConfigError
+from etude.experience.config import ExperienceConfig
+from etude.harness import HarnessConfig
+from etude.loop.config import RunConfig
+from etude.loop.weighing import TOKEN_BYTES, Weight, check_step
+from etude.models.config import ModelConfig
+
+MODEL = ModelConfig(num_layers=48, num_experts=128, top_k=8)
+CONFIG = replace(RunConfig(), experience=ExperienceConfig(groups_per_step=64, group_size=16))
+
+
+def told(config: RunConfig = CONFIG, **there: int) -> list[str]:
+    said: list[str] = []
+    check_step(config, MODEL, said.append, **{"memory_bytes": 10**15, "disk_bytes": 10**15, **there})
+    return said
+
+
+def test_a_token_weighs_what_a_path_keeps_of_it() -> None:
+    path = Kit.chain([(0, 20)]).path(0)
+    arrays = (path.token_ids, path.mask, path.logprobs, path.steps, path.kv_epochs)
+    assert sum(array.nbytes for array in arrays) == TOKEN_BYTES * len(path.token_ids)
+
+
+def test_the_largest_step_has_every_rollout_fill_its_context_with_routes_where_engines_send_them() -> None:
+    config = replace(CONFIG, harness=HarnessConfig(context_tokens=500))
+    tokens = 64 * 16 * 500
+    routes = MODEL.num_moe_layers * MODEL.top_k if config.wants_routes else 0
+    assert Weight.of(config, MODEL) == Weight(64 * 16, tokens, tokens * (TOKEN_BYTES + routes))
+    wide = replace(MODEL, num_experts=256)
+    assert Weight.of(config, wide).num_bytes == tokens * (TOKEN_BYTES + 2 * routes)
+    assert np.iinfo(np.uint8).max == 255
+
+
+def test_a_step_that_fits_is_not_spoken_of() -> None:
+    assert told() == []
+
+
+def test_memory_and_disk_that_the_largest_step_does_not_fit_are_told_by_name() -> None:
+    [memory] = told(memory_bytes=10**6)
+    assert "harness.context_tokens" in memory
+    assert "the learner holds a step, and this machine has 0.001 GB of memory" in memory
+    [disk] = told(disk_bytes=10**6)
+    assert "lie in the run folder, and 0.001 GB of disk are free here" in disk
+
+
+def test_a_plan_that_fits_into_no_call_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1024 rollouts a step") as refused:
+        told(max_frame_bytes=10**6)
+    assert "without a token" in refused.value.facts
