@@ -154,8 +154,10 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), outcome=OUTCOMES, late=st.booleans(), kept=st.booleans())
     def finish(self, data: st.DataObject, outcome: Graded | Invalid, late: bool, kept: bool) -> None:
         name = self.pick(data, State.RUNNING)
-        if name is None:
-            return
+        if name is not None:
+            self.end(name, data, outcome, late=late, kept=kept)
+
+    def end(self, name: str, data: st.DataObject, outcome: Graded | Invalid, *, late: bool, kept: bool) -> None:
         attempt = self.ledger.row(name).attempt
         behind = data.draw(st.lists(st.integers(0, len(self.versions) - 1), min_size=1, max_size=3).map(sorted))
         versions = [self.versions[step] for step in behind]
@@ -165,6 +167,26 @@ class LedgerMachine(RuleBasedStateMachine):
         if not late:
             self.played[name] = versions, kept
             self.state[name] = State.GRADED if isinstance(outcome, Graded) else State.INVALID
+
+    @rule(data=st.data(), kept=st.booleans(), rewards=st.permutations([0.0, 1.0]))
+    def play_a_group(self, data: st.DataObject, kept: bool, rewards: list[float]) -> None:
+        """What mostly happens to a group: every sibling is graded, and they differ."""
+        self.admit_a_group()
+        while self.ledger.waiting():
+            self.start(data)
+        running = sorted(i for i, state in self.state.items() if state is State.RUNNING)
+        for i, name in enumerate(running):
+            outcome = Graded(reward=rewards[i % SIBLINGS], terms={}, trust=Trust.DATA, reason="judged")
+            self.end(name, data, outcome, late=False, kept=kept)
+
+    @precondition(lambda self: self.open_step is None)
+    @rule(straggler=st.sampled_from(Straggler))
+    def train_a_step(self, straggler: Straggler) -> None:
+        """What mostly happens to a step."""
+        self.batch(straggler)
+        if self.open_step is not None:
+            self.publish()
+            self.commit()
 
     @rule(data=st.data())
     def lose_a_worker_for_good(self, data: st.DataObject) -> None:
@@ -280,5 +302,5 @@ class LedgerMachine(RuleBasedStateMachine):
         self.scratch.cleanup()
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestLedger = LedgerMachine.TestCase
