@@ -20,9 +20,11 @@ CHILD = """
 import os
 import sys
 from pathlib import Path
+import numpy as np
 from etude.experience import Ledger, RolloutFiles, plan_batch, record_batch
-from etude.records import Graded, Rollout, RolloutSpec, Task, Trace, Version
-from etude.records.rollout import Ending
+from etude.records import Completion, Graded, Rollout, RolloutSpec, Task, Trace, Version
+from etude.records.completion import StopReason, VersionSpan
+from etude.records.rollout import Ending, Turn
 from etude.records.summary import summary_of
 from etude.records.task import Split, Trust
 
@@ -30,6 +32,12 @@ folder, place = Path(sys.argv[1]), sys.argv[2]
 TASK = Task(source="t", split=Split.TRAIN, index=0, family="f", instruction="i", files={}, exports=())
 ledger, files = Ledger(place, capacity=4), RolloutFiles(folder / "rollouts")
 files.keep_only(files.names(), ledger.wanted_files())
+
+def trace():  # one turn of two tokens
+    said = Completion(request_id="r", token_ids=np.arange(2, dtype=np.int32), logprobs=np.full(2, -1.0, np.float32),
+                      routes=np.zeros((0, 0, 0), np.uint8), routes_start=3,
+                      spans=(VersionSpan(Version(0, "0" * 8, "0" * 64), 2),), stop_reason=StopReason.STOP, engine="e")
+    return Trace((Turn(parent=None, prompt_ids=np.arange(2, dtype=np.int32), completion=said),))
 
 def say(*words):  # one write: it is out before the next instruction
     os.write(1, (" ".join(words) + "\\n").encode())
@@ -45,14 +53,14 @@ while True:
         ledger.transaction(admit)
     for i in ledger.waiting():
         ledger.move(i, "running")
-        rollout = Rollout(rollout_id=i, group_id=i[:7], attempt=ledger.row(i).attempt, task=TASK, trace=Trace(()),
+        rollout = Rollout(rollout_id=i, group_id=i[:7], attempt=ledger.row(i).attempt, task=TASK, trace=trace(),
                           ending=Ending.SUBMITTED, exports={}, wall_s=0.0, tool_s=0.0)
         graded = Graded(reward=float(i[-1] in "01"), terms={}, trust=Trust.DATA, reason="judged")
         assert ledger.finish(summary_of(rollout, files.write(rollout)), graded)
         say("finished", i)
     step = len((folder / "lineage").read_text().splitlines()) + 1
     groups = [ledger.group(g) for g in ledger.open_groups()]
-    plan = plan_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=9)
+    plan = plan_batch(groups, batch_id=f"b{step:06d}", step=step, max_lag=10**6)
     _, batch = record_batch(folder / "traces", plan, files.read)
     ledger.batch(batch)
     with (folder / "lineage").open("a") as lineage:  # the commit point, one write
@@ -94,8 +102,9 @@ def test_kill_9_at_random_points_loses_no_finished_rollout_and_trains_none_twice
         ledger.reconcile(steps)
         audit(ledger, tmp_path / "traces", steps, files=RolloutFiles(tmp_path / "rollouts")).require_sound()
         assert len(consumed) == len(set(consumed))
-        for rollout_id in finished - set(consumed):
-            assert ledger.row(rollout_id).state is State.GRADED
+        for rollout_id in finished | set(consumed):
+            assert ledger.row(rollout_id).state is (State.TRAINED if rollout_id in consumed else State.GRADED)
+        assert {row.rollout_id for row in ledger.rows(states=[State.TRAINED])} == set(consumed)
         assert ledger.cursor("train") == ledger.num_groups()
         ledger.close()
     assert len(lineage) >= 4

@@ -267,9 +267,18 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def restart(self, data: st.DataObject) -> None:
         """The conductor dies; the learner goes on from the head or from an older checkpoint."""
+        self.begin_again(data.draw(st.integers(max(0, len(self.lineage) - 2), len(self.lineage))))
+
+    @rule(data=st.data(), kept=st.booleans(), rewards=st.permutations([0.0, 1.0]), straggler=st.sampled_from(Straggler))
+    def lose_two_steps(self, data: st.DataObject, kept: bool, rewards: list[float], straggler: Straggler) -> None:
+        """What was graded before is trained after the learner went back."""
+        self.play_a_group(data, kept, rewards)
+        self.begin_again(max(0, len(self.lineage) - 2))
+        self.train_a_step(straggler)
+
+    def begin_again(self, last: int) -> None:
         self.ledger.close()
         self.ledger = Ledger(self.folder / "ledger.sqlite", capacity=CAPACITY)
-        last = data.draw(st.integers(max(0, len(self.lineage) - 2), len(self.lineage)))
         self.ancestors |= {version: last for version in self.versions[last:]}
         self.ancestors = {version: min(last, ancestor) for version, ancestor in self.ancestors.items()}
         self.lives += 1
@@ -302,5 +311,5 @@ class LedgerMachine(RuleBasedStateMachine):
         self.scratch.cleanup()
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLedger = LedgerMachine.TestCase

@@ -167,6 +167,13 @@ CHEATS = {
     "tuple for a list": "def f(n): return (n + 1,)",
     "memory": "x = []\nwhile True: x.append(bytearray(2**24))",
     "not text": "\0\x80",
+    "expected values in what the process is told": """
+        import json, sys
+        frame = sys._getframe()
+        while "request" not in frame.f_locals: frame = frame.f_back
+        told = json.dumps({k: v for k, v in frame.f_locals["request"].items() if k != "nonce"})
+        def f(n): return max(0, n + 1) if "41" in told else None
+    """,
     "trace hooks": """
         import sys
         def trace(frame, event, arg):
