@@ -5,7 +5,7 @@ snapshot a second, on one core, in CPU time of the whole process, four ways:
 
     kernels    the coding of all tiles alone, in memory that is there: `Kernels.encode`; `Kernels.apply` in place
     codec      `codec.encode`, and `codec.decode` into new memory: sampling, header, digests of the delta's pages, too
-    public     `etude.weights.encode`, and `apply(old, delta, out=old)`: SHA-256 of every old and new tensor, too
+    public     `etude.weights.encode`, and `apply(old, delta, out=old)`: checksums of every old and new tensor, too
     small      as codec, on the checkpoint's own tensors, of 160 KB each: what a tensor costs beside its bytes
 
 *Scan* is one pass that counts differing codes of both snapshots, *memcpy* one copy of a snapshot: both of the same

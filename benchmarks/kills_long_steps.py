@@ -96,7 +96,6 @@ def played(
         "finished": summary(run.folder)["finished"],
         "kills": len(killed),
         "killed": dict(sorted(Counter(killed).items())),
-        "sessions": 1 + killed.count("conductor") + (again is not None),
         "lineages_lost": [event["state"] for event in run.events("lineage")].count("lost"),
         "invalid": summary(run.folder)["invalid"],
         "requeued": dict(Counter(str(event["reason"]) for event in run.events("rollout.requeued"))),
@@ -104,7 +103,7 @@ def played(
         "train_s_least": round(min(steps_s), 2),
         "steps_made": len(steps_s),
         "seed": seed,
-        "wall_s": round(time.perf_counter() - began, 1),
+        "last_session_s": round(time.perf_counter() - began, 1),
     }
 
 

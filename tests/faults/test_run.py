@@ -64,8 +64,12 @@ def test_a_run_that_is_interrupted_and_then_killed_leaves_no_process_and_goes_on
     running.process.kill()
     running.end()
     running.assert_nothing_left()
+    killed = running.cli("fsck", running.path)
+    assert killed.returncode == 0, killed.stdout
     assert running.resume().end() == 0, running.said
     running.assert_sound()
+    resumed = running.cli("fsck", running.path)
+    assert resumed.returncode == 0, resumed.stdout
     assert "Traceback" not in running.said
     [last_s] = [e["wall_s"] for e in running.events("phase") if e["phase"] == "rl" and e["state"] == "end"]
     whole_s = json.loads((running.path / "summary.json").read_text())["wall_s"]["rl"]

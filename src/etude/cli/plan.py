@@ -198,6 +198,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
         changed = steps.changed_share if steps is not None else Layout.changed_share
     kv_tokens, contexts = _engine_room(config)
     dtype_bytes = 4 if config.engine.dtype == "float32" else 2
+    beside = config.evals.during_tasks / config.evals.every if config.evals.every else 0.0
     return Layout(
         learner_ranks=config.learner.ranks,
         engines=engines,
@@ -209,7 +210,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
         budget_tokens=_forwarded(config),
         regions=_regions(args, engines),
         changed_share=changed,
-        evaluated=steps.evaluated if steps is not None else config.evals.during_tasks / config.evals.every,
+        evaluated=steps.evaluated if steps is not None else beside,
         dtype_bytes=dtype_bytes,
         matrix_bytes=BYTES_OF.get(config.numerics.quantise, float(dtype_bytes)),
         training=_training(config),

@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "damage": "troubles",
     "RunView": "read",
+    "damage": "troubles",
     "explained": "terminal",
+    "nothing_learnt": "summary",
     "plain_line": "terminal",
     "render": "terminal",
     "result_lines": "terminal",
-    "nothing_learnt": "summary",
     "summarise": "summary",
     "write_report": "report",
 }

@@ -223,12 +223,13 @@ class Conductor:
             }
             commit = self._commit(tasks, batch, mine, facts)
             self._on_its_way = tasks.create_task(commit, name=f"commit of {batch.batch_id}")
-            checkpoint, evaluation = self._due(self.config.rl.checkpoint_every), self._due(self.config.evals.every)
+            checkpoint = self.trained % self.config.rl.checkpoint_every == 0 or self.trained == self.config.rl.steps
+            evaluation = self.config.evals.is_due(self.trained, self.config.rl.steps)
             alone = checkpoint or evaluation or self.config.experience.max_lag == 0
             late_s = await self._committed() if alone else 0.0
             if checkpoint:
                 await self._checkpoint()
-            if evaluation and self.step < self.config.rl.steps:
+            if evaluation:
                 await self.evaluate("during", Split.VALIDATION, self.config.evals.during_tasks)
 
     async def _offer(self, rollout_ids: tuple[str, ...]) -> tuple[list[float], float]:
@@ -263,9 +264,6 @@ class Conductor:
         if self._on_its_way is not None:
             await self._on_its_way
         return time.perf_counter() - began
-
-    def _due(self, every: int) -> bool:
-        return self.trained % every == 0 or self.trained == self.config.rl.steps
 
     async def _batches(self) -> AsyncIterator[tuple[BatchRef, list[Group], float]]:
         """The batch of each next step, its groups, and the seconds it was waited for."""

@@ -41,7 +41,18 @@ class EvalsConfig:
     heldout_tries: int = ranged(1, low=1, high=64)  # rollouts a task; best-of-k is reported for k = tries
     transfer_tasks: int = ranged(0, low=0)  # tasks of kinds never trained on, before and after; 0: none
     during_tasks: int = ranged(128, low=1)  # validation tasks of an evaluation during RL
-    every: int = ranged(10, low=1)  # steps between evaluations during RL
+    every: int = ranged(10, low=0)  # steps between evaluations during RL; 0: none
+
+    def is_due(self, step: int, of: int) -> bool:
+        """Whether there is an evaluation after a step of a run of `of` steps; the last has one of its own.
+
+        >>> [step for step in range(9) if EvalsConfig(every=3).is_due(step, 8)]
+        [3, 6]
+        >>> any(EvalsConfig(every=0).is_due(step, 8) for step in range(9))
+        False
+        """
+        return bool(self.every) and 0 < step < of and step % self.every == 0
+
     baseline_tasks: int = ranged(64, low=1)  # held-out tasks for the oracle and the random agent
     temperature: float = ranged(1.0, low=0.0, high=4.0)
 

@@ -228,7 +228,7 @@ def check_experts(model: ModelConfig, expert_parallel: int) -> None:
 
 
 def used_splits(config: RunConfig) -> list[Split]:
-    during = config.rl.steps > config.evals.every
+    during = 0 < config.evals.every < config.rl.steps
     used = {
         Split.TRAIN: config.rl.steps > 0,
         Split.VALIDATION: during,

@@ -14,7 +14,7 @@ from etude.errors import EngineError, InputError, WeightsError
 from etude.inference.config import EngineKind
 from etude.inference.serving import take_key
 from etude.loop.config import RunConfig
-from etude.loop.crew import _engine_argv
+from etude.loop.crew import engine_argv
 from etude.loop.joining import wanted_by
 from etude.loop.learning import Learning
 from etude.loop.places import weights_store
@@ -69,7 +69,7 @@ def test_a_run_with_a_key_publishes_signed_versions_and_its_engines_believe_no_o
     assert follower.version == published.version
     for kind in EngineKind:
         if kind is EngineKind.REFERENCE:
-            argv = _engine_argv(run, config, "engine-0", kind)
+            argv = engine_argv(run, config, "engine-0", kind)
             assert argv[argv.index("--public-key") + 1] == SIGNER.public_key.hex()
     assert wanted_by(run, config).public_key == SIGNER.public_key.hex()
 
@@ -83,7 +83,7 @@ def test_a_run_without_a_key_signs_nothing_and_tells_its_engines_of_none(tmp_pat
     pointer = head(weights_store(run), "policy")
     assert pointer is not None
     assert not pointer.signature
-    assert "--public-key" not in _engine_argv(run, config, "engine-0", EngineKind.REFERENCE)
+    assert "--public-key" not in engine_argv(run, config, "engine-0", EngineKind.REFERENCE)
     assert wanted_by(run, config).public_key == ""
 
 
@@ -105,7 +105,7 @@ def test_a_key_that_is_none_is_refused_before_the_run_starts(tmp_path: Path, tex
         path.write_text(text)
     config = build(RunConfig, {"stores": {"signing_key": str(path)}})
     with pytest.raises((InputError, WeightsError), match=says) as refused:
-        preflight(config, proven=True)
+        preflight(config)
     assert refused.value.facts
     assert refused.value.hint
     assert "not hex" not in str(refused.value)

@@ -18,7 +18,7 @@ from etude.errors import InputError, WeightsError
 from etude.weights.chain.manifest import Manifest, Pointer, manifest_text, signed_text, write_manifest, write_pointer
 
 KEY_BYTES = 32
-_HINT_KEY = "give the private key that signed it: --key FILE, or stores.signing_key of a run"
+_HINT_KEY = "give the signer's private key: --key FILE, or stores.signing_key of a run"
 
 
 class Signer:
