@@ -9,7 +9,7 @@ AGENT  := src/etude/environments/agent/etude-agent
 CRATES := native native/agent
 CARGO  := --release --quiet --locked --offline
 
-.PHONY: run test test-all lint bench wheel clean
+.PHONY: run test test-all mutants lint bench wheel clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.python:
@@ -19,7 +19,7 @@ $(VENV)/.python:
 $(VENV)/.run: $(VENV)/.python pyproject.toml constraints.txt hatch_build.py $(wildcard native/Cargo.* native/src/*.rs native/agent/Cargo.* native/agent/src/*.rs)
 	@echo "installing etude into $(VENV) (the first time takes a few minutes)"
 	$(PIP) "$$(grep -E '^torch==' constraints.txt)"
-	$(PIP) -e .
+	$(PIP) -e ".[train]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
@@ -44,7 +44,11 @@ test: lint
 	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: lint
+	$(BIN)/python tests/everything.py
 	$(BIN)/pytest
+
+mutants: $(VENV)/.dev
+	$(BIN)/python -m tests.mutants
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks

@@ -6,6 +6,7 @@ both, so that their users need no Rust."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 RUST = (1, 89)
 """From this version on AVX-512 is stable."""
+OLDEST_GLIBC = (2, 17)
+"""Of the systems that pip knows manylinux tags for."""
+GLIBC = re.compile(rb"GLIBC_([0-9]+)\.([0-9]+)")
+"""A symbol's version in an object file."""
 
 
 class NativeBuildHook(BuildHookInterface):
@@ -37,7 +42,7 @@ class NativeBuildHook(BuildHookInterface):
             return
         build_data["artifacts"] += made
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-{_platform([Path(self.root, path) for path in made])}"
 
     def _build(self, crate: str, name: str, folder: str, without: str) -> str:
         """Build a crate and put what it makes into `folder`; returns its path there, "" where that cannot be done."""
@@ -60,6 +65,17 @@ def _cargo(crate: Path) -> int:
     flags = {name: value for name, value in os.environ.items() if not name.endswith("RUSTFLAGS")}
     build = ["cargo", "build", "--release", "--locked", "--offline"]
     return subprocess.run(build, cwd=crate, env=flags, check=False).returncode
+
+
+def _platform(made: list[Path]) -> str:
+    """Where a wheel with these files runs: on Linux every system whose glibc has the newest symbol that they use."""
+    here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    if not here.startswith("linux_"):
+        return here
+    wanted = {tuple(map(int, found)) for path in made for found in GLIBC.findall(path.read_bytes())}
+    major, minor = max(wanted, default=OLDEST_GLIBC)
+    major, minor = max((major, minor), OLDEST_GLIBC)
+    return here.replace("linux_", f"manylinux_{major}_{minor}_", 1)
 
 
 def _missing() -> str:

@@ -59,7 +59,7 @@ def served(
     """The requests, answered, in step with the other ranks."""
     scheduler = Scheduler(num_slots=slots, chunk_tokens=chunk_tokens, step_tokens=256, max_waiting=len(requests))
     runner = Runner(model, num_slots=slots, context_tokens=model.config.context_tokens)
-    running = [Running(request, deadline=0.0) for request in requests]
+    running = [Running(request, arrived=0.0) for request in requests]
     for one in running:
         scheduler.submit(one)
     while True:

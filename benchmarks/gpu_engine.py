@@ -57,7 +57,7 @@ def running(runner: Runner | DeviceRunner, batch: int, size: Size) -> Scheduler:
     for i in range(batch):
         sampling = Sampling(max_tokens=1 << 20, stop_token_ids=(), seed=i)
         request = CompletionRequest(request_id=f"r{i}", session_id=f"r{i}", prompt_ids=prompt, sampling=sampling)
-        scheduler.submit(Sequence(request, deadline=float("inf")))
+        scheduler.submit(Sequence(request, arrived=0.0))
     scheduler.plan()
     for sequence in scheduler.running:
         sequence.num_computed = size.context
@@ -122,7 +122,7 @@ def prefill(model: Transformer, size: Size, peak: Peaks, on: torch.device) -> di
         sampling = Sampling(max_tokens=1, stop_token_ids=(), seed=i)
         prompt = np.random.default_rng(i).integers(0, size.sizes.vocab_size, size.prompt).astype(np.int32)
         request = CompletionRequest(request_id=f"p{i}", session_id=f"p{i}", prompt_ids=prompt, sampling=sampling)
-        scheduler.submit(Sequence(request, deadline=float("inf")))
+        scheduler.submit(Sequence(request, arrived=0.0))
     counted: list[tuple[int, float]] = []
     while plan := scheduler.plan():
         started = time.perf_counter()

@@ -54,7 +54,7 @@ def sampled(model: Transformer, size: Size) -> tuple[list[Sequence], list[Routes
         request = CompletionRequest(
             request_id=f"r{i}", session_id=f"r{i}", prompt_ids=prompt, sampling=sampling, routes_from=0
         )
-        sequences.append(Sequence(request, deadline=float("inf")))
+        sequences.append(Sequence(request, arrived=0.0))
         scheduler.submit(sequences[-1])
     while plan := scheduler.plan():
         runner.step(plan)

@@ -51,10 +51,12 @@ def plan(kills: int, draw: random.Random) -> list[str]:
 class Run:
     """The run under attack, seen from outside: its processes and its events."""
 
-    def __init__(self, config: Path, settings: Sequence[str]) -> None:
-        self.folder = new_folder("kills")
+    def __init__(self, config: Path, settings: Sequence[str], *, again: Path | None = None) -> None:
+        """A new run; or `again`, the folder of one that was left."""
+        self.folder = again or new_folder("kills")
         self._argv = [*ETUDE, "run", str(config), *overrides(settings)]
-        self.conductor = subprocess.Popen([*self._argv, "--name", self.folder.name], stdout=sys.stderr)
+        words = ["--name", self.folder.name] if again is None else ["--resume", str(again)]
+        self.conductor = subprocess.Popen([*self._argv, *words], stdout=sys.stderr)
         self.resumes = 0
 
     def resume(self) -> None:
@@ -114,6 +116,13 @@ def kill(run: Run, target: str, draw: random.Random) -> str | None:
 def _kill_conductor(run: Run) -> str | None:
     if run.conductor.poll() is not None:
         return None
+    end_conductor(run)
+    run.resume()
+    return "conductor"
+
+
+def end_conductor(run: Run) -> None:
+    """Kill it; its children are gone when this returns."""
     run.conductor.kill()
     run.conductor.wait()
     began = time.monotonic()
@@ -121,8 +130,6 @@ def _kill_conductor(run: Run) -> str | None:
         if time.monotonic() - began > 10.0:
             raise SystemExit(f"orphans 10 s after the conductor was killed: {alive}")
         time.sleep(0.01)
-    run.resume()
-    return "conductor"
 
 
 def _kill_in_commit(run: Run, stage: str) -> str | None:

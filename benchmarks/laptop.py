@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.report import report
 from benchmarks.runs import LAPTOP, brief, interval, start_run, summary
+from etude.evals.intervals import over_seeds
 
 COPIED = ("wall_s", "cpu_s", "idle", "lag", "weights", "parity", "invalid", "rollouts", "rl", "peak_memory_bytes")
 GOAL = {"before": 0.35, "after": 0.90, "wall_s": 360.0, "peak_memory_bytes": 4 << 30}
@@ -31,11 +32,26 @@ def row(seed: int, settings: Sequence[str]) -> dict[str, Any]:
         "before": brief(before),
         "during": during,
         "after": brief(after),
+        "transfer": {name: brief(one) for name, one in found["transfer"].items()},
         "disjoint": interval(before).disjoint(interval(after)),
         "command_wall_s": command_wall_s,
         "baselines": found["baselines"],
         **{name: found[name] for name in COPIED},
     }
+
+
+def between_seeds(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Mean over the seeds with the interval of the variance between them; empty for one seed."""
+    if len(rows) < 2:
+        return {}
+    rates = {
+        "before": [r["before"]["rate"] for r in rows],
+        "after": [r["after"]["rate"] for r in rows],
+        "transfer before": [r["transfer"]["before"]["rate"] for r in rows],
+        "transfer after": [r["transfer"]["after"]["rate"] for r in rows],
+    }
+    found = {name: over_seeds(values) for name, values in rates.items()}
+    return {n: {"rate": round(i.value, 4), "low": round(i.low, 4), "high": round(i.high, 4)} for n, i in found.items()}
 
 
 def verdict(rows: list[dict[str, Any]]) -> dict[str, bool]:
@@ -55,9 +71,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for every run")
     args = parser.parse_args()
     rows = [row(seed, [f"seed={seed}", f"tasks.seed={seed}", *args.set]) for seed in args.seeds]
-    report(
-        "laptop", {"config": str(LAPTOP), "settings": args.set, "goal": GOAL, "reached": verdict(rows), "rows": rows}
-    )
+    result = {"config": str(LAPTOP), "settings": args.set, "goal": GOAL, "reached": verdict(rows)}
+    report("laptop", {**result, "seeds": between_seeds(rows), "rows": rows})
 
 
 if __name__ == "__main__":

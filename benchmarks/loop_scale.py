@@ -131,7 +131,7 @@ def played(place: str, scale: int, steps: int, folder: Path) -> dict[str, Any]:
     done = [event["t"] for event in read_events(run / "events") if event["kind"] == "rl.step"]
     audit(conductor.ledger, run / "traces", Steps(DirectoryStore(run / "weights"))).require_sound()
     total = conductor.ledger.count()
-    conductor.ledger.close()
+    conductor.close()
     wall_s = done[-1] - done[WARM_STEPS - 1]
     a_step = scale * GROUPS * SIBLINGS
     file = run / "ledger.sqlite"

@@ -82,5 +82,5 @@ def ahead(of: Mapping[str, Any], rates: Mapping[str, Any]) -> dict[str, float]:
 
 def brief(rates: Mapping[str, Any]) -> dict[str, Any]:
     """The part of an evaluation that results keep."""
-    kept = ("rate", "low", "high", "num_tasks", "solved", "turns_mean")
+    kept = ("rate", "low", "high", "num_tasks", "num_problems", "solved", "turns_mean")
     return {name: round(v, 4) if isinstance(v := rates[name], float) else v for name in kept}

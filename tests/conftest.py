@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.postgres_server import PostgresServer, programs
+from tests.skips import pytest_terminal_summary  # noqa: F401  pytest finds it here
 
 settings.register_profile("busy hosts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy hosts")  # how long an example takes is no verdict

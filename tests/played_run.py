@@ -102,7 +102,7 @@ class PlayedRun:
             caller.close()
             await server
             await caller.lost.wait()
-            conductor.ledger.close()
+            conductor.close()
             telemetry.close()
             told.close()
 

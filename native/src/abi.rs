@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::bits::Refused;
+use crate::checksum::{self, RawSummed};
 use crate::decode::{Decoder, InPlace, Listed};
 use crate::encode::Encoder;
 use crate::kind::{Code, Kind, MAX_CLASSES};
@@ -15,7 +16,7 @@ use crate::threads;
 use crate::tile::{MAX_ELEMENTS, Piece, num_elements};
 
 /// Changes whenever a signature or a structure here does.
-pub const ABI_VERSION: u32 = 2;
+pub const ABI_VERSION: u32 = 3;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -353,7 +354,10 @@ pub unsafe extern "C" fn etude_sample(
         // neighbours mostly share an exponent: two tables, so that one count need not wait for the one before
         let mut tables = [[[0u32; 256]; 2]; 2];
         let ahead = 64 * 16 * stride as usize;
-        for (a, b) in old[..whole].chunks(64).zip(new.chunks(64)).step_by(stride as usize) {
+        // by number: to step through pairs of chunks is to go through all of them
+        for from in (0..whole).step_by((64 * stride).min(isize::MAX as u64) as usize) {
+            let upto = whole.min(from + 64);
+            let (a, b) = (&old[from..upto], &new[from..upto]);
             fetch(a.as_ptr().wrapping_add(ahead), a.len());
             fetch(b.as_ptr().wrapping_add(ahead), b.len());
             for (i, (&a, &b)) in a.iter().zip(b).enumerate() {
@@ -394,6 +398,21 @@ pub unsafe extern "C" fn etude_count_changed(old: *const c_void, new: *const c_v
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn etude_scatter(rows: *const RawScatter, num_rows: u64) -> u32 {
     shielded(1, || unsafe { !scatter::scatter(slice(rows, num_rows)) as u32 })
+}
+
+/// The checksum of codes as they are (the first two of `sums`) and as they will be. 0: done; 1: the arguments make no
+/// sense.
+///
+/// # Safety
+/// As `checksum::summed`; `sums` has four entries.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn etude_checksum(asked: *const RawSummed, sums: *mut u64) -> u32 {
+    let found = shielded(Err("it failed"), || unsafe { checksum::summed(&*asked) });
+    let Ok(found) = found else { return 1 };
+    for (i, &sum) in found.old.iter().chain(&found.new).enumerate() {
+        unsafe { *sums.add(i) = sum };
+    }
+    0
 }
 
 /// Have codes ready soon that lie far from each other. Any address will do.

@@ -1,6 +1,7 @@
 //! The generic code compiled once for each level of instructions, and the choice between them.
 
 use crate::bits::Refused;
+use crate::checksum;
 use crate::decode::{Decoder, Sink};
 use crate::encode::Encoder;
 use crate::kind::Code;
@@ -113,6 +114,21 @@ pub unsafe fn count_changed<T: Code>(level: Level, old: &[T], new: &[T]) -> u64 
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => half(old, new),
             _ => count(old, new),
+        }
+    }
+}
+
+/// # Safety
+/// The machine has the level.
+pub unsafe fn sums_of_block(level: Level, words: &[u64; checksum::WORDS]) -> [u64; 2] {
+    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_unsafe))]
+    unsafe {
+        match level {
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512 => checksum::x86::of_block_512(words),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => checksum::x86::of_block_256(words),
+            _ => checksum::of_block(words),
         }
     }
 }

@@ -6,6 +6,7 @@
 
 pub mod abi;
 pub mod bits;
+pub mod checksum;
 pub mod decode;
 pub mod encode;
 pub mod kind;

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import NoRun, RunError, RunRefused
+from etude.sums import SHA256, opened, sealed, sealed_list
 
 FORMAT = 1
 LOOK_S = 0.2
@@ -59,8 +60,9 @@ class RunFolder:
             "given": sorted(given),
             "config_digest": hashlib.sha256(config_toml.encode()).hexdigest(),
             "host": host_facts(),
+            "sums": 1,
         }
-        write_durably(path / "run.json", json.dumps(identity, indent=2).encode())
+        write_durably(path / "run.json", json.dumps(sealed(identity), indent=2).encode())
         return cls(path)
 
     @classmethod
@@ -86,7 +88,15 @@ class RunFolder:
         result = json.loads((self.path / "run.json").read_text())
         if not isinstance(result, dict):
             raise ValueError("run.json is not an object")
+        if result.get("format") == FORMAT:
+            opened(result, self.path / "run.json", must="sums" in result, kind=RunError)
         return result
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether every file that is proven has a checksum; those of an earlier etude's runs have none. Raises
+        `RunError`."""
+        return "sums" in self.identity()
 
     def setting(self, name: str) -> str:
         """A setting of config.toml by its dotted name, of whatever etude wrote it; "" when it says nothing of it."""
@@ -145,7 +155,8 @@ class RunFolder:
             raise RunError(f"{self.path}/phases.json is damaged", str(error), hint=HINT_COPY) from None
         if not isinstance(found, list) or not all(isinstance(p, dict) and "phase" in p for p in found):
             raise RunError(f"{self.path}/phases.json is damaged", "it is no list of phases", hint=HINT_COPY)
-        return found
+        opened(found, self.path / "phases.json", kind=RunError)
+        return [{name: value for name, value in one.items() if name != SHA256} for one in found]
 
     def ended(self, phase: str) -> bool:
         return any(p["phase"] == phase for p in self.phases())
@@ -153,7 +164,7 @@ class RunFolder:
     def end_phase(self, phase: str, *, wall_s: float, facts: Mapping[str, Any] | None = None) -> None:
         """Record, durably, that a phase is over and need not be done again."""
         done = [*self.phases(), {"phase": phase, "wall_s": round(wall_s, 3), "facts": dict(facts or {})}]
-        write_durably(self.path / "phases.json", json.dumps(done, indent=2).encode())
+        write_durably(self.path / "phases.json", json.dumps(sealed_list(done), indent=2).encode())
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name

@@ -156,7 +156,8 @@ class Policy(Protocol):
     """The one call through which everything asks a model: rollouts, evaluations, the gateway."""
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Raises `EngineError` when no engine can serve it before the request's deadline."""
+        """Raises `EngineError` when nothing happened with it for the request's `deadline_s`, or no engine can serve it;
+        `EngineBehind` when none came up to its version in all the time that it waits for one."""
         ...
 
 
@@ -198,7 +199,7 @@ class BlobStore(Protocol):
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys under a prefix."""
+        """Sorted keys under a prefix. Raises `StoreError` for a prefix that no key can begin with."""
         ...
 
     def delete(self, key: str) -> None:
@@ -223,6 +224,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens_free: int
     capabilities: tuple[str, ...]  # "routes", "spans", "stream", "pause-keep", "adopt", "verify", "exact"
     parity: str = ""  # parity class: who has the same one computes the same bits of the same weights; "": unknown
+    trouble: str = ""  # why the latest adoption failed; "" when it did not, or is under way
 
 
 @runtime_checkable

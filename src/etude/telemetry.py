@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from etude.sums import proven_line, sealed_line
+
 
 class Telemetry:
     """Writes ``{"t": unix seconds, "process": name, "kind": kind, ...}`` lines.
@@ -39,7 +41,7 @@ class Telemetry:
         """One line, one write, so that lines of several writers never mix."""
         line = json.dumps({"t": round(time.time(), 4), "process": self.process, "kind": kind, **facts}, default=str)
         try:
-            os.write(self._file, line.encode() + b"\n")
+            os.write(self._file, sealed_line(line.encode()) + b"\n")
         except OSError:
             self.dropped += 1
 
@@ -67,7 +69,7 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_bytes().splitlines():
             try:
-                event = json.loads(line)
+                event = json.loads(line) if proven_line(line) is not False else None
             except ValueError:
                 continue
             if isinstance(event, dict) and isinstance(event.get("t"), int | float):

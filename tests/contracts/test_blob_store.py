@@ -150,6 +150,15 @@ def test_a_wild_key_is_refused_by_every_method(store: BlobStore, key: str) -> No
     assert store.list("") == []
 
 
+@pytest.mark.parametrize(
+    "prefix", [*(key for key in WILD_KEYS if key not in ("", "a/")), "../../etc/", "/etc/", "a/.."]
+)
+def test_a_prefix_that_begins_no_key_is_refused(store: BlobStore, prefix: str) -> None:
+    store.put("a/b", b"x")
+    with pytest.raises(StoreError, match="not allowed"):
+        store.list(prefix)
+
+
 @given(st.text(max_size=40))
 def test_an_allowed_key_never_leaves_the_store(key: str) -> None:
     try:

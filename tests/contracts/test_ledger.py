@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.small_rollouts import Kit, finishing
 
@@ -421,3 +422,13 @@ def test_a_lineage_that_went_back_is_pruned_again_when_it_has_come_as_far(ledger
         assert ledger.prune(2) == 4
         ledger.reconcile([(1, ["none of them"])] if not again else [(2, batch.rollout_ids)])
     assert ledger.get("g000001.0", "finished") is None
+
+
+def test_what_demands_a_later_version_waits_and_nobody_overtakes_it(ledger: Ledger) -> None:
+    specs = [msgspec.structs.replace(Kit.spec(f"g00000{i}.0"), min_step=step) for i, step in enumerate([0, 1, 2, 2])]
+    ledger.admit(*specs)
+    assert [spec.min_step for spec in ledger.start(4, published=1)] == [0, 1]
+    assert ledger.start(4, published=1) == []
+    assert ledger.states() == {"running": 2, "admitted": 2}
+    assert [spec.min_step for spec in ledger.start(1, published=2)] == [2]
+    assert [spec.min_step for spec in ledger.start(4)] == [2]

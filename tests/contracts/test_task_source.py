@@ -115,7 +115,7 @@ def test_it_is_a_task_source(source: TaskSource) -> None:
 @pytest.mark.parametrize("split", Split)
 def test_every_split_has_tasks_that_know_their_place(source: TaskSource, split: Split) -> None:
     tasks = _some(source, split)
-    assert tasks
+    assert tasks or split is Split.TRANSFER, "only a source that knows kinds of problems has transfer tasks"
     for index, task in enumerate(tasks):
         assert (task.source, task.split, task.index) == (source.name, split, index)
         assert task.instruction
@@ -170,6 +170,9 @@ def test_tasks_and_answers_travel_between_processes(source: TaskSource) -> None:
 def test_its_tasks_prove_themselves(source: TaskSource, split: Split) -> None:
     if source.name in IN_MACHINES:
         pytest.skip("proven in machines, by its own tests")
+    if source.size(split) == 0:
+        assert split is Split.TRANSFER
+        return
     proof = asyncio.run(check(source, FakeGrader(), split, 8))
     proof.require()
     assert proof.num_proven == proof.num_tasks > 0

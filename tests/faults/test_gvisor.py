@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.here import opened, why_not
 
-from etude.environments import prepare
+from etude.environments import MachineLimits, prepare
 from etude.environments.gvisor import GVisorRuntime
 from etude.environments.microvm import find
 from etude.errors import MachineError
@@ -151,3 +151,31 @@ def test_an_image_is_never_written_to_and_its_machines_share_nothing(tmp_path):
 
     assert asyncio.run(main()) == (b"7\nfile\ntest\nuser\nmore\n", b"7\n")
     assert sorted(str(path) for path in root.rglob("*")) == before
+
+
+HOG = """
+import os
+held = []
+for _ in range(200):
+    held.append(os.memfd_create("hidden"))
+    os.write(held[-1], bytes(1 << 20))
+print("escaped")
+"""
+
+
+def test_files_in_memory_that_nobody_maps_count_towards_a_sandboxs_bound():
+    async def main() -> None:
+        runtime = opened("gvisor", lambda: GVisorRuntime(MachineLimits(memory_bytes=32 << 20)))
+        try:
+            if any(note.startswith("memory:") for note in runtime.info.notes):
+                pytest.skip("no memory control group here")
+            snapshot = await runtime.prepare({"hog.py": HOG.encode()})
+            hog, other = await runtime.fork(snapshot, 2)
+            result = await hog.exec(["python", "hog.py"], key="1", deadline_s=60)
+            assert result.exit_code == 137
+            assert b"escaped" not in result.output
+            assert (await other.exec(["python", "-c", "print(1)"], key="1", deadline_s=60)).output == b"1\n"
+        finally:
+            await runtime.close()
+
+    asyncio.run(main())

@@ -44,7 +44,7 @@ async def session(folder: RunFolder, config: RunConfig, mode: Mode, dtype: Compu
         try:
             await conductor.reinforce()
         finally:
-            conductor.ledger.close()
+            conductor.close()
             telemetry.close()
 
 

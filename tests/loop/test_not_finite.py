@@ -61,7 +61,7 @@ def test_the_learners_process_names_what_is_no_number_and_the_run_ends_with_its_
         finally:
             learner.caller.close()
             await learner.exited()
-            conductor.ledger.close()
+            conductor.close()
             telemetry.close()
 
     error = asyncio.run(main())

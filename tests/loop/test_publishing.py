@@ -15,6 +15,7 @@ import pytest
 from tests.played_run import PlayedRun
 
 from etude.errors import StoreError
+from etude.experience import Ledger
 from etude.loop import learning
 from etude.loop.conductor import Conductor
 from etude.stores import DirectoryStore
@@ -131,5 +132,8 @@ def test_nothing_runs_beside_a_publish_of_a_synchronous_run(run: Callable[..., P
         ]
         assert work == [*each[4:], *each, *each]
         this.assert_sound(2)
+        ledger = Ledger.reading(this.folder / "ledger.sqlite")
+        assert [version.step for version in ledger.versions()] == [0, 1, 2], "by which lost lineages are known"
+        ledger.close()
 
     asyncio.run(main())

@@ -237,6 +237,7 @@ def with_other_weights(run: RunFolder) -> None:
     shutil.copytree(run / "checkpoints" / "step-000004", run / "checkpoints" / "step-000002")
     about = run / "checkpoints" / "step-000002" / "learner.json"
     about.write_text(about.read_text().replace('"step": 4', '"step": 2'))
+    (about.parent / "SHA256SUMS").unlink()
 
 
 def with_half_a_checkpoint(run: RunFolder) -> None:

@@ -231,7 +231,14 @@ def test_a_learner_goes_on_from_its_adapters_as_if_it_had_not_stopped(tmp_path: 
     step(first, samples)
     version = first.publish(["r000"]).version
     first.save(tmp_path / "step-1")
-    kept = {"adapter_config.json", "adapter_model.safetensors", "config.json", "learner.json", "learner.state"}
+    kept = {
+        "SHA256SUMS",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "config.json",
+        "learner.json",
+        "learner.state",
+    }
     assert {file.name for file in (tmp_path / "step-1").iterdir()} == kept, "and no weights of the base"
     step(first, samples)
 

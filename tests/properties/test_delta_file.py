@@ -85,7 +85,7 @@ def test_any_bytes_are_refused(data: bytes) -> None:
     for bad in (data, sealed(data)):
         with pytest.raises(WeightsError):
             apply({}, bad)
-    apply_or_refuse(sealed(MAGIC + struct.pack("<HH", 1, 0) + data), {})
+    apply_or_refuse(sealed(MAGIC + struct.pack("<HH", 2, 0) + data), {})
 
 
 @pytest.mark.parametrize("mutations", [3_000, pytest.param(100_000, marks=pytest.mark.slow)])
@@ -114,7 +114,7 @@ def test_counts_that_claim_more_than_there_is_are_refused_without_memory_for_the
     wild = (1 << 32) - 1
     for counts in ((wild, 0, 0, 0), (0, wild, 0, 0), (0, 0, wild, 0), (0, 0, 0, wild), (1 << 22, 0, 0, 0)):
         with pytest.raises(WeightsError, match="damaged"):
-            read(sealed(struct.pack("<4sHHIIII", MAGIC, 1, 0, *counts)))
+            read(sealed(struct.pack("<4sHHIIII", MAGIC, 2, 0, *counts)))
 
 
 def apply_or_refuse(data: bytes, old: Weights) -> None:
@@ -127,6 +127,6 @@ def apply_or_refuse(data: bytes, old: Weights) -> None:
         except WeightsError:
             assert {name: value.tobytes() for name, value in out.items()} == held
         else:
-            expected = {e.name: e.new_digest for e in read(data).entries if e.new}
+            expected = {e.name: e.new_checksum for e in read(data).entries if e.new}
             assert made.keys() == expected.keys()
     assert {name: value.tobytes() for name, value in old.items()} == held

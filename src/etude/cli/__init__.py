@@ -36,10 +36,19 @@ from etude.cli.engine_commands import engine_commands
 from etude.cli.fleet_commands import fleet_commands
 from etude.cli.machine_commands import backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
-from etude.errors import EXITS, EtudeError, Exit, StoreError
+from etude.errors import EXITS, EtudeError, Exit, InputError, StoreError
 
 _READABLE = "a directory, s3://bucket/prefix, gs://, az:// or http://"
 _WRITABLE = "a directory, s3://bucket/prefix, gs:// or az://"
+_EXTRAS = {
+    **dict.fromkeys(("torch", "tokenizers", "safetensors", "aiohttp", "uvloop", "pyarrow", "jinja2"), "train"),
+    "obstore": "buckets",
+    "cryptography": "signing",
+    "psycopg": "postgres",
+    "ray": "ray",
+    "triton": "gpu",
+}
+"""Which extra brings a library that a light install lacks."""
 _REFUSALS = {
     errno.EACCES: "give the user that runs this access there, or name another place",
     errno.EPERM: "give the user that runs this access there, or name another place",
@@ -63,6 +72,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _EXTRAS:
+            raise
+        lacking = InputError(
+            f"this command needs {library}",
+            "it is not installed: a light install has what weights and stores need",
+            hint=f"pip install 'etude[{_EXTRAS[library]}]'",
+        )
+        print(f"error: {lacking}", file=sys.stderr)
+        return lacking.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
@@ -118,7 +138,13 @@ def _plan_command(commands: Commands[Parser]) -> None:
     plan.add_argument("--hardware", default="cpu", metavar="NAME", help="cpu (this one, measured), h100, h200, b200")
     plan.add_argument("--learner-ranks", type=positive, metavar="N", help="(default: the config's)")
     plan.add_argument("--engines", type=positive, metavar="N", help="(default: the config's)")
-    plan.add_argument("--engine-ranks", type=positive, default=1, metavar="N", help="devices that share an engine (1)")
+    plan.add_argument("--engine-hardware", metavar="NAME", help="of the engines, where it is another kind")
+    plan.add_argument(
+        "--price", action="append", default=[], metavar="NAME=N", help="dollars an hour of a device, or of cpu"
+    )
+    region = "NAME:ENGINES:GBITS:MS"
+    plan.add_argument("--region", action="append", default=[], metavar=region, help="a place of engines, and its line")
+    plan.add_argument("--engine-ranks", type=positive, metavar="N", help="devices an engine (default: the config's)")
     a_share, tokens = within(0, 1), within(0, 1e9)
     for name, kind, help in (
         ("turns", within(1, 1e6), "of a rollout"),
@@ -130,7 +156,6 @@ def _plan_command(commands: Commands[Parser]) -> None:
         ("solved-share", a_share, "of rollouts that solve their task"),
         ("changed-share", a_share, "of the weights, a version"),
         ("link-gbits", within(1e-3, 1e6), "from learner to engines (10)"),
-        ("dollars-an-hour", within(0, 1e6), "of a device, or of this machine"),
     ):
         plan.add_argument(f"--{name}", type=kind, metavar="N", help=help)
     plan.add_argument("--against", type=Path, metavar="RUN", help="take a run's rollouts, and tell how far it is off")
@@ -153,6 +178,11 @@ def _run_commands(commands: Commands[Parser]) -> None:
         help="local (default), ray, HOST:PORT or ray://HOST:PORT: a Ray cluster",
     )
     run.add_argument("--name", help="the run's folder under runs/ (default: config name, date and time)")
+    init = add(commands, "init", "init:init", "write a config and tasks to start from, into a new folder")
+    init.add_argument("folder", type=Path, metavar="DIR")
+    init.add_argument(
+        "--start", type=Path, metavar="CHECKPOINT", help="begin with this model (default: a small new one)"
+    )
     status = add(commands, "status", "run:status", "what a run is doing now")
     _run_argument(status)
     status.add_argument("--watch", action="store_true", help="look again and again, until the run has ended or Ctrl-C")
@@ -165,7 +195,7 @@ def _run_commands(commands: Commands[Parser]) -> None:
     evaluate.add_argument(
         "--config", type=Path, required=False, help="where tasks and harness are set (default: the run's)"
     )
-    evaluate.add_argument("--split", choices=["validation", "heldout"], default="validation")
+    evaluate.add_argument("--split", choices=["validation", "heldout", "transfer"], default="validation")
     evaluate.add_argument("--tasks", type=positive, default=128, metavar="N")
     evaluate.add_argument("--tries", type=positive, default=1, metavar="K", help="rollouts a task, for best-of-k")
     evaluate.add_argument("--set", action="append", default=[], metavar="a.b=c")
@@ -176,6 +206,7 @@ def _look_commands(commands: Commands[Parser]) -> None:
     compare.add_argument("run_a", type=Path, metavar="RUN")
     compare.add_argument("run_b", type=Path, metavar="RUN")
     _run_argument(add(commands, "report", "look:report", "write report.html and summary.json again"))
+    _run_argument(add(commands, "fsck", "fsck:check", "read and prove every file of a run against its checksums"))
     replay = add(commands, "replay", "replay:run", "redo a training step from disk; exit code 1 when a bit differs")
     _run_argument(replay)
     replay.add_argument("step", type=positive, metavar="STEP", help="a step of the current weights' lineage, from 1 on")
@@ -213,7 +244,7 @@ def _task_commands(commands: Commands[Parser]) -> None:
             help="repair, humaneval:PATH, swe:PATH, harbor:PATH, verifiers:NAME or a directory",
         )
         parser.add_argument("--seed", type=int, default=0)
-    splits = ["train", "validation", "heldout"]
+    splits = ["train", "validation", "heldout", "transfer"]
     check.add_argument("--split", choices=[*splits, "all"], default="train")
     check.add_argument("--num", type=positive, metavar="N", help="how many tasks of each split (default: all, or 100)")
     check.add_argument("--mutants", type=positive, default=0, metavar="N", help="wrong patches to try on each task")
@@ -292,7 +323,13 @@ def _store_commands(weights: Commands[Parser]) -> None:
     relay.add_argument("--listen", required=True, metavar="HOST:PORT", help="$ETUDE_TOKEN guards what others can reach")
     for parser in (publish, follow, relay, gc, fsck, point):
         parser.add_argument(
-            "store", type=place, metavar="STORE", help=_WRITABLE if parser in (publish, gc, point) else _READABLE
+            "store",
+            type=place,
+            nargs="?" if parser is fsck else None,
+            metavar="STORE" if parser is publish else "RUN|STORE",
+            help={fsck: f"a run, {_READABLE} (default: the newest in runs/)", publish: _WRITABLE}.get(
+                parser, f"a run, {_WRITABLE if parser in (gc, point) else _READABLE}"
+            ),
         )
     for parser in (publish, follow, gc, fsck, point):
         _channel_argument(parser)
@@ -327,6 +364,7 @@ def _model_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--port", type=port, default=8000)
     serve.add_argument("--key", help="the API key that clients must send (default: $ETUDE_API_KEY, else none)")
     serve.add_argument("--max-concurrent", type=positive, default=32)
+    serve.add_argument("--public-key", type=public_key, metavar="HEX", help="serve only versions that its owner signed")
     serve.add_argument("--fleet", metavar="URL", help="ask the engines of the run whose registry listens there")
     doctor = add(
         commands, "parity", "parity:parity", "how far an engine and the learner are apart, and where it begins"

@@ -15,12 +15,13 @@ from etude.dashboard import RunView, damage
 from etude.errors import LedgerError, RunError
 from etude.evals import compare_runs
 from etude.experience import audit
-from etude.experience.audit import steps_of
+from etude.experience.auditing import steps_of
 from etude.experience.traces import Folder
 from etude.loop.places import traces_folder, weights_place, weights_store
 from etude.loop.retention import kept_from
 from etude.run import write_durably
 from etude.seams import BlobStore
+from etude.sums import Unproven, opened, sealed
 from etude.weights.chain.history import backward, head
 from etude.weights.chain.inspect import require_pointer
 from etude.weights.chain.manifest import Manifest
@@ -31,19 +32,20 @@ def compare(args: argparse.Namespace) -> int:
     """Two runs' held-out results and the difference with its interval."""
     a, b = open_run(args.run_a), open_run(args.run_b)
     found = compare_runs(a.path, b.path)
-    table = Table("run", "held-out solve rate", "95 % interval", "tasks", "turns", "sampled tokens")
+    table = Table("run", "held-out solve rate", "95 % interval", "tasks", "problems", "turns", "sampled tokens")
     for result in (found.a, found.b):
         interval = f"{result.low:.3f} to {result.high:.3f}"
         numbers = (f"{result.turns_mean:.2f}", f"{result.sampled_mean:.1f}")
-        table.add_row(result.name, f"{result.rate:.3f}", interval, str(result.num_tasks), *numbers)
+        table.add_row(
+            result.name, f"{result.rate:.3f}", interval, str(result.num_tasks), str(result.num_problems), *numbers
+        )
     screen = console()
     screen.print(table)
-    apart = found.paired or found.difference
-    how = f"paired on {found.num_shared} tasks" if found.paired else "independent tasks"
+    apart = found.decisive
+    how = f"paired on {found.num_shared} tasks" if apart is found.paired else "as of independent tasks"
     screen.print(
         f"{found.b.name} is {found.verdict}: {apart.value:+.3f} ({apart.low:+.3f} to {apart.high:+.3f}, {how}); "
         f"better on {found.better}, worse on {found.worse}"
-        + (f", p = {found.p_value:.2g}" if found.p_value is not None else "")
     )
     return 0
 
@@ -69,10 +71,11 @@ def ledger_audit(args: argparse.Namespace) -> int:
     """Recompute from traces and manifests: lost, trained twice. Exit code 1 when anything is."""
     run = open_run(args.run)
     ledger, place, traces = open_ledger(run), weights_place(run), traces_folder(run)
+    ledger.prove()
     if isinstance(place, Path) and not place.exists():
         hint = "put it back: what was trained is what its manifests list"
         raise RunError(f"{run.path} has a ledger and no weights folder", "nothing can be audited against it", hint=hint)
-    store, note = weights_store(run), run / "audit.json"
+    store, note = weights_store(run, readonly=True), run / "audit.json"
     after = _proven(store, note) if args.new else 0
     require_pointer(store)
     steps, everything = Steps(store, down_to=after), Steps(store)
@@ -112,8 +115,9 @@ def _proven(store: BlobStore, note: Path) -> int:
     """The step up to which an audit found this very lineage sound; 0 when none did."""
     try:
         said = json.loads(note.read_text())
+        opened(said, note)
         step, version = int(said["step"]), str(said["version"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, Unproven):
         return 0
     for one in backward(store, "policy"):
         if isinstance(one, Manifest) and one.version.step <= step:
@@ -126,4 +130,4 @@ def _note(store: BlobStore, note: Path) -> None:
     pointer = head(store, "policy")
     if pointer is not None and os.access(note.parent, os.W_OK):
         version = pointer.head.version
-        write_durably(note, json.dumps({"format": 1, "step": version.step, "version": str(version)}).encode())
+        write_durably(note, json.dumps(sealed({"format": 1, "step": version.step, "version": str(version)})).encode())

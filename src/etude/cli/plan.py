@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,39 @@ from rich.table import Table
 
 from etude.cli.places import console, open_run
 from etude.config import overridden, read, to_toml
-from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint
+from etude.errors import CheckpointError, ConfigError, EtudeError, Exit, NoCheckpoint, nearest
+from etude.inference.config import EngineKind, devices_of
 from etude.loop.config import RunConfig
 from etude.loop.limits import configured
 from etude.loop.measured import Steps
 from etude.models.config import ModelConfig
 from etude.models.headers import check_rank
-from etude.plan import Device, Layout, Measured, Plan, Shape, Training, device, plan
-from etude.training.config import LearnerConfig, LiveWeights, OptimizerKind
+from etude.numerics.config import Mode, Quantise
+from etude.plan import (
+    DEVICES,
+    Device,
+    Layout,
+    Measured,
+    Plan,
+    Region,
+    Shape,
+    Training,
+    device,
+    engine_remedies,
+    learner_remedies,
+    plan,
+)
+from etude.training.config import LiveWeights, OptimizerKind
 
 CALIBRATE_S = 300.0
 
 
+BYTES_OF = {Quantise.MXFP8: 1 + 1 / 32, Quantise.NVFP4: 0.5 + 1 / 16, Quantise.MXFP4: 0.5 + 1 / 32}
+
+
 def planned(args: argparse.Namespace) -> int:
-    """Print a plan; with --against also what a run measured, and how far the plan is off."""
+    """Print a plan; with --against also what a run measured, and how far the plan is off. Fails where the memory does
+    not suffice, and says what would."""
     config = _config(args)
     model = _model(config)
     check_rank(model, config.learner.lora_rank)
@@ -36,21 +56,97 @@ def planned(args: argparse.Namespace) -> int:
     steps = Steps.read(run, config) if run is not None else None
     shape, layout = _shape(args, config, steps), _layout(args, config, steps)
     _check(model, config, shape, layout)
+    prices = _prices(args.price)
     hardware = _calibrated(config) if args.hardware == "cpu" else device(args.hardware)
-    if args.dollars_an_hour is not None:
-        hardware = replace(hardware, dollars_h=args.dollars_an_hour)
-    found = plan(model, shape, layout, hardware)
+    hardware = replace(hardware, dollars_h=prices.get(args.hardware, hardware.dollars_h))
+    engines_on = _engines_on(args, hardware, prices)
+    found = plan(model, shape, layout, hardware, engines_on)
     cores = hardware.cores if isinstance(hardware, Measured) else 0
     beside = steps.beside(found, cores) if steps is not None and cores else {}
     if args.json:
         told = {"shape": asdict(shape), "layout": asdict(layout), "hardware": asdict(hardware), "plan": found.plain()}
         print(json.dumps({**told, "against": {n: {"planned": p, "measured": m} for n, (p, m) in beside.items()}}))
-        return 0
+        return _refused(model, layout, found)
+    refused = _refused(model, layout, found)
     screen = console()
     screen.print(_table(found, shape, layout, hardware))
     if beside:
         screen.print(_compared(beside))
+    return refused
+
+
+def _refused(model: ModelConfig, layout: Layout, found: Plan) -> int:
+    """The exit code. Where something does not fit, an error of what would, and no times and prices."""
+    learner, engine = found.learner_memory, found.engine_memory
+    wanted: list[str] = []
+    for what, memory, remedies in (
+        ("a rank of the learner", learner, learner_remedies(model, layout, learner.room)),
+        ("a device of an engine", engine, engine_remedies(model, layout, engine.room)),
+    ):
+        if not memory.fits:
+            would = " | ".join(remedies) or "no setting that etude has makes it fit: larger devices"
+            wanted.append(f"{what} holds {_bytes(memory.total)} of {_bytes(memory.room)}; would fit: {would}")
+    if wanted:
+        raise EtudeError(
+            "this does not fit",
+            "; ".join(wanted),
+            hint="change one of these; --json prints the whole plan all the same",
+        )
     return 0
+
+
+def _prices(given: Iterable[str]) -> dict[str, float]:
+    """Dollars an hour by kind of hardware, as ``h100=2.5``. Raises `ConfigError`."""
+    found = {}
+    for one in given:
+        name, _, price = one.partition("=")
+        if name not in (*DEVICES, "cpu"):
+            raise ConfigError(f"--price {one!r} names no hardware", hint=nearest(name, [*DEVICES, "cpu"]))
+        found[name] = _number(f"--price {one!r}", price)
+    return found
+
+
+def _number(what: str, text: str) -> float:
+    """A number that is not negative. Raises `ConfigError`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{what}: {text!r} is no number from 0 on", hint="for instance 2.5")
+    return value
+
+
+def _engines_on(args: argparse.Namespace, hardware: Device | Measured, prices: dict[str, float]) -> Device | None:
+    """The engines' kind of accelerator, where it is another one."""
+    if args.engine_hardware is None:
+        return None
+    if isinstance(hardware, Measured):
+        raise ConfigError(
+            "--engine-hardware with --hardware cpu", "on one machine learner and engines share it", hint="leave it out"
+        )
+    found = device(args.engine_hardware)
+    return replace(found, dollars_h=prices.get(found.name, found.dollars_h))
+
+
+def _regions(args: argparse.Namespace, engines: int) -> tuple[Region, ...]:
+    """Of ``NAME:ENGINES:GBITS:MS`` each. Raises `ConfigError`."""
+    found = []
+    for one in args.region:
+        parts = one.split(":")
+        if len(parts) != 4 or not parts[1].isdecimal() or int(parts[1]) < 1:
+            raise ConfigError(
+                f"--region {one!r}", "a region is NAME:ENGINES:GBITS:MS", hint="for instance tokyo:4:10:160"
+            )
+        gbits, ms = (_number(f"--region {one!r}", part) for part in parts[2:])
+        if not gbits:
+            raise ConfigError(f"--region {one!r} has a bandwidth of 0", hint="for instance tokyo:4:10:160")
+        found.append(Region(parts[0], int(parts[1]), gbits * 1.25e8, ms / 1e3))
+    if found and sum(one.engines for one in found) != engines:
+        total = sum(one.engines for one in found)
+        raise ConfigError(f"the regions have {total} engines", f"there are {engines}", hint=f"--engines {total}")
+    link = Layout().places[0].bytes_s if args.link_gbits is None else args.link_gbits * 1.25e8
+    return tuple(found) or (Region("here", engines, link),)
 
 
 def _config(args: argparse.Namespace) -> RunConfig:
@@ -101,21 +197,40 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
     if changed is None:
         changed = steps.changed_share if steps is not None else Layout.changed_share
     beside = config.evals.during_tasks / config.evals.every if config.evals.every else 0.0
+    kv_tokens, contexts = _engine_room(config)
+    dtype_bytes = 4 if config.engine.dtype == "float32" else 2
     return Layout(
         learner_ranks=config.learner.ranks,
         engines=engines,
-        engine_ranks=args.engine_ranks,
-        max_sequences=config.engine.max_sequences,
-        context_tokens=config.engine.context_tokens,
+        engine_ranks=args.engine_ranks or _devices(config),
+        max_sequences=contexts,
+        kv_tokens=kv_tokens,
         max_lag=config.experience.max_lag,
-        max_running=max(1, engines * config.engine.max_sequences * 3 // 4),
+        max_running=max(1, engines * contexts * 3 // 4),
         budget_tokens=_forwarded(config),
-        link_bytes_s=Layout.link_bytes_s if args.link_gbits is None else args.link_gbits * 1.25e8,
+        regions=_regions(args, engines),
         changed_share=changed,
         evaluated=steps.evaluated if steps is not None else beside,
-        dtype_bytes=4 if config.engine.dtype == "float32" else 2,
-        training=_training(config.learner),
+        dtype_bytes=dtype_bytes,
+        matrix_bytes=BYTES_OF.get(config.numerics.quantise, float(dtype_bytes)),
+        training=_training(config),
     )
+
+
+def _devices(config: RunConfig) -> int:
+    """Devices of the engine that has the most, by the parallel sizes in its arguments."""
+    foreign = set(config.fleet.engines) - {EngineKind.REFERENCE}
+    return max((devices_of(config.foreign(kind).arguments) for kind in foreign), default=1)
+
+
+def _engine_room(config: RunConfig) -> tuple[int, int]:
+    """(tokens whose keys and values an engine keeps, whole contexts among them), of the kind that has the most room."""
+    kinds = set(config.fleet.engines) or {EngineKind.REFERENCE}
+    engine = config.engine
+    rooms = [(engine.max_sequences * engine.context_tokens, engine.max_sequences)]
+    foreign = [config.foreign(kind) for kind in kinds - {EngineKind.REFERENCE}]
+    found = [(one.kv_room(engine), one.max_contexts(engine)) for one in foreign]
+    return max([*found, *(rooms if EngineKind.REFERENCE in kinds else [])])
 
 
 def _check(model: ModelConfig, config: RunConfig, shape: Shape, layout: Layout) -> None:
@@ -141,7 +256,9 @@ def _forwarded(config: RunConfig) -> int:
     return -(-max(config.learner.budget_tokens, config.harness.context_tokens) // config.learner.context_parallel)
 
 
-def _training(learner: LearnerConfig) -> Training:
+def _training(config: RunConfig) -> Training:
+    learner = config.learner
+    narrow = learner.weights is LiveWeights.BF16 and learner.dtype == "bfloat16"
     return Training(
         lora_rank=learner.lora_rank,
         lora_on=str(learner.lora_on),
@@ -149,6 +266,8 @@ def _training(learner: LearnerConfig) -> Training:
         masters=learner.weights is not LiveWeights.F32,
         recompute=learner.recompute,
         dtype_bytes=4 if learner.dtype == "float32" else 2,
+        gathered_bytes=2 if narrow and config.numerics.mode is not Mode.EXACT else 4,
+        expert_parallel=learner.expert_parallel,
     )
 
 
@@ -185,10 +304,12 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     batch = "an engine" if on_cpu else f"an engine; arithmetic bounds it from {found.critical_batch:.0f} on"
     sync = f"{found.sync_bytes / 1e6:,.1f} MB, {layout.changed_share:.0%} of the weights changed"
     rollout = f"{shape.turns:.1f} turns, {shape.context:.0f} tokens, {shape.sampled_tokens:.0f} of them sampled"
-    price = f"${hardware.dollars_h:g} an hour and {'machine' if on_cpu else 'device'}"
+    price = ", ".join(f"{part} ${dollars:.4f}" for part, dollars in found.dollars.items())
     table = Table("what", "planned", "of")
     table.add_row("step", _seconds(found.step_s), f"bound by {found.bound_by}; {shape.rollouts} rollouts")
     table.add_row("learner", _seconds(found.learner_s), _learner(layout))
+    if found.communication_s:
+        table.add_row("communication", _seconds(found.communication_s), "of a rank: weights, and tokens to experts")
     table.add_row("engines", _seconds(found.engines_s), engines)
     if on_cpu:
         table.add_row("machines", _seconds(found.machines_s), "CPU seconds: worker, grader, conductor")

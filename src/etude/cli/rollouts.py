@@ -7,7 +7,7 @@ evaluations' files keep theirs. What was never trained on stays in the ledger.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -39,11 +39,24 @@ def listed(args: argparse.Namespace) -> int:
         return 0
     ledger = open_ledger(run)
     table = Table("rollout", "state", "reward", "step", "attempt", "reason")
-    for row in ledger.rows(states=None if args.state is None else [State(args.state)], limit=args.limit):
-        reward = "" if row.reward is None else f"{row.reward:g}"
-        table.add_row(row.rollout_id, row.state, reward, str(row.step or ""), str(row.attempt), row.reason)
+    signs = ledger.quarantined()
+    for row in _rows(ledger, args.state, args.limit, signs):
+        reward, reason = "" if row.reward is None else f"{row.reward:g}", row.reason
+        if row.rollout_id in signs:
+            sign = signs[row.rollout_id]
+            reason = f"{reason + '; ' if reason else ''}quarantined, graded {sign.graded:g}: {sign.reason}"
+        table.add_row(row.rollout_id, row.state, reward, str(row.step or ""), str(row.attempt), reason)
     console().print(table)
     return 0
+
+
+def _rows(ledger: Ledger, state: str | None, limit: int, signs: Collection[str]) -> list[Row]:
+    """The last so many in a state; `quarantined` are those whose record cannot be read, and those with signs of
+    cheating, whatever became of their groups."""
+    if state != State.QUARANTINED:
+        return ledger.rows(states=None if state is None else [State(state)], limit=limit)
+    found = [*ledger.found(signs), *ledger.rows(states=[State.QUARANTINED])]
+    return sorted(found, key=lambda row: row.rollout_id)[-limit:] if limit else []
 
 
 def _evaluation(run: RunFolder, name: str) -> Path:
@@ -89,6 +102,9 @@ def _show_trained(run: RunFolder, rollout_id: str, screen: Console) -> bool:
         screen.print("(it has left nothing: it was not played to an end)")
         return True
     outcome, paths = kept
+    sign = ledger.quarantined().get(rollout_id)
+    if sign is not None:
+        screen.print(f"\nquarantined, graded {sign.graded:g}: {sign.reason}")
     if isinstance(outcome, Graded):
         screen.print(f"\nreward {outcome.reward:g}: {outcome.reason} ({outcome.trust})")
     elif outcome is not None:

@@ -210,12 +210,14 @@ def _rollouts(folder: RunFolder) -> str:
     """A line: how many rollouts of training are in which state, as the ledger has it; nothing before there is one."""
     try:
         with contextlib.closing(read_ledger(folder)) as ledger:
-            states = ledger.states()
+            states, signs = ledger.states(), len(ledger.quarantined())
     except NoLedger:
         return ""
     except EtudeError as error:
         return f"rollouts: not known, {error.what}: {error.facts}\n"
-    return f"rollouts: {', '.join(f'{count:,} {state}' for state, count in sorted(states.items()))}\n" if states else ""
+    counts = ", ".join(f"{count:,} {state}" for state, count in sorted(states.items()))
+    bear = f"; {signs:,} of them quarantined: they bear signs of cheating, and earned nothing" if signs else ""
+    return f"rollouts: {counts}{bear}\n" if states else ""
 
 
 def stop(args: argparse.Namespace) -> int:

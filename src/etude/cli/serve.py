@@ -22,11 +22,13 @@ def serve(args: argparse.Namespace) -> int:
     model = existing(args.model) if args.model else newest_run().path
     gateway = GatewayConfig(host=args.host, port=args.port, max_running=args.max_concurrent)
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY"), args.fleet))
+        asyncio.run(_serve(model, gateway, args.key or os.environ.get("ETUDE_API_KEY"), args.fleet, args.public_key))
     return 0
 
 
-async def _serve(model: Path, gateway: GatewayConfig, key: str | None, fleet: str | None) -> None:
+async def _serve(
+    model: Path, gateway: GatewayConfig, key: str | None, fleet: str | None, public_key: bytes | None
+) -> None:
     from etude.loop.serving import forever, parts_of, serve_checkpoint, serve_fleet
 
     work = asyncio.current_task()
@@ -34,6 +36,12 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None, fleet: st
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, work.cancel)
     checkpoint, store, numerics, engine = parts_of(model)
+    if public_key is not None and (store is None or fleet):
+        raise InputError(
+            "--public-key is for a run's weights",
+            f"{model} is a checkpoint, which nobody signed" if store is None else "a fleet's engines have theirs",
+            hint="leave --public-key out",
+        )
     name = model.resolve().name
     said = partial(print, file=sys.stderr)
     served = (
@@ -42,6 +50,7 @@ async def _serve(model: Path, gateway: GatewayConfig, key: str | None, fleet: st
         else serve_checkpoint(
             checkpoint,
             store=store,
+            public_key=public_key,
             numerics=numerics,
             engine=engine,
             model=name,

@@ -12,10 +12,11 @@ from etude.cli import weights_files, weights_store
 from etude.cli.places import console, open_run
 from etude.dashboard import RunView
 from etude.dashboard.glossary import legend
-from etude.errors import InputError, NoRun, WeightsError
+from etude.errors import CheckpointError, InputError, NoRun, WeightsError
 from etude.loop import places
 from etude.run import RunFolder
 from etude.seams import BlobStore
+from etude.sums import prove
 from etude.weights.chain import fsck, inspect, signing
 
 
@@ -87,7 +88,8 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Check every object and digest by rebuilding every version by every way. Exit code 1 for a damaged one.
+    """Check every object and digest by rebuilding every version by every way, and the checksums of the run's
+    checkpoints. Exit code 1 for a damaged one.
 
     With `--base`: a delta file, by applying it to that checkpoint without writing anything.
     """
@@ -100,7 +102,7 @@ def verify(args: argparse.Namespace) -> int:
             f"{args.run} is a file", hint=f"say what it applies to: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
-    check = fsck.verify(places.weights_store(run))
+    check = fsck.verify(places.weights_store(run, readonly=True))
     weights_store.tell(check)
     if check.problems:
         raise WeightsError(
@@ -108,6 +110,8 @@ def verify(args: argparse.Namespace) -> int:
             check.problems[0],
             hint=_cure(run, check.problems),
         )
+    for checkpoint in sorted((run / "checkpoints").glob("[!.]*")):
+        prove(checkpoint, kind=CheckpointError)
     return 0
 
 
@@ -121,9 +125,9 @@ def _cure(run: RunFolder, problems: Sequence[str]) -> str:
 
 def repair(args: argparse.Namespace) -> int:
     """Set a lost or damaged pointer, a run's or a store's, to the newest version that surely was published."""
-    signer = weights_store.signer_of(args.key)
+    signer = signing.read_signer(args.key)
     if weights_store.is_store(args.run):
-        version = inspect.repair(weights_store.named_store(args.run), args.name, signer=signer)
+        version = inspect.repair(weights_store.named_store(args.run, readonly=False), args.name, signer=signer)
     else:
         run = open_run(None if args.run is None else Path(args.run))
         run.lock()

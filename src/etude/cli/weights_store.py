@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TextIO
 from urllib.parse import unquote
 
-from etude.cli.places import open_run
+from etude.cli.places import RUNS, open_run
 from etude.cli.watched import Watched
 from etude.dashboard.words import size
 from etude.errors import EtudeError, InputError, StoreError, WeightsError
-from etude.loop.places import weights_store
+from etude.loop.places import weights_place, weights_store
+from etude.run import RunFolder
 from etude.seams import BlobStore
 from etude.stores import BucketStore, open_store
 from etude.stores.http import HttpStore
@@ -33,7 +34,10 @@ def publish(args: argparse.Namespace) -> int:
     """Publish a checkpoint as the channel's next version: a delta against its head, where there is one."""
     tensors = read_checkpoint(args.checkpoint).tensors
     _refuse_checkpoint(args.store)
-    signer, store = signer_of(args.key), open_store(args.store)
+    signer = signing.read_signer(args.key)
+    if "://" not in args.store and Path(args.store).is_dir():
+        _directory(Path(args.store))
+    store = open_store(args.store)
     head = Follower(store, args.name).pointer()
     if head is None:
         inspect.require_pointer(store, args.name, signer)
@@ -143,7 +147,7 @@ def relay(args: argparse.Namespace) -> int:
     except OSError as error:
         raise InputError(f"cannot listen on {args.listen}", str(error.strerror), hint="take another port") from None
     print(f"relaying {args.store} at http://{host}:{listener.getsockname()[1]}", flush=True)
-    if "://" not in args.store and not (Path(args.store) / "pointers").is_dir():
+    if "://" not in args.store and not (Path(_directory(Path(args.store))) / "pointers").is_dir():
         print("nothing is published there yet: engines wait for the first version", flush=True)
     config = uvicorn.Config(app, access_log=False, log_level="warning", server_header=False, limit_concurrency=1024)
     uvicorn.Server(config).run(sockets=[listener])
@@ -152,8 +156,8 @@ def relay(args: argparse.Namespace) -> int:
 
 def gc(args: argparse.Namespace) -> int:
     """Delete what no version needs that was a head within `--keep`. The first call only looks."""
-    store, signer = existing_store(args.store), signer_of(args.key)
-    inspect.require_channel(store, args.name)
+    signer = signing.read_signer(args.key)
+    store = _with_channel(args)
     inspect.require_pointer(store, args.name, signer)
     done = garbage.collect(store, args.name, keep_s=args.keep, now=time.time(), signer=signer)
     print(
@@ -165,9 +169,16 @@ def gc(args: argparse.Namespace) -> int:
     return 0
 
 
+def _with_channel(args: argparse.Namespace) -> BlobStore:
+    """The store, to be written, once a look at it has shown the channel. Raises `InputError`."""
+    inspect.require_channel(existing_store(args.store, readonly=True), args.name)
+    return existing_store(args.store)
+
+
 def point(args: argparse.Namespace) -> int:
     """Let a branch, or the channel itself, name a version that is stored: a canary, a rollback."""
-    store, signer = existing_store(args.store), signer_of(args.key)
+    signer = signing.read_signer(args.key)
+    store = _with_channel(args)
     inspect.require_pointer(store, args.name, signer)
     version = inspect.find(store, args.version, args.name).version
     branches.point(store, args.name, version, branch=args.branch, signer=signer)
@@ -195,13 +206,14 @@ def key(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Read all of a channel and rebuild every version by every way. Exit code 1 for a version that is lost."""
-    store = watched_store(args.store, sys.stderr)
+    place = str(open_run(None).path) if args.store is None else args.store
+    store = watched_store(place, sys.stderr, readonly=True)
     inspect.require_channel(store, args.name)
     found = fsck.verify(store, args.name)
     tell(found)
     if found.found:
         first = found.found[0]
-        raise WeightsError(f"{len(found.found)} problems in {args.store}", str(first), hint=first.hint)
+        raise WeightsError(f"{len(found.found)} problems in {place}", str(first), hint=first.hint)
     return 0
 
 
@@ -218,51 +230,64 @@ def tell(found: fsck.Check) -> None:
     )
 
 
-def named_store(text: str | None) -> BlobStore:
+def named_store(text: str | None, *, readonly: bool = True) -> BlobStore:
     """The store that a RUN|STORE argument means: a URL, a store's directory, or a run's weights."""
     if text is not None and is_store(text):
-        return watched_store(text, sys.stderr)
-    return weights_store(open_run(None if text is None else Path(text)))
+        return watched_store(text, sys.stderr, readonly=readonly)
+    return weights_store(open_run(None if text is None else Path(text)), readonly=readonly)
 
 
 def is_store(text: str | None) -> bool:
     """Whether a RUN|STORE argument means a store: a URL, or a directory with pointers or manifests."""
-    folders = ("pointers", "manifests")
-    return text is not None and ("://" in text or any((Path(text) / folder).is_dir() for folder in folders))
+    return text is not None and ("://" in text or any((Path(text) / folder).is_dir() for folder in _FOLDERS))
 
 
-def existing_store(place: str, *, cache: Path | None = None) -> BlobStore:
-    """A store that is there already, or will be: a run's, which begins with its first version. A mistyped path is not
-    made into an empty one. Raises `InputError`."""
-    path = Path(place)
-    of_run = path.name == "weights" and (path.parent / "run.json").is_file()
-    if "://" not in place and not path.is_dir() and not of_run:
-        hint = "give a run's weights (RUN/weights), a directory, s3://bucket/prefix, gs:// or az://"
-        raise InputError(f"no store at {place}", "nor a run whose weights it would hold", hint=hint)
-    return open_store(place, cache=cache)
+_FOLDERS = ("pointers", "branches", "manifests")
 
 
-def watched_store(place: str, out: TextIO, *, cache: Path | None = None) -> BlobStore:
+def existing_store(place: str, *, cache: Path | None = None, readonly: bool = False) -> BlobStore:
+    """The store at a URL, in a directory, or of a run (a run's may have no version yet). A mistyped path is not made
+    into an empty store, nor a directory of something else. Raises `InputError`."""
+    if "://" not in place:
+        if (run := _run_of(Path(place))) is not None and cache is None:
+            return weights_store(run, readonly=readonly)
+        place = _directory(Path(place))
+    return open_store(place, cache=cache, readonly=readonly)
+
+
+def _directory(path: Path) -> str:
+    """Where the store is that a path means: there, or where the run there keeps its weights."""
+    hint = "give a run, its weights (RUN/weights), a store's directory, s3://bucket/prefix, gs:// or az://"
+    if (run := _run_of(path)) is not None:
+        return str(weights_place(run))
+    if not path.is_dir():
+        raise InputError(f"no store at {path}", "nor a run whose weights it would hold", hint=hint)
+    if not is_store(str(path)) and any(found.name not in _OWN for found in path.iterdir()):
+        raise InputError(
+            f"{path} is no store", f"it has files, and none of {', '.join(f'{name}/' for name in _FOLDERS)}", hint=hint
+        )
+    return str(path)
+
+
+def _run_of(path: Path) -> RunFolder | None:
+    """The run that a path means: its folder, its name in runs/, or its weights' folder."""
+    for folder in (path, RUNS / path, *([path.parent] if path.name == "weights" else [])):
+        if (folder / "run.json").is_file():
+            return RunFolder(folder) if folder == path.parent else RunFolder.open(folder)
+    return None
+
+
+_OWN = (".tmp", ".lock", "objects", "later")
+"""What an empty store's directory, or one whose first publish was killed, may hold."""
+
+
+def watched_store(place: str, out: TextIO, *, cache: Path | None = None, readonly: bool = False) -> BlobStore:
     """An existing store; a line in `out` while it does not answer, where it is one that is asked again."""
-    far = existing_store(place)
-    store = far if cache is None else existing_store(place, cache=cache)
+    far = existing_store(place, readonly=readonly)
+    store = far if cache is None else existing_store(place, cache=cache, readonly=readonly)
     if not isinstance(far, HttpStore | BucketStore):
         return store
     return Watched(store, place, far.deadline_s, partial(print, file=out, flush=True))
-
-
-def signer_of(path: Path | None) -> signing.Signer | None:
-    """Who signs with the private key in a file. Raises `InputError`, which quotes nothing of it."""
-    if path is None:
-        return None
-    try:
-        return signing.Signer(bytes.fromhex(path.read_text("ascii").strip()))
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be read", str(error.strerror), hint="etude weights key FILE makes one"
-        ) from None
-    except ValueError:
-        raise InputError(f"{path} holds no key", hint="etude weights key FILE makes one") from None
 
 
 def _line(adopted: Adopted) -> str:

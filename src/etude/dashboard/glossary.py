@@ -9,7 +9,7 @@ GLOSSARY = {
     "validation": "solve rate on tasks that are never trained on, while the run goes on: settings are chosen by it",
     "held-out": "tasks, or documents, that nothing is trained on or chosen by: the result is told on them",
     "copies": "share of held-out texts in which the model finds the words that it has to copy from its context",
-    "lag": "the learner's step when a rollout is trained minus the step of its oldest token",
+    "lag": "optimiser steps from the version of a rollout's oldest token to the one trained, by their common ancestor",
     "idle": "share of the RL phase in which a process did not compute",
     "delta": "what an engine that holds the version before fetches of a new one",
     "bound": "the bytes of a code of single changes that knows how many there are at each exponent; ours adapts "
@@ -25,7 +25,7 @@ def legend(names: Iterable[str]) -> str:
     """One line on the words among `names`.
 
     >>> legend(["lag", "invalid"])
-    "lag: the learner's step when a rollout is trained minus the step of its oldest token"
+    "lag: optimiser steps from the version of a rollout's oldest token to the one trained, by their common ancestor"
     """
     return "; ".join(f"{name}: {GLOSSARY[name]}" for name in names if name in GLOSSARY)
 

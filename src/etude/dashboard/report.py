@@ -23,6 +23,7 @@ from etude.dashboard.summary import summarise_view
 from etude.dashboard.transcripts import pair
 from etude.dashboard.troubles import damage, troubles
 from etude.errors import StoreError
+from etude.sums import sealed_page
 
 Row = tuple[str, ...]
 
@@ -36,7 +37,7 @@ def write_report(run_dir: Path | str) -> Path:
     path = view.path / "report.html"
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(page(view), encoding="utf-8")
+        temporary.write_bytes(sealed_page(page(view)))
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -54,13 +55,14 @@ def page(view: RunView) -> str:
         name=view.path.name,
         origin=_origin(view),
         heldout=_headline(summary),
+        transfer=" → ".join(_rate(one) for one in summary["transfer"].values() if one),
         nothing_learnt=summary["nothing_learnt"],
         baselines=[f"{name} agent {rate:.2f}" for name, rate in summary["baselines"].items() if rate is not None],
         tiles=[(*tile, meaning(f"{tile[0]} {tile[2]}")) for tile in _tiles(summary)],
         sections=[(title, found) for title, made in PANELS if (found := [_marked(p) for f in made if (p := f(view))])],
         families=list(_families(view)),
         invalid=sorted(summary["invalid"].items()),
-        states=sorted(summary["rollouts"].items()),
+        states=[*sorted(summary["rollouts"].items()), *_quarantined(summary)],
         times=[(name, words.duration(summary["wall_s"][name])) for name in PHASES if name in summary["wall_s"]],
         cpu=[(name, words.duration(s)) for name, s in sorted(summary["cpu_s"].items(), key=lambda one: -one[1])],
         host=_host(summary["host"]),
@@ -86,6 +88,12 @@ def _text(path: Path) -> str:
         return ""
 
 
+def _quarantined(summary: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """A row under the states: rollouts with signs of cheating, which are in one of those, too."""
+    if number := summary["quarantined"]:
+        yield "of these quarantined: signs of cheating, reward 0", number
+
+
 def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
     """The one result: held-out solve rate before and after, in words."""
     before, after = summary["heldout"]["before"], summary["heldout"]["after"]
@@ -97,7 +105,12 @@ def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
         if one["low"] is not None and one["high"] is not None:
             facts[f"{name}_interval"] = f"{one['low']:.3f} to {one['high']:.3f}"
     tasks = [str(one["num_tasks"]) for one in shown.values() if one["num_tasks"] is not None]
-    return {**facts, "num_tasks": tasks[-1] if tasks else "?"}
+    problems = words.of_problems(list(shown.values())[-1])
+    return {**facts, "num_tasks": tasks[-1] if tasks else "?", "problems": problems}
+
+
+def _rate(one: Mapping[str, Any]) -> str:
+    return f"{one['rate']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
 
 
 def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:

@@ -16,7 +16,7 @@ from etude.dashboard.read import Event, RunView, counts, number, read_json, text
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
-_HELDOUT = ("num_tasks", "solved", "rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean")
+_HELDOUT = ("num_tasks", "num_problems", "solved", "rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean")
 
 
 def summarise(run_dir: Path | str, *, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -36,6 +36,7 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
         "etude": identity.get("etude"),
         "host": identity.get("host"),
         "heldout": heldout(view),
+        "transfer": transfer(view),
         "baselines": _baselines(view),
         "wall_s": wall_s(view),
         "cpu_s": _cpu_s(view),
@@ -44,6 +45,7 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
         "weights": weights(view),
         "parity": parity(view),
         "invalid": invalid(view),
+        "quarantined": quarantined(view),
         "rollouts": rollout_states(view.path / "ledger.sqlite") if rollouts is None else dict(rollouts),
         "rl": _rl(view.by_step("rl.step")),
         "nothing_learnt": nothing_learnt(view),
@@ -80,6 +82,12 @@ def heldout(view: RunView) -> dict[str, Any]:
         "during": [{"split": event.get("split"), **_pick(event, ("step", *_HELDOUT))} for event in during],
         "after": _pick(after, _HELDOUT) if after else None,
     }
+
+
+def transfer(view: RunView) -> dict[str, Any]:
+    """Evaluations before and after RL on tasks of kinds that were never trained on; null where there was none."""
+    found = {name: view.evaluation(f"{name}-transfer") for name in ("before", "after")}
+    return {name: _pick(event, _HELDOUT) if event else None for name, event in found.items()}
 
 
 def _baselines(view: RunView) -> dict[str, float | None]:
@@ -166,6 +174,12 @@ def invalid(view: RunView) -> dict[str, int]:
     for event in view.by_step("rl.step"):
         found.update({name: int(n) for name, n in counts(event, "invalid").items()})
     return dict(sorted(found.items()))
+
+
+def quarantined(view: RunView) -> int:
+    """Rollouts with signs of cheating: they earned nothing, and were trained on as that."""
+    signs = (event for event in view.of("rollout.signs") if text(event, "state") == "quarantined")
+    return len({text(event, "rollout_id") for event in signs})
 
 
 def rollout_states(ledger: Path) -> dict[str, int]:

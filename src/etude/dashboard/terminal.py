@@ -68,7 +68,7 @@ def result_lines(run_dir: Path | str) -> list[str]:
     view = RunView(run_dir)
     summary = summarise_view(view)
     found, spent, sent = summary["heldout"], summary["wall_s"], summary["weights"]
-    lines = [_verdict(found)]
+    lines = [_verdict(found), *_transfer(summary["transfer"])]
     parts = ", ".join(f"{name} {words.duration(spent[name])}" for name in PHASES if spent.get(name, 0) >= 0.05)
     if parts:
         lines.append(f"{words.duration(spent['total'])} in all: {parts}")
@@ -94,7 +94,15 @@ def _verdict(found: Mapping[str, Any]) -> str:
     return (
         f"held-out solve rate {before['rate']:.3f} [{before['low']:.3f}, {before['high']:.3f}] → "
         f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on {after['num_tasks']} tasks"
+        f"{words.of_problems(after)}"
     )
+
+
+def _transfer(found: Mapping[str, Any]) -> Iterator[str]:
+    """The solve rate on kinds of tasks that were never trained on, if it was measured."""
+    rates = [f"{one['rate']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for one in found.values() if one]
+    if rates:
+        yield f"on kinds of tasks never trained on: {' → '.join(rates)}"
 
 
 def _title(view: RunView) -> RenderableType:

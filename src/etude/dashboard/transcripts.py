@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from etude.sums import Unproven, prove_parquet
+
 _COLUMNS = ("task_id", "rollout_id", "reward", "family", "transcript")
 _MESSAGE = re.compile(r"^\[(system|user|assistant|call|tool)\] ?", re.MULTILINE)
 _MAX_CHARS = 20_000
@@ -81,9 +83,11 @@ def _try(row: dict[str, Any]) -> Try:
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of an evaluation; none when the file is missing or damaged."""
     try:
+        with path.open("rb") as handle:
+            prove_parquet(handle, path, kind=Unproven)
         file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
         rows: list[dict[str, Any]] = file.read(columns=list(_COLUMNS), use_threads=False).to_pylist()
-    except (pa.ArrowException, OSError, ValueError, KeyError):
+    except (pa.ArrowException, OSError, ValueError, KeyError, Unproven):
         return []
     kinds = {name: float if name == "reward" else str for name in _COLUMNS}
     return [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]

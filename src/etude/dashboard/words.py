@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -71,3 +72,13 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     return "".join(BARS[min(len(BARS) - 1, max(0, int(value * len(BARS))))] for value in values)
+
+
+def of_problems(one: Mapping[str, Any]) -> str:
+    """How many different problems the tasks of an evaluation are, where they are variants of fewer.
+
+    >>> of_problems({"num_tasks": 512, "num_problems": 127}), of_problems({"num_tasks": 5, "num_problems": 5})
+    (' (127 different problems)', '')
+    """
+    tasks, problems = one.get("num_tasks"), one.get("num_problems")
+    return f" ({problems} different problems)" if tasks and problems and problems < tasks else ""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from etude.config import ranged
+from etude.errors import MachineError
 
 MIB = 1 << 20
 
@@ -24,6 +26,7 @@ class MachineLimits:
     tmp_bytes: int = ranged(32 * MIB, low=MIB)
     inodes: int = ranged(8192, low=64)  # files and folders in each of the two
     open_files: int = ranged(256, low=16)  # of one process
+    require_memory_bound: bool = False  # refuse to start where no control group bounds `memory_bytes` of a machine
 
 
 @dataclass(frozen=True)
@@ -31,4 +34,20 @@ class MachinesConfig(MachineLimits):
     """Whose machines, and what one may use."""
 
     backend: str = "namespace"  # or "microvm", "gvisor", "remote": see `environments.backends`
+    require_memory_bound: bool = True  # false: start all the same; what one process maps is bounded, the sum is not
     images: str = ""  # folder of the image store, where tasks name images; "": they name none
+
+
+def require_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
+    """Raise `MachineError` where a bound on a machine's memory is required and no control group can keep it.
+
+    Nothing else can: a process may hold memory that no count of processes shows (files in memory whose descriptors are
+    on their way through a socket, buffers of sockets), and may take gigabytes between two counts.
+    """
+    if limits.require_memory_bound and "memory" not in controllers:
+        raise MachineError(
+            "nothing bounds the memory of a machine here",
+            "there is no memory control group that this process may divide: machines could take all of the host's",
+            hint="run it where one is delegated (systemd-run --user --scope -p Delegate=yes ...), use backend microvm, "
+            "or accept it: [machines] require_memory_bound = false",
+        )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import comb
 from pathlib import Path
 
 from etude.errors import StoreError
 from etude.evals.intervals import Interval, difference, paired_difference
 from etude.evals.result import EvalResult, evaluate, tries_by_task
 from etude.evals.rows import EvalRow, read_rows
+
+MIN_SHARED = 20
+"""The fewest shared problems for which a paired interval decides; they must be half of the smaller evaluation, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,15 +24,24 @@ class Comparison:
     difference: Interval  # as if the tasks were drawn anew for each: two independent rates
     paired: Interval | None  # over the tasks that both tried; None where they share none
     num_shared: int
+    shared_enough: bool  # whether so many problems are shared that the paired interval can be trusted
     better: int  # shared tasks on which b solved a larger share of its tries
     worse: int
-    p_value: float | None  # exact sign test (McNemar) of better against worse; None without shared tasks
 
     @property
     def verdict(self) -> str:
-        """One word, by the sharper interval that there is: "better", "worse" or "undecided" (b against a)."""
-        interval = self.paired or self.difference
+        """One word: "better", "worse" or "undecided" (b against a), by `decisive`."""
+        interval = self.decisive
         return "better" if interval.low > 0 else "worse" if interval.high < 0 else "undecided"
+
+    @property
+    def decisive(self) -> Interval:
+        """The narrower of the two intervals; the paired one only where enough problems are shared. Which one it is
+        depends on their widths alone, never on what they say."""
+        both = [self.difference]
+        if self.paired is not None and self.shared_enough:
+            both.append(self.paired)
+        return min(both, key=lambda i: i.high - i.low)
 
 
 def compare(a: Iterable[EvalRow], b: Iterable[EvalRow], *, names: tuple[str, str] = ("a", "b")) -> Comparison:
@@ -42,15 +53,19 @@ def compare(a: Iterable[EvalRow], b: Iterable[EvalRow], *, names: tuple[str, str
     shared = sorted(shares_a.keys() & shares_b.keys())
     differences = [shares_b[t] - shares_a[t] for t in shared]
     better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    problem_of = {r.task_id: r.problem for r in rows_a}
+    problems = [problem_of[t] for t in shared]
+    most = min(result_a.num_problems, result_b.num_problems)
+    num_problems = len(set(problems))
     return Comparison(
         a=result_a,
         b=result_b,
         difference=difference(_interval(result_a), _interval(result_b)),
-        paired=paired_difference(differences) if shared else None,
+        paired=paired_difference(differences, problems) if shared else None,
         num_shared=len(shared),
+        shared_enough=num_problems >= MIN_SHARED and 2 * num_problems >= most,
         better=better,
         worse=worse,
-        p_value=sign_test(better, worse) if shared else None,
     )
 
 
@@ -63,17 +78,6 @@ def compare_runs(run_a: Path, run_b: Path, *, name: str = "after") -> Comparison
                 f"nothing to compare in {run}", f"evals/{name} has no valid rollout", hint="take another run"
             )
     return compare(rows[0], rows[1], names=(run_a.name, run_b.name))
-
-
-def sign_test(better: int, worse: int) -> float:
-    """The two-sided exact probability of a split at least as uneven, if neither side were favoured.
-
-    >>> sign_test(0, 0), sign_test(6, 0)
-    (1.0, 0.03125)
-    """
-    n = better + worse
-    tail = sum(comb(n, k) for k in range(min(better, worse) + 1))
-    return min(1.0, 2 * tail / (1 << n))
 
 
 def _shares(rows: Iterable[EvalRow]) -> dict[str, float]:

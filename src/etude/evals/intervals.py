@@ -1,14 +1,20 @@
-"""Intervals: how far a rate can be believed. Pure arithmetic.
+"""Confidence intervals of solve rates. Pure arithmetic.
 
 Wilson (1927) for one rate, Newcombe (1998, method 10) for the difference of two independent ones, Bonett and Price
 (2012) for a difference on the same tasks. All three hold near 0 and 1 and at small counts, where the textbook normal
 interval is empty or leaves [0, 1]; a solve rate before training is near 0.
+
+Tasks that are variants of one problem succeed and fail together. Intervals over them use the effective number of
+tasks: how many independent tasks would have this variance, by the smaller of two estimates, the variance of a ratio
+over clusters (which a bootstrap over problems converges to) and Kish's design effect; with Student's t for few
+problems. A percentile bootstrap covers less near 0 and 1 (docs/decisions/0047-intervals-count-problems.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 
 Z95 = 1.959964
@@ -48,6 +54,23 @@ def wilson(solved: float, n: float, z: float = Z95) -> Interval:
     return Interval(rate, low, high)
 
 
+def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Interval:
+    """The mean of `solved` (in [0, 1], one value a rollout) and its Wilson interval at the effective number of
+    independent rollouts. `problems[i]` is the cluster of rollout i.
+
+    >>> clustered_rate([1, 1, 0, 0], ["a", "b", "c", "d"]).low > clustered_rate([1, 1, 0, 0], ["a", "a", "b", "b"]).low
+    True
+    >>> clustered_rate([], [])
+    Interval(value=0.0, low=0.0, high=1.0)
+    """
+    n = len(solved)
+    if n == 0:
+        return wilson(0, 0)
+    rate = math.fsum(solved) / n
+    effective, quantile = _effective(solved, problems, independent=rate * (1 - rate) / n)
+    return wilson(min(rate * effective, effective), effective, quantile)
+
+
 def difference(a: Interval, b: Interval) -> Interval:
     """b - a for independent rates, from their Wilson intervals (Newcombe's hybrid score interval)."""
     value = b.value - a.value
@@ -56,17 +79,77 @@ def difference(a: Interval, b: Interval) -> Interval:
     return Interval(value, max(-1.0, value - below), min(1.0, value + above))
 
 
-def paired_difference(differences: Sequence[float], z: float = Z95) -> Interval:
-    """The mean of per-task differences in [-1, 1], with one pseudo-task each way (Bonett and Price).
+def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]) -> Interval:
+    """The mean of per-task differences in [-1, 1], with one pseudo-task each way (Bonett and Price), at the effective
+    number of independent tasks. `problems[i]` is the cluster of task i.
 
-    >>> paired_difference([])
+    >>> paired_difference([], [])
     Interval(value=0.0, low=-1.0, high=1.0)
     """
     n = len(differences)
     if n == 0:
         return Interval(0.0, -1.0, 1.0)
-    value = math.fsum(differences) / n
-    centre = math.fsum(differences) / (n + 2)
-    variance = (math.fsum(d * d for d in differences) + 2) / (n + 2) - centre * centre
-    half = z * math.sqrt(variance / (n + 2))
+    value, square = math.fsum(differences) / n, math.fsum(d * d for d in differences) / n
+    effective, quantile = _effective(differences, problems, independent=(square - value * value) / n)
+    centre = value * effective / (effective + 2)
+    variance = (square * effective + 2) / (effective + 2) - centre * centre
+    half = quantile * math.sqrt(variance / (effective + 2))
     return Interval(value, max(-1.0, centre - half), min(1.0, centre + half))
+
+
+def over_seeds(rates: Sequence[float]) -> Interval:
+    """The mean of the rates of several training seeds, with Student's t interval of the variance between them: what
+    another seed of the same recipe may be expected to average. Needs at least two rates.
+
+    >>> over_seeds([0.92, 0.95, 0.95])  # doctest: +ELLIPSIS
+    Interval(value=0.94, low=0.896..., high=0.983...)
+    """
+    n = len(rates)
+    if n < 2:
+        raise ValueError(f"the variance of {n} seed cannot be estimated")
+    mean = math.fsum(rates) / n
+    half = _t95(n - 1) * math.sqrt(math.fsum((r - mean) ** 2 for r in rates) / (n - 1) / n)
+    return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))
+
+
+def _effective(values: Sequence[float], problems: Sequence[Hashable], *, independent: float) -> tuple[float, float]:
+    """The number of independent values whose mean would have the variance of this one, from 1 to the number of values,
+    and the quantile of an interval. `independent`: the variance of the mean if the values were independent."""
+    n, mean = len(values), math.fsum(values) / len(values)
+    clusters: defaultdict[Hashable, list[float]] = defaultdict(list)
+    for value, problem in zip(values, problems, strict=True):
+        clusters[problem].append(value)
+    count = len(clusters)
+    if count == n:
+        return float(n), Z95
+    if count == 1:
+        return 1.0, _T95[0]
+    squares = math.fsum((math.fsum(c) - len(c) * mean) ** 2 for c in clusters.values())
+    variance = count / (count - 1) * squares / (n * n)
+    by_variance = n * independent / variance if variance > 0.0 else float(count)
+    return min(max(min(by_variance, n / _design_effect(clusters.values(), mean)), 1.0), float(n)), _t95(count - 1)
+
+
+def _design_effect(clusters: Collection[Sequence[float]], mean: float) -> float:
+    """How many times larger the variance of the mean is than that of independent values: Kish's design effect, with
+    the intraclass correlation of a one-way analysis of variance. Needs two clusters, and one of two values."""
+    n, count = sum(map(len, clusters)), len(clusters)
+    means = [math.fsum(c) / len(c) for c in clusters]
+    between = math.fsum(len(c) * (m - mean) ** 2 for c, m in zip(clusters, means, strict=True)) / (count - 1)
+    within = math.fsum((x - m) ** 2 for c, m in zip(clusters, means, strict=True) for x in c) / (n - count)
+    size = sum(len(c) ** 2 for c in clusters) / n
+    spread = between + ((n - size) / (count - 1) - 1) * within
+    correlation = min(max((between - within) / spread, 0.0), 1.0) if spread > 0.0 else 1.0
+    return 1 + (size - 1) * correlation
+
+
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""Student's t of a two-sided 95 % interval, for 1 to 10 degrees of freedom."""
+
+
+def _t95(freedom: int) -> float:
+    """Student's t quantile of a two-sided 95 % interval; from 11 degrees of freedom by Cornish and Fisher's series."""
+    if freedom <= len(_T95):
+        return _T95[freedom - 1]
+    z = Z95
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

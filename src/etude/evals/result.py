@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from etude.evals.intervals import wilson
+from etude.evals.intervals import clustered_rate
 from etude.evals.rows import EvalRow
 
 
@@ -19,6 +19,7 @@ class EvalResult:
     split: str
     step: int
     num_tasks: int  # tasks with at least one valid try
+    num_problems: int  # different problems among them: variants of one problem are not independent
     tries: int  # most tries at one task
     solved: int  # valid rollouts with reward 1
     rate: float
@@ -39,8 +40,8 @@ class EvalResult:
 def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_s: float) -> EvalResult:
     """Sum up the rollouts of one evaluation.
 
-    With several tries a task the tries are not independent; the interval then counts tasks, not tries, which is never
-    too narrow.
+    Several tries at a task, and tasks that are variants of one problem, are not independent: the interval is that of
+    the effective number of rollouts, by the variance between problems.
     """
     rows = list(rows)
     valid = [r for r in rows if r.valid]
@@ -48,14 +49,15 @@ def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_
     tries = max((len(v) for v in tries_by_task(rows).values()), default=0)
     solved = sum(r.solved for r in valid)
     n = len(valid)
-    effective = n if tries <= 1 else len(by_task)
-    interval = wilson(min(solved / n * effective, effective) if n else 0.0, effective)
+    problems = [r.problem for r in valid]
+    interval = clustered_rate([float(r.solved) for r in valid], problems)
     families = _group(valid, lambda r: r.family)
     return EvalResult(
         name=name,
         split=split,
         step=step,
         num_tasks=len(by_task),
+        num_problems=len(set(problems)),
         tries=tries,
         solved=solved,
         rate=solved / n if n else 0.0,

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from etude.errors import StoreError
 from etude.records.rollout import Graded, Outcome, Rollout
+from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 MAX_ROWS = 10_000_000
 
@@ -27,6 +28,7 @@ class EvalRow:
     task_id: str
     rollout_id: str
     family: str
+    problem: str  # variants of one problem share it; the task's id where the task is unique
     outcome: str  # "graded", or the boundary at which it became invalid
     reward: float
     ending: str
@@ -52,6 +54,7 @@ _SCHEMA = pa.schema(
         ("task_id", pa.string()),
         ("rollout_id", pa.string()),
         ("family", pa.string()),
+        ("problem", pa.string()),
         ("outcome", pa.string()),
         ("reward", pa.float64()),
         ("ending", pa.string()),
@@ -62,7 +65,8 @@ _SCHEMA = pa.schema(
         ("wall_s", pa.float64()),
         ("tool_s", pa.float64()),
         ("transcript", pa.string()),
-    ]
+    ],
+    metadata={PARQUET_KEY: "1"},
 )
 
 
@@ -73,6 +77,7 @@ def make_row(rollout: Rollout, outcome: Outcome, *, transcript: str) -> EvalRow:
         task_id=rollout.task.task_id,
         rollout_id=rollout.rollout_id,
         family=rollout.task.family,
+        problem=rollout.task.problem or rollout.task.task_id,
         outcome="graded" if isinstance(outcome, Graded) else outcome.boundary.value,
         reward=outcome.reward if isinstance(outcome, Graded) else 0.0,
         ending=rollout.ending.value if graded else "",
@@ -93,9 +98,9 @@ def write_rows(path: Path, rows: Iterable[EvalRow]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
+        with partial.open("w+b") as file:
             pq.write_table(table, file, compression="zstd")
-            file.flush()
+            seal_parquet(file)
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
@@ -107,6 +112,8 @@ def read_rows(path: Path) -> list[EvalRow]:
     """The rows of a file; columns it has besides are skipped. Raises `StoreError` for a missing or damaged one."""
     names = [f.name for f in fields(EvalRow)]
     try:
+        with path.open("rb") as handle:
+            prove_parquet(handle, path, kind=StoreError)
         file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
         if file.metadata.num_rows > MAX_ROWS:
             raise StoreError(f"{path} has {file.metadata.num_rows} rows", hint=f"at most {MAX_ROWS} are read")

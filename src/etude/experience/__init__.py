@@ -3,24 +3,31 @@
 The ledger keeps every rollout's state and bytes; the window says who may start and who is trained next; the
 curriculum which tasks are worth it; credit turns
 rewards into advantages; packing makes batches; traces record them; the audit checks it all afterwards. Usable alone:
-numpy, pyarrow and SQLite (or PostgreSQL, with psycopg), no torch and no other folder of etude.
+numpy, pyarrow (for traces) and SQLite (or PostgreSQL, with psycopg), no torch and no other folder of etude. Names are
+imported when first used.
 
 >>> from etude.experience import Window, advantages
->>> Window(max_lag=2, groups_per_step=16).room(num_admitted=0, published_step=0)
+>>> Window(max_lag=2, groups_per_step=16).room(num_open=0, batched_step=0, published_step=0)
 48
 >>> advantages([1.0, 0.0, 0.0, 0.0])
 [0.75, -0.25, -0.25, -0.25]
 """
 
-from etude.experience.admission import Straggler, Window
-from etude.experience.audit import audit
-from etude.experience.config import ExperienceConfig
-from etude.experience.credit import SCHEMES, Credit, advantages
-from etude.experience.facts import step_facts
-from etude.experience.groups import Finished, Group
-from etude.experience.ledger import Ledger
-from etude.experience.packing import make_batch
-from etude.experience.traces import read_trace, write_trace
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.experience.admission import Straggler, Window
+    from etude.experience.auditing import audit
+    from etude.experience.config import ExperienceConfig
+    from etude.experience.credit import SCHEMES, Credit, advantages
+    from etude.experience.facts import step_facts
+    from etude.experience.groups import Finished, Group
+    from etude.experience.ledger import Ledger
+    from etude.experience.packing import make_batch
+    from etude.experience.traces import read_trace, write_trace
 
 __all__ = [
     "SCHEMES",
@@ -38,3 +45,26 @@ __all__ = [
     "step_facts",
     "write_trace",
 ]
+
+_HOME = {
+    "Credit": "credit",
+    "ExperienceConfig": "config",
+    "Finished": "groups",
+    "Group": "groups",
+    "Ledger": "ledger",
+    "SCHEMES": "credit",
+    "Straggler": "admission",
+    "Window": "admission",
+    "advantages": "credit",
+    "audit": "auditing",
+    "make_batch": "packing",
+    "read_trace": "traces",
+    "step_facts": "facts",
+    "write_trace": "traces",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -2,9 +2,15 @@
 
 *Lag* of a token is the learner's step when it trains on it minus the step that sampled it. Counting slots does not
 bound it: batching whatever finishes first let 17 % of groups over the bound at lag 1 in a simulation. A window in
-order of admission does. Group number n (counted from 0) belongs to the learner's step n // groups_per_step; it may
-start once step n // groups_per_step − max_lag is published, on engines that are at least there. Engines only go
-forward, so no token of it can be staler than the bound when its turn comes.
+order of admission does. A step takes at least `groups_per_step` of the open groups (those that no step has taken), in
+order: number n of them (counted from 0) is trained at learner step b + n // groups_per_step at the latest, where b
+batches were formed before. It may start once that step − max_lag is published, on engines that are at least there.
+Engines only go forward, so no token of it can be staler than the bound when its turn comes.
+
+With `signal_groups` a step goes on taking groups, in the same order, until so many of them have a signal (dynamic
+sampling, DAPO, arXiv 2503.14476): in rounds, each as large as the share of signal so far says, up to `FILL` times
+`groups_per_step`. Rounds follow from the outcomes alone, so `max_lag = 0` stays deterministic; where too few groups are
+open for one, more are admitted. Groups without a signal are part of the batch: recorded, counted, and consumed.
 
 Its turn may come late: a step waits for its slowest group. `Straggler.WAIT` waits, so batches are formed strictly by
 order of admission, and `max_lag = 0` is exactly synchronous RL. `Straggler.MASK` lets a step pass over a few groups
@@ -17,6 +23,7 @@ Knows nothing of the ledger, of engines, or of what a group holds.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +33,9 @@ import numpy as np
 from etude.errors import LedgerError
 from etude.records.rollout import Path
 from etude.records.wire import Bools
+
+FILL = 4
+"""The most that a step takes in search of signal, in times `groups_per_step`."""
 
 
 class Straggler(enum.StrEnum):
@@ -40,42 +50,75 @@ class Window:
     """Who may start, and who is trained next. It has no state: the ledger has.
 
     >>> window = Window(max_lag=1, groups_per_step=2)
-    >>> window.room(num_admitted=0, published_step=0)  # steps 0 and 1 may be sampled by version 0
+    >>> window.room(num_open=0, batched_step=0, published_step=0)  # steps 0 and 1 may be sampled by version 0
     4
-    >>> window.room(num_admitted=4, published_step=1)
+    >>> window.room(num_open=2, batched_step=1, published_step=1)
     2
     >>> window.take(["g0", "g1", "g2"], ready={"g1", "g2"})  # g0 is waited for
     >>> window.take(["g0", "g1", "g2"], ready={"g0", "g1"})
     ['g0', 'g1']
+    >>> picky = Window(max_lag=0, groups_per_step=2, signal_groups=2)
+    >>> picky.take(["g0", "g1"], ready={"g0", "g1"}, signal={"g1"})  # half had a signal: two more will give one
+    >>> picky.size(["g0", "g1"], ready={"g0", "g1"}, signal={"g1"})
+    4
     """
 
     max_lag: int
     groups_per_step: int
     straggler: Straggler = Straggler.WAIT
+    signal_groups: int = 0  # 0: a step takes `groups_per_step`, whatever they hold
 
     @property
     def num_groups(self) -> int:
         """The most groups that are admitted and not trained; times the group's size it is the ledger's capacity."""
-        return (self.max_lag + 1) * self.groups_per_step
+        if not self.signal_groups:
+            return (self.max_lag + 1) * self.groups_per_step
+        return 2 * self.most + self.max_lag * self.groups_per_step  # two batches on their way, and the window behind
+
+    @property
+    def most(self) -> int:
+        """The most groups that a step takes."""
+        return (FILL if self.signal_groups else 1) * self.groups_per_step
 
     @property
     def late_groups(self) -> int:
         """The most groups that one step may pass over."""
         return max(1, self.groups_per_step // 8) if self.straggler is Straggler.MASK else 0
 
-    def room(self, num_admitted: int, published_step: int) -> int:
-        """How many more groups may start, when `num_admitted` ever were and `published_step` is the newest version."""
-        return max(0, (published_step + self.max_lag + 1) * self.groups_per_step - num_admitted)
+    def room(self, num_open: int, batched_step: int, published_step: int, size: int = 0) -> int:
+        """How many more groups may start, when `num_open` are open, the batch of `batched_step` was formed last, and
+        `published_step` is the newest version. `size`: what the step that is being formed wants in all, in another
+        round; 0 where none is being formed."""
+        ahead = (published_step - batched_step + self.max_lag + 1) * self.groups_per_step
+        return max(0, max(ahead, size if size > self.groups_per_step else 0) - num_open)
 
-    def min_step(self, index: int) -> int:
-        """The version step that engines must at least have for group number `index`: `RolloutSpec.min_step`."""
-        return max(0, index // self.groups_per_step - self.max_lag)
+    def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
+        """The version step that engines must at least have for a group that starts behind `num_open` open ones:
+        `RolloutSpec.min_step`."""
+        trained_at = batched_step + num_open // self.groups_per_step
+        return max(0, min(published_step, trained_at - self.max_lag))
 
-    def take(self, order: Sequence[str], ready: Collection[str]) -> list[str] | None:
+    def take(self, order: Sequence[str], ready: Collection[str], signal: Collection[str] = ()) -> list[str] | None:
         """The groups of the next step, or None while one of them is waited for. `order`: every group that no step
-        has taken, in order of admission (`Ledger.open_groups`)."""
-        found = [group for group in order[: self.groups_per_step + self.late_groups] if group in ready]
-        return found[: self.groups_per_step] if len(found) >= self.groups_per_step else None
+        has taken, in order of admission (`Ledger.open_groups`); `signal`: those of `ready` whose members differ."""
+        size = self.size(order, ready, signal)
+        found = self._first(order, ready, size)
+        return found if len(found) >= size else None
+
+    def size(self, order: Sequence[str], ready: Collection[str], signal: Collection[str] = ()) -> int:
+        """How many groups the next step takes, as far as those that are ready tell."""
+        size = self.groups_per_step
+        while size < self.most:
+            found = self._first(order, ready, size)
+            having = sum(group in signal for group in found)
+            if len(found) < size or having >= self.signal_groups:
+                break
+            more = math.ceil((self.signal_groups - having) * size / having) if having else size
+            size = min(self.most, size + more)
+        return size
+
+    def _first(self, order: Sequence[str], ready: Collection[str], size: int) -> list[str]:
+        return [group for group in order[: size + self.late_groups] if group in ready][:size]
 
     def late(self, order: Sequence[str], taken: Sequence[str]) -> list[str]:
         """The groups that `take` passed over: admitted before its last one and not in it."""

@@ -1,7 +1,8 @@
 """Credit: what each sibling's reward says about it, as one small pure function a scheme.
 
 A scheme maps the rewards of the *valid* siblings of a group to their advantages. Fewer than two valid siblings, or
-rewards that are all the same, teach nothing: `advantages` gives zeros. Knows nothing of tokens.
+rewards that are all the same, teach nothing: `advantages` gives zeros. A scheme that divides by a deviation takes that
+of the rewards as they were graded: a penalty is no reason to magnify itself. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ def dr_grpo(rewards: Sequence[float]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
-def grpo(rewards: Sequence[float]) -> list[float]:
-    """(r − mean(r)) / std(r), the population's deviation.
+def grpo(rewards: Sequence[float], raw: Sequence[float] | None = None) -> list[float]:
+    """(r − mean(r)) / std(raw), the population's deviation of the rewards before any penalty (None: of `rewards`).
 
-    Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300).
+    Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), where the divergence is in the loss, and in no deviation.
 
     >>> [round(a, 3) for a in grpo([1.0, 0.0])]
     [1.0, -1.0]
+    >>> [round(a, 3) for a in grpo([0.9, -0.2], raw=[1.0, 0.0])]
+    [1.1, -1.1]
     """
-    centred = dr_grpo(rewards)
+    centred = dr_grpo(raw or rewards)
     deviation = math.sqrt(math.fsum(a * a for a in centred) / len(centred))
-    return [a / (deviation + GRPO_EPSILON) for a in centred]
+    return [a / (deviation + GRPO_EPSILON) for a in dr_grpo(rewards)]
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
@@ -63,15 +66,22 @@ class Credit(enum.StrEnum):
 SCHEMES: Mapping[Credit, Scheme] = {Credit.DR_GRPO: dr_grpo, Credit.GRPO: grpo, Credit.RLOO: rloo}
 
 
-def advantages(rewards: Sequence[float], scheme: Scheme = dr_grpo) -> list[float]:
-    """The scheme's advantages, or zeros where the group has no signal.
+def advantages(
+    rewards: Sequence[float], scheme: Scheme = dr_grpo, *, raw: Sequence[float] | None = None
+) -> list[float]:
+    """The scheme's advantages, or zeros where the group has no signal. `raw`: the rewards before a penalty, where there
+    is one. `grpo` has no signal where those are all the same; a scheme that divides by nothing passes the penalty on.
 
     >>> advantages([1.0, 1.0, 1.0]), advantages([1.0]), advantages([])
     ([0.0, 0.0, 0.0], [0.0], [])
+    >>> advantages([0.99, 1.01], grpo, raw=[1.0, 1.0]), [round(a, 3) for a in advantages([0.99, 1.01], raw=[1.0, 1.0])]
+    ([0.0, 0.0], [-0.01, 0.01])
     """
-    if len(rewards) < 2 or min(rewards) == max(rewards):
+    divides = scheme is grpo
+    signal = raw if divides and raw is not None else rewards
+    if len(rewards) < 2 or min(signal) == max(signal):
         return [0.0] * len(rewards)
-    return scheme(rewards)
+    return grpo(rewards, raw) if divides else scheme(rewards)
 
 
 def with_k1_penalty(reward: float, k1: float, *, beta: float) -> float:

@@ -82,10 +82,16 @@ def marks(values: Collection[Any]) -> str:
 
 
 def open_database(
-    place: Path | str, *, readonly: bool = False, check: Callable[[], None] | None = None, said: Callable[[str], None]
+    place: Path | str,
+    *,
+    readonly: bool = False,
+    still: bool = False,
+    check: Callable[[], None] | None = None,
+    said: Callable[[str], None],
 ) -> Database:
     """A path is an SQLite file, `postgresql://host/db#run_id` a schema on a server (`pip install 'etude[postgres]'`).
-    One that is not there is made, or with `readonly` a `NoLedger`. `said` is told of a server that was waited for."""
+    One that is not there is made, or with `readonly` a `NoLedger`; `still`: nobody writes it meanwhile, so SQLite makes
+    no files beside it in order to read. `said` is told of a server that was waited for."""
     if is_server(place):
         try:
             from etude.experience.postgres import PostgresDatabase
@@ -94,7 +100,7 @@ def open_database(
         return PostgresDatabase(str(place), readonly=readonly, check=check, said=said)
     from etude.experience.sqlite import SqliteDatabase
 
-    return SqliteDatabase(Path(place), readonly=readonly, check=check)
+    return SqliteDatabase(Path(place), readonly=readonly, still=still, check=check)
 
 
 def check_server(url: str) -> None:

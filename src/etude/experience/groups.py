@@ -24,6 +24,7 @@ class Group:
     group_id: str
     rollout_ids: tuple[str, ...]  # every member, sorted; those cancelled or quarantined have no entry in `finished`
     finished: tuple[Finished, ...]  # by rollout id
+    lost: frozenset[str] = frozenset()  # members of which a version of a lost lineage sampled something
 
     @property
     def valid(self) -> tuple[tuple[Rollout, Graded], ...]:

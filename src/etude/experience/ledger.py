@@ -10,6 +10,7 @@ See `docs/formats/ledger.md`. Knows nothing of how rollouts are run, of weights,
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
 from collections import Counter
@@ -22,8 +23,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 from etude.errors import LedgerError
 from etude.experience.database import each, marks, open_database
 from etude.experience.groups import Finished
-from etude.experience.lineage import Lineage, by_step
-from etude.experience.looking import FINISHED, SPEC, Looking
+from etude.experience.lineage import Lineage, by_step, remembered
+from etude.experience.looking import FINISHED, QUARANTINE, SPEC, Looking, Quarantined
 from etude.experience.rows import Row
 from etude.experience.transitions import HOLDING, SETTLED, State, check
 from etude.records.completion import Version
@@ -102,10 +103,10 @@ class Ledger(Looking):
         each(self._db, "INSERT INTO slots (slot) VALUES ?", [(slot,) for slot in range(self._capacity)])
 
     @classmethod
-    def reading(cls, place: Path | str) -> Ledger:
-        """Open to read only, beside a writer. Raises `NoLedger` when there is none."""
+    def reading(cls, place: Path | str, *, still: bool = False) -> Ledger:
+        """Open to read only, beside a writer; `still`: there is none now. Raises `NoLedger` when there is none."""
         ledger = cls.__new__(cls)
-        ledger._db = open_database(place, readonly=True, said=lambda _: None)
+        ledger._db = open_database(place, readonly=True, still=still, said=lambda _: None)
         ledger._capacity = int(ledger.recall("capacity") or 0)
         return ledger
 
@@ -154,11 +155,16 @@ class Ledger(Looking):
         self._put(SPEC, [(spec.rollout_id, pack(spec)) for spec in specs])
 
     @_atomic
-    def start(self, limit: int) -> list[RolloutSpec]:
-        """The first so many that wait are running from now on."""
+    def start(self, limit: int, *, published: int | None = None) -> list[RolloutSpec]:
+        """The first so many that wait are running from now on: up to the first that demands a later version step than
+        the `published` one (None: whatever they demand). In order of admission demands never fall, so nobody behind
+        that one could start."""
         rows = self.next_waiting(limit)
-        self._move([_Move(row, State.RUNNING) for row in rows])
-        return self.specs(rows) if rows else []
+        specs = self.specs(rows) if rows else []
+        if published is not None:
+            specs = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
+        self._move([_Move(row, State.RUNNING) for row in rows[: len(specs)]])
+        return specs
 
     def finish(self, rollout: Rollout, outcome: Outcome) -> bool:
         """Store what a worker returned and how it was judged. False: of an attempt that no longer counts; nothing
@@ -177,6 +183,11 @@ class Ledger(Looking):
                 ends[row.rollout_id] = row, Finished(rollout_id=row.rollout_id, outcome=outcome, rollout=rollout)
         self._end(list(ends.values()))
         return counts
+
+    def quarantine(self, rollout_id: str, *, reason: str, graded: float) -> None:
+        """Note that a rollout bears a sign of cheating, and what it was graded before that took its reward. It stays
+        with its group: who cheats and earns nothing teaches its siblings that."""
+        self.put(rollout_id, QUARANTINE, pack(Quarantined(reason=reason, graded=graded)))
 
     @_atomic
     def fail(self, rollout_id: str, invalid: Invalid) -> None:
@@ -227,6 +238,7 @@ class Ledger(Looking):
     @_atomic
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
         """The version that learned from these is published: batched becomes trained, or no-signal without a sample."""
+        self._published(version)
         self._trained(self.known(rollout_ids), f"in {version}")
         sql = "UPDATE rollouts SET version = column2 FROM (VALUES ?) AS trained WHERE rollout_id = column1"
         each(self._db, sql, [(i, str(version)) for i in rollout_ids])
@@ -239,11 +251,15 @@ class Ledger(Looking):
         return len(batched)
 
     @_atomic
-    def reconcile(self, lineage: Lineage, *, believed: Callable[[], int] = lambda: 0) -> Reconciled:
+    def reconcile(
+        self, lineage: Lineage, *, believed: Callable[[], int] = lambda: 0, head: Version | None = None
+    ) -> Reconciled:
         """Agree with the weights after a restart. `lineage` is what the manifests list of the lineage that the learner
         goes on from: it is read again where a server went away. What was trained only outside of it is free again; what
-        was running runs again. `believed`, asked once the lineage was read: a step up to which the ledger itself stands
-        in for manifests."""
+        was running runs again. `head`: the version that the learner published as it began. `believed`, asked once the
+        lineage was read: a step up to which the ledger itself stands in for manifests."""
+        if head is not None:
+            self._published(head)
         trained, freed, running = 0, 0, self.rows(states=[State.RUNNING])
         self._move([_Move(row, State.REQUEUED, "the run was interrupted") for row in running])
         for step, kept in by_step(lineage, self.steps(), believed=believed):
@@ -269,10 +285,11 @@ class Ledger(Looking):
     @_atomic
     def prune(self, step: int) -> int:
         """Drop the blobs of rollouts consumed at or before a version step: call it with the oldest step that a
-        restart can still go back to. Returns how many blobs went; their traces stay."""
+        restart can still go back to. Returns how many blobs went; their traces stay, and notes of quarantine do."""
         before, batched = int(self.recall("pruned") or 0), State.BATCHED
         spent = "SELECT rollout_id FROM rollouts WHERE step > ? AND step <= ? AND state != ?"
-        gone = self._db.rows(f"DELETE FROM blobs WHERE rollout_id IN ({spent}) RETURNING 1", before, step, batched)
+        sql = f"DELETE FROM blobs WHERE rollout_id IN ({spent}) AND name != ? RETURNING 1"
+        gone = self._db.rows(sql, before, step, batched, QUARANTINE)
         left = self._value("SELECT min(step) FROM rollouts WHERE state = ? AND step <= ?", batched, step)
         self.remember("pruned", max(before, step if left is None else left - 1))
         return len(gone)
@@ -287,6 +304,10 @@ class Ledger(Looking):
         """Keep a small JSON value."""
         sql = "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
         self._db.execute(sql, key, json.dumps(value))
+
+    def _published(self, version: Version) -> None:
+        versions = remembered(self.versions(), version)
+        self.remember("versions", [(v.step, v.incarnation, v.digest) for v in versions])
 
     # Writing
 

@@ -1,12 +1,25 @@
-"""What the manifests of the current weights list: which rollouts each step consumed. Plain data; knows no manifest."""
+"""Lineages: which rollouts each step of the current weights consumed, and how far away versions of lost ones are.
+
+A restart goes on from a checkpoint: what was published after it is a dead branch, and its rollouts may still be in the
+ledger. Plain data; knows no manifest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import msgspec
+
+from etude.experience.groups import Finished, Group
+from etude.records.completion import Version
+from etude.records.rollout import Rollout, Trace
 
 Lineage = Iterable[tuple[int, Collection[str]]]
 """(version step, ids of the rollouts that it consumed) in order of training; a version that was published again has
 none. It may be read more than once, and is looked at step by step, so a long run's need not be in memory as a whole."""
+
+KEPT = 256
+"""Versions that a ledger remembers: more than the largest `max_lag`, and several checkpoints back."""
 
 
 def by_step(
@@ -25,3 +38,80 @@ def by_step(
     for step in known:
         if step not in met:
             yield step, None if step <= believed() else ()
+
+
+class Branches:
+    """The versions that were published, and how old each is, seen from the current weights.
+
+    A version is in the lineage of the current weights if it is of the current incarnation, or if the lineage has the
+    same bytes at its step: a lost lineage whose steps were repeated bit for bit is not lost. Any other one lies on a
+    dead branch. Its distance from step n of the lineage is the way back to the common ancestor and forth again:
+    (step - ancestor) + (n - ancestor), as large as that of a version of step 2 * ancestor - step in the lineage. That
+    one is its *apparent step*, which may be negative.
+
+    >>> def version(step, incarnation, bytes): return Version(step, incarnation * 8, bytes * 64)
+    >>> first = [version(step, "a", "5678"[step]) for step in range(4)]
+    >>> branches = Branches([*first, version(1, "b", "6"), version(2, "b", "9"), version(3, "b", "0")])
+    >>> [branches.apparent_step(one) for one in first]  # step 1 is the ancestor: 3 was two steps away from it
+    [0, 1, 0, -1]
+    """
+
+    def __init__(self, versions: Iterable[Version] = ()) -> None:
+        """`versions`: in the order of publishing, what each restart published first included."""
+        self._lineages: dict[str, dict[int, str]] = {}  # of each incarnation, the oldest first: step -> digest
+        self._first: dict[str, int] = {}  # the step that each incarnation began with
+        self._live: dict[int, str] = {}
+        for version in versions:
+            if version.incarnation not in self._lineages:
+                before = {step: digest for step, digest in self._live.items() if step < version.step}
+                self._lineages[version.incarnation], self._first[version.incarnation] = before, version.step
+            self._live = self._lineages[version.incarnation]
+            self._live[version.step] = version.digest
+
+    def apparent_step(self, version: Version) -> int:
+        """The step of a version in the lineage, or the one in it that is as far away. A version that is not known is
+        believed to be in the lineage, unless its step is one that the lineage has not come to."""
+        if not self._live or self._live.get(version.step) == version.digest:
+            return version.step
+        incarnations = [*self._lineages]
+        if version.incarnation == incarnations[-1]:
+            return version.step
+        if version.incarnation not in self._lineages:
+            return version.step if version.step <= max(self._live) else 2 * min(self._live) - version.step
+        later = incarnations[incarnations.index(version.incarnation) + 1 :]
+        branch = self._lineages[version.incarnation]
+        shared = [s for s, digest in branch.items() if s <= version.step and self._live.get(s) == digest]
+        ancestor = min(version.step, max([min(self._first[i] for i in later), *shared]))
+        return 2 * ancestor - version.step
+
+
+def seen_from(branches: Branches, group: Group) -> Group:
+    """The group with the apparent step of each version, and in `lost` the rollouts of which a lost one sampled some."""
+    finished = tuple(_seen(branches, one) for one in group.finished)
+    lost = {new.rollout_id for new, old in zip(finished, group.finished, strict=True) if new is not old}
+    return Group(group.group_id, group.rollout_ids, finished, frozenset(lost)) if lost else group
+
+
+def remembered(versions: Sequence[Version], version: Version) -> list[Version]:
+    """The newest `KEPT` versions, once this one is published."""
+    return [*versions, version][-KEPT:]
+
+
+def _seen(branches: Branches, finished: Finished) -> Finished:
+    rollout = finished.rollout
+    versions = {} if rollout is None else _versions(rollout)
+    apparent = {version: branches.apparent_step(version) for version in versions}
+    if rollout is None or all(step == version.step for version, step in apparent.items()):
+        return finished
+    replace = msgspec.structs.replace
+    turns = []
+    for turn in rollout.trace.turns:
+        spans = tuple(
+            replace(span, version=replace(span.version, step=apparent[span.version])) for span in turn.completion.spans
+        )
+        turns.append(replace(turn, completion=replace(turn.completion, spans=spans)))
+    return replace(finished, rollout=replace(rollout, trace=Trace(tuple(turns))))
+
+
+def _versions(rollout: Rollout) -> set[Version]:
+    return {span.version for turn in rollout.trace.turns for span in turn.completion.spans}

@@ -15,16 +15,25 @@ import msgspec
 from etude.errors import LedgerError
 from etude.experience.database import Database, marks
 from etude.experience.groups import Finished, Group
+from etude.experience.lineage import Branches, seen_from
 from etude.experience.rows import COLUMNS, Row, as_row
 from etude.experience.transitions import SETTLED, State
+from etude.records.completion import Version
 from etude.records.rollout import RolloutSpec
 from etude.records.wire import unpack
 
 _HIDDEN = (State.QUARANTINED, State.CANCELLED)
-SPEC, FINISHED = "spec", "finished"
-"""Names of the blobs that the ledger itself keeps: a packed `RolloutSpec` and a packed `Finished`."""
+SPEC, FINISHED, QUARANTINE = "spec", "finished", "quarantine"
+"""Names of the blobs that the ledger itself keeps: packed, a `RolloutSpec`, a `Finished`, a `Quarantined`."""
 
 T = TypeVar("T")
+
+
+class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a rollout earned nothing though it was graded."""
+
+    reason: str  # the sign of cheating: "rule: what was seen (where)"
+    graded: float  # the reward that the grader gave
 
 
 class Looking:
@@ -72,6 +81,11 @@ class Looking:
         """The rows of those of some rollouts that there are."""
         sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
         return [as_row(r) for r in self._db.rows(sql, *rollout_ids)] if rollout_ids else []
+
+    def quarantined(self) -> dict[str, Quarantined]:
+        """Rollouts that bear a sign of cheating, by looking at all that are kept; by id."""
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
+        return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
 
     def count(self, *, after: int | None = None) -> int:
         """Rollouts ever admitted, by looking at all; with `after`, those that no step up to that one took."""
@@ -143,6 +157,12 @@ class Looking:
         sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) GROUP BY group_id HAVING {settled}"
         return {group_id for (group_id,) in self._db.rows(sql, *group_ids, *SETTLED)} if group_ids else set()
 
+    def with_signal(self, group_ids: Collection[str]) -> set[str]:
+        """Those of some groups whose graded members do not all have the same reward."""
+        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) AND state = ?"
+        sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
+        return {g for (g,) in self._db.rows(sql, *group_ids, State.GRADED)} if group_ids else set()
+
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Those of some groups that any batch ever took, one of a lost lineage included."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
@@ -150,13 +170,18 @@ class Looking:
         return {group_id for (group_id,) in rows}
 
     def group(self, group_id: str) -> Group:
-        """The group with what is stored of it. A record that cannot be read is a `LedgerError`."""
+        """The group with what is stored of it, its versions as they are seen from the current weights
+        (`lineage.seen_from`). A record that cannot be read is a `LedgerError`."""
         of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
         sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
         stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
         ids = tuple(rollout_id for rollout_id, _ in stored)
         found = [_read(i, FINISHED, data, Finished) for i, data in stored if data is not None]
-        return Group(group_id=group_id, rollout_ids=ids, finished=tuple(found))
+        return seen_from(Branches(self.versions()), Group(group_id, ids, tuple(found)))
+
+    def versions(self) -> list[Version]:
+        """The versions that were published last, in that order, those of lost lineages included."""
+        return [Version(*facts) for facts in self.recall("versions") or []]
 
     def cursor(self, split: str) -> int:
         """Index of the next task of a split."""

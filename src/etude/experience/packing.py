@@ -49,21 +49,28 @@ def make_batch(
 ) -> Batch:
     """The batch that makes version step `step`, trained at learner step `step - 1`.
 
-    `k1` is Σ log π − log π_ref of each valid rollout, by its id; `beta` times that is taken off its reward.
+    Tokens of a lost lineage that are past the bound are masked under either policy: no window can keep a restart from
+    making them stale.
+
+    `k1` is Σ log π − log π_ref of each valid rollout that sampled a token, by its id; `beta` times that is taken off
+    its reward.
 
     Samples of non-zero advantage only; every rollout of the groups is consumed, and every token that a valid rollout
-    sampled counts in the normaliser, so that a step with little signal is a small step.
+    sampled counts in the normaliser. So a batch with little signal has a small gradient, but not a small step: the
+    optimiser divides by the gradient's recent size. One without any sample changes no weight.
     """
     samples: list[Sample] = []
     num_loss_tokens = 0
     for group in groups:
         rewards = group.rewards
         if k1 is not None:
-            rewards = [with_k1_penalty(g.reward, k1[r.rollout_id], beta=beta) for r, g in group.valid]
-        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme), strict=True):
+            of = [k1[rollout.rollout_id] if rollout.num_sampled else 0.0 for rollout, _ in group.valid]
+            rewards = [with_k1_penalty(reward, one, beta=beta) for reward, one in zip(rewards, of, strict=True)]
+        for (rollout, _), advantage in zip(group.valid, advantages(rewards, scheme, raw=group.rewards), strict=True):
             num_loss_tokens += rollout.num_sampled
             if advantage:
-                samples += _samples(rollout, advantage, step - 1, max_lag, straggler)
+                policy = Straggler.MASK if rollout.rollout_id in group.lost else straggler
+                samples += _samples(rollout, advantage, step - 1, max_lag, policy)
     return Batch(
         batch_id=batch_id,
         step=step,

@@ -2,7 +2,8 @@
 
 WAL, so that `status` and `audit` read while the conductor writes. `synchronous=NORMAL`: a killed process loses
 nothing, a power cut may lose the last transactions; where that would hurt (before a batch is trained) the caller
-asks for `sync`. One writer at a time: whoever holds the run folder's lock. Knows nothing of what a state means.
+asks for `sync`. One writer at a time: whoever holds the run folder's lock. Each row has a CRC (`row_sums`). Knows
+nothing of what a state means.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.errors import EtudeError, LedgerError, StoreError
 from etude.experience.database import FORMAT, INDEXES, NoLedger, check_format
+from etude.experience.row_sums import has_sums, keep_sums, wrong_rows
+from etude.experience.wal import lost_frames
 
 BUSY_TIMEOUT_S = 10.0
 _HINT_COPY = "restore the run folder from a copy"
@@ -59,12 +63,16 @@ CREATE TABLE transitions (
 class SqliteDatabase:
     """A `Database` in one file."""
 
-    def __init__(self, path: Path, *, readonly: bool = False, check: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, path: Path, *, readonly: bool = False, still: bool = False, check: Callable[[], None] | None = None
+    ) -> None:
         self.path, self._check, self._depth, self._sync_due = path, check, 0, False
         if readonly and not path.exists():
             raise NoLedger(f"{path} cannot be used", "there is no such file", hint="a run makes it as its RL begins")
         try:
-            where = f"{path.absolute().as_uri()}?mode={'ro' if readonly else 'rwc'}"
+            mode = "ro" if readonly else "rwc"
+            alone = "&immutable=1" if readonly and still and not _has_log(path) else ""
+            where = f"{path.absolute().as_uri()}?mode={mode}{alone}"
             self._connection = sqlite3.connect(
                 where, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
@@ -88,6 +96,10 @@ class SqliteDatabase:
         if not readonly:
             for sql in INDEXES:
                 self.execute(sql)
+            try:
+                keep_sums(self._connection)
+            except sqlite3.DatabaseError as error:
+                raise _in_words(self.path, error) from error
 
     def _script(self, sql: str) -> None:
         try:
@@ -144,14 +156,33 @@ class SqliteDatabase:
             raise _in_words(self.path, error) from error
 
     def prove(self) -> None:
-        """Walk the whole file once, a second for some hundred MB. Raises `LedgerError` where a page, a row or a
-        constraint is damaged."""
-        found = [said for (said,) in self.rows("PRAGMA quick_check(1)")]
-        if found != ["ok"]:
+        """Walk the whole file once, a second for some hundred MB. Raises `LedgerError` where a page, an index, a
+        constraint or a value is damaged, or a part of the log that a killed writer left."""
+        damaged = lost_frames(self.path)
+        found = [damaged] if damaged else []
+        try:
+            self.execute("BEGIN")
+            found += [said for (said,) in self.rows("PRAGMA integrity_check(1)") if said != "ok"]
+            if not found and has_sums(self._connection):
+                found += islice(wrong_rows(self._connection), 3)
+        except sqlite3.DatabaseError as error:
+            raise _in_words(self.path, error) from error
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        if found:
             raise LedgerError(f"{self.path} is not a sound ledger", "; ".join(map(str, found)), hint=_HINT_COPY)
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _has_log(path: Path) -> bool:
+    """Whether there is anything that is not in the file yet."""
+    try:
+        return Path(f"{path}-wal").stat().st_size > 0
+    except FileNotFoundError:
+        return False
 
 
 def _in_words(path: Path, error: sqlite3.DatabaseError | OSError) -> EtudeError:

@@ -3,9 +3,9 @@
 A row is one root-to-leaf path of one rollout; a rollout that left no path (it is invalid) has one row without
 tokens. Rows of `in_batch` are the batch's samples as they were trained, masks included; the others are kept because
 a step's baseline came from them. The batch's digest is kept beside them, so what is read back is what was trained on,
-or an error. See `docs/formats/traces.md`. Files are read in the caller's thread (`pre_buffer`,
-`use_threads`): one of pyarrow's that still holds a Python file when the interpreter ends aborts the process, after its
-work was done. Knows nothing of SQLite and of what made the batch.
+or an error; and the file has a digest of all its bytes (`etude.sums`). See `docs/formats/traces.md`. Files
+are read in the caller's thread (`pre_buffer`, `use_threads`): one of pyarrow's that still holds a Python file when the
+interpreter ends aborts the process, after its work was done. Knows nothing of SQLite and of what made the batch.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from etude.records.sample import Batch, Sample
 from etude.records.task import Trust
 from etude.records.wire import I32, pack
 from etude.seams import BlobStore
+from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 FORMAT = 1
 _KEY = b"etude.batch"
@@ -185,7 +186,8 @@ def write_trace(
         "computed_by": dict(computed_by or {}),
         "settings": dict(settings or {}),
     }
-    table = pa.Table.from_pylist(rows, SCHEMA.with_metadata({_KEY: json.dumps(facts).encode()}))
+    metadata = {_KEY: json.dumps(facts).encode(), PARQUET_KEY.encode(): b"1"}
+    table = pa.Table.from_pylist(rows, SCHEMA.with_metadata(metadata))
     path = trace_path(folder, batch.step)
     _write(path, table)
     return path
@@ -237,13 +239,14 @@ def _write(path: File, table: pa.Table) -> None:
     if isinstance(path, InStore):
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd", write_page_checksum=True)
+        seal_parquet(buffer)
         return path.replace(buffer.getvalue())
     temporary = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
+        with temporary.open("w+b") as file:
             pq.write_table(table, file, compression="zstd", write_page_checksum=True)
-            file.flush()
+            seal_parquet(file)
             os.fsync(file.fileno())
         temporary.replace(path)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -319,26 +322,29 @@ def read_index(path: File) -> Index:
 
 def _read(path: File, columns: list[str] | None = None) -> tuple[pa.Table, dict[str, Any]]:
     try:
-        with (
-            path.open("rb") as handle,
-            pq.ParquetFile(handle, page_checksum_verification=True, pre_buffer=False) as file,
-        ):
-            schema = file.schema_arrow
-            if not schema.equals(SCHEMA, check_metadata=False):
-                raise ValueError("its columns are not those of a trace")
-            facts = json.loads((schema.metadata or {})[_KEY])
-            kinds = {"format": int, "batch_id": str, "step": int, "num_loss_tokens": int}
-            if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
-                raise ValueError("its facts about the batch are incomplete")
-            if facts["format"] != FORMAT:
-                raise ValueError(f"it has format {facts['format']}, this etude reads {FORMAT}")
-            table = file.read(columns=columns, use_threads=False)
-            table.validate(full=True)
-            return table, facts
+        with path.open("rb") as handle:
+            has_digest = prove_parquet(handle, path, kind=LedgerError)
+            return _table(handle, columns if has_digest else None)  # else all of its pages are read, which have a CRC
     except FileNotFoundError as error:
         raise LedgerError(f"no trace at {path}", hint="the step was not recorded, or its trace was removed") from error
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError) as error:
         raise _damaged(path, error) from error
+
+
+def _table(handle: BinaryIO, columns: list[str] | None) -> tuple[pa.Table, dict[str, Any]]:
+    with pq.ParquetFile(handle, page_checksum_verification=True, pre_buffer=False) as file:
+        schema = file.schema_arrow
+        if not schema.equals(SCHEMA, check_metadata=False):
+            raise ValueError("its columns are not those of a trace")
+        facts = json.loads((schema.metadata or {})[_KEY])
+        kinds = {"format": int, "batch_id": str, "step": int, "num_loss_tokens": int}
+        if not isinstance(facts, dict) or any(not isinstance(facts.get(k), t) for k, t in kinds.items()):
+            raise ValueError("its facts about the batch are incomplete")
+        if facts["format"] != FORMAT:
+            raise ValueError(f"it has format {facts['format']}, this etude reads {FORMAT}")
+        table = file.read(columns=columns, use_threads=False)
+        table.validate(full=True)
+        return table, facts
 
 
 def _damaged(path: File, error: Exception) -> LedgerError:

@@ -24,7 +24,7 @@ class State(enum.StrEnum):
     NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient of its own
     REQUEUED = "requeued"  # to be run again, or its stored outcome to be used again
     PARKED = "parked"  # set aside without a slot; may come back
-    QUARANTINED = "quarantined"  # its record cannot be believed; kept, never trained
+    QUARANTINED = "quarantined"  # its record cannot be read or believed; kept, never trained
     CANCELLED = "cancelled"  # nobody wants it any more
 
 
@@ -51,7 +51,7 @@ MOVES = (
     Move(State.ADMITTED, State.CANCELLED, "the run ends"),
     Move(State.RUNNING, State.GRADED, "it was judged"),
     Move(State.RUNNING, State.INVALID, "it failed outside the agent's reach"),
-    Move(State.RUNNING, State.REQUEUED, "its worker or the run died: one more attempt"),
+    Move(State.RUNNING, State.REQUEUED, "its worker or the run died, or no engine came to its version: once more"),
     Move(State.RUNNING, State.PARKED, "it is set aside so that others may go on"),
     Move(State.RUNNING, State.CANCELLED, "the run ends"),
     Move(State.REQUEUED, State.RUNNING, "a worker takes it again"),

@@ -7,7 +7,6 @@ that were complete. Knows nothing of where machines and engines come from, nor o
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import time
@@ -30,9 +29,6 @@ from etude.seams import Machine, Policy
 
 SPEAK_BY_TOOLS = "call a tool"
 """What a turn without a tool call is answered with."""
-
-GRACE_S = 5.0
-"""Seconds past a request's own deadline, before the policy itself counts as hung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +67,9 @@ async def run_agent(
     limits: HarnessConfig,
     ask: Ask,
     clock: Callable[[], float] = time.monotonic,
-    grace_s: float = GRACE_S,
 ) -> AgentRun:
-    """Work at a task on its machine. Raises `ChatError` for a template that only etude's user can mend."""
+    """Work at a task on its machine. How long a turn may take is the policy's to bound, which sees whether tokens still
+    come (`CompletionRequest.deadline_s`). Raises `ChatError` for a template that only etude's user can mend."""
     talk = _Talk(chat, tools, task.instruction)
     bench = Workbench.of(
         task, machine, key=ask.session_id, deadline_s=limits.tool_deadline_s, output_chars=limits.output_chars
@@ -89,12 +85,12 @@ async def run_agent(
             if talk.num_tokens + len(prompt_ids) + limits.turn_tokens > limits.context_tokens:
                 return ended(Ending.CONTEXT)
             request = talk.request(prompt_ids, ask, limits)
-            completion = await _complete(policy, request, grace_s=grace_s)
+            completion = await _complete(policy, request)
             reply = chat.parse(completion.token_ids, tools.signatures)
-            began = clock()
+            began, lost_s = clock(), bench.lost_s
             bench.deadline_s = min(limits.tool_deadline_s, limits.rollout_deadline_s - tool_s)
             output = await tools.run(reply.call, bench) if reply.call else reply.error
-            tool_s += clock() - began if reply.call else 0.0
+            tool_s += max(0.0, clock() - began - (bench.lost_s - lost_s)) if reply.call else 0.0
             talk.add(prompt_ids, completion, reply, output)
             if bench.submitted:
                 return ended(Ending.SUBMITTED)
@@ -117,14 +113,8 @@ def turn_seed(seed: int, turn: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-async def _complete(policy: Policy, request: CompletionRequest, *, grace_s: float) -> Completion:
-    try:
-        async with asyncio.timeout(request.deadline_s + grace_s):
-            completion = await policy.complete(request)
-    except TimeoutError:
-        hint = "the policy does not keep its requests' deadlines; see the engines' logs"
-        facts = f"{request.deadline_s:g} s and {grace_s:g} s of grace are over"
-        raise EngineError(f"no completion for {request.request_id}", facts, hint=hint) from None
+async def _complete(policy: Policy, request: CompletionRequest) -> Completion:
+    completion = await policy.complete(request)
     if completion.stop_reason is StopReason.CANCELLED:
         raise EngineError(f"{completion.engine} cancelled {request.request_id}", hint="see the engine's log")
     return completion

@@ -35,11 +35,15 @@ from etude.harness.commands import Call, Signature, read_call, write_words
 from etude.harness.template import ChatError, ChatTemplate, read_special, read_template
 from etude.harness.token_bound import chars_per_token
 from etude.records.wire import I32
+from etude.sums import prove
 
 PAD, USER, ASSISTANT, TOOL = "<|pad|>", "<|user|>", "<|assistant|>", "<|tool|>"
 CALL, END, DOC, SYSTEM = "<|call|>", "<|end|>", "<|doc|>", "<|system|>"
 SPECIAL_TOKENS = (PAD, USER, ASSISTANT, TOOL, CALL, END, DOC, SYSTEM)
 """The special tokens, in the order of their ids in a tokeniser that etude trains."""
+
+TOKENISER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""The files of a directory that a format is read from, those of them that are there."""
 
 _MARK = "\ue000"  # private use: hides text that spells a special token while the template renders
 STAND_IN = "\ue001"  # begins what stands for a text while a template renders; no outside text holds it unmarked
@@ -102,6 +106,7 @@ class ChatFormat:
     def load(cls, folder: Path | str) -> ChatFormat:
         """From a directory with tokenizer.json and a chat template. Raises `ChatError`."""
         folder = Path(folder)
+        prove(folder, [name for name in TOKENISER if (folder / name).is_file()], kind=ChatError)
         try:
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # noqa: BLE001  tokenizers raises bare Exception for a missing or damaged file

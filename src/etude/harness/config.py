@@ -13,8 +13,8 @@ LAPTOP_TOOLS = ("ls", "cat", "test", "edit", "submit")
 class HarnessConfig:
     """The limits of one rollout and the tools it may use.
 
-    `rollout_deadline_s` counts the seconds that the agent's own commands took and nothing else: waiting for an engine
-    is not the agent's time, so a slow host changes no verdict.
+    `rollout_deadline_s` counts the seconds that the agent's own commands took, less what other work on their host took
+    from them where that is measured (`ExecResult.lost_s`). Waiting for an engine is not the agent's time.
     """
 
     tools: tuple[str, ...] = LAPTOP_TOOLS
@@ -22,7 +22,7 @@ class HarnessConfig:
     turn_tokens: int = ranged(24, low=1)  # tokens a turn may sample
     context_tokens: int = ranged(384, low=16)  # the whole conversation
     output_chars: int = ranged(400, low=16)  # of a tool's answer; a longer one loses its middle
-    turn_deadline_s: float = ranged(60.0, low=0.01)  # wait for one completion; past it the rollout is invalid
+    turn_deadline_s: float = ranged(60.0, low=0.01)  # without a token of a completion; then the rollout is invalid
     tool_deadline_s: float = ranged(5.0, low=0.01)  # one command; past it the command is dead
     rollout_deadline_s: float = ranged(30.0, low=0.01)  # all commands together
     export_bytes: int = ranged(1_048_576, low=1)  # of one exported file

@@ -38,6 +38,7 @@ class Workbench:
     output_chars: int
     num_commands: int = 0
     submitted: bool = False
+    lost_s: float = 0.0  # what other work on the hosts of its machine took from its commands
 
     @classmethod
     def of(cls, task: Task, machine: Machine, *, key: str, deadline_s: float, output_chars: int) -> Workbench:
@@ -48,12 +49,14 @@ class Workbench:
         """Run a command, each once."""
         self.num_commands += 1
         self.files = None
-        return await self.machine.exec(
+        result = await self.machine.exec(
             argv,
             key=f"{self.key}/{self.num_commands}",
             deadline_s=self.deadline_s,
             output_bytes=max(4096, 4 * self.output_chars),
         )
+        self.lost_s += result.lost_s
+        return result
 
     async def command(self, argv: tuple[str, ...]) -> str:
         """Run a command; its output, and how it ended where that is not plain."""

@@ -30,9 +30,10 @@ _DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32}
 Tensors = Mapping[str, Tensor]
 
 
-def fetched_base(store: BlobStore) -> Tensors:
-    """The base that a learner published beside its adapters. Raises `WeightsError`, `StoreError`."""
-    return Channel(store, BASE_CHANNEL).fetch()
+def fetched_base(store: BlobStore, public_key: bytes | None = None) -> Tensors:
+    """The base that a learner published beside its adapters; where there is a public key, only one that its owner
+    signed. Raises `WeightsError`, `StoreError`."""
+    return Channel(store, BASE_CHANNEL).fetch(public_key=public_key)
 
 
 def _take(model: Transformer, tensors: Tensors) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, Self, TypeVar
 
 import aiohttp
 
 from etude.errors import EngineError
-from etude.inference.errors import EngineGone, from_http
+from etude.inference.errors import EngineGone, EngineLate, from_http
 from etude.inference.frames import STREAM, read_frames
 from etude.inference.wire import (
     GENERATE,
@@ -30,6 +31,7 @@ T = TypeVar("T")
 
 CONTROL_DEADLINE_S = 35.0  # longer than the engine's own, so that its error, which knows more, comes first
 GRACE_S = 2.0
+_IDLE_S, _BETWEEN_S, _PROBES = 15, 5, 4  # of TCP keep-alive: an answer may take hours, and a silent line be cut unseen
 
 
 class HttpEngine:
@@ -59,8 +61,24 @@ class HttpEngine:
             await session.close()
 
     async def generate(self, request: CompletionRequest) -> Completion:
+        """See `seams.Engine`. How long it takes is for the engine to bound, which sees its steps; while it says nothing
+        it is asked whether it is there."""
         what, deadline_s = f"request {request.request_id}", request.deadline_s + GRACE_S
-        return await self._post(GENERATE, request, Completion, what=what, deadline_s=deadline_s)
+        work = asyncio.ensure_future(self._post(GENERATE, request, Completion, what=what, deadline_s=None))
+        try:
+            while not (await asyncio.wait({work}, timeout=deadline_s))[0]:
+                await self._must_answer(what, deadline_s)
+            return work.result()
+        finally:
+            work.cancel()
+
+    async def _must_answer(self, what: str, deadline_s: float) -> None:
+        try:
+            await self.info()
+        except EngineGone:
+            raise
+        except EngineError as error:
+            raise self._late(what, deadline_s, error.what) from None
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """See `seams.Streaming`. Left early, the connection is closed, and the engine drops the request."""
@@ -97,7 +115,7 @@ class HttpEngine:
         said = await self._post("/operators", asked, OperatorResults, what=what, deadline_s=CONTROL_DEADLINE_S)
         return said.results
 
-    async def _post(self, path: str, asked: object, kind: type[T], *, what: str, deadline_s: float) -> T:
+    async def _post(self, path: str, asked: object, kind: type[T], *, what: str, deadline_s: float | None) -> T:
         return self._read(await self._call("POST", path, pack(asked), what=what, deadline_s=deadline_s), kind)
 
     def _read(self, body: bytes, kind: type[T]) -> T:
@@ -110,16 +128,16 @@ class HttpEngine:
                 hint="give the URL of an engine, as its ready file has it",
             ) from None
 
-    async def _call(self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float) -> bytes:
+    async def _call(self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float | None) -> bytes:
         async with self._answer(method, path, body, what=what, deadline_s=deadline_s) as answer:
             return await answer.read()
 
     @contextlib.asynccontextmanager
     async def _answer(
-        self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float
+        self, method: str, path: str, body: bytes | None, *, what: str, deadline_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer of status 200, its body yet to be read; what goes wrong with it has a name."""
-        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s, 5.0))
+        timeout = aiohttp.ClientTimeout(total=deadline_s, sock_connect=min(deadline_s or 5.0, 5.0))
         try:
             async with self._connected().request(method, self.url + path, data=body, timeout=timeout) as answer:
                 if answer.status != 200:
@@ -128,12 +146,16 @@ class HttpEngine:
         except aiohttp.ServerTimeoutError as error:
             raise self._gone(what, error) from None
         except TimeoutError:
-            raise EngineError(
-                f"{self.url} was asked {what} and did not answer within {deadline_s:g} s",
-                hint="it hangs, or has too much to do: see its /health and its log",
-            ) from None
+            raise self._late(what, deadline_s or 0.0) from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._gone(what, error) from None
+
+    def _late(self, what: str, deadline_s: float, facts: str = "") -> EngineLate:
+        return EngineLate(
+            f"{self.url} was asked {what} and did not answer within {deadline_s:g} s",
+            facts,
+            hint="it hangs, or has too much to do: see its /health and its log",
+        )
 
     def _gone(self, what: str, error: Exception) -> EngineGone:
         facts = f"{type(error).__name__}: {error}; it was asked {what}"
@@ -142,8 +164,19 @@ class HttpEngine:
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
             asyncio.get_running_loop()  # a session made outside a loop would bind to none
-            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": 60.0}
+            options: dict[str, Any] = {"limit": 0, "keepalive_timeout": 60.0, "socket_factory": _kept_alive}
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(**options), headers=self._headers, auto_decompress=False
             )
         return self._session
+
+
+def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
+    """A socket whose connection ends by itself when the other side is not heard any more."""
+    family, kind, protocol, *_ = address
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    return sock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -59,6 +60,39 @@ class EngineConfig:
         return [word for setting in settings for word in setting]
 
 
+_PARALLEL = (
+    ("tensor-parallel-size", "tp", "tp-size"),
+    ("pipeline-parallel-size", "pp", "pp-size"),
+    ("data-parallel-size", "dp", "dp-size"),
+    ("prefill-context-parallel-size", "pcp"),
+)
+"""Names that vLLM and SGLang have for each size; processes of a size compute on a device each."""
+
+
+def devices_of(arguments: Sequence[str]) -> int:
+    """The product of the parallel sizes in a server's arguments. With ``--enable-dp-attention`` SGLang's data-parallel
+    ranks are among its tensor-parallel ones, and of ``--nnodes`` servers this is one.
+
+    >>> devices_of(["--tp", "8", "--dp=4", "--enable-dp-attention"]), devices_of(["--tensor_parallel_size=4", "-pp=2"])
+    (8, 8)
+    >>> devices_of([])
+    1
+    """
+    given: dict[str, str] = {}
+    for at, word in enumerate(arguments):
+        name, _, value = word.partition("=")
+        if word.startswith("-"):
+            given[name.lstrip("-").replace("_", "-")] = value or next(iter(arguments[at + 1 : at + 2]), "")
+
+    def size(names: Sequence[str]) -> int:
+        value = next((given[name] for name in names if name in given), "1")
+        return int(value) if value.isdecimal() and int(value) else 1  # what is no number the server itself refuses
+
+    tensor, pipeline, data, context = map(size, _PARALLEL)
+    devices = tensor * pipeline * context * (1 if "enable-dp-attention" in given else data)
+    return max(1, devices // size(("nnodes",)))
+
+
 @dataclass(frozen=True)
 class ForeignConfig:
     """The `[vllm]` and `[sglang]` sections: what engines of that make are told beside `[engine]`."""
@@ -66,6 +100,15 @@ class ForeignConfig:
     environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it; so SGLang's
     kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # room for KV; none: max_sequences whole contexts
     arguments: tuple[str, ...] = ()  # passed on: ["--tensor-parallel-size=8"]
+
+    @property
+    def devices(self) -> int:
+        """On how many accelerators an engine computes, by its arguments: the product of its parallel sizes.
+
+        >>> ForeignConfig(arguments=("--tensor-parallel-size=8", "-dp", "2")).devices
+        16
+        """
+        return devices_of(self.arguments)
 
     def kv_room(self, engine: EngineConfig) -> int:
         """Tokens whose keys and values there is room for.

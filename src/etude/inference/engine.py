@@ -3,8 +3,9 @@
 The thread alone touches scheduler, KV and weights; pausing, swapping weights and cancelling happen between two tokens.
 A swap waits until no session pins the current version (`pins`).
 
-Two deadlines guard a request: the thread drops it when it is late and says in which phase it was; and should the
-thread itself hang, the waiting side gives up shortly after and says how long the thread has not moved.
+A request is late when no step was made for as long as it allows: however long it is and however slow the steps, one
+that is being computed, or waits while others are, is not. The thread drops a late one and says in which phase it was;
+and should the thread itself hang, the waiting side gives up and says how long the thread has not moved.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class ReferenceEngine:
         self.parity = model.parity
         self._pins = Pins(lease_s=self.config.pin_lease_s)
         self._paused = False
+        self._stepped = time.monotonic()  # when the latest step, or swap, ended
         self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()
         self._awaiting: list[tuple[int, Future[Version]]] = []  # who waits for which step
         max_calls = self.config.max_waiting + self.config.max_sequences
@@ -118,14 +120,14 @@ class ReferenceEngine:
     async def generate(self, request: CompletionRequest) -> Completion:
         """See `seams.Engine`. Also raises `MalformedRequest`, and `EngineBusy` when the queue is full."""
         self._checks.request(request)
-        return await self._serve(Running(request, deadline=time.monotonic() + request.deadline_s))
+        return await self._serve(Running(request, arrived=time.monotonic()))
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """See `seams.Streaming`. Left early, the request is cancelled."""
         self._checks.request(request)
         news = asyncio.Event()
         told = functools.partial(_tell, asyncio.get_running_loop(), news)
-        running = Running(request, deadline=time.monotonic() + request.deadline_s, told=told)
+        running = Running(request, arrived=time.monotonic(), told=told)
         work = asyncio.ensure_future(self._serve(running))
         work.add_done_callback(lambda _: news.set())
         num_told = 0
@@ -147,11 +149,15 @@ class ReferenceEngine:
     async def _serve(self, running: Running) -> Completion:
         request = running.request
         self._thread.post(lambda: self._submit(running), running.future)
+        work, patience_s = asyncio.wrap_future(running.future), request.deadline_s + GRACE_S
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(running.future), request.deadline_s + GRACE_S)
-        except TimeoutError:
-            what = f"request {request.request_id} passed its deadline of {request.deadline_s:g} s"
-            raise self._thread.hung(what) from None
+            while not (await asyncio.wait({work}, timeout=patience_s))[0]:
+                if self._thread.stalled_s >= request.deadline_s:
+                    what = f"request {request.request_id} passed its deadline of {request.deadline_s:g} s"
+                    raise self._thread.hung(what)
+            return work.result()
+        finally:
+            work.cancel()
 
     async def pause(self) -> None:
         await self._thread.ask(lambda: setattr(self, "_paused", True), "to pause")
@@ -186,6 +192,7 @@ class ReferenceEngine:
             kv_tokens_free=self._scheduler.slots.num_available * self.config.context_tokens,
             capabilities=self.capabilities,
             parity=self.parity,
+            trouble=self.trouble,
         )
 
     async def metrics(self) -> str:
@@ -226,7 +233,7 @@ class ReferenceEngine:
 
     def _advance(self) -> bool:
         self._swap_if_free()
-        for gone in self._scheduler.departed(time.monotonic()):
+        for gone in self._scheduler.departed(time.monotonic(), stepped=self._stepped):
             self._left(gone, failed=True)
         plan = Plan([], []) if self._paused else self._scheduler.plan()
         if plan:
@@ -246,13 +253,13 @@ class ReferenceEngine:
             if running.production:
                 counters.production_tokens += 1
                 if len(running.token_ids) == 1:
-                    arrived = running.deadline - running.request.deadline_s
-                    counters.production_wait_s += time.monotonic() - arrived
+                    counters.production_wait_s += time.monotonic() - running.arrived
             if running.finished:
                 self._finish(running)
             elif running.told is not None:
                 running.told()
         counters.busy_s += time.perf_counter() - begin
+        self._stepped = time.monotonic()
 
     def _submit(self, running: Running) -> None:
         request = running.request
@@ -314,7 +321,7 @@ class ReferenceEngine:
             for gone in self._scheduler.overtaken(self.version.step):
                 self._left(gone, failed=True)
                 fail(gone.future, behind(gone.request, self.name, self.version))
-            pause_s = time.perf_counter() - begin
+            pause_s, self._stepped = time.perf_counter() - begin, time.monotonic()
             self.counters.swaps += 1
             future.set_result(Swapped(swap.version, pause_s, len(self._scheduler.running)))
             reached = [f for step, f in self._awaiting if self.version.step >= step]

@@ -32,6 +32,10 @@ class EngineUnreachable(EngineError):
     """An engine does not answer its registry at the URL that it is to join with (HTTP 424)."""
 
 
+class EngineLate(EngineError):
+    """Nothing happened with a request for as long as it allows, its `deadline_s` (HTTP 504)."""
+
+
 class EngineGone(EngineError):
     """Nobody answers at the engine's address, or the connection broke. Raised by clients only."""
 
@@ -44,6 +48,7 @@ _KINDS: dict[str, tuple[int, type[EngineError]]] = {
     "context": (413, ContextFull),
     "unreachable": (424, EngineUnreachable),
     "busy": (503, EngineBusy),
+    "late": (504, EngineLate),
     "failed": (503, EngineError),
 }
 

@@ -2,8 +2,12 @@
 
 A session stays with its engine, whose KV it extends. An engine that is gone, or no longer says how it is while it
 holds a request, is left alone for a while and its work is sent elsewhere under the same request id: sampling is
-keyed, so a repeat is the same completion. Everything ends at the request's deadline, with an error that names what
-was waited for. Nothing runs in the background; engines may come and go at any time.
+keyed, so a repeat is the same completion. Nothing runs in the background; engines may come and go at any time.
+
+A request ends in three ways. An engine that serves it bounds how long nothing may happen with it (its `deadline_s`);
+what engines refuse it for, other than the three reasons below, counts against the same seconds. Waiting for an engine
+that comes back, has room, or comes up to the version that is demanded does not: these take minutes where weights are
+large. That has its own bound, `patience_s`. And at most `MAX_LOST` engines may be lost under one request.
 
 What a registry knows of an engine (`tell`) bounds what it is given: nothing new to one that is drained or stands by, no
 new session where its free KV tokens are spoken for, and nothing that it would have to catch up for while another need
@@ -22,7 +26,6 @@ import asyncio
 import contextlib
 import enum
 import hashlib
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,16 +33,19 @@ from dataclasses import dataclass, field
 import msgspec
 
 from etude.errors import ContextFull, EngineBehind, EngineError
-from etude.inference.errors import EngineBusy, EngineGone, MalformedRequest, Unauthorised
+from etude.inference.errors import EngineBusy, EngineGone, EngineLate, MalformedRequest, Unauthorised
 from etude.inference.membership import Listed, State
 from etude.inference.pace import Pace
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version
 from etude.seams import Engine, told
 
 REST_S = 2.0  # how long an engine that was gone is left alone
-RETRY_S = 0.05  # between two tries when nobody could serve
+RETRY_S, SELDOM_S = 0.05, 1.0  # between two tries when nobody could serve: at first, and where the wait is long
 WORTH = 2.0  # a session or group stays while a call takes at most so many times what it would elsewhere
 TRIAL = 8  # requests at once to a member of unknown pace, where that of others is known
+PATIENCE_S = 3_600.0  # for an engine to come back, to have room, or to come up to a version
+ADOPT_S = 60.0  # an engine is asked anew after so long whether it has come to a version
+MAX_LOST = 8  # engines that were lost under one request: perhaps it is what ends them
 MAX_SESSIONS = 65_536  # remembered at most; the one unused for longest is forgotten
 
 
@@ -48,6 +54,11 @@ class Assignment(enum.StrEnum):
 
     LEAST_LOADED = "least-loaded"
     STABLE = "stable"  # by hash of the session's group and the engine's name: a repeated run asks the same engines
+
+
+def _now() -> float:
+    """Seconds on the event loop's clock."""
+    return asyncio.get_running_loop().time()
 
 
 @dataclass(eq=False)
@@ -78,7 +89,7 @@ class _Member:
 
     @property
     def is_known(self) -> bool:
-        return self.pace.known(time.monotonic())
+        return self.pace.known(_now())
 
     def is_behind(self, step: int) -> bool:
         return self.step is not None and self.step < step
@@ -95,10 +106,10 @@ class _Member:
         """Counted while the block runs."""
         production = request.traffic is Traffic.PRODUCTION
         self._count(1, production, needed(request))
-        began, crowd = time.monotonic(), self.num_running
+        began, crowd = _now(), self.num_running
         try:
             yield
-            now = time.monotonic()
+            now = _now()
             self.pace.served(now - began, (crowd + self.num_running) / 2, now=now)
         finally:
             self._count(-1, production, -needed(request))
@@ -116,6 +127,9 @@ class _Try:
 
     request: CompletionRequest
     deadline: float
+    patience_s: float  # left to wait for an engine
+    waited_s: float = 0.0
+    num_lost: int = 0
     refused: dict[str, EngineError] = field(default_factory=dict)  # each engine's latest no
     skipped: set[str] = field(default_factory=set)  # not asked again in this round
     behind: set[str] = field(default_factory=set)  # refused it for that
@@ -123,7 +137,16 @@ class _Try:
 
     @property
     def left_s(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - _now()
+
+    def wait_is_over(self, seconds: float) -> None:
+        """So long nobody could be asked. It counts against the deadline where an engine has refused the request for a
+        reason of its own, and where the patience is at its end."""
+        if all(isinstance(no, EngineBehind | EngineBusy | EngineGone) for no in self.refused.values()):
+            free = min(seconds, self.patience_s)
+            self.patience_s -= free
+            self.waited_s += free
+            self.deadline += free
 
     @property
     def step(self) -> int:
@@ -138,7 +161,8 @@ class _Try:
 class Fleet:
     """`seams.Policy` over named engines. A group is a session id up to its last dot ("g000012" of "g000012.3").
 
-    `heartbeat_s`: how often an engine that holds a request is asked whether it still answers.
+    `heartbeat_s`: how often an engine that holds a request is asked whether it still answers. `patience_s`: how long a
+    request may wait for an engine that comes back, has room, or comes up to its version.
     """
 
     def __init__(
@@ -147,8 +171,9 @@ class Fleet:
         *,
         assignment: Assignment = Assignment.LEAST_LOADED,
         heartbeat_s: float = 5.0,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        self.assignment, self.heartbeat_s = assignment, heartbeat_s
+        self.assignment, self.heartbeat_s, self.patience_s = assignment, heartbeat_s, patience_s
         self._members = {name: _Member(name, engine) for name, engine in engines.items()}
         self._sessions: dict[str, str] = {}  # session -> engine's name, the one unused for longest first
         self._regions: dict[str, str] = {}  # group -> region of its newest session, the same way
@@ -188,13 +213,13 @@ class Fleet:
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `seams.Policy`. `MalformedRequest` and `ContextFull` are the caller's own and raised at once."""
-        at = _Try(request, time.monotonic() + request.deadline_s)
+        at = _Try(request, _now() + request.deadline_s, self.patience_s)
         while True:
-            member = await self._next(at)
+            member, asked_at = await self._next(at), _now()
             try:
                 completion = await self._serve(member, at)
             except EngineError as error:
-                await self._after_refusal(member, at, error)
+                self._after_refusal(member, at, error, _now() - asked_at)
             else:
                 self._remember(request, member)
                 return completion
@@ -202,10 +227,9 @@ class Fleet:
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
         """See `seams.Streaming`. Until the first tokens are told another engine may take over, as in `complete`; after
         them its error is raised, since what was told cannot be taken back."""
-        at = _Try(request, time.monotonic() + request.deadline_s)
-        begun = False
+        at, begun = _Try(request, _now() + request.deadline_s, self.patience_s), False
         while True:
-            member = await self._next(at)
+            member, asked_at = await self._next(at), _now()
             try:
                 async with contextlib.aclosing(_parts(member, at)) as parts:
                     async for part in parts:
@@ -217,14 +241,17 @@ class Fleet:
             except EngineError as error:
                 if begun:
                     raise
-                await self._after_refusal(member, at, error)
+                self._after_refusal(member, at, error, _now() - asked_at)
 
     async def _next(self, at: _Try) -> _Member:
-        """Whom to ask now. Raises `EngineError` at the deadline, and where nobody will ever serve it."""
+        """Whom to ask now. Raises `EngineBehind` where none came up to the version, and `EngineError` at the deadline
+        and where nobody will ever serve it."""
+        pause_s = RETRY_S
         while at.left_s > 0:
-            member = self._choose(at)
+            member, began = self._choose(at), _now()
             if member is not None and at.waits_for(member):
-                await self._catch_up(member, at)
+                await self._catch_up(member, at, min(at.left_s, pause_s))
+                at.wait_is_over(_now() - began)
             elif member is not None:
                 self._regions.pop(group_of(at.request), None)
                 self._regions[group_of(at.request)] = member.region
@@ -233,12 +260,14 @@ class Fleet:
                 raise next(iter(at.refused.values()))
             else:
                 at.skipped.clear()
-                await self._pause_between_rounds(at)
+                await self._pause_between_rounds(min(at.left_s, pause_s))
+                at.wait_is_over(_now() - began)
+            pause_s = min(2 * pause_s, SELDOM_S)
         raise _nobody(at)
 
     def _choose(self, at: _Try) -> _Member | None:
         """The member to ask; one that has to catch up only where all have to. None: nobody may be asked now."""
-        now, out = time.monotonic(), at.skipped | at.hopeless
+        now, out = _now(), at.skipped | at.hopeless
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
         home = next((m for m in able if m.name == self._sessions.get(at.request.session_id)), None)
         rollout = at.request.traffic is Traffic.ROLLOUT
@@ -286,35 +315,39 @@ class Fleet:
             member.probe = asyncio.ensure_future(_is_well(member.engine, self.heartbeat_s))
         return await asyncio.shield(member.probe)
 
-    async def _after_refusal(self, member: _Member, at: _Try, error: EngineError) -> None:
-        """What a refusal means for the next choice. Raised again where the request is wrong in itself."""
-        if isinstance(error, MalformedRequest | ContextFull | Unauthorised):
+    def _after_refusal(self, member: _Member, at: _Try, error: EngineError, held_s: float) -> None:
+        """What a refusal, after the engine held the request for so long, means for the next choice. Raised again where
+        the request is wrong in itself, or may be what ends engines."""
+        at.num_lost += held_s >= REST_S and not isinstance(error, EngineLate | EngineBehind | EngineBusy)
+        if isinstance(error, MalformedRequest | ContextFull | Unauthorised) or at.num_lost >= MAX_LOST:
             raise error
+        quiet_s = min(held_s, at.left_s + held_s) if isinstance(error, EngineLate) else 0.0
+        at.deadline += held_s - quiet_s  # the engine computed: it, or others in whose turn it waited
         at.refused[member.name] = error
         if isinstance(error, EngineBehind):
             at.behind.add(member.name)
         else:
             at.skipped.add(member.name)
             if not isinstance(error, EngineBusy) and at.left_s > 0:  # at the deadline it may only have been slow
-                member.rests_until = time.monotonic() + REST_S
+                member.rests_until = _now() + REST_S
 
-    async def _catch_up(self, member: _Member, at: _Try) -> None:
+    async def _catch_up(self, member: _Member, at: _Try, patience_s: float) -> None:
         """Wait until one of those who have to catch up has; under a stable assignment, until this one has. They pull
         the weights themselves."""
         late = [m for m in self._members.values() if at.waits_for(m) and m.name not in at.skipped | at.hopeless]
         asked = {m: _adoption(m, at) for m in ([member] if self.assignment is Assignment.STABLE else late)}
-        patience_s = max(0.001, min(at.left_s, RETRY_S))  # who is busy now, or joins, may be first
-        if not (await asyncio.wait(asked.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED))[0]:
-            at.skipped.clear()
+        done, _ = await asyncio.wait(asked.values(), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            at.skipped.clear()  # who is busy now, or joins, may be first
         for member, adoption in asked.items():
             if adoption.done():
                 at.behind.discard(member.name)
                 _take(member, at, adoption.result())
 
-    async def _pause_between_rounds(self, at: _Try) -> None:
+    async def _pause_between_rounds(self, pause_s: float) -> None:
         """Until the fleet changes, or a moment later."""
         try:
-            await asyncio.wait_for(self._changed.wait(), max(0.001, min(at.left_s, RETRY_S)))
+            await asyncio.wait_for(self._changed.wait(), pause_s)
         except TimeoutError:
             return
 
@@ -346,14 +379,15 @@ def _adoption(member: _Member, at: _Try) -> asyncio.Task[Version | EngineError]:
     """One question to come to a step, whoever waits; a later step is a question of its own."""
     if member.adoption is None or member.adoption.done() or member.adopting != at.step:
         member.adopting = at.step
-        member.adoption = asyncio.ensure_future(_adopted(member.engine, at.step, max(at.left_s, 0.001)))
+        member.adoption = asyncio.ensure_future(_adopted(member.engine, at.step, ADOPT_S))
     return member.adoption
 
 
 def _take(member: _Member, at: _Try, said: Version | EngineError) -> None:
     """What an adoption came to."""
     if isinstance(said, EngineError):
-        at.refused[member.name] = said
+        gone = isinstance(said, EngineGone)
+        at.refused[member.name] = said if gone else EngineBehind(said.what, said.facts, hint=said.hint)
         at.skipped.add(member.name)
     elif at.request.pin_step is not None and said.step > at.request.pin_step:
         at.hopeless.add(member.name)
@@ -363,6 +397,7 @@ def _take(member: _Member, at: _Try, said: Version | EngineError) -> None:
         at.skipped.add(member.name)
     else:
         member.holds(said.step)
+        at.refused.pop(member.name, None)
 
 
 def group_of(request: CompletionRequest) -> str:
@@ -392,8 +427,9 @@ async def _is_well(engine: Engine, patience_s: float) -> bool:
 
 def _nobody(at: _Try) -> EngineError:
     reasons = "; ".join(f"{name}: {str(e).splitlines()[0]}" for name, e in sorted(at.refused.items()))
-    return EngineError(
+    late = any(isinstance(no, EngineBehind) for no in at.refused.values())
+    return (EngineBehind if late else EngineError)(
         f"no engine served request {at.request.request_id} within {at.request.deadline_s:g} s",
-        reasons or "the fleet had no engine to ask",
+        f"{reasons or 'the fleet had no engine to ask'}; {at.waited_s:.0f} s of waiting for one were not counted",
         hint="see the engines' logs; restarted ones join under their new address",
     )

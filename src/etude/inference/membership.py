@@ -50,6 +50,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int  # of the run's own engines; a default, no demand
     routes: bool  # whether completions must carry them
     store: str = ""  # where the weights are, if engines elsewhere can reach it: a bucket
+    public_key: str = ""  # 64 hex, where the run signs what it publishes
     parity: str = ""  # in exact mode the learner's parity class, once it is known
 
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from etude.errors import EngineError
-from etude.inference.errors import EngineBusy
+from etude.inference.errors import EngineBusy, EngineLate
 from etude.inference.slots import Slot, SlotTable
 from etude.records.completion import Completion, CompletionRequest, Traffic, Version, VersionSpan
 from etude.records.wire import I32
@@ -32,7 +31,7 @@ class Sequence:
     """A request on its way through the engine."""
 
     request: CompletionRequest
-    deadline: float  # on the clock of whoever drives the scheduler
+    arrived: float  # on the clock of whoever drives the scheduler
     future: Future[Completion] = field(default_factory=Future)
     slot: Slot | None = None  # None: waiting
     num_cached: int = 0
@@ -68,6 +67,10 @@ class Sequence:
         if self.num_computed < self.num_prompt:
             return f"{self.num_computed} of {self.num_prompt} prompt tokens computed"
         return f"{len(self.token_ids)} of {self.request.sampling.max_tokens} tokens sampled"
+
+    def is_late(self, now: float, stepped: float) -> bool:
+        """Whether nothing has happened for as long as its request allows."""
+        return now - max(self.arrived, stepped) >= self.request.deadline_s
 
     @property
     def production(self) -> bool:
@@ -164,9 +167,10 @@ class Scheduler:
         keep = sequence.request.keep_session and sequence.num_computed > 0
         self.slots.release(sequence.slot, sequence.context() if keep else None)
 
-    def departed(self, now: float) -> list[Sequence]:
-        """Sequences that were cancelled or are past their deadline, now removed; late ones have failed."""
-        gone = [s for s in (*self.waiting, *self.running) if s.future.cancelled() or now >= s.deadline]
+    def departed(self, now: float, *, stepped: float) -> list[Sequence]:
+        """Sequences that were cancelled or are past their deadline, now removed; late ones have failed. `stepped`: when
+        the latest step ended. One that waits for a slot lives on while others are decoded: its turn comes."""
+        gone = [s for s in (*self.waiting, *self.running) if s.future.cancelled() or s.is_late(now, stepped)]
         for sequence in gone:
             self.finish(sequence)
             if sequence.future.set_running_or_notify_cancel():
@@ -233,11 +237,11 @@ class Scheduler:
         return Chunk(sequence, start, min(boundary, sequence.num_prompt))
 
 
-def late(sequence: Sequence) -> EngineError:
+def late(sequence: Sequence) -> EngineLate:
     """The error of a request that is past its deadline."""
     request = sequence.request
-    return EngineError(
-        f"request {request.request_id} passed its deadline of {request.deadline_s:g} s",
+    return EngineLate(
+        f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a step of the engine",
         sequence.phase,
-        hint="give it more time, ask for fewer tokens, or add engines",
+        hint="is the engine paused? see its log; or give the request more time",
     )

@@ -43,6 +43,7 @@ from etude.inference.serving import (
     report_settings,
     require_weights,
     serve,
+    take_key,
     take_sizes,
 )
 from etude.models import ModelConfig, Transformer, hf_views
@@ -93,6 +94,7 @@ def _take_wanted(args: argparse.Namespace, token: str | None) -> None:
         asked = wanted(args.register, token, wait_s=args.wait_s)
         args.mode, args.quantise, args.degree = Mode(asked.mode), Quantise(asked.quantise), asked.degree
         take_sizes(args, asked)
+        take_key(args, asked)
         args.model = ModelConfig.from_hf(json.loads(asked.model))
     require_weights(args)
 
@@ -102,7 +104,8 @@ def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[Follow
     if args.store is None:
         return contextlib.nullcontext()
     deadline_s = follower_deadline_s(args.checkpoint) if args.checkpoint else FETCH_S
-    return FollowerProcess(open_store(args.store, cache=args.cache), poll_s=args.poll_s, deadline_s=deadline_s)
+    store = open_store(args.store, cache=args.cache)
+    return FollowerProcess(store, public_key=args.public_key, poll_s=args.poll_s, deadline_s=deadline_s)
 
 
 def follower_deadline_s(checkpoint: Path) -> float:
@@ -145,7 +148,7 @@ def _build(
     engine = ReferenceEngine(model, version=version, name=args.name, config=config)
     if chain is None:
         return engine, None
-    base = None if args.checkpoint else partial(fetched_base, open_store(args.store, cache=args.cache))
+    base = None if args.checkpoint else partial(fetched_base, open_store(args.store, cache=args.cache), args.public_key)
     adapted = AdaptedWeights(model, args.quantise, base=base)
     return engine, Following(engine, views, chain, derived=derived, adapted=adapted, poll_s=0.0, telemetry=telemetry)
 

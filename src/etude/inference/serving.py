@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import gc
 import os
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
     parser.add_argument("--checkpoint", type=Path, help="a Hugging Face directory")
     parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")
+    parser.add_argument(
+        "--public-key", type=public_key, metavar="HEX", help="believe only weights whose pointer its owner signed"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: a free one, see the ready file")
     parser.add_argument("--ready-file", type=Path, help="where to write the URL, as JSON, once it answers")
@@ -55,6 +59,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--region", default="", help="its lane in the report (default: its name)")
     parser.add_argument("--standby", action="store_true", help="follow the weights; work when others are lost")
     parser.add_argument("--cache", type=Path, help="a directory in which the engines of a region share downloads")
+
+
+def public_key(text: str) -> bytes:
+    """An argument that is an Ed25519 public key."""
+    if not re.fullmatch("[0-9a-f]{64}", text):
+        raise argparse.ArgumentTypeError("a public key is 64 hex characters: etude weights key says them")
+    return bytes.fromhex(text)
+
+
+def take_key(args: argparse.Namespace, asked: Wanted) -> None:
+    """The public key of the run that an engine joins, where the engine was given none. Raises `EngineError` where it
+    was given another: then it would refuse every version of this run."""
+    told = bytes.fromhex(asked.public_key) if asked.public_key else None
+    if args.public_key and told != args.public_key:
+        signs = f"the run signs with {asked.public_key}" if told else "the run signs nothing"
+        raise EngineError(
+            f"{args.name} would refuse the weights of the run at {args.register}",
+            f"{signs}; this engine believes {args.public_key.hex()} alone",
+            hint="give the run's own key to --public-key, or set stores.signing_key of the run",
+        )
+    args.public_key = told
 
 
 def take_sizes(args: argparse.Namespace, asked: Wanted) -> None:

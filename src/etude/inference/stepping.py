@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from etude.errors import EngineError
-from etude.inference.errors import EngineBusy
+from etude.inference.errors import EngineBusy, EngineLate
 
 T = TypeVar("T")
 
@@ -112,9 +112,9 @@ class Stepping:
         except TimeoutError:
             raise self.hung(f"{self.name} was asked {what} and did not within {CONTROL_DEADLINE_S:g} s") from None
 
-    def hung(self, what: str) -> EngineError:
+    def hung(self, what: str) -> EngineLate:
         """The error of somebody who waited in vain."""
-        return EngineError(
+        return EngineLate(
             what,
             f"the stepping thread of {self.name} has not moved for {self.stalled_s:.1f} s",
             hint="restart the engine; its requests can be sent again elsewhere",

@@ -196,7 +196,7 @@ async def _play(members: Crew, config: RunConfig, kind: str) -> list[Rollout]:
     async def one(i: int) -> Rollout:
         if kind == "model":
             return (await run_once(members, specs[i]))[0]
-        rollout = await members.workers.call("baseline", Rollout, specs[i], kind, deadline_s=120.0)
+        rollout = await members.baseline(specs[i], kind)
         await judge(members, rollout)
         return rollout
 
@@ -206,12 +206,17 @@ async def _play(members: Crew, config: RunConfig, kind: str) -> list[Rollout]:
 def _explained(
     found: Mapping[str, tuple[dict[str, float], list[Rollout]]], engine: Mapping[str, float]
 ) -> dict[str, float]:
-    """Tools' turns and fresh grades from the scripts; from the model, whose calls are mostly none, its requests."""
+    """Tools' turns and fresh grades from the scripts; from the model, whose calls are mostly none, its requests. Raises
+    `EtudeError` where a kind had no turn at all: then nothing was measured."""
 
     def spent(kind: str, role: str) -> float:
         return sum(seconds for name, seconds in found[kind][0].items() if name.startswith(role))
 
     turns = {kind: sum(r.num_turns for r in rollouts) for kind, (_, rollouts) in found.items()}
+    for kind, num_turns in turns.items():
+        if not num_turns and kind in ("oracle", "random", "model"):
+            why = next((r.invalid.evidence for r in found[kind][1] if r.invalid), "every prompt is past the context")
+            raise EtudeError(f"no rollout of kind {kind!r} had a turn", why, hint="raise harness.context_tokens")
     tool_s = (spent("oracle", "worker") + spent("random", "worker")) / (turns["oracle"] + turns["random"])
     rollouts = found["model"][1]
     sampled = sum(r.num_sampled for r in rollouts)

@@ -5,7 +5,7 @@ all in one task group: what fails, fails the loop by name. Synchronous RL is `ma
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
-| `_admit` | task cursor | admitted groups, at most the window's | room in the window | `published` |
+| `_admit` | task cursor | admitted groups, at most the window's | room in the window | a version, a batch |
 | `Rolling.run` | admitted rollouts | graded rollouts in the ledger | a place to run | a finished rollout |
 | `_batches` | ready groups, strictly in order | one batch | its slowest group | `Rolling` |
 | `_train` | a batch | live weights, offered | the learner, the commit before | `_commit` |
@@ -38,7 +38,8 @@ from etude.experience import SCHEMES, Group, Ledger, Window, make_batch, step_fa
 from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.packing import whole_samples
 from etude.harness import ChatFormat
-from etude.loop.apart import apart
+from etude.inference import HttpEngine
+from etude.loop.apart import InOrder, apart
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
 from etude.loop.evaluating import evaluate
@@ -80,13 +81,18 @@ class Conductor:
             max_lag=config.experience.max_lag,
             groups_per_step=config.experience.groups_per_step,
             straggler=config.experience.straggler,
+            signal_groups=config.experience.signal_groups,
         )
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
-        self.rolling = Rolling(self.ledger, crew, telemetry)
+        self.books = InOrder("ledger")  # a server may be away for seconds: engines and children are heard meanwhile
+        self.rolling = Rolling(self.ledger, self.books, crew, telemetry)
         self.signals = Signals(self.ledger.recall("signals"))
         self.step = 0  # of the version committed last
         self.trained = 0  # of the live weights: one ahead while their version is on its way
+        self._batched = 0  # of the batch that was formed last
+        self._taken = 0  # groups that batches of this lineage took
+        self._size = 0  # groups that the step being formed wants, where more must be admitted for it
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
         exact, taken = config.numerics.mode is Mode.EXACT, self.ledger.recall("defence")
@@ -94,8 +100,13 @@ class Conductor:
         watch = Watch(config.parity, exact=exact, dtype=config.engine.dtype, defence=defence)
         self.probe = Probe(chat, config.parity, watch, telemetry, self._defend)
         self._defence_due: Defence | None = None
-        self._published = asyncio.Event()
+        self._room = asyncio.Event()  # there may be room in the window
         self._admitted = asyncio.Event()
+
+    def close(self) -> None:
+        """Let the ledger go, after what it was given to write. Idempotent."""
+        self.books.close()
+        self.ledger.close()
 
     async def reinforce(self) -> None:
         """Train until the last step, and keep the result. Raises what ended the loop, by name."""
@@ -135,21 +146,23 @@ class Conductor:
         learner = self._learner = await self.crew.learners.pick(deadline_s=STEP_S)
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
         checkpoint = str(self._newest_checkpoint())
-        self.step = self.trained = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
+        self.step = self.trained = self._batched = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         self.probe.learner_class = await self._call("parity", str)
         if self.config.numerics.mode is Mode.EXACT:
             self.crew.wants_parity(self.probe.learner_class)
-        if (taken := self.ledger.recall("defence")) is not None:
+        if (taken := await self.books(self.ledger.recall, "defence")) is not None:
             await self._call("defend", type(None), taken)
         mine, _ = await self._offer(())
         published = await self._call("published", Published)
         steps = Steps(weights_store(self.run_folder))
-        mended = self.ledger.reconcile(steps, believed=steps.believed)  # no lineage goes on from a step it lacks
+        reconciled = functools.partial(self.ledger.reconcile, steps, believed=steps.believed, head=published.version)
+        mended = await self.books(reconciled)  # no lineage goes on from a step it lacks
+        self._taken = await self.books(lambda: self.ledger.num_groups() - len(self.ledger.open_groups()))
         if steps.damaged is not None:
             reason = f"the manifest of {steps.damaged.version} is damaged: the ledger says what was trained up to it"
             self.telemetry.event("weights.mend", step=self.step, reason=reason)
         self.telemetry.event("lineage", state="begin", step=self.step, version=str(published.version), **vars(mended))
-        self.crew.head(published.version)
+        self._is_published(published)
         await self._adopted(published)
         await self.crew.some_engine()
         await self.probe.ask(dict(self.crew.engines), published, mine, far=self.crew.far)
@@ -160,13 +173,14 @@ class Conductor:
     async def _adopted(self, published: Published) -> None:
         """Wait until every engine that answers holds this very version: a step's number would let one go on with what
         it started with, or with a lost lineage's."""
-        for engine in list(self.crew.engines.values()):
-            try:
+
+        async def adopted(engine: HttpEngine) -> None:
+            with contextlib.suppress(EngineError, TimeoutError):  # it is gone or late: others have its work until then
                 async with asyncio.timeout(ADOPT_S):
                     while (await engine.info()).version != published.version:  # noqa: ASYNC110  it is elsewhere
                         await asyncio.sleep(POLL_S)
-            except (EngineError, TimeoutError):
-                continue  # it is gone or late: its work goes elsewhere until it has caught up
+
+        await asyncio.gather(*(adopted(engine) for engine in self.crew.engines.values()))
 
     async def _call(self, method: str, kind: type[T], *args: object) -> T:
         """Call the learner of this lineage. Raises `Lost` when it is gone, even if another is up."""
@@ -194,7 +208,7 @@ class Conductor:
             except NotFinite as error:
                 raise await self._saved(error) from None
             self.trained = batch.step
-            self.probe.trained(batch.step, report.fresh_ratio_max)
+            await self.probe.trained(batch.step, report.fresh_ratio_max)
             mine, read_s = await self._offer(batch.rollout_ids)
             facts = {
                 **step_facts(groups, batch),
@@ -226,13 +240,18 @@ class Conductor:
     async def _commit(self, tasks: asyncio.TaskGroup, batch: Batch, mine: list[float], facts: dict[str, Any]) -> None:
         """Wait until the pointer names the batch's version, and let everybody know."""
         published = await self._call("published", Published)
-        self.ledger.commit(batch.rollout_ids, published.version)
-        self.crew.head(published.version)
-        self.step = published.version.step
-        self._published.set()
+        await self.books(self.ledger.commit, batch.rollout_ids, published.version)
+        self._is_published(published)
         self.telemetry.event("rl.step", step=batch.step, num_steps=self.config.rl.steps, **facts)
         asked = self.probe.ask(dict(self.crew.engines), published, mine, far=self.crew.far)
         tasks.create_task(asked, name=f"probe of {published.version}")
+
+    def _is_published(self, published: Published) -> None:
+        """Let everybody know whose work waits for a version."""
+        self.crew.head(published.version)
+        self.step = self.rolling.published = published.version.step
+        self._room.set()
+        self._admitted.set()
 
     async def _committed(self) -> float:
         """Wait until no version is on its way; the seconds that took. Raises what publishing it failed with."""
@@ -246,7 +265,7 @@ class Conductor:
         while self.trained < self.config.rl.steps:
             began = time.perf_counter()
             taken = await self._next_groups()
-            groups = [await self._group(group_id) for group_id in taken]
+            groups = [await self.books(self.ledger.group, group_id) for group_id in taken]
             kl = self.config.experience.kl
             k1 = await self._call("k1", dict[str, float], whole_samples(groups)) if kl else None
             batch = make_batch(
@@ -265,7 +284,9 @@ class Conductor:
             by, settings = await self._call("computed", tuple[dict[str, str], dict[str, Any]])
             recorded = functools.partial(write_trace, computed_by=by, settings=settings)
             await apart(functools.partial(recorded, self.traces, batch, groups))  # the disk, or a bucket
-            self.ledger.transaction(functools.partial(self._take_batch, batch, groups))
+            self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
+            await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, groups))
+            self._room.set()
             yield batch, groups, time.perf_counter() - began
 
     def _take_batch(self, batch: Batch, groups: list[Group]) -> None:
@@ -278,29 +299,30 @@ class Conductor:
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
-        ready = self.ledger.ready_groups(self.ledger.open_groups())
-        while (taken := self.window.take(self.ledger.open_groups(), ready)) is None:
+        self._size = 0
+        ready = await self.books(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
+        while True:
+            order = await self.books(self.ledger.open_groups)
+            signal = await self.books(self.ledger.with_signal, ready) if self.window.signal_groups else set[str]()
+            if (taken := self.window.take(order, ready, signal)) is not None:
+                return taken
+            if (size := self.window.size(order, ready, signal)) > max(len(order), self._size):
+                self._size = size
+                self._room.set()
             ready |= await self.rolling.progress()
-        return taken
-
-    async def _group(self, group_id: str) -> Group:
-        """What a group left. A step's records are many: the loop comes round between two groups."""
-        await asyncio.sleep(0)
-        return self.ledger.group(group_id)
 
     async def _admit(self) -> None:
         """Admit groups whenever the window has room, in one transaction with the task cursor."""
-        num_groups = self.config.rl.steps * self.window.groups_per_step
         while True:
-            index = self.ledger.num_groups()
-            self._published.clear()
-            if index >= num_groups:
-                return
-            room = min(self.window.room(index, self.step), num_groups - index, AT_ONCE)
-            if not room:
-                await self._published.wait()
+            self._room.clear()
+            index = await self.books(self.ledger.num_groups)
+            num_open, at = index - self._taken, (self._batched, self.step)
+            wanted = (self.config.rl.steps - self._batched) * self.window.most - num_open
+            room = min(self.window.room(num_open, *at, self._size), wanted, AT_ONCE)
+            if room <= 0:
+                await self._room.wait()
                 continue
-            specs, cursor = list[RolloutSpec](), self.ledger.cursor(Split.TRAIN)
+            specs, cursor = list[RolloutSpec](), await self.books(self.ledger.cursor, Split.TRAIN)
             for number in range(index, index + room):
                 task, cursor = self._draw(cursor)
                 specs += siblings(
@@ -309,11 +331,11 @@ class Conductor:
                     self.config.experience.group_size,
                     seed=self.config.seed,
                     temperature=self.config.rl.temperature,
-                    min_step=self.window.min_step(number),
+                    min_step=self.window.min_step(num_open + number - index, *at),
                     keep_routes=self.config.wants_routes,
                 )
                 await asyncio.sleep(0)
-            self.ledger.transaction(functools.partial(self._admit_groups, specs, cursor))
+            await self.books(self.ledger.transaction, functools.partial(self._admit_groups, specs, cursor))
             self._admitted.set()
 
     def _draw(self, cursor: int) -> tuple[Task, int]:
@@ -347,10 +369,10 @@ class Conductor:
             telemetry=self.telemetry,
         )
 
-    def _defend(self, defence: Defence) -> None:
+    async def _defend(self, defence: Defence) -> None:
         """Have the learner take a defence from the next step on, and whoever goes on with this run. Not at once: a
         step's trace says with which settings it was trained."""
-        self.ledger.transaction(functools.partial(self.ledger.remember, "defence", str(defence)))
+        await self.books(self.ledger.transaction, functools.partial(self.ledger.remember, "defence", str(defence)))
         self._defence_due = defence
 
     def _newest_checkpoint(self) -> Path:
@@ -360,10 +382,13 @@ class Conductor:
     async def _checkpoint(self) -> None:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
-        self.ledger.prune(self.step)
-        freed = keep_within(self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb)
+        await self.books(self.ledger.prune, self.step)
+        freed = await self.books(
+            keep_within, self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb
+        )
         if freed:
-            self.telemetry.event("retention", step=self.step, kept_from=kept_from(self.ledger), freed_bytes=freed)
+            kept = await self.books(kept_from, self.ledger)
+            self.telemetry.event("retention", step=self.step, kept_from=kept, freed_bytes=freed)
 
     async def _saved(self, error: NotFinite) -> NotFinite:
         """An error that ends the run, once the last version's state is on disk; it says where that is."""

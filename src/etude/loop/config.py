@@ -39,6 +39,7 @@ class EvalsConfig:
 
     heldout_tasks: int = ranged(512, low=1)
     heldout_tries: int = ranged(1, low=1, high=64)  # rollouts a task; best-of-k is reported for k = tries
+    transfer_tasks: int = ranged(0, low=0)  # tasks of kinds never trained on, before and after; 0: none
     during_tasks: int = ranged(128, low=1)  # validation tasks of an evaluation during RL
     every: int = ranged(10, low=0)  # steps between evaluations during RL; 0: none
 
@@ -92,10 +93,14 @@ class RlConfig:
 @dataclass(frozen=True)
 class StoresConfig:
     """The `[stores]` section: where weights and traces go instead of into the run folder, `s3://bucket/prefix`, gs://,
-    az:// or file://. Each run has a prefix of its own in it. Who may use a bucket is said by the environment."""
+    az:// or file://. Each run has a prefix of its own in it. Who may use a bucket is said by the environment.
+
+    `signing_key`: a file that `etude weights key` made. With it versions are signed, and the run's engines take no
+    others."""
 
     weights: str = ""
     traces: str = ""
+    signing_key: Path | None = None
 
     def __post_init__(self) -> None:
         for name, url in (("weights", self.weights), ("traces", self.traces)):
@@ -250,6 +255,12 @@ class RunConfig:
         if kind is EngineKind.REFERENCE:
             return self.engine.max_sequences
         return self.foreign(kind).max_contexts(self.engine)
+
+    def devices_of(self, kind: EngineKind) -> int:
+        """On how many accelerators an engine of a kind computes, where there are any."""
+        if kind is EngineKind.REFERENCE:
+            return int(self.engine.device != "cpu")
+        return self.foreign(kind).devices
 
     def foreign(self, kind: EngineKind) -> ForeignConfig:
         """What engines of another make are told."""

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
-from etude.errors import ConfigError, EtudeError
+from etude.errors import EtudeError
 from etude.harness import SPECIAL_TOKENS, ChatFormat, chat_template, standard_tools
 from etude.harness.chat import Message
 from etude.loop.config import RunConfig, open_tasks, read_config
@@ -40,13 +40,7 @@ CODE_PER_DOCUMENT = 4
 
 def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     """Write ``tokenizer/`` and ``corpus/`` of a run."""
-    source = open_tasks(config, canaries=False)
-    if not isinstance(source, RepairSource):
-        raise ConfigError(
-            f"no corpus can be made from the source {config.tasks.source!r}",
-            "demonstrations are known for the generated tasks only",
-            hint="set start = a checkpoint directory, so that mid-training is not needed",
-        )
+    source = _taught(config)
     corpus = config.corpus
     code = list(code_documents(count=corpus.num_code_documents, seed=config.seed))
     library = list(library_documents(budget_chars=corpus.library_chars, seed=config.seed))
@@ -75,6 +69,15 @@ def build(run: RunFolder, config: RunConfig, telemetry: Telemetry) -> None:
     telemetry.event("corpus.done", documents=len(documents), tokens=sum(len(d) for d in documents))
 
 
+def _taught(config: RunConfig) -> RepairSource:
+    """The tasks that are demonstrated: the run's own where they are generated, else generated ones, which teach a model
+    the tools before it meets the run's."""
+    source, tasks = open_tasks(config, canaries=False), config.tasks
+    if isinstance(source, RepairSource):
+        return source
+    return RepairSource(tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
+
+
 def _demonstrate(config: RunConfig) -> list[list[Message]]:
     """All demonstrations, played in as many processes as there are cores."""
     cores, count = len(os.sched_getaffinity(0)), config.corpus.num_demonstrations
@@ -85,9 +88,8 @@ def _demonstrate(config: RunConfig) -> list[list[Message]]:
 
 
 def _demonstrate_part(config: RunConfig, start: int, stop: int) -> list[list[Message]]:
-    source = open_tasks(config, canaries=False)
-    assert isinstance(source, RepairSource), "checked by build"
-    talks = _play(source, stop - start, seed=config.seed, first=1_000_000 + start, right_body=config.corpus.right_body)
+    source, share = _taught(config), config.corpus.right_body
+    talks = _play(source, stop - start, seed=config.seed, first=1_000_000 + start, right_body=share)
     assert_no_heldout(message["content"] for talk in talks for message in talk)
     return talks
 

@@ -20,6 +20,7 @@ import msgspec
 from etude.errors import DeadlineExceeded
 from etude.inference import HttpEngine
 from etude.inference.config import SERVERS, EngineKind
+from etude.inference.fleet import PATIENCE_S
 from etude.inference.foreign.environment import MAKES, environment
 from etude.inference.membership import Listed, Roster, State, environment_token
 from etude.inference.registrar import Registrar
@@ -33,11 +34,14 @@ from etude.loop.wire import Caller, Lost
 from etude.records import Outcome, Rollout, RolloutSpec, Version
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
+from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
 GRADE_S = 7_200.0
 """Longer than a grade may take (`MachineGrader`), and some wait for their turn: an agent that makes its grade last
 gets a verdict, not an end by this. A grader that hangs is found by its supervisor."""
+SCRIPT_S = 600.0
+"""For a machine of a scripted rollout to be made and to end, beside its commands: its image may be large."""
 ENGINE_NICE = 5
 """On shared cores engines give way to harness, machines and graders: tool calls are short, and while they are served
 requests gather, so that an engine's next step decodes more of them. They give way to the learner, too: it is what the
@@ -154,9 +158,18 @@ class Crew:
             await engine.close()
 
     async def rollout(self, spec: RolloutSpec) -> Rollout:
-        limits = self.config.harness  # a worker's own deadlines end it first
-        deadline_s = limits.rollout_deadline_s + limits.max_turns * limits.turn_deadline_s
+        """Have a worker run it. Its worker and its engines see whether it goes on, and end it long before the deadline
+        here: every turn waits for an engine and then for each of its tokens as long as it may."""
+        limits = self.config.harness
+        turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
+        deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
         return await self.workers.call("rollout", Rollout, spec, deadline_s=deadline_s)
+
+    async def baseline(self, spec: RolloutSpec, kind: str) -> Rollout:
+        """Have a worker play a script: "oracle" or "random". It asks no engine: its commands and its machine take
+        what time it takes."""
+        deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
+        return await self.workers.call("baseline", Rollout, spec, kind, deadline_s=deadline_s)
 
     async def grade(self, rollout: Rollout) -> Outcome:
         graded: Outcome = await self.graders.call(
@@ -164,10 +177,19 @@ class Crew:
         )
         return graded
 
-    def _child(self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING) -> Child:
+    def _child(
+        self, name: str, argv: list[str], *, nice: int = 0, env: Mapping[str, str] = NOTHING, devices: int = 0
+    ) -> Child:
         placement = self.supervisor.placement
         return Child(
-            name, argv, logs=self.run / "logs", telemetry=self.telemetry, nice=nice, env=env, placement=placement
+            name,
+            argv,
+            logs=self.run / "logs",
+            telemetry=self.telemetry,
+            nice=nice,
+            env=env,
+            placement=placement,
+            devices=devices,
         )
 
     def _member(self, role: str, index: int, pool: Pool) -> tuple[Child, Role]:
@@ -227,7 +249,8 @@ class Crew:
             await self._own[name].info(deadline_s=2 * self.supervisor.hung_s)
 
         ready_file.unlink(missing_ok=True)
-        return self._child(name, argv, nice=ENGINE_NICE), Role(on_up, answers, waits=waits)
+        child = self._child(name, argv, nice=ENGINE_NICE, devices=self.config.devices_of(kind))
+        return child, Role(on_up, answers, waits=waits)
 
     async def _beat(self, joined: Roster) -> dict[str, int]:
         """Engines from elsewhere are as told: how much may run follows, and workers hear of it. The sessions that each
@@ -264,6 +287,8 @@ def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) 
     argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
     place = weights_place(run)
     argv += ["--store", str(place), *poll_arguments(place)]
+    signer = read_signer(config.stores.signing_key)
+    argv += ["--public-key", signer.public_key.hex()] if signer else []
     argv += ["--telemetry", str(run / "events" / f"{name}.jsonl"), "--threads", "1"]
     argv += config.engine.arguments()
     if kind is EngineKind.REFERENCE:

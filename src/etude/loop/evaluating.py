@@ -45,8 +45,8 @@ async def evaluate(
 ) -> EvalResult:
     """Solve rate of version step `step` on the first `num_tasks` of a split; the `eval.result` event's facts.
 
-    Keeps every rollout with its transcript: ``out/<name>.parquet`` for held-out tasks, ``out/<name>-<step>.parquet``
-    for validation tasks; replaced when done again. `each` is called for every rollout that is done.
+    Keeps every rollout with its transcript: ``out/<name>-<step>.parquet`` for validation tasks, ``out/<name>.parquet``
+    for the others; replaced when done again. `each` is called for every rollout that is done.
     """
     began = time.perf_counter()
 
@@ -56,7 +56,7 @@ async def evaluate(
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await played(crew, specs, one, name=name, telemetry=telemetry, each=each)
     rows = [make_row(r, outcome, transcript=_transcript(chat, r)) for r, outcome in done]
-    file_name = name if split is Split.HELDOUT else f"{name}-{step:06d}"
+    file_name = f"{name}-{step:06d}" if split is Split.VALIDATION else name
     write_rows(out / f"{file_name}.parquet", rows)
     result = sum_up(rows, name=name, split=split, step=step, wall_s=round(time.perf_counter() - began, 3))
     telemetry.event("eval.result", **result.facts())
@@ -96,7 +96,7 @@ async def baseline(
     """Solve rate of a script that needs no model ("oracle", "random") on held-out tasks, by the same rollout code."""
 
     async def one(spec: RolloutSpec) -> Played:
-        rollout = await crew.workers.call("baseline", Rollout, spec, kind, deadline_s=120.0)
+        rollout = await crew.baseline(spec, kind)
         return rollout, await judge(crew, rollout)
 
     specs = _specs(source, Split.HELDOUT, num_tasks, 1, seed=seed, temperature=1.0, pin_step=None)

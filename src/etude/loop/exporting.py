@@ -54,7 +54,7 @@ def export_version(
 ) -> Path:
     """Write the version of a run that has this step, rebuilt from its chain and proven by its digests. `said` is told
     of layers of its start that are left out."""
-    store = weights_store(run)
+    store = weights_store(run, readonly=True)
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
     model = load_model(start)
@@ -84,7 +84,7 @@ def export_adapter(source: Path, out: Path) -> Path:
 
 def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
     """The same of a version that a run published. Raises `CheckpointError`."""
-    store, start = weights_store(run), run / "checkpoints" / "mid"
+    store, start = weights_store(run, readonly=True), run / "checkpoints" / "mid"
     tensors = rebuild(store, inspect.find(store, str(step)))
     if not modules(tensors):
         raise CheckpointError(f"step {step} of {run.path} is no adapter", hint="export it without --adapter")

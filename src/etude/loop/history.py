@@ -35,7 +35,7 @@ class History:
 
     @classmethod
     def read(cls, run: RunFolder) -> History:
-        manifests, damaged = readable(weights_store(run), "policy")
+        manifests, damaged = readable(weights_store(run, readonly=True), "policy")
         ids: dict[int, frozenset[str]] = {}
         for manifest in manifests:
             step = manifest.version.step

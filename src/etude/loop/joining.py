@@ -19,6 +19,7 @@ from etude.loop.config import RunConfig
 from etude.loop.places import weights_place
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
+from etude.weights.chain.signing import read_signer
 
 NONE_S, POLL_S = 600.0, 0.1
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -86,7 +87,7 @@ async def joining(
 
 def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
     """What a run wants of an engine."""
-    place = weights_place(run)
+    place, signer = weights_place(run), read_signer(config.stores.signing_key)
     return Wanted(
         model=(run / "checkpoints" / "mid" / "config.json").read_text(),
         mode=config.numerics.mode,
@@ -97,6 +98,7 @@ def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
         max_sequences=config.engine.max_sequences,
         routes=config.wants_routes,
         store=place if isinstance(place, str) else "",
+        public_key=signer.public_key.hex() if signer else "",
     )
 
 

@@ -38,6 +38,7 @@ from etude.training.reference import Reference
 from etude.weights import Channel
 from etude.weights.chain.channel import publish_once
 from etude.weights.chain.publisher import Writer
+from etude.weights.chain.signing import read_signer
 from etude.weights.shards.sharded import ShardedChannel
 
 if TYPE_CHECKING:  # only a learner of several ranks loads them
@@ -119,7 +120,10 @@ class Learning:
         if self._learner is not None:
             self._learner.close()
         store = weights_store(self.run)
-        self._channel = Channel(store) if self.group is None else self.group.channel(store)
+        signer = read_signer(self.config.stores.signing_key) if self.group is None or self.group.rank == 0 else None
+        self._channel = (
+            Channel(store, signer=signer) if self.group is None else self.group.channel(store, signer=signer)
+        )
         reference = self.reference if self.config.learner.kl else None
         self._learner = make_learner(self.config, self._channel, reference, group=self.group or ONE)
         self._learner.load(checkpoint)
@@ -127,9 +131,9 @@ class Learning:
         if base is not None:  # for engines that join without a checkpoint
             store = weights_store(self.run)
             if self.group is None:
-                publish_once(store, BASE_CHANNEL, base)
+                publish_once(store, BASE_CHANNEL, base, signer=signer)
             else:
-                self.group.channel(store, name=BASE_CHANNEL).publish_once(base)
+                self.group.channel(store, name=BASE_CHANNEL, signer=signer).publish_once(base)
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:

@@ -123,11 +123,11 @@ class OnRay:
         self._looked_at = 0.0
 
     async def start(self, program: Program, waits: Waits) -> Process:
-        host, link, address = self._host(program.name), None, ""
+        host, link, address = self._host(program), None, ""
         try:
-            while (found := await self._placed(program.name, host, waits)) is None:
+            while (found := await self._placed(program, host, waits)) is None:
                 _kill(host)
-                host = self._host(program.name)
+                host = self._host(program)
             address, port = found
             link = await _connect(program.name, address, port, self._secret)
             async with asyncio.timeout(ANSWER_S):
@@ -146,10 +146,10 @@ class OnRay:
             await process.caller.open()
         return process
 
-    def _host(self, name: str) -> Any:
+    def _host(self, program: Program) -> Any:
         """An actor that will host a component, once a node has room for it."""
-        role = role_of(name)
-        gpus = int(role in ("learner", "engine") and ray.cluster_resources().get("GPU", 0) > 0)
+        role = role_of(program.name)
+        gpus = _gpus(program) if ray.cluster_resources().get("GPU", 0) else 0
         options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus, "resources": {role: 1}, "max_restarts": 0}
         if role == "learner":
             if self._reserved is None:
@@ -162,21 +162,21 @@ class OnRay:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(self._unfit))})"}
         return ray.remote(RayHost).options(**options).remote(self._token)
 
-    async def _placed(self, name: str, host: Any, waits: Waits) -> tuple[str, int] | None:
+    async def _placed(self, program: Program, host: Any, waits: Waits) -> tuple[str, int] | None:
         """(address, port) at which the host awaits us; None: it came to a node that cannot take part, which is
         remembered. Raises `NoRoom`, `Lost`."""
-        role, began, waited = role_of(name), time.monotonic(), False
+        role, began, waited = role_of(program.name), time.monotonic(), False
         offered = asyncio.ensure_future(_answer(host.offer.remote(str(self._run), os.getcwd())))
         self._pending[role].append(host)
         try:
             while not (await asyncio.wait({offered}, timeout=LOOK_S))[0]:
                 seconds = time.monotonic() - began
-                if not waited and (seconds > PLACED_S or await self._is_late(role, host)):
+                if not waited and (seconds > PLACED_S or await self._is_late(program, host)):
                     waited = True
                     await waits(f"no node has room: {await asyncio.to_thread(offers)}")
                 if seconds > ROOM_S and not self._others(role):
                     raise NoRoom(
-                        f"no node has room for {name}",
+                        f"no node has room for {program.name}{_with(program)}",
                         f"waited {seconds:.0f} s; {await asyncio.to_thread(offers)}{self._left_out()}",
                         hint=f"add a node: ray start --address=... --resources='{{\"{role}\": 1}}'; then --resume",
                     )
@@ -192,10 +192,11 @@ class OnRay:
             offered.cancel()
             self._pending[role].remove(host)
 
-    async def _is_late(self, role: str, host: object) -> bool:
+    async def _is_late(self, program: Program, host: object) -> bool:
         """Whether those that came before take all the room that there is."""
+        role = role_of(program.name)
         before = self._others(role) + self._pending[role].index(host)
-        return before >= await asyncio.to_thread(room, role)
+        return before >= await asyncio.to_thread(room, role, _gpus(program))
 
     def _others(self, role: str) -> int:
         """How many of a role run."""
@@ -222,6 +223,15 @@ class OnRay:
             with contextlib.suppress(RayError):
                 remove_placement_group(self._reserved)
             self._reserved = None
+
+
+def _gpus(program: Program) -> int:
+    """Of a node that has any: as many as an engine computes on; the learner, and what runs before it, one a rank."""
+    return 1 if role_of(program.name) == "learner" else program.devices
+
+
+def _with(program: Program) -> str:
+    return f" with {program.devices} GPUs" if program.devices > 1 else ""
 
 
 async def _answer(asked: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 from etude.dashboard import RunView, summarise, write_report
 from etude.errors import EtudeError
+from etude.evals import EvalResult
 from etude.harness import ChatFormat
 from etude.loop import usage
 from etude.loop.conductor import Conductor
@@ -32,6 +33,7 @@ from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
+from etude.sums import sealed
 from etude.telemetry import Telemetry
 
 Phase = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -126,9 +128,16 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
             await conductor.resume()
             up = True
 
+    async def measure(name: str) -> EvalResult:
+        """The result on held-out tasks; those of kinds never trained on are evaluated after them."""
+        result = await conductor.evaluate(name, Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
+        if evals.transfer_tasks:
+            await conductor.evaluate(f"{name}-transfer", Split.TRANSFER, evals.transfer_tasks, evals.heldout_tries)
+        return result
+
     async def before() -> Mapping[str, Any]:
         await ready()
-        result = await conductor.evaluate("before", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
+        result = await measure("before")
         rates = {}
         for kind in ("oracle", "random"):
             rates[kind] = await baseline(
@@ -149,13 +158,13 @@ async def _with_crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, me
 
     async def after() -> Mapping[str, Any]:
         await ready()
-        result = await conductor.evaluate("after", Split.HELDOUT, evals.heldout_tasks, evals.heldout_tries)
-        return {"rate": result.rate}
+        return {"rate": (await measure("after")).rate}
 
-    async with _unless_failed(members.supervisor):
-        await _phase(run, telemetry, "eval-before", before)
-        await _phase(run, telemetry, "rl", rl)
-        await _phase(run, telemetry, "eval-after", after)
+    with contextlib.closing(conductor):
+        async with _unless_failed(members.supervisor):
+            await _phase(run, telemetry, "eval-before", before)
+            await _phase(run, telemetry, "rl", rl)
+            await _phase(run, telemetry, "eval-after", after)
 
 
 @contextlib.asynccontextmanager
@@ -190,5 +199,5 @@ def leave_report(run: RunFolder) -> Path:
     if run.setting("experience.ledger"):
         with contextlib.suppress(EtudeError), contextlib.closing(read_ledger(run)) as ledger:
             states = ledger.states()
-    write_durably(run / "summary.json", json.dumps(summarise(run.path, rollouts=states), indent=2).encode())
+    write_durably(run / "summary.json", json.dumps(sealed(summarise(run.path, rollouts=states)), indent=2).encode())
     return write_report(run.path)

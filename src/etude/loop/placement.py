@@ -47,6 +47,7 @@ class Program:
     nice: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
     with_socket: bool = False
+    devices: int = 0  # accelerators that it computes on, where its machine has any
 
     def popen(self, address: str, sock: socket.socket | None) -> tuple[list[str], dict[str, Any]]:
         """(command line, options) for `subprocess` on the machine at `address`. Without the log, which is opened by who

@@ -10,15 +10,18 @@ import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from etude.errors import StoreError
-from etude.experience import Ledger
-from etude.experience.traces import Folder
+from etude.errors import InputError, StoreError
 from etude.run import RunFolder
 from etude.seams import BlobStore
 from etude.stores import open_store
 from etude.weights.chain.history import head
+
+if TYPE_CHECKING:
+    from etude.experience.ledger import Ledger
+    from etude.experience.traces import Folder
 
 BUCKET_POLL_S = 0.5
 
@@ -29,9 +32,11 @@ def ledger_place(run: RunFolder) -> Path | str:
     return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
 
 
-def read_ledger(run: RunFolder) -> Ledger:
-    """To be read beside its writer. Raises `NoLedger`, `LedgerError`, `StoreError`."""
-    return Ledger.reading(ledger_place(run))
+def read_ledger(run: RunFolder, *, still: bool = False) -> Ledger:
+    """To be read beside its writer; `still`: there is none now. Raises `NoLedger`, `LedgerError`, `StoreError`."""
+    from etude.experience.ledger import Ledger  # where weights alone are looked at, nothing needs it
+
+    return Ledger.reading(ledger_place(run), still=still)
 
 
 def weights_place(run: RunFolder) -> Path | str:
@@ -44,8 +49,13 @@ def poll_arguments(place: Path | str) -> list[str]:
     return [] if isinstance(place, Path) else ["--poll-s", str(BUCKET_POLL_S)]
 
 
-def weights_store(run: RunFolder) -> BlobStore:
-    return open_store(weights_place(run))
+def weights_store(run: RunFolder, *, readonly: bool = False) -> BlobStore:
+    """Where a run's versions are. `readonly`: nothing is made or written; raises `InputError` where there is none."""
+    place = weights_place(run)
+    if readonly and isinstance(place, Path) and not place.is_dir():
+        hint = "RL publishes the first version as it begins; if there were some, copy the folder back"
+        raise InputError(f"{run.path} has no weights", f"there is no {place}", hint=hint)
+    return open_store(place, readonly=readonly)
 
 
 def has_published(run: RunFolder) -> bool:
@@ -54,7 +64,7 @@ def has_published(run: RunFolder) -> bool:
     return (
         place.joinpath("pointers", "policy").exists()
         if isinstance(place, Path)
-        else bool(head(open_store(place), "policy"))
+        else bool(head(open_store(place, readonly=True), "policy"))
     )
 
 

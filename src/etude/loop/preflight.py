@@ -36,6 +36,7 @@ from etude.seams import TaskSource
 from etude.tasks import check, open_source
 from etude.tasks.harbor import HarborSource
 from etude.tasks.verifiers import grader_for
+from etude.weights.chain.signing import read_signer
 
 PROVEN_TASKS = 8
 
@@ -66,6 +67,7 @@ def preflight(
         config.model.shared(config.numerics.degree)
         if config.learner.device.startswith("cuda"):
             said(f"mid-training computes on the CPU; learner.device = {config.learner.device!r} is where RL does")
+    read_signer(config.stores.signing_key)
     for url in filter(None, (config.stores.weights, config.stores.traces)):
         check_store(url, said)
     if config.experience.ledger:
@@ -224,7 +226,12 @@ def check_experts(model: ModelConfig, expert_parallel: int) -> None:
 
 def used_splits(config: RunConfig) -> list[Split]:
     during = 0 < config.evals.every < config.rl.steps
-    used = {Split.TRAIN: config.rl.steps > 0, Split.VALIDATION: during, Split.HELDOUT: True}
+    used = {
+        Split.TRAIN: config.rl.steps > 0,
+        Split.VALIDATION: during,
+        Split.HELDOUT: True,
+        Split.TRANSFER: config.evals.transfer_tasks > 0,
+    }
     return [split for split, is_used in used.items() if is_used]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import numpy as np
 
@@ -21,8 +21,9 @@ from etude.loop.parity import Alarm, Defence, OverBudget, ParityConfig, Watch
 from etude.records.sample import Published
 from etude.telemetry import Telemetry
 
-PROBE_TOKENS = 128
-ADOPT_S, FAR_ADOPT_S = 30.0, 120.0
+PROBE_TOKENS, AGAIN_S = 128, 1.0
+ADOPT_S, FAR_ADOPT_S = 30.0, 120.0  # of an engine in trouble, to come out of it
+FETCH_S = 1_800.0  # of one that is not: weights may be large, and the line slow
 
 
 class Unreachable(EtudeError):
@@ -38,7 +39,7 @@ class Probe:
         config: ParityConfig,
         watch: Watch,
         telemetry: Telemetry,
-        defend: Callable[[Defence], None],
+        defend: Callable[[Defence], Awaitable[None]],
     ) -> None:
         self.text = probe_text(chat)
         self.learner_class = ""  # the learner's parity class
@@ -47,8 +48,9 @@ class Probe:
     async def ask(
         self, engines: Mapping[str, HttpEngine], published: Published, mine: list[float], *, far: Collection[str] = ()
     ) -> None:
-        """Every engine, of a version that `mine` are the learner's log-probabilities of; those that are `far` are given
-        more time. Raises `ParityError`, and `Unreachable` where every engine that is there cannot come to it."""
+        """Every engine, of a version that `mine` are the learner's log-probabilities of. One that is still on its way
+        to it is waited for; one that says why it cannot come has some seconds, and more where it is `far`. Raises
+        `ParityError`, and `Unreachable` where every engine that is there cannot come to it."""
         asked = (
             self._ask_one(name, engine, published, mine, FAR_ADOPT_S if name in far else ADOPT_S)
             for name, engine in engines.items()
@@ -65,14 +67,20 @@ class Probe:
         self, name: str, engine: HttpEngine, published: Published, mine: list[float], patience_s: float
     ) -> EngineError | None:
         """The error of an engine that is there and does not come to the version."""
-        try:
-            await engine.adopt(published.version.step, deadline_s=patience_s)
-            version, theirs = await engine.verify(self.text)
-            engine_class = (await engine.info()).parity
-        except EngineGone:
-            return None  # its successor catches up by itself and is given no work until then
-        except EngineError as error:
-            return error
+        loop = asyncio.get_running_loop()
+        end = loop.time() + FETCH_S
+        while True:
+            try:
+                await engine.adopt(published.version.step, deadline_s=patience_s)
+                version, theirs = await engine.verify(self.text)
+                engine_class = (await engine.info()).parity
+                break
+            except EngineGone:
+                return None  # its successor catches up by itself and is given no work until then
+            except EngineError as error:
+                if isinstance(error, Unauthorised) or loop.time() >= end or await _trouble(engine):
+                    return error
+                await asyncio.sleep(AGAIN_S)
         if version != published.version:
             return None  # it has moved on: the probe of that version will speak
         found = compare(theirs, mine)
@@ -88,14 +96,14 @@ class Probe:
         alarm = self._watch.saw(name, found)
         if alarm is not None:
             self._refuse(alarm, published, engine_class)
-            self._act(alarm, published.version.step)
+            await self._act(alarm, published.version.step)
         return None
 
-    def trained(self, step: int, fresh_ratio_max: float | None) -> None:
+    async def trained(self, step: int, fresh_ratio_max: float | None) -> None:
         """Hold a step's ratio on the learner's own weights to the budget; a run that stops is ended by its learner."""
         alarm = self._watch.trained(fresh_ratio_max)
         if alarm is not None:
-            self._act(alarm, step)
+            await self._act(alarm, step)
 
     def _refuse(self, alarm: Alarm, published: Published, engine_class: str) -> None:
         """Raise `ParityError` where the run stops at an alarm. Numbers that are none are never gone on with."""
@@ -109,13 +117,21 @@ class Probe:
                 hint=_hint(alarm, engine_class == self.learner_class),
             )
 
-    def _act(self, alarm: Alarm, step: int) -> None:
+    async def _act(self, alarm: Alarm, step: int) -> None:
         found, taken = alarm.found, str(alarm.defence) if alarm.defence else ""
         self._telemetry.event(
             "parity.alarm", engine=alarm.engine, step=step, k3=found.k3, ratio_max=found.ratio_max, defence=taken
         )
         if alarm.defence is not None:
-            self._defend(alarm.defence)
+            await self._defend(alarm.defence)
+
+
+async def _trouble(engine: HttpEngine) -> str:
+    """Why an engine cannot come to a version; "" of one that is on its way to it."""
+    try:
+        return (await engine.info()).trouble
+    except EngineError as error:
+        return error.what
 
 
 def _hint(alarm: Alarm, same_class: bool) -> str:

@@ -50,7 +50,8 @@ async def _pass(_: Child) -> None:
 
 class Child:
     """One supervised component. `caller` is its socket when it was started with one; `env` is what its environment
-    should hold where its machine's says nothing. `placement`: where it runs, else on this machine."""
+    should hold where its machine's says nothing. `placement`: where it runs, else on this machine. `devices`: how many
+    accelerators it computes on, where its machine has any."""
 
     def __init__(
         self,
@@ -62,8 +63,9 @@ class Child:
         nice: int = 0,
         env: Mapping[str, str] = NOTHING,
         placement: Placement | None = None,
+        devices: int = 0,
     ) -> None:
-        self.name, self.argv, self.nice, self.env = name, list(argv), nice, env
+        self.name, self.argv, self.nice, self.env, self.devices = name, list(argv), nice, env, devices
         self.log_path = logs / f"{name}.log"
         self.telemetry = telemetry
         self.placement = placement or Here()
@@ -73,7 +75,7 @@ class Child:
 
     async def start(self, *, with_socket: bool, waits: Callable[[Child], Awaitable[object]] = _pass) -> None:
         """Start it; `waits` is awaited where there is no room for it now."""
-        program = Program(self.name, self.argv, self.log_path, self.nice, self.env, with_socket)
+        program = Program(self.name, self.argv, self.log_path, self.nice, self.env, with_socket, self.devices)
 
         async def wait(reason: str) -> None:
             self.is_waiting = True

@@ -77,14 +77,19 @@ def nodes(roles: Sequence[str] = ROLES) -> list[dict[str, Any]]:
     return [n for n in ray.nodes() if n["Alive"] and any(role in n["Resources"] for role in roles)]
 
 
-def room(role: str) -> int:
-    """How many of a role the nodes that live could take, if nothing ran."""
-    return sum(int(node["Resources"].get(role, 0)) for node in nodes())
+def room(role: str, gpus: int = 0) -> int:
+    """How many of a role that wants so many GPUs of its node the nodes that live could take, if nothing ran. Where no
+    node has a GPU none is wanted."""
+    there = [node["Resources"] for node in nodes()]
+    gpus = gpus if any(has.get("GPU") for has in there) else 0
+    taken = (min(has.get(role, 0), has.get("GPU", 0) // gpus if gpus else has.get(role, 0)) for has in there)
+    return sum(map(int, taken))
 
 
 def offers() -> str:
     """What each node takes, for an error message."""
-    told = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in ROLES) for n in nodes()]
+    named = [(n, [r for r in (*ROLES, "GPU") if r != "GPU" or n["Resources"].get(r)]) for n in nodes()]
+    told = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in names) for n, names in named]
     return "; ".join(told) or f"none of {sum(n['Alive'] for n in ray.nodes())} nodes offers a role"
 
 
@@ -110,6 +115,19 @@ def check(config: RunConfig, runs: Path) -> None:
         mark.unlink()
     _check_devices(config)
     _each(("worker", "grader"), PROVE_S, _unproven, config, os.getcwd())
+    _enough_gpus(config)
+
+
+def _enough_gpus(config: RunConfig) -> None:
+    """Raises `ConfigError` for an engine that is wider than any node."""
+    most = max((int(node["Resources"].get("GPU", 0)) for node in nodes(("engine",))), default=0)
+    for kind in {*config.fleet.engines}:
+        if 0 < most < (wanted := config.devices_of(kind)):
+            raise ConfigError(
+                f"no node has the {wanted} GPUs of an engine",
+                f"{kind}.arguments = {list(config.foreign(kind).arguments)}; the most on a node for engines are {most}",
+                hint="an engine is on one node: smaller sizes, or let those that span nodes join by themselves",
+            )
 
 
 def _check_devices(config: RunConfig) -> None:

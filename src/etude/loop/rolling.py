@@ -1,12 +1,14 @@
 """Rollouts and their grades: tasks → admitted groups → running → judged → ledger.
 
-A group's rollouts start in order of admission, as many at a time as the engines can decode. A rollout whose worker
-dies is requeued and run again; a grade whose grader dies is asked again; after `max_attempts` it is invalid at that
-boundary, on the evidence of the host. Knows nothing of weights and training.
+A group's rollouts start in order of admission, as many at a time as the engines can decode, and none before the
+version step that it demands is published: after a restart from a checkpoint that may be several steps away. A rollout
+whose worker dies is requeued and run again; a grade whose grader dies is asked again; after `max_attempts` it is
+invalid at that boundary, on the evidence of the host. One that no engine could serve because all of them were behind
+its version is requeued as often as that happens: nothing is wrong with it. Knows nothing of weights and training.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
-| `run` | admitted and requeued rollouts | graded or invalid ones | a place to run | a finished rollout |
+| `run` | admitted and requeued rollouts | graded or invalid ones | a place to run, its version | `more` |
 """
 
 from __future__ import annotations
@@ -20,17 +22,19 @@ from typing import NamedTuple
 import msgspec
 
 from etude.environments.cheats import Suspicion, suspicions
-from etude.errors import DeadlineExceeded, EtudeError
+from etude.errors import DeadlineExceeded, EngineBehind, EtudeError
 from etude.experience import Ledger
 from etude.experience.transitions import State
+from etude.loop.apart import InOrder
 from etude.loop.crew import Crew
 from etude.loop.room import Room
 from etude.loop.wire import Lost
 from etude.records import Graded, Invalid, Outcome, Rollout, RolloutSpec, Task
 from etude.records.rollout import Boundary
-from etude.rollouts import settle
+from etude.rollouts import not_run, settle
 from etude.telemetry import Telemetry
 
+GRADED = "graded"  # the term that keeps what a grader gave a rollout in quarantine
 AT_ONCE = 16  # rollouts that one transaction starts or stores: their records may be large
 
 
@@ -88,15 +92,29 @@ async def judge(crew: Crew, rollout: Rollout) -> Outcome:
 
 async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Rollout, Outcome]:
     """A rollout that no ledger keeps (an evaluation's), until it has an outcome. Raises `EtudeError` when workers keep
-    dying under it."""
+    dying under it; it is invalid when no engine comes to its version again and again."""
     while True:
         try:
             rollout = await crew.rollout(spec)
             return rollout, await judge(crew, rollout)
-        except Lost:
+        except (Lost, EngineBehind) as error:
             if spec.attempt + 1 >= crew.config.experience.max_attempts:
-                raise
+                if isinstance(error, Lost):
+                    raise
+                rollout = not_run(spec, Boundary.PROVIDER, error)
+                return rollout, await judge(crew, rollout)
             spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
+
+
+def unearned(graded: Graded, sign: str) -> Graded:
+    """The grade of a rollout that bears a sign of cheating: at most 0, so that its siblings' baseline and the gradient
+    see that it does not pay. What the grader gave is the term `graded`."""
+    return Graded(
+        reward=min(0.0, graded.reward),
+        terms={**graded.terms, GRADED: graded.reward},
+        trust=graded.trust,
+        reason=f"quarantined: {sign}; the grader said: {graded.reason}",
+    )
 
 
 class _Ended(NamedTuple):
@@ -109,12 +127,14 @@ class _Ended(NamedTuple):
 
 
 class Rolling:
-    """Runs what the ledger has admitted."""
+    """Runs what the ledger has admitted. `books`: the thread in which the ledger is read and written."""
 
-    def __init__(self, ledger: Ledger, crew: Crew, telemetry: Telemetry) -> None:
-        self.ledger, self.crew, self.telemetry = ledger, crew, telemetry
+    def __init__(self, ledger: Ledger, books: InOrder, crew: Crew, telemetry: Telemetry) -> None:
+        self.ledger, self.books, self.crew, self.telemetry = ledger, books, crew, telemetry
+        self.published = 0  # step of the newest version: who demands a later one waits for it
         self._settled, self._ready = asyncio.Event(), set[str]()
         self._ended: list[_Ended] = []  # to be stored; at most as many as run at once
+        self._storing: asyncio.Task[None] | None = None
         self._lost: Counter[str] = Counter()  # workers that died under a rollout
 
     async def progress(self) -> set[str]:
@@ -126,29 +146,36 @@ class Rolling:
         return ready
 
     async def run(self, more: asyncio.Event) -> None:
-        """Start waiting rollouts in order, for ever; cancel to stop. `more` is set when there may be new ones."""
+        """Start waiting rollouts in order, for ever; cancel to stop. `more` is set when there may be some to start:
+        new ones, or those that waited for a version that is `published` now."""
         room = Room(self.crew.max_running)  # of this call: one that was cancelled takes its places with it
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await room.acquire()
-                while not (specs := self.ledger.start(min(1 + room.free, AT_ONCE))):
-                    more.clear()
+                more.clear()
+                while not (specs := await self._start(min(1 + room.free, AT_ONCE))):
                     await more.wait()
+                    more.clear()
                 for _ in specs[1:]:
                     await room.acquire()  # there is room: nothing is waited for
                 for spec in specs:
                     tasks.create_task(self._run_one(spec, room, more), name=spec.rollout_id)
+
+    async def _start(self, limit: int) -> list[RolloutSpec]:
+        return await self.books(self.ledger.start, limit, published=self.published)
 
     async def _run_one(self, spec: RolloutSpec, room: Room, more: asyncio.Event) -> None:
         try:
             try:
                 rollout = await self.crew.rollout(spec)
                 outcome = await judge(self.crew, rollout)
-            except (Lost, DeadlineExceeded) as lost:
-                self._give_back(spec, lost)
+            except (Lost, DeadlineExceeded, EngineBehind) as error:
+                await self._give_back(spec, error)
                 more.set()
                 return
             signs = await asyncio.to_thread(self._signs, rollout, outcome)  # what was handed in may be large
+            if isinstance(outcome, Graded) and signs:
+                outcome = unearned(outcome, str(signs[0]))
             if await self._finish(rollout, outcome, signs):
                 self._tell(rollout, outcome)
                 self._tell_signs(rollout, outcome, signs)
@@ -163,28 +190,32 @@ class Rolling:
         return suspicions(rollout.task, calls=calls, exports=rollout.exports, outcome=outcome)
 
     async def _finish(self, rollout: Rollout, outcome: Outcome, signs: list[Suspicion]) -> bool:
-        """Store it, together with whatever else ends before the loop comes round. False: it no longer counts."""
-        loop = asyncio.get_running_loop()
-        self._ended.append(_Ended(rollout, outcome, signs, loop.create_future()))
-        if len(self._ended) == 1:
-            loop.call_soon(self._store)
-        return await self._ended[-1].counts
+        """Store it, together with whatever else ends until then. False: it no longer counts."""
+        one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
+        self._ended.append(one)
+        if self._storing is None or self._storing.done():
+            self._storing = asyncio.create_task(self._store_all(), name="store what ended")
+        return await one.counts
 
-    def _store(self) -> None:
-        """One transaction for those that ended; what bears signs of cheating is quarantined in it."""
-        ended, self._ended, counts = self._ended[:AT_ONCE], self._ended[AT_ONCE:], list[bool]()
-        if self._ended:
-            asyncio.get_running_loop().call_soon(self._store)
+    async def _store_all(self) -> None:
+        while self._ended:
+            ended, self._ended = self._ended[:AT_ONCE], self._ended[AT_ONCE:]
+            await self._store(ended)
+
+    async def _store(self, ended: list[_Ended]) -> None:
+        """One transaction for those that ended; that one bears signs of cheating is noted in it."""
+        counts = list[bool]()
 
         def work() -> None:
             counts[:] = self.ledger.finish_all([(one.rollout, one.outcome) for one in ended])
             for one, counted in zip(ended, counts, strict=True):
-                if counted and one.signs:
-                    self.ledger.move(one.rollout.rollout_id, State.QUARANTINED, reason=str(one.signs[0]))
+                if counted and one.signs and isinstance(one.outcome, Graded):
+                    graded = one.outcome.terms[GRADED]
+                    self.ledger.quarantine(one.rollout.rollout_id, reason=str(one.signs[0]), graded=graded)
 
         try:
-            self.ledger.transaction(work)
-            self._settle({one.rollout.group_id for one in ended})
+            await self.books(self.ledger.transaction, work)
+            await self._settle({one.rollout.group_id for one in ended})
         except Exception as error:  # noqa: BLE001  whatever it is: those who wait for it end with it
             for one in ended:
                 if not one.counts.done():
@@ -204,21 +235,24 @@ class Rolling:
                 rollout_id=rollout.rollout_id,
                 state="review" if review else "quarantined",
                 signs=[str(sign) for sign in signs],
+                graded=outcome.terms.get(GRADED, outcome.reward) if isinstance(outcome, Graded) else None,
             )
 
-    def _give_back(self, spec: RolloutSpec, lost: EtudeError) -> None:
-        """Its worker is gone: run it again, or say that it cannot be run."""
-        self._lost[spec.rollout_id] += 1
+    async def _give_back(self, spec: RolloutSpec, error: EtudeError) -> None:
+        """Run it again: its worker is gone, or no engine came to its version; or say that too many workers are gone."""
+        self._lost[spec.rollout_id] += not isinstance(error, EngineBehind)
         attempts = self.crew.config.experience.max_attempts
         if self._lost[spec.rollout_id] < attempts:
-            self.ledger.move(spec.rollout_id, "requeued", reason=lost.what)
+            await self.books(self.ledger.move, spec.rollout_id, State.REQUEUED, reason=error.what)
+            self.telemetry.event("rollout.requeued", rollout_id=spec.rollout_id, reason=error.what)
         else:
             reason = f"{attempts} workers were lost"
-            self.ledger.fail(spec.rollout_id, Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(lost)))
-            self._settle({spec.group_id})
+            invalid = Invalid(boundary=Boundary.WORKER, reason=reason, evidence=str(error))
+            await self.books(self.ledger.fail, spec.rollout_id, invalid)
+            await self._settle({spec.group_id})
 
-    def _settle(self, group_ids: set[str]) -> None:
-        if ready := self.ledger.ready_groups(group_ids):
+    async def _settle(self, group_ids: set[str]) -> None:
+        if ready := await self.books(self.ledger.ready_groups, group_ids):
             self._ready |= ready
             self._settled.set()
 

@@ -41,6 +41,7 @@ async def serve_checkpoint(
     checkpoint: Path,
     *,
     store: Path | str | None,
+    public_key: bytes | None = None,
     numerics: NumericsConfig,
     engine: EngineConfig,
     model: str,
@@ -49,7 +50,8 @@ async def serve_checkpoint(
     said: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[str]:
     """Serve while the block runs; yields the base URL for an OpenAI client. `engine`: its settings, but for the
-    context, which is the model's. `said` is told of layers of the checkpoint that are left out."""
+    context, which is the model's. `public_key`: of `store`, only versions that its owner signed are served. `said` is
+    told of layers of the checkpoint that are left out."""
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
     model_config, chat = _read_model(checkpoint, said), ChatFormat.load(checkpoint)
@@ -61,6 +63,7 @@ async def serve_checkpoint(
         ready_file = folder / "engine.ready"
         argv = ["-m", "etude.inference.server", "--name", "engine", "--checkpoint", str(checkpoint)]
         argv += ["--ready-file", str(ready_file)] + (["--store", str(store), *poll_arguments(store)] if store else [])
+        argv += ["--public-key", public_key.hex()] if public_key and store else []
         argv += replace(engine, context_tokens=model_config.context_tokens).arguments()
         argv += ["--mode", numerics.mode, "--quantise", numerics.quantise, "--degree", str(numerics.degree)]
 
@@ -126,7 +129,7 @@ def parts_of(model: Path) -> tuple[Path, Path | str | None, NumericsConfig, Engi
     place, config = weights_place(run), read_config(run)
     if isinstance(place, Path) and not place.is_dir():
         return run / "checkpoints" / "mid", None, config.numerics, config.engine
-    require_pointer(open_store(place))
+    require_pointer(open_store(place, readonly=True))
     store = place if has_published(run) else None
     return run / "checkpoints" / "mid", store, config.numerics, config.engine
 

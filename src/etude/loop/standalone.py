@@ -23,6 +23,7 @@ from etude.models.headers import left_out
 from etude.records import Version
 from etude.records.task import Split
 from etude.run import RunFolder
+from etude.sums import SUMS, files_in, prove, write_sums
 from etude.telemetry import Telemetry
 
 TOKENIZER_FILES = (
@@ -38,12 +39,17 @@ def take_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | Non
     """Put a Hugging Face directory where a run keeps its starting checkpoint, and its tokeniser where a run looks.
     What another run's learner left beside the weights stays behind: this run begins at step 0. Layers that nothing
     computes are named in an event."""
-    learners = shutil.ignore_patterns("learner.*")
-    shutil.copytree(checkpoint, run / "checkpoints" / "mid", dirs_exist_ok=True, ignore=learners)
+    learners, mid = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / "mid"
+    for folder in (mid, run / "tokenizer"):
+        (folder / SUMS).unlink(missing_ok=True)
+    prove(checkpoint, [n for n in files_in(checkpoint) if not n.startswith("learner.")], kind=CheckpointError)
+    shutil.copytree(checkpoint, mid, dirs_exist_ok=True, ignore=learners)
+    write_sums(mid)
     (run / "tokenizer").mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:
         if (checkpoint / name).is_file():
             shutil.copy(checkpoint / name, run / "tokenizer" / name)
+    write_sums(run / "tokenizer")
     ChatFormat.load(run / "tokenizer")  # raises when there is no usable chat format
     layers = left_out(checkpoint, ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes())))
     if layers and telemetry is not None:
@@ -56,6 +62,7 @@ def version_of(checkpoint: Path) -> Version | None:
     path = checkpoint / "learner.json"
     if not path.is_file():
         return None
+    prove(checkpoint, [path.name], kind=CheckpointError)
     try:
         step, incarnation, digest = json.loads(path.read_bytes())["version"]
         return Version(int(step), str(incarnation), str(digest))

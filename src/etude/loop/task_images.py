@@ -16,6 +16,7 @@ from etude.errors import InputError, TaskError
 from etude.records.image import Image
 from etude.seams import Runtime
 from etude.tasks.harbor import HarborSource
+from etude.tasks.trees import refuse_link
 
 BUILD_S = 1_800.0
 
@@ -53,7 +54,9 @@ def num_images(source: HarborSource) -> int:
 
 
 def _contexts(source: HarborSource) -> list[Path]:
-    folders = (folder / "environment" for folder in source.folders())
+    folders = [folder / "environment" for folder in source.folders()]
+    for folder in folders:
+        refuse_link(folder)  # a task from elsewhere would bring any folder of this host into its image
     return [folder for folder in folders if (folder / "Dockerfile").is_file()]
 
 

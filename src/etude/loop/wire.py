@@ -70,7 +70,8 @@ class Caller:
         self._listener = asyncio.create_task(self._listen(reader), name=f"listen to {self.name}")
 
     async def call(self, method: str, kind: type[T], *args: object, deadline_s: float) -> T:
-        """Call a child's method. Raises `Lost`, `Failed`, `DeadlineExceeded` or what the child raised."""
+        """Call a child's method, which is cancelled at the deadline. Raises `Lost`, `Failed`, `DeadlineExceeded` or
+        what the child raised."""
         if self._writer is None or self.lost.is_set():
             raise Lost(f"{self.name} is gone", f"calling {method}", hint=f"see logs/{self.name}.log")
         number = next(self._ids)
@@ -82,6 +83,8 @@ class Caller:
                 await self._writer.drain()
                 payload = await answer
         except TimeoutError:
+            if not self.lost.is_set():
+                _write(self._writer, number, CANCEL, b"")  # else its machine and its slots stay taken
             raise DeadlineExceeded(
                 f"{self.name} did not answer {method}", f"within {deadline_s:g} s", hint=f"see logs/{self.name}.log"
             ) from None

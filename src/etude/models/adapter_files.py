@@ -25,6 +25,7 @@ from etude.models.transformer import Transformer
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
 from etude.records.adapter import AdapterConfig
+from etude.sums import prove
 
 _BASE = "etude_base"
 """Of the metadata: the base's digest."""
@@ -54,9 +55,11 @@ def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is damaged", str(error), hint=HINT_DAMAGED) from None
     try:
-        return AdapterConfig.from_peft(read_peft(folder), base), tensors
+        config = AdapterConfig.from_peft(read_peft(folder), base)
     except ValueError as error:
         raise damaged(str(folder / ADAPTER_CONFIG), str(error)) from None
+    prove(folder, [ADAPTER_CONFIG], kind=CheckpointError)
+    return config, tensors
 
 
 def merged(

@@ -1,7 +1,8 @@
 """Checkpoints as Hugging Face directories: config.json, weights in one file or in shards, the tokeniser's beside them.
 
-Writing is all or nothing: everything goes into a hidden sibling directory, is fsynced, and is renamed into place.
-Reading believes nothing: names, shapes, dtypes and the number of weights are checked before a model is built.
+Writing is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.sums`), is
+fsynced, and is renamed into place. Reading believes nothing: names, shapes, dtypes and the number of weights are
+checked before a model is built, and every byte where the directory has checksums.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from etude.numerics.exact.operators import Exact
 from etude.numerics.formats import FORMATS
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import ALONE, Parallel
+from etude.sums import prove, write_sums
 
 ASSETS = (
     "tokenizer.json",
@@ -165,6 +167,7 @@ def load_model(
         return load_merged(path, dtype=dtype, operators=operators, held=held, parallel=parallel).to(device)
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)  # before a wild config makes us allocate
+    prove_weights(path)
     operators = Exact(dtype) if operators is None else operators
     with device:
         model = Transformer(config, seed=None, operators=operators, parallel=parallel)
@@ -183,11 +186,20 @@ def each_weight(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     `CheckpointError`."""
     config = ModelConfig.from_hf(read_json(path / "config.json"))
     found = check_weights(path, config)
+    prove_weights(path)
     with torch.device("meta"):
         views = hf_views(Transformer(config, seed=None))
     with opened(path, found) as tensors:
         for name in sorted(views):
             yield name, tensors.whole(name, tuple(views[name].shape)).float()
+
+
+def prove_weights(path: Path, *, part: int = 0, parts: int = 1) -> None:
+    """Compare the bytes of a checkpoint directory's config and weights with its checksums, where it has any; a second
+    for one or two GB. `part` of `parts`: the others are compared elsewhere. Raises `CheckpointError`."""
+    is_sharded = (path / INDEX).is_file()
+    names = ["config.json", *([INDEX, *shard_names(path / INDEX)] if is_sharded else [WEIGHTS])]
+    prove(path, names[part::parts], kind=CheckpointError)
 
 
 def require_tied(path: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
@@ -254,6 +266,7 @@ def opened(path: Path, found: Container[str]) -> Iterator[Tensors]:
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of one safetensors file. Raises `CheckpointError`."""
     with opened_file(path) as file:
+        prove(path.parent, [path.name], kind=CheckpointError)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
 
@@ -298,6 +311,7 @@ def whole_directory(path: Path | str) -> Iterator[Path]:
     try:
         hidden.mkdir(parents=True)
         yield hidden
+        write_sums(hidden)
         sync(hidden)
         complete(hidden, path)
     except (OSError, SafetensorError) as error:

@@ -60,7 +60,8 @@ class LatentAttention(nn.Module):
         latent, k_rope = self.parallel.entered(ops, latent), self.parallel.entered(ops, k_rope)
         attend = self._absorbed if cache.compressed or ops.absorbs else self._expanded
         o_NHB = attend(plain, q_rope, latent, k_rope, cache, layer, see)
-        o_ND = self.parallel.rows(ops, o_NHB.reshape(n, self.heads * at.value_dim), self.out, "attention.out")
+        o_NO = see("attention.attended", o_NHB.reshape(n, self.heads * at.value_dim))
+        o_ND = self.parallel.rows(ops, o_NO, self.out, "attention.out")
         return see("attention.out", o_ND)
 
     def _inward(self, x_ND: torch.Tensor) -> torch.Tensor:
@@ -87,8 +88,7 @@ class LatentAttention(nn.Module):
         q, k = torch.cat([q_NHR, q_NHP], -1), torch.cat([latent_NR[:, None], k_N1P], -1)
         o_NHR = cache.attend(layer, q, k, k[..., : self.latent.kv_rank], self.scale)
         o_NHR = see("attention.attended_latent", o_NHR)
-        o_NHB = self._trained(self.operators.per_head(o_NHR, values_HBR), o_NHR, keys=False)
-        return see("attention.attended", o_NHB)
+        return self._trained(self.operators.per_head(o_NHR, values_HBR), o_NHR, keys=False)
 
     def _expanded(
         self,
@@ -105,7 +105,7 @@ class LatentAttention(nn.Module):
         kv = see("attention.expanded", kv)
         k, v = torch.split(kv.view(len(kv), self.heads, sum(widths)), widths, -1)
         q, k = torch.cat([plain_NHM, q_NHP], -1), torch.cat([k, k_N1P.expand(-1, self.heads, -1)], -1)
-        return see("attention.attended", cache.attend(layer, q, k, v, self.scale))
+        return cache.attend(layer, q, k, v, self.scale)
 
     def _up(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What makes keys [H, M, R] and values [H, B, R] of a latent."""

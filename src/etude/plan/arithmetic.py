@@ -58,6 +58,16 @@ def kv_bytes_token(model: ModelConfig, width: int = BF16_BYTES) -> int:
     return model.num_layers * (kept.heads * kept.key_width + values) * width
 
 
+def kv_bytes_device(model: ModelConfig, devices: int, width: int = BF16_BYTES) -> int:
+    """Keys and values of one token on each of `devices` that share a model by tensor parallelism. Heads are divided
+    until each device has one; more devices hold copies. A latent belongs to all heads, so every device has it whole.
+    Shoeybi et al. 2019, "Megatron-LM" (arXiv 1909.08053), section 3; vLLM's `MLAAttention` for latents."""
+    kept = model.kept
+    if kept.shared:
+        return kv_bytes_token(model, width)
+    return model.num_layers * -(-kept.heads // devices) * (kept.key_width + kept.value_width) * width
+
+
 def experts_met(model: ModelConfig, batch: float) -> float:
     """Share of a layer's experts that a batch of so many tokens is sent to, if each token's are drawn evenly:
     1 - (1 - k/E)^B, the expected share of boxes that are not empty."""
@@ -66,17 +76,42 @@ def experts_met(model: ModelConfig, batch: float) -> float:
     return float(1.0 - (1.0 - model.top_k / model.num_experts) ** batch)
 
 
-def read_bytes(model: ModelConfig, batch: float, width: int = BF16_BYTES) -> float:
+def read_bytes(model: ModelConfig, batch: float, width: float = BF16_BYTES) -> float:
     """Weights that a decoding step reads: all but the experts that nobody in the batch is sent to."""
-    experts = model.num_moe_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
+    idle = expert_parameters(model) * (1.0 - experts_met(model, batch))
     lookup = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
-    return width * (model.num_parameters - lookup - experts * (1.0 - experts_met(model, batch)))
+    return width * (model.num_parameters - lookup - idle)
+
+
+def engine_bytes(model: ModelConfig, dtype_bytes: float, matrix_bytes: float) -> float:
+    """Weights of an engine: attention's and MLP's matrices may be in a format of fewer bits, the rest is not."""
+    rounded = sum(map(prod, matrices(model)))
+    return matrix_bytes * rounded + dtype_bytes * (model.num_parameters - rounded)
+
+
+def expert_parameters(model: ModelConfig) -> int:
+    """Of all experts in all layers, shared ones not among them."""
+    return model.num_moe_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
 
 
 def matrices(model: ModelConfig, on: str = "all") -> list[tuple[int, ...]]:
     """Shapes of attention's and MLP's matrices, experts one by one: what Muon moves and adapters are of."""
     found = ((".mlp." in name, shape) for name, shape in hf_shapes(model) if is_rounded(name))
     return [shape for is_mlp, shape in found if on == "all" or is_mlp == (on == "mlp")]
+
+
+def expert_adapters(model: ModelConfig, training: Training) -> int:
+    """Numbers in the adapters of experts."""
+    if training.lora_on == "attention" or not model.num_moe_layers:
+        return 0
+    found = (shape for name, shape in hf_shapes(model) if is_rounded(name) and ".experts." in name)
+    return training.lora_rank * sum(map(sum, found))
+
+
+def adapters_held(model: ModelConfig, training: Training) -> int:
+    """Of A and B what one rank has: those of dense matrices whole, those of experts on the ranks that share them."""
+    of_experts = expert_adapters(model, training)
+    return trained_parameters(model, training) - of_experts + of_experts // training.expert_parallel
 
 
 def trained_parameters(model: ModelConfig, training: Training) -> int:
@@ -89,10 +124,10 @@ def trained_parameters(model: ModelConfig, training: Training) -> int:
 
 def weights_bytes(model: ModelConfig, training: Training, ranks: int) -> float:
     """Live weights of one of so many ranks that share everything, in float32 whatever they are rounded to. Of an
-    adapted matrix there are two, the frozen and the merged one; its adapters are on every rank."""
+    adapted matrix there are two, the frozen and the merged one; adapters as in `adapters_held`."""
     held = model.num_parameters / ranks
     if training.lora_rank:
-        held += sum(map(prod, matrices(model, training.lora_on))) / ranks + trained_parameters(model, training)
+        held += sum(map(prod, matrices(model, training.lora_on))) / ranks + adapters_held(model, training)
     return float(FLOAT32_BYTES) * held
 
 
@@ -100,8 +135,8 @@ def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float
     """Gradients, masters and moments of one of so many ranks that share everything, all float32, of what is trained:
     with the weights 20 bytes a parameter. Rajbhandari et al. 2019, "ZeRO" (arXiv 1910.02054), section 3.1, with
     weights and gradients in float32. Muon has no second moment of matrices: Jordan et al. 2024. Of adapters a rank has
-    all at most: those of experts are shared as the experts are."""
-    trained = trained_parameters(model, training)
+    what `adapters_held` counts."""
+    trained = adapters_held(model, training) if training.lora_rank else trained_parameters(model, training)
     vectors = (4 if training.masters else 3) * trained - (sum(map(prod, matrices(model))) if training.muon else 0)
     return float(FLOAT32_BYTES) * vectors / (1 if training.lora_rank else ranks)
 

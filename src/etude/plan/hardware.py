@@ -1,7 +1,8 @@
 """What a run computes on, as few numbers: makers' for accelerators, measured ones for the machine at hand.
 
-Dense bf16 peaks without sparsity, memory and bandwidth are of the makers' data sheets (NVIDIA H100 SXM, H200 SXM and
-DGX B200). Prices are assumptions of 2026, for whoever gives none. What share of a peak is reached is an assumption,
+Dense bf16 peaks without sparsity, memory and bandwidths are of the makers' data sheets (NVIDIA H100 SXM, H200 SXM and
+DGX B200; NVLink in one direction; one network card of 400 Gbit/s a device, 8 devices a node). Prices are assumptions of
+2026, for whoever gives none. What share of a peak is reached is an assumption,
 too, and shown as one: .4 of the peak in training, .6 of the roofline in decoding (this project's goals on an H200).
 """
 
@@ -21,14 +22,17 @@ class Device:
     bytes_s: float  # of its memory
     memory_bytes: float
     dollars_h: float
+    nvlink_bytes_s: float  # of a device to the others of its node
+    network_bytes_s: float = 50e9  # of a device's share of its node's network
+    node_devices: int = 8
     training_share: float = 0.4  # of `flops`, forward and backward
     decoding_share: float = 0.6  # of the roofline
 
 
 DEVICES = {
-    "h100": Device("h100", 989e12, 3.35e12, 80e9, 2.5),
-    "h200": Device("h200", 989e12, 4.8e12, 141e9, 3.5),
-    "b200": Device("b200", 2250e12, 8.0e12, 180e9, 5.5),
+    "h100": Device("h100", 989e12, 3.35e12, 80e9, 2.5, 450e9),
+    "h200": Device("h200", 989e12, 4.8e12, 141e9, 3.5, 450e9),
+    "b200": Device("b200", 2250e12, 8.0e12, 180e9, 5.5, 900e9),
 }
 
 

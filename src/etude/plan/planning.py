@@ -1,18 +1,21 @@
 """From sizes and hardware to times, memory and money, and what bounds each.
 
 On accelerators learner and engines have devices of their own and run beside each other, so a step takes as long as the
-slowest of them. On one machine's CPU they share its cores, so a step takes as long as all they compute together, or as
-the learner alone, each of whose ranks is one thread. Pure: what is measured is handed in.
+slowest of them. A learner's weights are gathered beside its arithmetic, so the longer of the two counts; sending tokens
+to experts, and an engine's all-reduces, are waited for. On one machine's CPU they share its cores, so a step takes as
+long as all they compute together, or as the learner alone, each of whose ranks is one thread. Pure: what is measured is
+handed in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from etude.models.config import ModelConfig
-from etude.plan import arithmetic
+from etude.plan import arithmetic, communication
 from etude.plan.hardware import Device, Measured
 from etude.plan.shape import Layout, Shape
 
@@ -59,6 +62,8 @@ class Plan:
     learner_device_s: float
     engine_device_s: float
     inference_to_training: float  # 0: nothing is trained on
+    communication_s: float  # of a learner's rank, in a step: weights gathered and tokens sent to experts
+    dollars: Mapping[str, float]  # a step's, by part: "learner", "engines"; "machine" of a CPU
     step_dollars: float
     million_tokens_dollars: float  # of sampled tokens
 
@@ -67,11 +72,19 @@ class Plan:
         memory = {"learner_memory": self.learner_memory, "engine_memory": self.engine_memory}
         return {**asdict(self), **{k: {**asdict(m), "total": m.total, "fits": m.fits} for k, m in memory.items()}}
 
+    @property
+    def fits(self) -> bool:
+        """Whether learner and engines have the memory that they need."""
+        return self.learner_memory.fits and self.engine_memory.fits
 
-def plan(model: ModelConfig, shape: Shape, layout: Layout, hardware: Device | Measured) -> Plan:
-    """What a step of these rollouts takes there."""
-    made = _on_cpu if isinstance(hardware, Measured) else _on_devices
-    return made(model, shape, layout, hardware)  # type: ignore[arg-type]
+
+def plan(
+    model: ModelConfig, shape: Shape, layout: Layout, hardware: Device | Measured, engines_on: Device | None = None
+) -> Plan:
+    """What a step of these rollouts takes there. `engines_on`: where engines have accelerators of another kind."""
+    if isinstance(hardware, Measured):
+        return _on_cpu(model, shape, layout, hardware)
+    return _on_devices(model, shape, layout, hardware, engines_on or hardware)
 
 
 def critical_batch(model: ModelConfig, device: Device) -> float:
@@ -98,34 +111,53 @@ def settled(guess: float, step: Callable[[float], float]) -> float:
     return guess
 
 
-def memory_of(model: ModelConfig, layout: Layout, room: float) -> tuple[Memory, Memory]:
+def memory_of(model: ModelConfig, layout: Layout, room: float, engine_room: float) -> tuple[Memory, Memory]:
     """Of a learner's rank and of an engine's device."""
     training, shared = layout.training, layout.learner_ranks
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)
     learner = Memory(weights, optimiser, arithmetic.activation_bytes(model, layout.budget_tokens, training), 0.0, room)
-    slots = layout.max_sequences * layout.context_tokens
-    cache = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * slots / layout.engine_ranks
-    held = layout.dtype_bytes * model.num_parameters / layout.engine_ranks
-    return learner, Memory(held, 0.0, 0.0, cache, room)
+    cache = arithmetic.kv_bytes_device(model, layout.engine_ranks, layout.dtype_bytes) * layout.kv_tokens
+    held = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / layout.engine_ranks
+    return learner, Memory(held, 0.0, 0.0, cache, engine_room)
 
 
-def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, device: Device) -> Plan:
-    mean, ranks = shape.context / 2, layout.engine_ranks
+def _learner_s(model: ModelConfig, shape: Shape, layout: Layout, device: Device) -> tuple[float, float, float]:
+    """(device seconds, wall seconds, seconds of communication of a rank) of a step."""
+    training, ranks = layout.training, layout.learner_ranks
     trained = shape.rollouts * shape.signal_share * shape.context
-    flops = arithmetic.training_flops(model, mean, layout.training) * trained
-    learner_device_s = flops / (device.flops * device.training_share)
+    flops = arithmetic.training_flops(model, shape.context / 2, training) * trained
+    device_s = flops / (device.flops * device.training_share)
+    forwards = math.ceil(trained / ranks / layout.budget_tokens) if trained else 0
+    shared_s = forwards * communication.sharing_s(model, training, ranks, device)
+    sent_s = communication.dispatch_s(model, training, trained / ranks, device)
+    return device_s, max(device_s / ranks, shared_s) + sent_s, shared_s + sent_s
+
+
+def _sync_s(layout: Layout, num_bytes: float, snapshot: float) -> float:
+    """Until the farthest region has a version: it is encoded by the learner's ranks, and each region reads the pointer,
+    the manifest and the objects, one after the other."""
+    arrived = max(num_bytes / one.bytes_s + 3 * one.round_trip_s for one in layout.places)
+    return arrived + snapshot / layout.learner_ranks / ENCODE_BYTES_S
+
+
+def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, learners: Device, device: Device) -> Plan:
+    mean, ranks = shape.context / 2, layout.engine_ranks
+    learner_device_s, learner_s, communication_s = _learner_s(model, shape, layout, learners)
     prefill_s = arithmetic.forward_flops(model, mean) * shape.prefill_tokens / (device.flops * device.training_share)
-    kv = arithmetic.kv_bytes_token(model, layout.dtype_bytes) * mean
+    kv = arithmetic.kv_bytes_device(model, ranks, layout.dtype_bytes) * mean
+    lean = arithmetic.engine_bytes(model, layout.dtype_bytes, layout.matrix_bytes) / model.num_parameters
 
     def decode_s(batch: float) -> float:
-        """One step of an engine: the roofline. Williams et al. 2009."""
-        compute = arithmetic.forward_flops(model, mean) * batch / device.flops
-        read = (arithmetic.read_bytes(model, batch, layout.dtype_bytes) + kv * batch) / device.bytes_s
-        return max(compute, read) / (ranks * device.decoding_share)
+        """One step of an engine: the roofline (Williams et al. 2009), and its all-reduces."""
+        compute = arithmetic.forward_flops(model, mean) * batch / device.flops / ranks
+        read = (arithmetic.read_bytes(model, batch, lean) / ranks + kv * batch) / device.bytes_s
+        reduced = communication.tensor_parallel_s(model, batch, ranks, device)
+        return max(compute, read) / device.decoding_share + reduced
 
     flight = min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / layout.engines
-    apart_s = shape.turns * shape.tool_s
+    far = sum(one.engines * one.round_trip_s for one in layout.places) / layout.engines
+    apart_s = shape.turns * (shape.tool_s + far)
 
     def batch_of(batch: float) -> float:
         """Little's law: of those in flight the share that decodes."""
@@ -138,14 +170,16 @@ def _on_devices(model: ModelConfig, shape: Shape, layout: Layout, device: Device
     rollout_s = shape.sampled_tokens * decode_s(batch) + prefill_s / ranks + apart_s
     published = arithmetic.trained_parameters(model, layout.training)
     sync_bytes, snapshot = arithmetic.delta_bytes(published, layout.changed_share), arithmetic.BF16_BYTES * published
-    sync_s = sync_bytes / layout.link_bytes_s + snapshot / layout.learner_ranks / ENCODE_BYTES_S
+    sync_s = _sync_s(layout, sync_bytes, snapshot)
     parts = {
-        "the learner": learner_device_s / layout.learner_ranks,
+        "the learner": learner_s,
         "the engines": a_rollout_s * rollouts / layout.engines,
         "one rollout's length": rollout_s / (layout.max_lag + 1),
         "publishing": sync_s / (layout.max_lag + 1),
     }
-    return _made(model, shape, layout, device, parts, batch, decode_s(batch), rollout_s, (sync_s, sync_bytes), 0.0)
+    found = {**parts, "learner device": learner_device_s, "communication": communication_s}
+    kinds = (learners, device)
+    return _made(model, shape, layout, kinds, found, batch, decode_s(batch), rollout_s, (sync_s, sync_bytes), 0.0)
 
 
 def _on_cpu(model: ModelConfig, shape: Shape, layout: Layout, cpu: Measured) -> Plan:
@@ -178,16 +212,16 @@ def _on_cpu(model: ModelConfig, shape: Shape, layout: Layout, cpu: Measured) -> 
     rollout_s = together * min(layout.max_running, (layout.max_lag + 1) * shape.rollouts) / max(1.0, rollouts)
     published = arithmetic.trained_parameters(model, layout.training)
     sync = (cpu.publish_s + cpu.follow_s, arithmetic.delta_bytes(published, layout.changed_share))
-    priced = Device("cpu", 0.0, 0.0, cpu.memory_bytes, cpu.dollars_h)
+    priced = Device("cpu", 0.0, 0.0, cpu.memory_bytes, cpu.dollars_h, 0.0)
     found = {**parts, "learner device": learner_s, "engines device": engines_s}
-    return _made(model, shape, layout, priced, found, batch, decode_s, rollout_s, sync, machines_s)
+    return _made(model, shape, layout, (priced, priced), found, batch, decode_s, rollout_s, sync, machines_s)
 
 
 def _made(
     model: ModelConfig,
     shape: Shape,
     layout: Layout,
-    device: Device,
+    devices: tuple[Device, Device],
     parts: dict[str, float],
     batch: float,
     decode_s: float,
@@ -195,14 +229,19 @@ def _made(
     sync: tuple[float, float],
     machines_s: float,
 ) -> Plan:
+    learners, device = devices
     on_cpu = not device.flops
-    learner_s = parts.pop("learner device", parts["the learner"])
+    communication_s = parts.pop("communication", 0.0)
+    learner_device_s = parts.pop("learner device")
     engines_s = parts.pop("engines device", parts.get("the engines", 0.0))
     bound_by = max(parts, key=lambda name: parts[name])
-    step_s, num_devices = parts[bound_by], layout.learner_ranks + layout.engines * layout.engine_ranks
-    dollars = device.dollars_h / 3600 * step_s * (1 if on_cpu else num_devices)
-    learner_memory, engine_memory = memory_of(model, layout, device.memory_bytes)
-    learner_device_s = learner_s * (1 if on_cpu else layout.learner_ranks)
+    step_s, hours = parts[bound_by], parts[bound_by] / 3600
+    dollars = {
+        "learner": learners.dollars_h * hours * layout.learner_ranks,
+        "engines": device.dollars_h * hours * layout.engines * layout.engine_ranks,
+    }
+    dollars = {"machine": device.dollars_h * hours} if on_cpu else dollars
+    learner_memory, engine_memory = memory_of(model, layout, learners.memory_bytes, device.memory_bytes)
     engine_device_s = engines_s * (1 if on_cpu else layout.engines * layout.engine_ranks)
     return Plan(
         learner_memory=learner_memory,
@@ -210,7 +249,7 @@ def _made(
         batch=batch,
         critical_batch=0.0 if on_cpu else critical_batch(model, device),
         decode_tokens_s=batch / decode_s,
-        learner_s=learner_s,
+        learner_s=learner_device_s if on_cpu else parts["the learner"],
         engines_s=engines_s,
         machines_s=machines_s,
         rollout_s=rollout_s,
@@ -221,6 +260,8 @@ def _made(
         learner_device_s=learner_device_s,
         engine_device_s=engine_device_s,
         inference_to_training=engine_device_s / learner_device_s if learner_device_s else 0.0,
-        step_dollars=dollars,
-        million_tokens_dollars=1e6 * dollars / (shape.rollouts * shape.sampled_tokens),
+        communication_s=communication_s,
+        dollars=dollars,
+        step_dollars=sum(dollars.values()),
+        million_tokens_dollars=1e6 * sum(dollars.values()) / (shape.rollouts * shape.sampled_tokens),
     )

@@ -59,6 +59,18 @@ class Training:
     masters: bool = True  # beside live weights that are rounded
     recompute: bool = False  # of a layer nothing is kept for the backward pass
     dtype_bytes: int = 4  # of an activation
+    gathered_bytes: int = 4  # of a weight that ranks send each other
+    expert_parallel: int = 1  # so many ranks share the experts
+
+
+@dataclass(frozen=True)
+class Region:
+    """Engines that share a place, and the line to it."""
+
+    name: str
+    engines: int
+    bytes_s: float = 1.25e9  # from the learner's store: 10 Gbit/s
+    round_trip_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,12 +81,18 @@ class Layout:
     engines: int = 2
     engine_ranks: int = 1  # devices that share one engine's weights
     max_sequences: int = 64  # of an engine
-    context_tokens: int = 1024  # of a slot of its cache
+    kv_tokens: int = 64 * 1024  # whose keys and values an engine has room for
     max_lag: int = 2
     max_running: int = 96
     budget_tokens: int = 8192  # of one forward of a learner's rank
-    link_bytes_s: float = 1.25e9  # from the learner to each engine's place: 10 Gbit/s
+    regions: tuple[Region, ...] = ()  # of the engines; none: one place, over 10 Gbit/s
     changed_share: float = 0.05  # of the weights, a version
     evaluated: float = 0.0  # rollouts of evaluations beside each step
     dtype_bytes: int = 2  # of an engine's weights and cache
+    matrix_bytes: float = 2.0  # of a number in an engine's attention and MLP matrices: 17/16 in MXFP8
     training: Training = Training()
+
+    @property
+    def places(self) -> tuple[Region, ...]:
+        """The regions, or the one that all engines are in."""
+        return self.regions or (Region("here", self.engines),)

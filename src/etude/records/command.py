@@ -18,6 +18,7 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
     timed_out: bool
     truncated: bool
     wall_s: float
+    lost_s: float = 0.0  # of these, what other work on the host took from the command; 0 where that is not measured
 
 
 class Started(msgspec.Struct, frozen=True):

@@ -86,6 +86,10 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     `session_id` names the conversation: later requests of a session whose prompt extends the earlier context reuse
     its KV if the version is the same. `routes_from` says from which position on the caller wants routes (it holds
     the earlier ones already); None wants none.
+
+    `deadline_s` bounds how long nothing may happen: it begins anew whenever the engine that has the request makes a
+    step. So a long completion on a slow engine lives, one on an engine that hangs or is paused does not. To bound the
+    whole time, cancel the call.
     """
 
     request_id: str
@@ -95,7 +99,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     min_step: int = 0  # refuse (EngineBehind) under this version step
     pin_step: int | None = None  # an evaluation's demand: exactly this step, never swapped in mid-generation
     routes_from: int | None = 0
-    deadline_s: float = 60.0
+    deadline_s: float = 60.0  # without a step of the engine
     keep_session: bool = True  # False: the last call of a session, its KV may go at once
     traffic: Traffic = Traffic.ROLLOUT
 

@@ -16,6 +16,13 @@ from pathlib import PurePosixPath
 STATE = "/"
 NO_STATE = "/why"
 WHOLE = "./"
+CONFIGURATION = frozenset(
+    {
+        "conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
+        "pyproject.toml", "sitecustomize.py", "usercustomize.py",
+    }
+)  # fmt: skip
+"""Names of files that decide how hidden tests run. The task's own are used, or none, but where a task declares one."""
 _PATH_BYTES = 1024
 
 

@@ -39,7 +39,8 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: I32  # [T]
     mask: Bools  # [T] True where the policy sampled the token
     logprobs: F32  # [T] 0.0 where mask is False
-    steps: I32  # [T] version step that sampled the token; of others, the first that read it; -1 where that is unknown
+    steps: I32  # [T] version step that sampled the token; of others, the first that read it, -1 where that is unknown;
+    # of a version of a lost lineage its apparent step, which may be negative (`experience.lineage`)
     kv_epochs: I32  # [T] of sampled tokens: swaps that the keys they attended to had lived through
     routes: Routes  # [T, MoE layers, top_k], `missing_route` where none is known (the last token); [0, …] without any
     digest: str = ""  # content digest of the one version that sampled every token; "" when several did, or unknown
@@ -48,10 +49,11 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
     def oldest_steps(self) -> I32:
         """[T] the oldest version step behind each token: of the keys that it attended to in its completion, or its own.
 
-        A completion's first tokens, those it only reads included, have epoch 0 and the oldest version that computed.
+        A token of epoch 0 attends to keys that its own version computed; one of a later epoch also to those before it,
+        back to the last token of epoch 0.
         """
-        begun = np.maximum.accumulate(np.where(self.kv_epochs == 0, np.arange(len(self.steps)), 0))
-        oldest: I32 = np.minimum(self.steps, self.steps[begun])
+        stretch = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)  # each lies below the one before: none looks back
+        oldest: I32 = (np.minimum.accumulate(self.steps - stretch) + stretch).astype(np.int32)
         return oldest
 
 

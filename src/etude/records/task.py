@@ -26,11 +26,16 @@ class Trust(enum.StrEnum):
 
 
 class Split(enum.StrEnum):
-    """Which part of a source a task belongs to, by hash of its content; settings are chosen on VALIDATION only."""
+    """Which part of a source a task belongs to, by hash of its content; settings are chosen on VALIDATION only.
+
+    HELDOUT holds new problems of the kinds that are trained on, TRANSFER problems of kinds that no training text
+    shows. A source that knows no kinds has no TRANSFER tasks unless they are marked.
+    """
 
     TRAIN = "train"
     VALIDATION = "validation"
     HELDOUT = "heldout"
+    TRANSFER = "transfer"
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +51,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     split: Split
     index: int  # position in (source, split); with the source's seed it regenerates the task and its answer
     family: str  # a label for reports: which kind of task
+    problem: str = ""  # what the task asks for, the same in all its variants; intervals count problems. "": unique
     instruction: str
     files: dict[str, str]  # path -> text: the prepared tree of the machine
     exports: tuple[str, ...]  # what is taken out of the frozen machine and graded: "calc.py", folders as "logs/"
@@ -103,6 +109,7 @@ class HiddenTests(msgspec.Struct, frozen=True, kw_only=True):
     runner: Runner
     files: dict[str, str]  # path -> text: laid over the task's tree in the fresh machine, the agent's files below them
     names: tuple[str, ...]  # "tests/test_a.py::test_b" (pytest), "tests.test_a.Case.test_b" (unittest)
+    roots: tuple[str, ...] = ()  # folders that modules are found in beside the tree's own: "src"
     deadline_s: float = 60.0  # of each
 
 

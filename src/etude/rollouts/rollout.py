@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from etude.environments import prepare, take_exports
-from etude.errors import EtudeError, MachineError, TaskError
+from etude.errors import EngineBehind, EtudeError, MachineError, TaskError
 from etude.harness import AgentRun, Ask, ChatFormat, HarnessConfig, run_agent, standard_tools
 from etude.records.rollout import Boundary, Ending, Graded, Invalid, Outcome, Rollout, RolloutSpec, Trace
 from etude.seams import Machine, Policy, Runtime
@@ -30,13 +30,14 @@ async def run_rollout(
     harness: HarnessConfig,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rollout:
-    """Run one rollout to its end. What a rollout can meet never raises: a failed one is data (`Rollout.invalid`)."""
+    """Run one rollout to its end. What a rollout can meet never raises: a failed one is data (`Rollout.invalid`). Only
+    `EngineBehind` does, when no engine came to its version: it is to be run again, as nothing has failed."""
     began = clock()
     try:
         snapshot = await prepare(runtime, spec.task)
         (machine,) = await runtime.fork(snapshot, 1)
     except MachineError as error:
-        return unplaced(spec, error, wall_s=clock() - began)
+        return not_run(spec, Boundary.MACHINE, error, wall_s=clock() - began)
     return await on_machine(spec, machine, runtime, policy=policy, chat=chat, harness=harness, clock=clock, began=began)
 
 
@@ -63,6 +64,8 @@ async def on_machine(
             ask=_ask(spec),
             clock=clock,
         )
+        if isinstance(run.failure, EngineBehind):
+            raise run.failure
         if run.failure is not None or run.ending is None:
             boundary = Boundary.MACHINE if isinstance(run.failure, MachineError) else Boundary.PROVIDER
             return _invalid(spec, boundary, run.failure, run, wall_s=clock() - began)
@@ -133,6 +136,6 @@ def _invalid(
     )
 
 
-def unplaced(spec: RolloutSpec, error: MachineError, *, wall_s: float) -> Rollout:
-    """A rollout for which no machine could be made."""
-    return _invalid(spec, Boundary.MACHINE, error, wall_s=wall_s)
+def not_run(spec: RolloutSpec, boundary: Boundary, error: EtudeError, *, wall_s: float = 0.0) -> Rollout:
+    """A rollout that could not begin: no machine could be made for it, or no engine came to its version."""
+    return _invalid(spec, boundary, error, wall_s=wall_s)

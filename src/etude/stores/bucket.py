@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from etude.errors import StoreError
-from etude.stores.keys import check_key, check_range, is_key
+from etude.stores.keys import check_key, check_prefix, check_range, is_key
 from etude.stores.places import parse_place
 from etude.stores.transport import Limits, Transport
 from etude.stores.troubles import Beyond, Missing, Short, Taken
@@ -126,15 +126,15 @@ class BucketStore:
         """Sorted keys that start with `prefix`. Asks for the directory that the prefix ends in."""
         import obstore
 
-        folder = prefix.rpartition("/")[0]
-        if folder and not is_key(folder):
-            return []
+        folder = check_prefix(prefix).rpartition("/")[0]
         what = f"keys under {prefix!r} cannot be listed in {self.place}"
         client = self._transport.quick
         found = self._transport.run(
             what, lambda: [meta["path"] for page in obstore.list(client, folder or None) for meta in page]
         )
-        return sorted(key for key in found if key.startswith(prefix) and not key.startswith(f"{_STAGED}/"))
+        return sorted(
+            key for key in found if key.startswith(prefix) and is_key(key) and not key.startswith(f"{_STAGED}/")
+        )
 
     def delete(self, key: str) -> None:
         """Remove an object; no error when it is not there. Raises `StoreError`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from etude.errors import StoreError
 from etude.seams import BlobStore
-from etude.stores.keys import check_key, check_range
+from etude.stores.keys import check_key, check_prefix, check_range
 from etude.stores.near import Near
 
 KEPT = ("objects/", "manifests/")
@@ -101,7 +101,7 @@ class CachedStore:
 
     def list(self, prefix: str) -> list[str]:
         """As the far store does."""
-        return self._far.list(prefix)
+        return self._far.list(check_prefix(prefix))
 
     def delete(self, key: str) -> None:
         """As the far store does; the copy goes, too."""

@@ -12,17 +12,19 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from etude.errors import StoreError
-from etude.stores.keys import check_key, check_range
+from etude.stores.keys import check_key, check_prefix, check_range, is_key
 
 LOCK_DEADLINE_S = 30.0
 STRAY_AFTER_S = 3600.0
 _POLL_S = 0.002
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 _HINTS = {
     errno.ENOSPC: "the disk is full: free space and try again; nothing half-written was left",
@@ -40,6 +42,10 @@ _HINTS = {
 class DirectoryStore:
     """A `BlobStore` under `root`, which is made if it is not there. Any number of processes may use it at once.
 
+    `readonly`: nothing is made, swept or written; `root` must be there. Raises `StoreError`.
+
+    `root` may be a link. Links below it are no objects, and none is followed: keys lead nowhere else.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     store = DirectoryStore(folder)
@@ -48,27 +54,33 @@ class DirectoryStore:
     ['objects/a']
     """
 
-    def __init__(self, root: Path | str) -> None:
-        self.root = Path(root)
+    def __init__(self, root: Path | str, *, readonly: bool = False) -> None:
+        self.root, self.readonly = Path(root), readonly
         self._temporary = self.root / ".tmp"
         self._lock_path = self.root / ".lock"
+        self._mark = self._temporary if not readonly or self._temporary.is_dir() else self.root
+        if readonly:
+            self._require_root()
+            return
         with _named(f"store {self.root} cannot be opened"):
             self._temporary.mkdir(parents=True, exist_ok=True)
             self._sweep()
 
     def put(self, key: str, data: bytes) -> None:
         """Durable when it returns. Raises `StoreError`: other bytes under the key, no space, no permission."""
-        path = self._path(key)
+        self._require_writable()
+        check_key(key)
         with _named(f"object {key!r} cannot be written"):
-            held = _read(path)
+            held = self._read(key)
             if held is None:
                 with self._written(data) as temporary, self._locked():
-                    held = _read(path)
+                    held = self._read(key)
                     if held is None:
-                        self._install(temporary, path)
+                        self._install(temporary, key)
                         return
             if held == data:
-                _sync_folder(path.parent)  # another writer may have renamed it a moment ago
+                with self._folder_of(key) as (folder, _):
+                    os.fsync(folder)  # another writer may have renamed it a moment ago
                 return
         raise StoreError(
             f"object {key!r} exists with other bytes",
@@ -79,59 +91,118 @@ class DirectoryStore:
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes [start, stop), fewer at the end. Raises `KeyError`, `StoreError`: the disk refuses, or is gone."""
         check_range(start, stop)
+        check_key(key)
         with _named(f"object {key!r} cannot be read"):
-            held = _read(self._path(key), start, stop)
+            held = self._read(key, start, stop)
         if held is None:
             self._require_root()
             raise KeyError(key)
         return held
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys that start with `prefix`. Walks only the directory the prefix ends in."""
-        folder = self.root.joinpath(*prefix.split("/")[:-1])
-        with _named(f"keys under {prefix!r} cannot be listed"):
-            found = (
-                (Path(where) / name).relative_to(self.root).as_posix()
-                for where, folders, names in os.walk(folder, onerror=_unless_missing)
-                if _keep_visible(folders)
-                for name in names
-                if not name.startswith(".")
-            )
-            keys = sorted(key for key in found if key.startswith(prefix))
+        """Sorted keys that start with `prefix`. Walks only the directory the prefix ends in. Raises `StoreError`."""
+        check_prefix(prefix)
+        keys: list[str] = []
+        with (
+            _named(f"keys under {prefix!r} cannot be listed"),
+            suppress(FileNotFoundError, NotADirectoryError),
+            self._folder_of(prefix) as (folder, _),
+        ):
+            keys = sorted(key for key in _keys(folder, prefix.rpartition("/")[0]) if key.startswith(prefix))
         if not keys:
             self._require_root()
         return keys
 
     def delete(self, key: str) -> None:
         """Remove an object; no error when it is not there. Raises `StoreError`."""
-        path = self._path(key)
-        with _named(f"object {key!r} cannot be deleted"), suppress(FileNotFoundError, NotADirectoryError):
-            path.unlink()
-            _sync_folder(path.parent)
+        self._require_writable()
+        check_key(key)
+        with (
+            _named(f"object {key!r} cannot be deleted"),
+            suppress(FileNotFoundError, NotADirectoryError),
+            self._folder_of(key) as (folder, name),
+        ):
+            os.unlink(name, dir_fd=folder)
+            os.fsync(folder)
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
         """Atomically replace a pointer's bytes if they are `expected` (None: absent). Raises `StoreError`."""
-        path = self._path(key)
+        self._require_writable()
+        check_key(key)
         with _named(f"pointer {key!r} cannot be moved"):
-            if _read(path) != expected:
+            if self._read(key) != expected:
                 return False
             with self._written(data) as temporary, self._locked():
-                if _read(path) != expected:
+                if self._read(key) != expected:
                     return False
-                self._install(temporary, path)
+                self._install(temporary, key)
                 return True
 
     def _require_root(self) -> None:
         """What was not found is missing only where the store is there. Raises `StoreError`."""
-        if not self._temporary.is_dir():  # a mount point outlives what was mounted there
+        if not self._mark.is_dir():  # a mount point outlives what was mounted there
             raise StoreError(
                 f"the store {self.root} is gone",
-                f"{self._temporary} was there when it was opened",
+                f"there is no directory {self._mark}",
                 hint="mount it again, or name the directory where it is now",
             )
 
-    def _path(self, key: str) -> Path:
-        return self.root / check_key(key)
+    def _require_writable(self) -> None:
+        if self.readonly:
+            raise StoreError(
+                f"the store {self.root} was opened to be read", hint="open it without `readonly` to write into it"
+            )
+
+    @contextmanager
+    def _folder_of(self, key: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """The open folder of a key, and the key's name in it. Follows no link: `StoreError` names the one it meets.
+        `make`: missing folders are made, durably. Else `OSError`, as the system says."""
+        *parts, name = key.split("/")
+        at = os.open(self.root, _FOLDER)
+        try:
+            for number, part in enumerate(parts, start=1):
+                try:
+                    below = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+                except FileNotFoundError:
+                    if not make:
+                        raise
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=at)
+                    os.fsync(at)
+                    below = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+                except OSError:
+                    if stat.S_ISLNK(os.lstat(part, dir_fd=at).st_mode):
+                        raise self._linked("/".join(parts[:number])) from None
+                    raise
+                os.close(at)
+                at = below
+            yield at, name
+        finally:
+            os.close(at)
+
+    def _linked(self, path: str) -> StoreError:
+        return StoreError(
+            f"{self.root / path} is a link",
+            "links below a store's directory are not followed",
+            hint="mount the other directory there, or let the store's own directory be the link",
+        )
+
+    def _read(self, key: str, start: int = 0, stop: int | None = None) -> bytes | None:
+        """The bytes of an object, None where there is none. `OSError` as the system says, `StoreError` for a link."""
+        with suppress(FileNotFoundError, NotADirectoryError), self._folder_of(key) as (folder, name):
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise self._linked(key) from None
+                raise
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                return None
+            with open(fd, "rb") as file:
+                file.seek(start)
+                return file.read(-1 if stop is None else stop - start)
+        return None
 
     @contextmanager
     def _written(self, data: bytes) -> Iterator[Path]:
@@ -171,12 +242,10 @@ class DirectoryStore:
         finally:
             os.close(file)
 
-    def _install(self, temporary: Path, path: Path) -> None:
-        missing = [folder for folder in path.parents if not folder.exists()]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(temporary, path)
-        for folder in {path.parent, *(made.parent for made in missing)}:
-            _sync_folder(folder)
+    def _install(self, temporary: Path, key: str) -> None:
+        with self._folder_of(key, make=True) as (folder, name):
+            os.rename(temporary, name, dst_dir_fd=folder)
+            os.fsync(folder)
 
     def _sweep(self) -> None:
         """Remove what killed writers left, once it is old enough to be nobody's."""
@@ -195,28 +264,19 @@ def _named(what: str) -> Iterator[None]:
         raise StoreError(what, f"{error.strerror}", hint=hint) from error
 
 
-def _read(path: Path, start: int = 0, stop: int | None = None) -> bytes | None:
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            return file.read(-1 if stop is None else stop - start)
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return None
-
-
-def _sync_folder(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _keep_visible(folders: list[str]) -> bool:
-    folders[:] = [name for name in folders if not name.startswith(".")]
-    return True
-
-
-def _unless_missing(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
+def _keys(folder: int, at: str) -> Iterator[str]:
+    """The keys in an open folder whose own keys begin with `at`, and below it."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            key = f"{at}/{entry.name}" if at else entry.name
+            if not is_key(key):
+                continue
+            if entry.is_file(follow_symlinks=False):
+                yield key
+            elif entry.is_dir(follow_symlinks=False):
+                with suppress(FileNotFoundError, NotADirectoryError):  # gone meanwhile
+                    below = os.open(entry.name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                    try:
+                        yield from _keys(below, key)
+                    finally:
+                        os.close(below)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from urllib.parse import quote, urlsplit
 
 from etude.errors import StoreError
-from etude.stores.keys import check_key, check_range
+from etude.stores.keys import check_key, check_prefix, check_range, is_key
 
 TOKEN = "ETUDE_TOKEN"
 _CHUNK = 1 << 16
@@ -57,12 +57,13 @@ class HttpStore:
         return data
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys that start with `prefix`. Raises `StoreError`."""
+        """Sorted keys that start with `prefix`. Raises `StoreError`, also where the relay answers with other keys."""
+        check_prefix(prefix)
         what = f"keys under {prefix!r} cannot be listed"
         data = self._ask(what, f"/?prefix={quote(prefix, safe='')}", 0, _MAX_LISTING, may_resume=False)
         try:
             keys = json.loads(data or b"")
-            if isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+            if isinstance(keys, list) and all(isinstance(key, str) and is_key(key) for key in keys):
                 return sorted(keys)
         except ValueError:
             pass

@@ -29,6 +29,29 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_prefix(prefix: str) -> str:
+    """The prefix itself. Raises `StoreError` for one that no allowed key begins with.
+
+    >>> check_prefix(""), check_prefix("manifests/policy/v0")
+    ('', 'manifests/policy/v0')
+    >>> check_prefix("../../etc/")
+    Traceback (most recent call last):
+    etude.errors.StoreError: prefix '../../etc/' is not allowed
+      hint: use the beginning of a key: letters, digits and _=+@.- between slashes
+    """
+    if not is_prefix(prefix):
+        raise StoreError(
+            f"prefix {prefix[:80]!r} is not allowed",
+            hint="use the beginning of a key: letters, digits and _=+@.- between slashes",
+        )
+    return prefix
+
+
+def is_prefix(prefix: str) -> bool:
+    """Whether `check_prefix` takes it."""
+    return is_key(prefix.removesuffix("/")) or prefix == ""
+
+
 def is_key(key: str) -> bool:
     """Whether `check_key` takes it."""
     return len(key) <= MAX_KEY_CHARACTERS and all(

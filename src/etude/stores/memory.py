@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from etude.errors import StoreError
-from etude.stores.keys import check_key, check_range
+from etude.stores.keys import check_key, check_prefix, check_range
 
 
 class MemoryStore:
@@ -39,7 +39,8 @@ class MemoryStore:
         return self._blobs[check_key(key)][start:stop]
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys that start with `prefix`."""
+        """Sorted keys that start with `prefix`. Raises `StoreError` for a prefix of no allowed key."""
+        check_prefix(prefix)
         with self._lock:
             return sorted(key for key in self._blobs if key.startswith(prefix))
 

@@ -15,13 +15,14 @@ from etude.stores.http import HttpStore
 from etude.stores.memory import MemoryStore
 
 
-def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore:
+def open_store(url: str | Path, *, cache: str | Path | None = None, readonly: bool = False) -> BlobStore:
     """The store at a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://``, ``az://``, a relay at ``http://host:port``;
     ``memory://`` is a new one.
 
     Buckets need ``pip install 'etude[buckets]'``; who may use one is said by the environment, never by the URL. Nothing
     is asked of a bucket yet. `cache`: a directory that keeps copies of what never changes (`CachedStore`) and can be
-    written now; what its disk does later is no error. Raises `StoreError`.
+    written now; what its disk does later is no error. `readonly`: a directory that is not there is a `StoreError`, and
+    nothing is made or written in one that is. Raises `StoreError`.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -32,14 +33,14 @@ def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore
     if not str(url).strip():
         raise StoreError("a store's place is empty", hint="name a directory or a URL; . is the working directory")
     if cache is not None:
-        store = open_store(url)
+        store = open_store(url, readonly=readonly)
         _require_cache(Path(cache))
         return CachedStore(
             store, cache, place=str(store.root.absolute()) if isinstance(store, DirectoryStore) else str(url)
         )
     place = str(url)
     if isinstance(url, Path) or "://" not in place:
-        return DirectoryStore(place)
+        return DirectoryStore(place, readonly=readonly)
     scheme = place.partition("://")[0]
     if scheme == "memory":
         if place != "memory://":
@@ -47,7 +48,7 @@ def open_store(url: str | Path, *, cache: str | Path | None = None) -> BlobStore
         return MemoryStore()
     if scheme in ("http", "https"):
         return HttpStore(place)
-    return DirectoryStore(_folder(place)) if scheme == "file" else BucketStore(place)
+    return DirectoryStore(_folder(place), readonly=readonly) if scheme == "file" else BucketStore(place)
 
 
 def _require_cache(path: Path) -> None:

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from etude.errors import StoreError
 from etude.seams import BlobStore
-from etude.stores.keys import is_key
+from etude.stores.keys import is_key, is_prefix
 
 AT_ONCE, SEND_S = 32, 60.0
 _CHUNK = 1 << 18
@@ -41,16 +41,16 @@ def build_relay(
     async def serve(request: Request) -> Response:
         if token is not None and not _bears(request, token):
             return Response(status_code=401)
-        key = request.path_params["key"]
+        key, prefix = request.path_params["key"], request.query_params.get("prefix", "")
         found = _RANGE.fullmatch(request.headers.get("x-etude-range", "0-"))
         start, stop = (int(found[1]), int(found[2]) if found[2] else None) if found else (1, 0)
-        if (stop is not None and stop < start) or (key and not is_key(key)):
-            return JSONResponse({"error": "no such range or key"}, status_code=400)
+        if (stop is not None and stop < start) or not (is_key(key) if key else is_prefix(prefix)):
+            return JSONResponse({"error": "no such range, key or prefix"}, status_code=400)
 
         def read() -> bytes:
             if key:
                 return store.get(key, start, stop)
-            return json.dumps(store.list(request.query_params.get("prefix", ""))).encode()[start:stop]
+            return json.dumps(store.list(prefix)).encode()[start:stop]
 
         return _Answer(read, free, send_s)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from etude.errors import TaskError
 from etude.records.task import Split
-from etude.tasks.repair.functions import FUNCTION_NAMES, keys_in, random_function, wide_function
-from etude.tasks.splits import split_of
+from etude.tasks.repair.functions import FUNCTION_NAMES, keys_in, random_function, split_of_key, wide_function
 
 
 def code_documents(*, count: int, seed: int) -> Iterator[str]:
@@ -80,8 +79,8 @@ def assert_no_heldout(texts: Iterable[str]) -> int:
     for text in texts:
         for key in keys_in(text):
             checked += 1
-            if split_of(key) is not Split.TRAIN:
+            if (split := split_of_key(key)) is not Split.TRAIN:
                 raise TaskError(
-                    f"a {split_of(key)} function is in the corpus", key, hint="draw the corpus from training functions"
+                    f"a {split} function is in the corpus", key, hint="draw the corpus from training functions"
                 )
     return checked

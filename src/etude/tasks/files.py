@@ -12,7 +12,8 @@
         answer/tests.json    or the exact names of hidden tests, their files in answer/hidden/
         answer/verifier.json or a command that judges, its files in answer/verifier/
 
-docs/formats/tasks.md has every key. A task without `split` is put where the hash of its content falls. The answer's
+docs/formats/tasks.md has every key. A task without `split` is put where the hash of its `problem` falls, or
+that of its content: variants of one problem are never in two splits. The answer's
 folder is read when a grader asks, never with the task. Links are refused: a task holds what its folder holds.
 """
 
@@ -31,7 +32,7 @@ from etude.records.image import Image
 from etude.records.task import Answer, Split, Task, Trust
 from etude.tasks.hidden import Kind, kind_of, read_answer, write_answer
 from etude.tasks.splits import split_of
-from etude.tasks.trees import read_tree, write_tree
+from etude.tasks.trees import read_tree, refuse_link, write_tree
 
 BASES = ".bases"
 """The folder of trees that several tasks share."""
@@ -56,6 +57,7 @@ class TaskFile:
     exports: tuple[str, ...] = ()
     test_command: tuple[str, ...] = ()
     family: str = "own"
+    problem: str = ""
     split: Split | None = None
     trust: Trust | None = None
     entry_point: str = ""
@@ -147,14 +149,14 @@ class DirectorySource:
                 hint='write entry_point = "module:function", the function that is judged',
             )
         files = self._read_files(folder, said.base)
-        split = said.split or split_of(
-            "\0".join([said.instruction, *(x for item in sorted(files.items()) for x in item)])
-        )
+        content = "\0".join([said.instruction, *(x for item in sorted(files.items()) for x in item)])
+        split = said.split or split_of(said.problem or content)
         return Task(
             source=self.name,
             split=split,
             index=len(self._tasks[split]),
             family=said.family,
+            problem=said.problem,
             instruction=said.instruction,
             files=files,
             exports=said.exports,
@@ -175,6 +177,7 @@ class DirectorySource:
 
 
 def _read_toml(folder: Path) -> TaskFile:
+    refuse_link(folder / "task.toml")
     try:
         return config.load(folder / "task.toml", TaskFile)
     except ConfigError as error:
@@ -206,6 +209,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
         exports=task.exports,
         test_command=task.test_command,
         family=task.family,
+        problem=task.problem,
         split=task.split,
         trust=task.trust,
         base=base_name,
@@ -215,7 +219,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
         if image is None
         else ImageFile(image.digest, image.workdir, tuple(f"{k}={v}" for k, v in image.env.items()), image.user),
     )
-    (folder / "task.toml").write_text(config.to_toml(said))
+    write_tree(folder, {"task.toml": config.to_toml(said)})
     return folder
 
 

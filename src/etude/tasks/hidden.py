@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.errors import TaskError, nearest
+from etude.records.exports import is_plain
 from etude.records.task import Answer, Case, HiddenTests, Trust, Verifier
-from etude.tasks.trees import read_text, read_tree, write_tree
+from etude.tasks.trees import read_text, read_tree, refuse_link, write_tree
 
 MAX_NAMES = 10_000
 
@@ -41,6 +42,7 @@ _FOLDERS = {Kind.TESTS: "hidden", Kind.VERIFIER: "verifier"}
 
 def kind_of(folder: Path) -> Kind:
     """How the task in a folder is judged. `TaskError` unless exactly one of the files is there."""
+    refuse_link(folder / "answer")
     found = [kind for kind in Kind if (folder / "answer" / kind).is_file()]
     if len(found) != 1:
         facts = f"it has {' and '.join(found)}" if found else "it has neither"
@@ -77,6 +79,8 @@ def _tests(hidden: Path) -> HiddenTests:
     if not tests.names or len(tests.names) > MAX_NAMES or len(set(tests.names)) != len(tests.names):
         facts = f"{len(tests.names)} names, {len(set(tests.names))} of them different"
         raise TaskError(f"{hidden / Kind.TESTS} names no exact set of tests", facts, hint="name each test once")
+    if strange := [root for root in tests.roots if not is_plain(root)]:
+        raise TaskError(f"{hidden / Kind.TESTS}: root {strange[0]!r}", hint='roots are folders of the tree, as "src"')
     return tests
 
 
@@ -141,12 +145,13 @@ def write_answer(folder: Path, answer: Answer) -> None:
     if record is None:
         raise ValueError("only answers with hidden tests or a verifier are written")
     plain: Mapping[str, Any] = msgspec.to_builtins(record)
-    hidden.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    refuse_link(hidden)
     if answer.reference:
         write_tree(hidden / "reference", answer.reference)
     if answer.reference_argv:
-        (hidden / "reference.json").write_bytes(msgspec.json.encode({"argv": answer.reference_argv}))
+        write_tree(hidden, {"reference.json": msgspec.json.encode({"argv": answer.reference_argv}).decode()})
     if record.files:
         write_tree(hidden / _FOLDERS[kind], record.files)
     said = {name: value for name, value in plain.items() if name != "files"}
-    (hidden / kind).write_bytes(msgspec.json.format(msgspec.json.encode(said)) + b"\n")
+    write_tree(hidden, {kind: msgspec.json.format(msgspec.json.encode(said)).decode() + "\n"})

@@ -16,19 +16,20 @@ import subprocess
 import tempfile
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
 
 from etude.errors import TaskError
+from etude.records.exports import CONFIGURATION
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task
 from etude.tasks.lines import lines_of
 from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
-from etude.tasks.mining.testing import is_test
+from etude.tasks.mining.testing import data_named_by_tests, helpers_of_tests, imports_in, is_test, source_roots
 from etude.tasks.patches import patched
 from etude.tasks.splits import split_of
 
@@ -66,6 +67,7 @@ class SweSource:
         self._rows: dict[Split, list[_Row]] = {split: [] for split in Split}
         self._repositories: dict[Path, Repository] = {}
         self._trees: OrderedDict[str, dict[str, str]] = OrderedDict()
+        self._imports: dict[str, dict[str, set[str]]] = {}
         seen: set[str] = set()
         for place, raw in lines_of(self.path, "SWE-bench-style rows", max_bytes=MAX_BYTES):
             row = _parsed(raw, place)
@@ -86,6 +88,7 @@ class SweSource:
         made = whole_tree_task(
             tree,
             answer,
+            kept=self._of_tests(row, answer.tests.files if answer.tests is not None else {}, tree),
             source=self.name,
             family=row.repo,
             instruction=row.problem_statement,
@@ -103,18 +106,35 @@ class SweSource:
     def _answer(self, row: _Row) -> Answer:
         tree = self._tree(row)
         hidden = {path: text for path, text in patched(tree, row.test_patch).items() if text is not None}
-        fixed = {path: text for path, text in patched(tree, row.patch).items() if text is not None}
+        changed = {path: text for path, text in patched(tree, row.patch).items() if text is not None}
+        given = self._of_tests(row, hidden, {**tree, **changed})
+        fixed = {path: text for path, text in changed.items() if path.endswith(".py") or path not in given}
         lost = [path for path in fixed if is_test(path) and path in hidden]
         if not fixed or lost:
             facts = f"its patch changes {lost[0]}, as its test_patch does" if lost else "its patch leaves no file"
             raise TaskError(f"{row.instance_id} has no solution that can be told from its tests", facts, hint="drop it")
+        hidden |= {path: text for path, text in changed.items() if path not in fixed and path not in hidden}
         names = [*_names(row.FAIL_TO_PASS), *_names(row.PASS_TO_PASS)]
         runner, exact = exact_names(names, hidden, row.instance_id)
-        tests = HiddenTests(runner=runner, files=hidden, names=exact, deadline_s=row.test_deadline_s)
+        roots = source_roots(tree)
+        tests = HiddenTests(runner=runner, files=hidden, names=exact, roots=roots, deadline_s=row.test_deadline_s)
         return Answer(reference=fixed, tests=tests)
 
+    def _of_tests(self, row: _Row, hidden: Mapping[str, str], paths: Collection[str]) -> set[str]:
+        """Those of the paths that hidden tests read, load their cases with and are configured by, whichever patch has
+        them."""
+        tree, imports = self._tree(row), self._imports[_key(row)]
+        helpers = helpers_of_tests(imports | imports_in(hidden))
+        folders = {parent for path in hidden for parent in PurePosixPath(path).parents}
+        loading = [*helpers, *(path for path in tree if path.endswith("conftest.py"))]
+        beside = [path for path in loading if PurePosixPath(path).parent in folders]
+        sources = {**{path: tree[path] for path in beside if path in tree}, **hidden}
+        data = data_named_by_tests((text for path, text in sources.items() if path.endswith(".py")), paths)
+        settings = (path for path in paths if PurePosixPath(path).name in CONFIGURATION)
+        return {*data, *helpers, *settings, *(path for path in paths if is_test(path))}
+
     def _tree(self, row: _Row) -> dict[str, str]:
-        key = f"{row.repo_path}\0{row.repo}\0{row.base_commit}"
+        key = _key(row)
         if key not in self._trees:
             repository = self._repository(row)
             tree = repository.tree(row.base_commit)
@@ -123,9 +143,9 @@ class SweSource:
                 facts = f"{len(tree)} files; at most {MAX_FILES} and {MAX_TREE_BYTES >> 20} MiB of text"
                 hint = "make an image of it and name that in the row: `etude machines image build`"
                 raise TaskError(f"{row.instance_id}: {row.repo} is too large to be a task's files", facts, hint=hint)
-            self._trees[key] = texts
+            self._trees[key], self._imports[key] = texts, imports_in(texts)
             while len(self._trees) > KEPT_TREES:
-                self._trees.popitem(last=False)
+                del self._imports[self._trees.popitem(last=False)[0]]
         self._trees.move_to_end(key)
         return self._trees[key]
 
@@ -161,6 +181,10 @@ class SweSource:
             facts = f"{self.path} has {len(rows)} of that split"
             raise TaskError(f"no task {index} in {split}", facts, hint="start at 0")
         return rows[index]
+
+
+def _key(row: _Row) -> str:
+    return f"{row.repo_path}\0{row.repo}\0{row.base_commit}"
 
 
 def exact_names(names: Sequence[str], files: Mapping[str, str], of: str) -> tuple[Runner, tuple[str, ...]]:

@@ -5,6 +5,10 @@ Knows nothing of tasks; errors are `TaskError`, since a task is what a tree is r
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,7 +26,7 @@ def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> d
     texts: dict[str, str] = {}
     for path in sorted(root.rglob("*")):
         if path.is_symlink():
-            raise TaskError(f"{path} is a link", hint="copy the file into the task")
+            raise _linked(path)
         if path.is_dir():
             continue
         if len(texts) >= MAX_FILES:
@@ -34,22 +38,63 @@ def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> d
 
 
 def read_text(path: Path) -> str:
-    """A file's text; line ends stay what they are. Raises `TaskError`."""
+    """A file's text; line ends stay what they are. Raises `TaskError`, also for a link and what is no file."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_no_link) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise TaskError(f"{path} is no file", hint="a task's files are UTF-8 text")
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise TaskError(f"{path} is larger than {MAX_FILE_BYTES} bytes", hint="give the task smaller files")
         return data.decode()
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ELOOP:
+            raise _linked(path) from None
         raise TaskError(f"cannot read {path}", str(error), hint="a task's files are UTF-8 text") from None
 
 
 def write_tree(root: Path, files: Mapping[str, str]) -> None:
-    """Write files below a root, which is made. `ValueError` for a path that is not `is_plain`."""
+    """Write files below a root, which is made. `ValueError` for a path that is not `is_plain`, `TaskError` where the
+    root is a link or has one on the way: it could lead anywhere."""
+    root.mkdir(parents=True, exist_ok=True)
     for path, text in files.items():
         if not is_plain(path):
             raise ValueError(f"{path!r} is no plain path inside a tree")
-        place = root / path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            _write(root, path, text.encode("utf-8", "surrogatepass"))
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+                raise
+            raise TaskError(f"cannot write {root / path}", str(error), hint="write into a new folder") from None
+
+
+def refuse_link(path: Path) -> None:
+    """Raise `TaskError` for a link: a task comes from elsewhere, and a link could lead to any file of this host."""
+    if path.is_symlink():
+        raise _linked(path)
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _linked(path: Path) -> TaskError:
+    return TaskError(f"{path} is a link", hint="copy the file into the task")
+
+
+def _write(root: Path, path: str, data: bytes) -> None:
+    """Write a file below a folder without following a link. `OSError` as the kernel says."""
+    *folders, name = path.split("/")
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, dir_fd=at)
+            below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            os.close(at)
+            at = below
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(name, flags, 0o666, dir_fd=at), "wb") as file:
+            file.write(data)
+    finally:
+        os.close(at)

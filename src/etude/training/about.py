@@ -8,6 +8,7 @@ from pathlib import Path
 from etude.errors import CheckpointError
 from etude.models.checkpoint import read_json
 from etude.records import Version
+from etude.sums import prove
 from etude.training.config import LearnerConfig, OptimizerKind
 
 FORMAT = 1
@@ -44,4 +45,5 @@ def read_about(path: Path, config: LearnerConfig) -> tuple[int, Version | None]:
                 f"this one has {str(wanted)!r}",
                 hint=f"set learner.{name} to the checkpoint's",
             )
+    prove(path.parent, [path.name], kind=CheckpointError)
     return step, Version(*version) if isinstance(version, list) else None

@@ -66,7 +66,7 @@ class LearnerConfig:
     warmup_steps: int = ranged(0, low=0)
     grad_clip: float = ranged(1.0, low=0.0)  # largest norm of the whole gradient
     policy_loss: PolicyLossKind = PolicyLossKind.PPO  # cispo collapsed at lag 4: docs/lab/LOG.md
-    ratio_cap: float = ranged(2.0, low=1.0)  # cispo: the most that a stale token's ratio weighs
+    ratio_cap: float | None = ranged(None, low=1.0)  # the most that a token's ratio weighs; none: cispo 2, ppo 3
     clip_low: float = ranged(0.8, low=0.0, high=1.0)  # ppo
     clip_high: float = ranged(1.28, low=1.0)  # ppo
     budget_tokens: int = ranged(8192, low=1)  # of one forward; bounds memory, changes nothing else
@@ -95,6 +95,10 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        if self.policy_loss is PolicyLossKind.PPO and self.ratio_bound < self.clip_high:
+            raise ValueError(
+                f"ratio_cap = {self.ratio_cap} is below clip_high = {self.clip_high}: it bounds what the clip leaves"
+            )
         for name in ("expert_parallel", "context_parallel"):
             if self.ranks % getattr(self, name):
                 raise ValueError(
@@ -120,6 +124,17 @@ class LearnerConfig:
         2
         """
         return self.ranks // self.context_parallel
+
+    @property
+    def ratio_bound(self) -> float:
+        """The most that a token's ratio weighs in the policy loss, and in the loss of `kl`.
+
+        >>> LearnerConfig().ratio_bound, LearnerConfig(policy_loss=PolicyLossKind.CISPO).ratio_bound
+        (3.0, 2.0)
+        """
+        if self.ratio_cap is not None:
+            return self.ratio_cap
+        return 2.0 if self.policy_loss is PolicyLossKind.CISPO else max(3.0, self.clip_high)
 
     def replays(self, mode: Mode) -> bool:
         """Whether routes are replayed, and so whether engines need send them.

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from etude.errors import TaskError
 from etude.records.wire import I32
+from etude.sums import SUMS, prove, write_sums
 
 FORMAT = 1
 _HINT = "delete the corpus directory, so that it is made again"
@@ -61,6 +62,7 @@ def write_corpus(folder: Path | str, documents: Sequence[I32], *, heldout: Seque
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "corpus.json").unlink(missing_ok=True)
+    (folder / SUMS).unlink(missing_ok=True)
     counts = {}
     for name, prefix, docs in (("train", "", documents), ("heldout", "heldout.", heldout)):
         packed = _pack(docs)
@@ -68,6 +70,7 @@ def write_corpus(folder: Path | str, documents: Sequence[I32], *, heldout: Seque
         packed.offsets.astype("<i8").tofile(folder / f"{prefix}documents.bin")
         counts[name] = {"num_documents": len(packed), "num_tokens": len(packed.tokens)}
     (folder / "corpus.json").write_text(json.dumps({"format": FORMAT, **counts}) + "\n")
+    write_sums(folder)
 
 
 def _pack(documents: Iterable[I32]) -> Documents:
@@ -88,6 +91,7 @@ def read_corpus(folder: Path | str, *, vocab_size: int) -> Corpus:
         corpus = Corpus(train=_read(folder, ""), heldout=_read(folder, "heldout."))
     except (OSError, ValueError) as error:
         raise TaskError(f"no corpus in {folder}", str(error), hint=_HINT) from None
+    prove(folder, kind=TaskError)
     if not len(corpus.train):
         raise TaskError(f"the corpus in {folder} has no documents", hint="raise the counts under [corpus]")
     for docs in (corpus.train, corpus.heldout):

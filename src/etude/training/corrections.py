@@ -10,7 +10,7 @@ cut, at the price of a bias:
 | `truncated` | min(ρ, C) | TIS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025; Espeholt et al., arXiv 1802.01561 |
 | `truncated_sequences` | min(Π ρ, C), the same for each token of its sequence | Liu, Li et al., "When speed kills stability", 2025 |
 | `masked` | ρ where low ≤ ρ ≤ high, else 0 | IcePop: arXiv 2510.18855 |
-| `masked_sequences` | ρ where the geometric mean over its sequence is within, and no token of it is below the veto; else 0 | ibid. 2025 (geometric mask, veto); the mean is GSPO's, arXiv 2507.18071 |
+| `masked_sequences` | min(ρ, C) where the geometric mean over its sequence is within, and no token of it is below the veto; else 0 | ibid. 2025 (geometric mask, veto); the mean is GSPO's, arXiv 2507.18071 |
 
 A ratio has two causes. The *mismatch*: the sampler computes otherwise than the learner, with the same weights. The
 *staleness*: the learner has changed its weights since. `decoupled` keeps them apart where both are known (arXiv 2110.00641,
@@ -29,6 +29,8 @@ from etude.training.config import CorrectionKind
 
 VETO = 1e-4
 """A token that the learner finds so much less likely than its sampler did is the sampler's mistake."""
+TOKEN_CAP = 2.0
+"""The most that one token weighs in a sequence that is kept or dropped as a whole: TIS's C, as published."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,16 @@ def masked(log_ratio_R: torch.Tensor, *, low: float, high: float) -> Corrected:
 
 
 def masked_sequences(
-    log_ratio_R: torch.Tensor, sequence_R: torch.Tensor, *, low: float, high: float, veto: float = VETO
+    log_ratio_R: torch.Tensor,
+    sequence_R: torch.Tensor,
+    *,
+    low: float,
+    high: float,
+    veto: float = VETO,
+    cap: float = TOKEN_CAP,
 ) -> Corrected:
-    """ρ, in sequences whose geometric mean of ρ is within [low, high] and whose worst token has ρ ≥ `veto`; else 0.
+    """min(ρ, cap), in sequences whose geometric mean of ρ is within [low, high] and whose worst token has ρ ≥ `veto`;
+    else 0. The mean of a long sequence says little about one token of it: without the cap that may weigh anything.
 
     The mean's logarithm tends to minus the divergence of a token however long the sequence is, so that long ones are
     not refused for being long. The bounds are tight for that reason: a mean of 0.99 is 0.01 nats a token.
@@ -99,7 +108,7 @@ def masked_sequences(
     worst = torch.zeros_like(total).scatter_reduce(0, sequence_R, log_ratio_R, "amin", include_self=False).exp()
     kept = (mean >= low) & (mean <= high) & (worst >= veto)
     ratio_R = log_ratio_R.exp()
-    return Corrected(_where(kept[sequence_R], ratio_R), ratio_R)
+    return Corrected(_where(kept[sequence_R], ratio_R.clamp(max=cap)), ratio_R)
 
 
 def decoupled(

@@ -19,6 +19,7 @@ from etude.errors import NotFinite
 from etude.models.finite import described, is_finite, not_finite, origin
 from etude.models.watch import Watch
 from etude.records import Sample
+from etude.training.losses import PolicyLoss
 from etude.training.optimizer import AdamW
 from etude.training.rows import Rows
 
@@ -68,15 +69,24 @@ def check_logits(
 
 
 def check_loss(
-    loss: torch.Tensor, samples: Sequence[Sample], rows: Rows, log_ratio_R: torch.Tensor, *, step: int
+    policy: PolicyLoss,
+    loss: torch.Tensor,
+    samples: Sequence[Sample],
+    rows: Rows,
+    log_ratio_R: torch.Tensor,
+    *,
+    step: int,
 ) -> None:
-    """The loss of finite logits: a ratio that overflows."""
-    if is_finite(loss):
+    """The policy's loss of finite logits, and the whole `loss`: both are finite, and no ratio overflows, even where
+    the policy's loss cuts it."""
+    if is_finite(loss) and is_finite(policy.ratio_R):
         return
     at = int(log_ratio_R.abs().argmax())
     place = place_in(samples, rows, int(rows.rows_R[at]), after=1)
+    what = "the loss" if not is_finite(loss) else "a token's ratio"
+    number = float(loss.detach() if not is_finite(loss) else policy.ratio_R[at])
     raise NotFinite(
-        f"the loss of step {step} is {float(loss.detach())}",
+        f"{what} of step {step} is {number}",
         f"the largest log-ratio is {float(log_ratio_R[at]):.4g}, in {place}",
         hint="its sampler and the learner disagree beyond measure: set learner.correction, or see etude parity",
     )

@@ -175,10 +175,11 @@ class TorchLearner:
             loss = policy.loss
             if self._reference is not None:
                 anchor_R = self._reference.logprobs(rows)
-                loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, corrected.weight_R, normaliser=normaliser)
+                weight_R = corrected.weight_R.clamp(max=self.config.ratio_bound)
+                loss = loss + self.config.kl * k2_loss(logprobs_R, anchor_R, weight_R, normaliser=normaliser)
             if self.config.balance and done.balance is not None:
                 loss = loss + self.config.balance * done.balance * (rows.num_tokens / num_tokens)
-            check_loss(loss, samples, rows, log_ratio_R, step=step)
+            check_loss(policy, loss, samples, rows, log_ratio_R, step=step)
         with group.waited("backward pass"):
             loss.backward()  # type: ignore[no-untyped-call]
         if rows.num_tokens:
@@ -231,10 +232,10 @@ class TorchLearner:
         tokens = (logprobs_R, anchor_R, advantages_R)
         match self.config.policy_loss:
             case PolicyLossKind.CISPO:
-                return cispo_loss(*tokens, normaliser=normaliser, cap=self.config.ratio_cap)
+                return cispo_loss(*tokens, normaliser=normaliser, cap=self.config.ratio_bound)
             case PolicyLossKind.PPO:
-                low, high = self.config.clip_low, self.config.clip_high
-                return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high)
+                low, high, cap = self.config.clip_low, self.config.clip_high, self.config.ratio_bound
+                return ppo_loss(*tokens, normaliser=normaliser, clip_low=low, clip_high=high, cap=cap)
 
     def _logprobs(self, logits_RV: torch.Tensor) -> torch.Tensor:
         return self.model.operators.log_softmax(logits_RV, self._temperature)
@@ -277,6 +278,7 @@ class TorchLearner:
 
     def optim_step(self) -> dict[str, float]:
         """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`.
+        Where there is no gradient (`grad_norm` 0) the weights stay as they are, and are published so under a new step.
 
         Raises `NotFinite`: of a gradient, and then nothing has changed; of the new weights, and then nothing saves or
         publishes them."""

@@ -5,6 +5,7 @@ Shapes: R rows, one a sampled token; V vocabulary. Log-probabilities are in nats
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,16 +28,20 @@ def ppo_loss(
     normaliser: float,
     clip_low: float = 0.8,
     clip_high: float = 1.28,
+    cap: float = 3.0,
 ) -> PolicyLoss:
     """PPO's clipped surrogate a token (arXiv 1707.06347, eq. 7) with a higher upper clip (DAPO, arXiv 2503.14476),
     summed over tokens and divided by a constant (Dr. GRPO, arXiv 2503.20783): no length normalisation.
 
     The ratio is taken against the version that sampled the token, so a stale token is corrected by it; one whose
-    ratio has left the range on the side that its advantage pulls to teaches nothing.
+    ratio has left the range on the side that its advantage pulls to teaches nothing. The clip alone leaves a token of
+    negative advantage whose ratio is high without a bound: beyond `cap`, at least `clip_high`, it teaches nothing
+    either (dual clip, arXiv 1912.09729, eq. 5). So no token weighs more than `cap`, and no ratio overflows.
     """
-    ratio = (logprobs_R - sampler_logprobs_R).exp()
+    log_ratio = logprobs_R - sampler_logprobs_R
+    ratio = log_ratio.clamp(max=math.log(cap)).exp()
     gain = torch.minimum(ratio * advantages_R, ratio.clamp(clip_low, clip_high) * advantages_R)
-    seen = ratio.detach()
+    seen = log_ratio.detach().exp()
     return PolicyLoss(loss=-gain.sum() / normaliser, ratio_R=seen, clipped_R=(seen < clip_low) | (seen > clip_high))
 
 
@@ -75,7 +80,7 @@ def k2_loss(
     logprobs_R: torch.Tensor, reference_logprobs_R: torch.Tensor, weight_R: torch.Tensor, *, normaliser: float
 ) -> torch.Tensor:
     """KL(policy ‖ reference) as a loss, a scalar: the sum of each token's k2. `weight_R` (detached) is what a token
-    weighs whose sampler was another policy: its ratio."""
+    weighs whose sampler was another policy: its ratio, which the caller bounds."""
     return (weight_R * k2(logprobs_R - reference_logprobs_R)).sum() / normaliser
 
 

@@ -31,6 +31,7 @@ from etude.models.config import ModelConfig
 from etude.models.naming import hf_views
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
+from etude.sums import prove
 from etude.telemetry import Telemetry
 from etude.training.balance import Balance
 from etude.training.batches import Spans, pieces, plan, runs, share
@@ -269,6 +270,7 @@ class _Run:
             raise RunError(
                 f"{found[-1]} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
             )
+        prove(found[-1], [PROGRESS], kind=CheckpointError)
         self.optimizer.restore(load_tensors(found[-1] / STATE), live=False)
         self.num_tokens = tokens
 

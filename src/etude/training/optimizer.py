@@ -100,12 +100,16 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Apply the gradient and clear it; its norm before clipping. Raises `NotFinite` when that is none, and
-        then changes nothing."""
+        """Apply the gradient and clear it; its norm before clipping. A gradient of 0 changes nothing and counts as no
+        step: momentum of older ones would move the weights all the same. Raises `NotFinite` where the norm is none,
+        and then changes nothing."""
         self._collect()
         norm = self._norm(_squares(self.named(self.grad)))
         if not norm < float("inf"):
             raise NotFinite(f"the gradient of step {self.num_steps + 1} is not finite", f"norm {norm}", hint="lower lr")
+        if norm == 0.0:
+            self.clear()
+            return norm
         self.num_steps += 1
         divisor = norm / self.grad_clip if norm > self.grad_clip > 0 else None
         self._turn(lr, divisor)

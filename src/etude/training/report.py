@@ -60,8 +60,8 @@ class Tally:
             self._count_routes(rows.routes_NLK, done)
 
     def _count_routes(self, routes_NLK: torch.Tensor, done: Forward) -> None:
-        known_N = routes_NLK[:, 0, 0] != torch.iinfo(routes_NLK.dtype).max
-        routes, used, live = routes_NLK[known_N], done.routes[known_N], done.live[known_N]
+        known_N = routes_NLK[:, 0, 0].long() != torch.iinfo(routes_NLK.dtype).max
+        routes, used, live = (each.long()[known_N] for each in (routes_NLK, done.routes, done.live))  # no uint16 sorts
         self.num_flipped += int((routes.sort(-1).values != live.sort(-1).values).any(-1).sum())
         self.num_routed += routes.shape[0] * routes.shape[1]
         self.num_replaced += int((routes != used).sum())

@@ -13,6 +13,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from etude.errors import TaskError
+from etude.sums import write_sums
 
 PIECES = r"[ .]?[A-Za-z_]+|\d| ?[^\s\w]+|\n *| +|\s|\w"
 """What merges stay within: a word with the blank or dot before it (`.py`, `.upper` are one token: 11 % fewer tokens on
@@ -67,4 +68,5 @@ def train_tokenizer(
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(chat_template)
+    write_sums(folder)
     return tokenizer

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.small_rollouts import finishing, version
 
 from etude.cli import main
+from etude.dashboard.summary import summarise
 from etude.evals import EvalRow, write_rows
+from etude.experience import Ledger, make_batch
 from etude.run import RunFolder
 
 
 def row(rollout_id: str, reward: float, transcript: str, outcome: str = "graded") -> EvalRow:
     return EvalRow(
-        task_id=f"task of {rollout_id}", rollout_id=rollout_id, family="arith", outcome=outcome, reward=reward,
+        task_id=f"task of {rollout_id}", rollout_id=rollout_id, family="arith", problem="", outcome=outcome,
+        reward=reward,
         ending="submitted", reason="because", turns=2, sampled=9, malformed=0, wall_s=1.0, tool_s=0.1,
         transcript=transcript,
     )  # fmt: skip
@@ -59,3 +63,25 @@ def test_what_is_not_there_is_bad_input(
 ) -> None:
     assert main(["rollouts", *argv.split()]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_rollouts_in_quarantine_are_listed_with_sign_and_grade_whatever_became_of_their_group(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(run / "ledger.sqlite", capacity=8)
+    finishing(ledger)("g000000", [0.0, 1.0])
+    ledger.quarantine("g000000.0", reason="exit: ends the process by os._exit (calc.py:3)", graded=1.0)
+    batch = make_batch([ledger.group("g000000")], batch_id="b000001", step=1, max_lag=0)
+    ledger.batch(batch)
+    ledger.commit(batch.rollout_ids, version(1))
+    ledger.close()
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["rollouts", "list", "--state", "quarantined"]) == 0
+    said = capsys.readouterr().out
+    assert "g000000.0" in said
+    assert "trained" in said
+    assert "quarantined, graded 1: exit: ends the process by os._exit (calc.py:3)" in said
+    assert "g000000.1" not in said
+    assert main(["status"]) == 0
+    assert "rollouts: 2 trained; 1 of them quarantined" in capsys.readouterr().out
+    assert summarise(run.path)["rollouts"] == {"trained": 2}

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from etude.cli import duration, main, weights_store
+from etude.run import RunFolder
 from etude.weights.files.checkpoint import read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
 from etude.weights.tensors import same_bits
@@ -521,3 +522,50 @@ def test_help_offers_a_relay_where_it_is_enough_to_read(capsys, command, reads) 
     with pytest.raises(SystemExit):
         main(["weights", command, "--help"])
     assert ("http://" in capsys.readouterr().out) == reads
+
+
+@pytest.mark.parametrize("command", ["fsck", "gc", "point", "follow", "relay", "publish"])
+def test_a_folder_of_something_else_is_no_store_and_nothing_is_written_there(steps, capsys, command) -> None:
+    Path("library").mkdir()
+    Path("library/libfoo.so").write_bytes(b"x")
+    more = {
+        "point": ["0"],
+        "follow": ["--apply", "live", "--once"],
+        "relay": ["--listen", "127.0.0.1:0"],
+    }.get(command, [])
+    checkpoint = ["c0"] if command == "publish" else []
+    assert main(["weights", command, *checkpoint, "library", *more]) == 2
+    assert "library is no store: it has files, and none of pointers/" in capsys.readouterr().err
+    assert [path.name for path in Path("library").iterdir()] == ["libfoo.so"]
+
+
+def test_a_run_is_checked_and_followed_by_its_folder_by_its_name_and_as_the_newest(steps, capsys) -> None:
+    run = RunFolder.create(Path("runs/first"), config_toml="seed = 1", seed=1)
+    for command in (["fsck"], ["fsck", "runs/first"], ["gc", "runs/first"], ["fsck", "runs/first/weights"]):
+        assert main(["weights", *command]) != 0
+        assert not (run / "weights").exists(), "a check makes nothing"
+    capsys.readouterr()
+    for step in steps[:2]:
+        main(["weights", "publish", step, "runs/first/weights"])
+    for named in ([], ["runs/first"], ["first"], ["runs/first/weights"]):
+        before = sorted(Path("runs").rglob("*"))
+        capsys.readouterr()
+        assert main(["weights", "fsck", *named]) == 0
+        assert capsys.readouterr().out.startswith("2 versions, ")
+        assert sorted(Path("runs").rglob("*")) == before
+    assert main(["weights", "gc", "first"]) == 0
+    assert "2 versions can be rebuilt" in capsys.readouterr().out
+    assert main(["weights", "follow", "runs/first", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c1")
+    next(path for path in Path("runs/first/weights/objects").rglob("*") if path.is_file()).unlink()
+    assert main(["weights", "fsck", "first"]) == 1
+
+
+def test_a_check_writes_nothing_into_a_store_that_nobody_may_write(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    stray = Path("store/.tmp/1-left")
+    stray.write_bytes(b"half")
+    os.utime(stray, (0, 0))
+    for command in (["fsck", "store"], ["log", "store"], ["diff", "0", "0", "store"]):
+        assert main(["weights", *command]) == 0
+    assert stray.exists(), "what a killed writer left is swept by writers alone"

@@ -50,10 +50,19 @@ def test_what_a_run_did_not_come_to_is_null_and_not_zero(writer):
     summary = summarise(writer.path)
     assert summary["finished"] is False
     assert summary["heldout"] == {"before": None, "during": [], "after": None}
+    assert summary["transfer"] == {"before": None, "after": None}
     assert summary["idle"] == {"learner": None, "engines": None}
     assert summary["lag"]["max"] is None
     assert summary["weights"]["share_of_bound"] is None
     assert summary["parity"]["k3_mean"] is None
+
+
+def test_what_was_never_trained_on_is_apart_from_what_is_held_out(writer):
+    writer.evaluation("after", "heldout", 40, 0.9, 512, 1.0)
+    writer.evaluation("after-transfer", "transfer", 40, 0.2, 256, 2.0)
+    summary = summarise(writer.path)
+    assert (summary["heldout"]["after"]["rate"], summary["transfer"]["after"]["rate"]) == (0.9, 0.2)
+    assert any("0.200" in line for line in result_lines(writer.path))
 
 
 def test_a_run_that_had_nothing_to_learn_from_says_why(writer):

@@ -71,11 +71,39 @@ def test_of_parameters_the_compared_one_of_the_row_that_is_asked_for_is_another(
     assert first.endswith('), (-1, "it\'s \\"q\\"")])')
 
 
-@pytest.mark.parametrize("names", [["test_raises"], ["test_computed"]])
-def test_a_test_without_such_a_literal_has_variants_that_say_so(names):
-    found = changes(names)
+def test_a_test_without_such_a_literal_has_variants_that_say_so():
+    found = changes(["test_computed"])
     assert found
     assert not any(alike for _, alike in found)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("line", "start"),
+    [
+        ("with pytest.raises(ValueError): f(2)", "with pytest.raises("),
+        ("with pytest.raises((ValueError, TypeError), match='x') as caught: f(2)", "with pytest.raises("),
+        ("self.assertRaisesRegex(errors.Bad, 'x', f, 2)", "self.assertRaisesRegex("),
+        ("raises(KeyError, lambda: f(2))", "raises("),
+        ("with pytest.warns(UserWarning): f(2)", "with pytest.warns("),
+        ("assert f(2) == pytest.approx(3.5)", "assert f(2) == pytest.approx("),
+        ("self.assertAlmostEqual(f(2), 3.5)", "self.assertAlmostEqual(f(2), "),
+    ],
+)
+def test_what_is_expected_to_be_raised_or_nearly_equal_is_another(line, start, seed):
+    source = f"def test_a():\n    {line}\n"
+    first = next(variants(source, ["test_a"], 0, random.Random(seed)))
+    assert first.alike
+    assert first.source != source
+    assert first.source.splitlines()[1].strip().startswith(start)
+    ast.parse(first.source)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_a_test_that_compares_and_expects_errors_both_come_first(seed):
+    source = "def test_a():\n    assert f(1) == 2\n    assert f(2) == 3\n    with pytest.raises(TypeError): f()\n"
+    first, second, *_ = variants(source, ["test_a"], 0, random.Random(seed))
+    assert {first.kind, second.kind} == {"compared", "raised"}
 
 
 def test_right_code_fails_every_variant_and_passes_the_test():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.unit.models.families import FAMILIES
 
+from etude.errors import EngineError
 from etude.evals.doctor.diagnosis import Verdict, examine
 from etude.evals.doctor.local import findings
 from etude.evals.doctor.sides import LearnerSide, OurEngine
@@ -16,6 +17,7 @@ from etude.evals.parity import Budget
 from etude.inference.watched import engine_results
 from etude.models import ModelConfig, Transformer
 from etude.models.packed import PackedWeights
+from etude.models.parts import Routing, Scores
 from etude.numerics import Exact, Native, NumericsConfig, Operators, Quantise
 from etude.numerics.choosing import operators_for
 from etude.numerics.formats import FORMATS
@@ -186,8 +188,63 @@ def test_a_result_that_is_not_a_number_is_named() -> None:
 
 def test_results_of_another_model_are_refused() -> None:
     theirs = engine_results(model(F32, sizes=replace(SIZES, expert_size=16)), TOKENS, prompt_tokens=20)
-    with pytest.raises(ValueError, match="has shape"):
+    with pytest.raises(EngineError, match=r"layers.0.experts.gate_up as \[48, 2, 32\]"):
         findings(model(F32), TOKENS, theirs, exact=False)
+
+
+LARGE = {
+    "255, whose last number is a byte's": replace(SIZES, num_experts=255, expert_size=4, top_k=6),
+    "qwen3-moe, 384": replace(SIZES, num_experts=384, expert_size=4, top_k=8),
+    "deepseek-v3, 256": replace(
+        FAMILIES["deepseek-v3"],
+        num_experts=256, expert_size=4, top_k=8,
+        routing=Routing(Scores.SIGMOID, scaling=2.5, num_groups=8, top_groups=4),
+    ),
+    "kimi k2, 384": replace(
+        FAMILIES["deepseek-v3"], num_experts=384, expert_size=4, top_k=8, routing=Routing(Scores.SIGMOID, scaling=2.8)
+    ),
+}  # fmt: skip
+SMALL_TOKENS = [token % 24 for token in TOKENS]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_clean_engine_of_hundreds_of_experts_raises_nothing(name: str) -> None:
+    made = model(F32, sizes=LARGE[name])
+    theirs = engine_results(made, SMALL_TOKENS, prompt_tokens=25)
+    assert max(int(theirs[f"layers.{layer}.experts.used"].max()) for layer in made.config.moe_layers) > 250
+    assert findings(model(F32, sizes=LARGE[name]), SMALL_TOKENS, theirs, exact=False) == []
+    exact = [model(F32, Exact, sizes=LARGE[name]) for _ in range(3)]
+    budget = Budget(0.0, 0.0)
+    prompts = [SMALL_TOKENS[:20], SMALL_TOKENS[3:10]]
+    found = examine(
+        OurEngine(exact[0]), LearnerSide(exact[1]), prompts, max_tokens=5, seed=0, exact=True, budget=budget
+    )
+    assert found.verdict is Verdict.EQUAL
+    assert [way.replayed is not None and way.replayed.equal for way in found.ways] == [True] * 4
+
+
+@pytest.mark.parametrize("expert", [-1, 384, 1 << 40])
+def test_an_expert_that_does_not_exist_is_named_and_breaks_nothing(expert: int) -> None:
+    sizes = LARGE["qwen3-moe, 384"]
+    theirs = engine_results(model(F32, sizes=sizes), TOKENS, prompt_tokens=25)
+    theirs["layers.1.experts.used"] = theirs["layers.1.experts.used"].clone()
+    theirs["layers.1.experts.used"][30, 3] = expert
+    first = findings(model(F32, sizes=sizes), TOKENS, theirs, exact=False)[0]
+    assert (first.name, first.position, first.num_rows) == ("layers.1.experts.used", 30, 1)
+
+
+def test_a_router_that_is_not_shown_leaves_the_others_routes_where_they_are() -> None:
+    theirs = engine_results(model(F32), TOKENS, prompt_tokens=20)
+    del theirs["layers.0.experts.used"]
+    for name in ("used", "gates", "gate_up", "activated", "down"):  # the slots swapped
+        theirs[f"layers.1.experts.{name}"] = theirs[f"layers.1.experts.{name}"].flip(1)
+    assert findings(model(F32), TOKENS, theirs, exact=False) == []
+
+
+def test_an_engine_of_another_model_is_refused_by_its_routes() -> None:
+    engine = OurEngine(model(F32, sizes=LARGE["qwen3-moe, 384"]))
+    with pytest.raises(EngineError, match="of another model"):
+        examine(engine, LearnerSide(model(F32)), PROMPTS, max_tokens=4, seed=0, exact=False, budget=Budget(1.0, 1.0))
 
 
 PROMPTS = [TOKENS[:20], TOKENS[3:10], TOKENS[:31]]

@@ -7,21 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.experience import Straggler, Window
+from etude.experience import ExperienceConfig, Straggler, Window
 
 
 @dataclass
 class World:
     """A run without wall clock: engines adopt when they like, groups sample a token when they like, the learner takes
-    a step when the window gives it one. `steps` is what each group's tokens were sampled by."""
+    a step when the window gives it one. `steps` is what each group's tokens were sampled by; a `share` of them
+    has a signal. Up to two batches are formed and not published, none in a synchronous run."""
 
     window: Window
     rng: random.Random
+    share: float = 1.0
     published: int = 0
     engine: int = 0
     trained: list[list[str]] = field(default_factory=list)
     steps: dict[str, list[int]] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)  # group -> tokens left to sample
+    min_step: dict[str, int] = field(default_factory=dict)
+    signal: set[str] = field(default_factory=set)
     lags: list[int] = field(default_factory=list)
 
     def untrained(self) -> list[str]:
@@ -29,14 +33,18 @@ class World:
         return [g for g in self.steps if g not in taken]
 
     def moves(self):
-        num = len(self.steps)
-        if self.window.room(num, self.published):
+        beside = 1 if self.window.max_lag else 0
+        forms = len(self.trained) <= self.published + beside  # the learner waits for a batch
+        size = self.window.size(self.untrained(), self.ready(), self.signal) if forms else 0
+        if self.window.room(len(self.untrained()), len(self.trained), self.published, size):
             yield self.admit
         if self.engine < self.published:
             yield self.adopt
-        if any(self.window.min_step(int(g)) <= self.engine for g in self.running):
+        if any(self.min_step[g] <= self.engine for g in self.running):
             yield self.sample
-        if self.window.take(self.untrained(), self.ready()):
+        if self.published < len(self.trained):
+            yield self.publish
+        if forms and self.window.take(self.untrained(), self.ready(), self.signal):
             yield self.train
 
     def ready(self) -> set[str]:
@@ -44,13 +52,15 @@ class World:
 
     def admit(self):
         group = str(len(self.steps))
+        self.min_step[group] = self.window.min_step(len(self.untrained()), len(self.trained), self.published)
+        self.signal |= {group} if self.rng.random() < self.share else set()
         self.steps[group], self.running[group] = [], self.rng.choice([1, 1, 2, 8, 30])
 
     def adopt(self):
         self.engine = self.rng.randint(self.engine + 1, self.published)
 
     def sample(self):
-        able = [g for g in self.running if self.window.min_step(int(g)) <= self.engine]
+        able = [g for g in self.running if self.min_step[g] <= self.engine]
         group = self.rng.choice(able)
         self.steps[group].append(self.engine)
         self.running[group] -= 1
@@ -59,13 +69,15 @@ class World:
 
     def train(self):
         order = self.untrained()
-        taken = self.window.take(order, self.ready())
-        lags = [self.published - step for g in taken for step in self.steps[g]]
+        taken = self.window.take(order, self.ready(), self.signal)
+        lags = [len(self.trained) - step for g in taken for step in self.steps[g]]
         if self.window.straggler is Straggler.MASK:
             lags = [lag for lag in lags if lag <= self.window.max_lag]  # what `bounded` masks
         self.lags += lags
         assert len(self.window.late(order, taken)) <= self.window.late_groups
         self.trained.append(taken)
+
+    def publish(self):
         self.published += 1
 
     def run(self, num_steps: int) -> None:
@@ -73,13 +85,16 @@ class World:
             choices = list(self.moves())
             assert choices, "nobody can move: a deadlock"
             self.rng.choice(choices)()
-            assert len(self.untrained()) <= self.window.num_groups
+            unpublished = sum(map(len, self.trained[self.published :]))
+            assert len(self.untrained()) + unpublished <= self.window.num_groups
+            assert all(len(taken) <= self.window.most for taken in self.trained)
 
 
 worlds = st.builds(
     World,
-    st.builds(Window, st.integers(0, 4), st.integers(1, 9), st.sampled_from(Straggler)),
+    st.builds(Window, st.integers(0, 4), st.integers(1, 9), st.sampled_from(Straggler), st.sampled_from([0, 1, 5, 9])),
     st.integers(0, 2**32).map(random.Random),
+    st.floats(0.0, 1.0),
 )
 
 
@@ -125,4 +140,51 @@ def test_masking_waits_when_too_many_are_late():
 
 @pytest.mark.parametrize(("published", "room"), [(0, 48), (1, 64), (7, 160)])
 def test_the_window_opens_with_each_published_version(published, room):
-    assert Window(max_lag=2, groups_per_step=16).room(0, published) == room
+    assert Window(max_lag=2, groups_per_step=16).room(0, 0, published) == room
+
+
+@pytest.mark.parametrize(("max_lag", "groups_per_step"), [(0, 4), (2, 3), (4, 9)])
+def test_without_a_wish_for_signal_group_n_belongs_to_step_n_over_groups_per_step(max_lag, groups_per_step):
+    window = Window(max_lag, groups_per_step)
+    for number in range(50):
+        for batched in range(number // groups_per_step + 1):
+            position = number - batched * groups_per_step
+            assert window.min_step(position, batched, published_step=99) == max(0, number // groups_per_step - max_lag)
+            for published in range(batched + 1):
+                room = window.room(position, batched, published)
+                assert room == max(0, (published + max_lag + 1) * groups_per_step - number)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 9), st.floats(0.0, 1.0))
+def test_a_synchronous_step_takes_all_that_it_admitted_and_enough_signal_where_there_is_any(seed, per_step, share):
+    world = World(Window(0, per_step, signal_groups=per_step), random.Random(seed), share)
+    world.run(num_steps=4)
+    assert set(world.lags) == {0}
+    assert [g for step in world.trained for g in step] == [str(i) for i in range(sum(map(len, world.trained)))]
+    for taken in world.trained:
+        having = len(world.signal.intersection(taken))
+        assert having >= per_step or len(taken) == world.window.most
+    again = World(Window(0, per_step, signal_groups=per_step), random.Random(seed), share)
+    again.signal = world.signal
+    again.share = 0.0
+    assert again.window.size([str(i) for i in range(99)], set(map(str, range(99))), world.signal) == len(
+        world.trained[0]
+    )
+
+
+def test_rounds_are_as_large_as_the_share_of_signal_says():
+    window = Window(max_lag=1, groups_per_step=8, signal_groups=8)
+    order = [f"g{i}" for i in range(40)]
+    some = {f"g{i}" for i in range(0, 40, 4)}  # one in four
+    assert window.size(order, set(order), some) == 32
+    assert window.size(order, set(order[:8]), some) == 32, "2 of 8: 24 more for the 6 that lack"
+    assert window.size(order, set(order[:7]), some) == 8, "nothing is known before the first ones are there"
+    assert window.size(order, set(order), set(order)) == 8
+    assert window.size(order, set(order), set()) == window.most == 32
+    assert window.take(order, set(order[:31]), some) is None
+    assert window.take(order, set(order), some) == order[:32]
+
+
+def test_a_wish_for_more_signal_than_a_step_has_groups_is_refused():
+    with pytest.raises(ValueError, match="signal_groups = 9 is over groups_per_step = 8"):
+        ExperienceConfig(groups_per_step=8, signal_groups=9)

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import msgspec
 import numpy as np
 import pytest
 
 from etude.errors import LedgerError
-from etude.experience import Straggler, make_batch, step_facts
+from etude.experience import SCHEMES, Straggler, make_batch, step_facts
+from etude.experience.credit import advantages
 from etude.experience.packing import paths, whole_samples
-from etude.records import Trace
+from etude.experience.traces import read_index, read_trace, write_trace
+from etude.records import Completion, Trace
 from etude.records.rollout import Turn
 
 
@@ -84,3 +90,54 @@ def test_a_kl_in_the_reward_gives_signal_where_rewards_alone_have_none(kit):
     assert [s.rollout_id for s in whole_samples([group])] == ids
     batch = make_batch([group], batch_id="b", step=1, max_lag=2, k1={ids[0]: 0.0, ids[1]: 2.0}, beta=0.1)
     assert {s.rollout_id: s.advantage for s in batch.samples} == pytest.approx({ids[0]: 0.1, ids[1]: -0.1})
+
+
+def said_nothing(kit: Any) -> Completion:
+    """A completion of no token."""
+    return msgspec.structs.replace(kit.completion([(0, 1)], context=3), token_ids=np.zeros(0, np.int32), **NOTHING)
+
+
+NOTHING: dict[str, Any] = {"logprobs": np.zeros(0, np.float32), "spans": (), "routes": np.zeros((2, 2, 2), np.uint8)}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values())
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_rollout_without_turns_and_one_that_sampled_nothing_are_consumed_and_count_in_the_baseline(
+    kit: Any, tmp_path: Path, scheme: Any, beta: float
+) -> None:
+    silent = Trace((Turn(parent=None, prompt_ids=np.arange(3, dtype=np.int32), completion=said_nothing(kit)),))
+    group = kit.group("g000000", [0.0, 0.0, 1.0])
+    finished = [
+        msgspec.structs.replace(one, rollout=msgspec.structs.replace(one.rollout, trace=trace))
+        for one, trace in zip(group.finished, [Trace(()), silent, kit.chain([(0, 4)])], strict=True)
+    ]
+    group = type(group)(group.group_id, group.rollout_ids, tuple(finished))
+    k1 = {sample.rollout_id: 0.25 for sample in whole_samples([group])}
+    assert set(k1) == {"g000000.2"}, "a reference model is asked about sampled tokens alone"
+    batch = make_batch([group], batch_id="b", step=1, max_lag=0, scheme=scheme, k1=k1 if beta else None, beta=beta)
+    [sample] = batch.samples
+    assert sample.rollout_id == "g000000.2"
+    raw = [0.0, 0.0, 1.0]
+    assert sample.advantage == pytest.approx(advantages([0.0, 0.0, 1.0 - beta * 0.25], scheme, raw=raw)[2])
+    assert batch.rollout_ids == group.rollout_ids
+    assert step_facts([group], batch)["lag"] == {"0": 1}
+    path = write_trace(tmp_path, batch, [group])
+    again = read_trace(path)
+    assert [one.outcome.reward for one in again.rollouts] == [0.0, 0.0, 1.0]
+    assert read_index(path).trained == {"g000000.2"}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_groups_whose_rollouts_all_have_no_turns_make_a_step_without_signal(
+    kit: Any, tmp_path: Path, beta: float
+) -> None:
+    group = kit.group("g000000", [1.0, 0.0], Trace(()))
+    batch = make_batch([group], batch_id="b", step=1, max_lag=0, k1={} if beta else None, beta=beta)
+    assert (batch.samples, batch.num_loss_tokens) == ((), 0)
+    assert step_facts([group], batch)["turns_mean"] == 0.0
+    assert read_index(write_trace(tmp_path, batch, [group])).rollout_ids == set(group.rollout_ids)
+
+
+def test_a_rollout_that_sampled_and_has_no_k1_is_a_defect_that_is_seen(kit: Any) -> None:
+    with pytest.raises(KeyError):
+        make_batch([kit.group("g000000", [1.0, 0.0])], batch_id="b", step=1, max_lag=0, k1={}, beta=0.5)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from etude.errors import EngineBehind, EngineError
+from etude.inference import EngineConfig, HttpEngine, client
+from etude.inference import engine as engine_module
+from etude.inference.app import build_app
+from etude.inference.errors import EngineLate
+from etude.inference.scheduler import Plan, Sequence
+from etude.listening import bind, listening
 from etude.models import ModelConfig, Transformer, hf_views
-from etude.records.completion import Traffic
+from etude.records.completion import Completion, CompletionRequest, Traffic
+from etude.testing import ScriptedEngine
 from etude.weights import Tensor
 
 from .helpers import TINY, ask, engine, everything, version
@@ -195,5 +204,57 @@ def test_a_rollout_that_gave_way_to_production_says_what_it_would_have_said_and_
         assert served.counters.rollouts_preempted == 1
         assert (served.counters.production_requests, served.counters.production_tokens) == (1, len(first.token_ids))
         assert 0 < served.counters.production_wait_s < served.counters.busy_s
+
+    asyncio.run(story())
+
+
+def test_a_completion_of_slow_tokens_outlives_its_deadline_many_times_and_one_that_waits_for_its_slot_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=0.0, perf_counter=time.perf_counter)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(engine_module, "time", clock)
+
+    async def story() -> None:
+        async with engine(max_sequences=1) as served:
+            step = served._runner.step
+
+            def slow(plan: Plan) -> list[Sequence]:
+                clock.now += 20.0  # a token of a large model with a long context
+                return step(plan)
+
+            served._runner.step = slow  # type: ignore[method-assign]
+            asked = [ask(name, 10, 40, deadline_s=60.0) for name in ("runs", "waits")]
+            done = await asyncio.gather(*map(served.generate, asked))
+            assert [len(one.token_ids) for one in done] == [40, 40]
+            assert clock.now >= 2 * 40 * 20.0
+            await served.pause()
+            stands = asyncio.ensure_future(served.generate(ask("stands", 10, 40, deadline_s=60.0)))
+            while not (await served.info()).num_waiting:  # noqa: ASYNC110 - the state is a thread's
+                await asyncio.sleep(0)
+            clock.now += 61.0
+            with pytest.raises(EngineLate, match="without a step of the engine"):
+                await stands
+
+    asyncio.run(story())
+
+
+class Slow(ScriptedEngine):
+    """An engine whose answer takes longer than the request may be silent; that it works is its own to say."""
+
+    alive, stalled_s, trouble, config = True, 0.0, "", EngineConfig()
+
+    async def generate(self, request: CompletionRequest) -> Completion:
+        await asyncio.sleep(10 * request.deadline_s)
+        return await super().generate(request)
+
+
+def test_an_answer_over_http_takes_as_long_as_the_engine_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "GRACE_S", 0.0)
+
+    async def story() -> None:
+        app = build_app(Slow([[7]]))  # type: ignore[arg-type]
+        async with listening(app, bind("127.0.0.1", 0), what="an engine", grace_s=1) as url, HttpEngine(url) as far:
+            assert (await far.generate(ask("r", 10, 1, deadline_s=0.1))).token_ids.tolist() == [7]
 
     asyncio.run(story())

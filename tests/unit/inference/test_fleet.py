@@ -7,9 +7,11 @@ import time
 from collections.abc import AsyncGenerator, Callable
 
 import pytest
+from tests.clock import run_at_once
 
 from etude.errors import ContextFull, EngineBehind, EngineError
 from etude.inference import Assignment, EngineBusy, EngineGone, Fleet
+from etude.inference.fleet import MAX_LOST
 from etude.inference.membership import Listed, State
 from etude.inference.pace import FORGET_S
 from etude.records import Completion, CompletionRequest
@@ -123,7 +125,7 @@ def test_with_every_engine_gone_a_restarted_one_serves_at_its_new_address() -> N
 
 def test_at_the_deadline_the_error_names_every_engine_and_its_no() -> None:
     async def story() -> None:
-        policy, members = fleet(2)
+        policy, members = fleet(2, patience_s=0.1)
         members["engine-0"].gone = members["engine-1"].busy = True
         with pytest.raises(EngineError) as error:
             await policy.complete(ask("a", deadline_s=0.2))
@@ -136,7 +138,7 @@ def test_at_the_deadline_the_error_names_every_engine_and_its_no() -> None:
 
 def test_an_empty_fleet_waits_for_an_engine_and_says_so() -> None:
     with pytest.raises(EngineError, match="no engine to ask"):
-        asyncio.run(fleet(0)[0].complete(ask("a", deadline_s=0.05)))
+        asyncio.run(fleet(0, patience_s=0.05)[0].complete(ask("a", deadline_s=0.05)))
 
 
 def test_a_busy_engine_is_asked_again_and_a_free_one_meanwhile() -> None:
@@ -188,6 +190,87 @@ def test_when_nobody_holds_it_the_first_to_catch_up_serves_it() -> None:
         assert [members[name].num_adopts for name in ("a-slow", "z-slow")] == [1, 1], "whoever waits, it is asked once"
 
     asyncio.run(story())
+
+
+class Distant(Member):
+    """One that takes so long to come to a version, or to restart."""
+
+    takes_s = 600.0
+
+    async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.sleep(self.takes_s)
+        except TimeoutError:
+            self.takes_s -= deadline_s
+            raise EngineError(f"{self.name} did not reach step {min_step}", hint="later") from None
+        return await super().adopt(min_step, deadline_s=deadline_s)
+
+
+def test_an_engine_that_comes_up_to_its_version_in_ten_minutes_serves_what_waits_however_short_its_deadline() -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        began, engine = loop.time(), Distant("far")
+        done = await Fleet({"far": engine}).complete(ask("a", min_step=5, deadline_s=1.0))
+        assert done.spans[0].version.step == 5
+        assert loop.time() - began >= 600.0
+        assert engine.requests[-1].deadline_s == pytest.approx(1.0, abs=0.01), "all of it is left to sample in"
+
+    run_at_once(story())
+
+
+def test_an_engine_that_takes_ten_minutes_to_come_back_serves_what_waits() -> None:
+    async def story() -> None:
+        engine = Member("far")
+        engine.gone = True
+        asyncio.get_running_loop().call_later(600.0, setattr, engine, "gone", False)
+        assert (await Fleet({"far": engine}).complete(ask("a", deadline_s=1.0))).engine == "far"
+
+    run_at_once(story())
+
+
+def test_an_engine_that_never_comes_up_is_named_after_the_patience_as_behind() -> None:
+    async def story() -> None:
+        engine, loop = Distant("far"), asyncio.get_running_loop()
+        engine.takes_s, began = float("inf"), loop.time()
+        with pytest.raises(EngineBehind, match=r"(?s)far: far .*; 900 s of waiting for one were not"):
+            await Fleet({"far": engine}, patience_s=900.0).complete(ask("a", min_step=5, deadline_s=10.0))
+        assert 900.0 <= loop.time() - began < 1000.0
+
+    run_at_once(story())
+
+
+def test_a_long_completion_whose_engine_dies_is_sampled_again_elsewhere_and_at_last_given_up() -> None:
+    class Dies(Member):
+        async def generate(self, request: CompletionRequest) -> Completion:
+            self.requests.append(request)
+            await asyncio.sleep(3600.0)
+            raise EngineGone(f"{self.name} is gone", hint="restart it")
+
+    async def story() -> None:
+        engines = {"a-dies": Dies("a-dies"), "lives": Member("lives")}
+        assert (await Fleet(engines).complete(ask("a", deadline_s=60.0))).engine == "lives"
+        poisoned = Dies("a-dies")
+        with pytest.raises(EngineGone):
+            await Fleet({"a-dies": poisoned}).complete(ask("a", deadline_s=60.0))
+        assert len(poisoned.requests) == MAX_LOST
+
+    run_at_once(story())
+
+
+def test_an_engine_that_refuses_a_request_for_a_reason_of_its_own_is_asked_no_longer_than_its_deadline() -> None:
+    class Fails(Member):
+        async def generate(self, request: CompletionRequest) -> Completion:
+            raise EngineError(f"{self.name} has no memory", hint="see its log")
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with pytest.raises(EngineError, match="has no memory"):
+            await Fleet({"fails": Fails("fails")}).complete(ask("a", deadline_s=60.0))
+        assert 60.0 <= loop.time() - began < 65.0
+
+    run_at_once(story())
 
 
 def test_a_pinned_version_that_every_engine_has_left_behind_is_refused_at_once() -> None:

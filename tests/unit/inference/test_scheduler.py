@@ -27,8 +27,8 @@ def compute(plan: Plan) -> None:
         s.logprobs.append(-1.0)
 
 
-def join(queue: Scheduler, name: str, prompt: int = 10, deadline: float = 100.0, **fields: object) -> Sequence:
-    sequence = Sequence(ask(name, prompt, **fields), deadline)
+def join(queue: Scheduler, name: str, prompt: int = 10, arrived: float = 0.0, **fields: object) -> Sequence:
+    sequence = Sequence(ask(name, prompt, **fields), arrived)
     queue.submit(sequence)
     return sequence
 
@@ -106,17 +106,21 @@ def test_a_cancelled_sequence_frees_its_slot_at_the_next_look() -> None:
     first = join(queue, "first")
     compute(queue.plan())
     first.future.cancel()
-    assert queue.departed(now=0.0) == [first]
+    assert queue.departed(0.0, stepped=0.0) == [first]
     assert queue.slots.num_available == 1
     assert not queue.plan()
 
 
 def test_a_late_request_fails_naming_its_deadline_and_its_phase() -> None:
     queue = scheduler(num_slots=1)
-    running, waiting = join(queue, "running", deadline=5.0), join(queue, "waiting", deadline=4.0)
+    running, waiting = join(queue, "running", arrived=5.0), join(queue, "waiting", arrived=4.0)
     compute(queue.plan())
-    assert queue.departed(now=5.0) == [waiting, running]
-    with pytest.raises(EngineError, match=r"(?s)running passed its deadline of 60 s: 1 of 8 tokens sampled"):
+    assert queue.departed(64.0, stepped=5.0) == []
+    assert queue.departed(65.0, stepped=5.0) == [waiting, running], "no step for 60 s, however long it waited before"
+    with pytest.raises(
+        EngineError,
+        match=r"deadline of 60 s without a step of the engine: 1 of 8 tokens",
+    ):
         raise running.future.exception(0)
     with pytest.raises(EngineError, match=r"(?s)waiting passed its deadline.*waiting for a KV slot"):
         raise waiting.future.exception(0)

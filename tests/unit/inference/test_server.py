@@ -31,6 +31,7 @@ from etude.records import Version
 from etude.stores import DirectoryStore, open_store
 from etude.telemetry import read_events
 from etude.weights import Channel, Tensor
+from etude.weights.chain.signing import Signer
 
 from .helpers import TINY, ask, engine
 
@@ -243,3 +244,40 @@ def test_our_own_engine_is_checked_as_those_of_another_make_are(capfd: pytest.Ca
     said = capfd.readouterr().out
     assert "exact" in said.splitlines()[0]
     assert "follows: step 1, log-probabilities within 0.0e+00 of ours" in said
+
+
+def empty(store: DirectoryStore) -> None:
+    for key in store.list(""):
+        store.delete(key)
+
+
+def test_an_engine_with_a_public_key_refuses_what_is_unsigned_or_signed_by_another_by_name(
+    argv: list[str], tmp_path: Path
+) -> None:
+    signer, other = Signer(bytes(range(32))), Signer(bytes(32))
+    store = DirectoryStore(tmp_path / "store")
+    publish(Channel(store), 1, None)
+    argv += ["--public-key", signer.public_key.hex(), "--telemetry", str(tmp_path / "events" / "engine.jsonl")]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=ENVIRONMENT) as process:
+        try:
+            said = ready(process)
+
+            async def story() -> None:
+                async with HttpEngine(said["url"]) as engine:
+                    for signs in (None, other):
+                        if signs is not None:
+                            empty(store)
+                            publish(Channel(store, signer=signs), 1, None)
+                        with pytest.raises(EngineError) as refused:
+                            await engine.adopt(1, deadline_s=3.0)
+                        assert "step 1" in str(refused.value)
+                    empty(store)
+                    version = publish(Channel(store, signer=signer), 2, None)
+                    assert await engine.adopt(2, deadline_s=60.0) == version
+
+            asyncio.run(story())
+        finally:
+            process.kill()
+    reasons = {event["reason"] for event in read_events(tmp_path / "events") if event["kind"] == "engine.trouble"}
+    assert any("is not signed with the key that this reader trusts" in one and "no signature" in one for one in reasons)
+    assert any("its signature is another's" in one for one in reasons)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.clock import run_at_once
 
 from etude.errors import EngineError, ParityError
 from etude.inference.errors import EngineGone, Unauthorised
@@ -27,11 +28,17 @@ PUBLISHED: Any = SimpleNamespace(version=VERSION)
 class Engine:
     """What the probe asks of an engine."""
 
-    def __init__(self, says: list[float] | EngineError, version: Version = VERSION) -> None:
-        self.says, self.version = says, version
+    def __init__(
+        self, says: list[float] | EngineError, version: Version = VERSION, *, takes_s: float = 0.0, trouble: str = ""
+    ) -> None:
+        self.says, self.version, self.takes_s, self.trouble = says, version, takes_s, trouble
 
     async def adopt(self, step: int, *, deadline_s: float) -> Version:
         assert step == VERSION.step
+        await asyncio.sleep(min(self.takes_s, deadline_s))
+        self.takes_s -= deadline_s
+        if self.takes_s > 0.0:
+            raise EngineError(f"did not reach step {step}", hint="later")
         if isinstance(self.says, EngineError):
             raise self.says
         return self.version
@@ -42,7 +49,7 @@ class Engine:
         return self.version, self.says
 
     async def info(self) -> Any:
-        return SimpleNamespace(parity="class-a")
+        return SimpleNamespace(parity="class-a", trouble=self.trouble)
 
 
 def probed(
@@ -54,9 +61,13 @@ def probed(
     config = ParityConfig(**settings)
     telemetry = Telemetry(tmp_path / "conductor.jsonl", process="conductor")
     watch = Watch(config, exact=exact, dtype=ComputeDtype.FLOAT32)
-    probe = Probe(CHAT, config, watch, telemetry, taken.append)
+
+    async def defend(defence):
+        taken.append(defence)
+
+    probe = Probe(CHAT, config, watch, telemetry, defend)
     probe.learner_class = "class-b"
-    asyncio.run(probe.ask({f"e{i}": e for i, e in enumerate(engines)}, PUBLISHED, MINE))  # type: ignore[misc]
+    run_at_once(probe.ask({f"e{i}": e for i, e in enumerate(engines)}, PUBLISHED, MINE))  # type: ignore[misc]
     telemetry.close()
     return taken, list(read_events(tmp_path))
 
@@ -103,8 +114,18 @@ def test_an_engine_that_is_gone_or_moved_on_is_passed_over(tmp_path: Path) -> No
 def test_engines_that_are_there_and_cannot_come_are_told_together(tmp_path: Path) -> None:
     late = EngineError("did not reach step 3", hint="see")
     with pytest.raises(Unreachable, match="no engine can come to"):
-        probed(tmp_path, Engine(late), Engine(late))
-    probed(tmp_path, Engine(late), Engine(MINE))
+        probed(tmp_path, Engine(late, trouble="its chain is damaged"), Engine(late, trouble="so is mine"))
+    probed(tmp_path, Engine(late, trouble="its chain is damaged"), Engine(MINE))
+
+
+def test_an_engine_that_takes_ten_minutes_to_fetch_a_version_is_probed_then(tmp_path: Path) -> None:
+    _, events = probed(tmp_path, Engine(MINE, takes_s=600.0), Engine(MINE, takes_s=1_200.0))
+    assert [e["engine"] for e in events] == ["e0", "e1"]
+
+
+def test_engines_that_never_come_end_the_wait(tmp_path: Path) -> None:
+    with pytest.raises(Unreachable, match="did not reach step 3"):
+        probed(tmp_path, Engine(MINE, takes_s=1e9))
 
 
 def test_engines_with_another_token_are_not_told_as_damage_to_the_weights(tmp_path: Path) -> None:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.small_rollouts import Kit
 
-from etude.errors import StoreError
+from etude.errors import EngineBehind, StoreError
 from etude.experience import Ledger
 from etude.experience.config import ExperienceConfig
+from etude.loop.apart import InOrder
 from etude.loop.config import RunConfig
 from etude.loop.rolling import AT_ONCE, Rolling
 from etude.loop.room import Limit
-from etude.records import Rollout
+from etude.records import Rollout, RolloutSpec
 from etude.telemetry import Telemetry
 from etude.testing import FakeCrew
 
@@ -36,14 +39,14 @@ def rolling(ledger: Ledger, tmp_path: Path) -> Iterator[Rolling]:
     config = replace(RunConfig(), experience=ExperienceConfig(quarantine=False))
     crew = FakeCrew(config, Limit(5), play=lambda spec: Kit.rollout(spec.rollout_id), judge=lambda _: Kit.graded(1.0))
     with contextlib.closing(Telemetry(tmp_path / "events.jsonl", process="test")) as telemetry:
-        yield Rolling(ledger, crew, telemetry)  # type: ignore[arg-type]
+        yield Rolling(ledger, InOrder("ledger"), crew, telemetry)  # type: ignore[arg-type]
 
 
 def counting(work: Callable[..., object], sizes: list[int]) -> Callable[..., object]:
     """The same work; how many each call was of."""
 
-    def counted(what: list[object] | int) -> object:
-        result = work(what)
+    def counted(*what: object, **how: object) -> object:
+        result = work(*what, **how)
         sizes.append(len(result))  # type: ignore[arg-type]
         return result
 
@@ -94,4 +97,93 @@ def test_as_many_start_at_once_as_there_is_room_for_and_all_end(ledger, rolling)
     assert sizes[0] == 5
     assert max(sizes) <= 5
     assert sum(sizes) == MANY
+    assert ledger.states() == {"graded": MANY}
+
+
+@pytest.fixture
+def later(tmp_path: Path) -> Iterator[Ledger]:
+    """Four rollouts of which the last two demand step 3: they were admitted before the learner was lost."""
+    with contextlib.closing(Ledger(tmp_path / "later.sqlite", capacity=MANY)) as opened:
+        demands = [0, 0, 3, 3]
+        specs = [msgspec.structs.replace(Kit.spec(f"g00000{i}.0"), min_step=step) for i, step in enumerate(demands)]
+        opened.admit(*specs)
+        yield opened
+
+
+def test_nothing_starts_before_the_version_that_it_demands_is_published(later: Ledger, rolling: Rolling) -> None:
+    rolling.ledger = later
+    begun: list[str] = []
+
+    async def play(spec: RolloutSpec) -> Rollout:
+        begun.append(spec.rollout_id)
+        return Kit.rollout(spec.rollout_id)
+
+    async def main() -> None:
+        rolling.crew.rollout = play  # type: ignore[method-assign]
+        more = asyncio.Event()
+        running = asyncio.create_task(rolling.run(more))
+        async with asyncio.timeout(20):
+            ready = set[str]()
+            while len(ready) < 2:
+                ready |= await rolling.progress()
+            assert begun == ["g000000.0", "g000001.0"]
+            assert later.states() == {"graded": 2, "admitted": 2}
+            rolling.published = 3
+            more.set()
+            while len(ready) < 4:
+                ready |= await rolling.progress()
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(main())
+    assert later.states() == {"graded": 4}
+
+
+def test_a_rollout_that_no_engine_came_up_to_is_run_again_however_often(ledger: Ledger, rolling: Rolling) -> None:
+    tries: list[int] = []
+    often = 3 * rolling.crew.config.experience.max_attempts
+
+    async def play(spec: RolloutSpec) -> Rollout:
+        if spec.rollout_id == "g000000.0":
+            tries.append(spec.attempt)
+            if len(tries) <= often:
+                raise EngineBehind("no engine came to step 3", "an hour was waited", hint="see the engines' logs")
+        return Kit.rollout(spec.rollout_id, attempt=spec.attempt)
+
+    async def main() -> None:
+        rolling.crew.rollout = play  # type: ignore[method-assign]
+        running = asyncio.create_task(rolling.run(asyncio.Event()))
+        async with asyncio.timeout(20):
+            await rolling.progress()
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(main())
+    assert tries == list(range(often + 1))
+    assert ledger.states() == {"graded": MANY}
+
+
+def test_the_loop_goes_on_while_the_ledger_waits_for_its_server(ledger: Ledger, rolling: Rolling) -> None:
+    """A server that is away for seconds: engines' leases and children's answers need the loop meanwhile."""
+    away, start, beats = threading.Event(), ledger.start, list[int]()
+
+    def waits(*what: int, **how: int) -> list[RolloutSpec]:
+        assert away.wait(20)
+        return start(*what, **how)
+
+    ledger.start = waits  # type: ignore[method-assign]
+
+    async def main() -> None:
+        running = asyncio.create_task(rolling.run(asyncio.Event()))
+        for beat in range(100):
+            await asyncio.sleep(0)
+            beats.append(beat)
+        away.set()
+        async with asyncio.timeout(20):
+            await rolling.progress()
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(main())
+    assert len(beats) == 100
     assert ledger.states() == {"graded": MANY}

@@ -1,4 +1,4 @@
-"""What bears signs of cheating is quarantined in the transaction that finishes it, and does not train."""
+"""What bears signs of cheating is noted in the transaction that finishes it, and is trained on with a reward of 0."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from etude.experience import Ledger
+from etude.experience import Ledger, advantages, make_batch
 from etude.experience.config import ExperienceConfig
+from etude.experience.looking import Quarantined
+from etude.loop.apart import InOrder
 from etude.loop.config import RunConfig
-from etude.loop.rolling import Rolling, siblings
+from etude.loop.rolling import Rolling, siblings, unearned
 from etude.loop.room import Limit
-from etude.records import Graded, Rollout, RolloutSpec, Task
+from etude.records import Graded, Rollout, RolloutSpec, Task, Version
 from etude.records.rollout import Ending, Trace
 from etude.records.task import Split, Trust
 from etude.telemetry import Telemetry
@@ -59,7 +61,7 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
         ledger.admit(spec)
     telemetry = Telemetry(folder / "events.jsonl", process="test")
     crew = FakeCrew(config, Limit(4), play=play, judge=fooled)
-    rolling = Rolling(ledger, crew, telemetry)  # type: ignore[arg-type]
+    rolling = Rolling(ledger, InOrder("ledger"), crew, telemetry)  # type: ignore[arg-type]
 
     async def main() -> None:
         running = asyncio.create_task(rolling.run(asyncio.Event()))
@@ -75,24 +77,48 @@ def rolled(folder: Path, **experience: Any) -> tuple[Ledger, list[dict[str, Any]
     return ledger, [event for event in map(json.loads, lines) if event["kind"] == "rollout.signs"]
 
 
-def test_a_flagged_rollout_is_quarantined_with_its_reason_and_trains_nobody(tmp_path):
+def test_a_flagged_rollout_earns_nothing_and_stays_in_the_baseline_and_the_gradient(tmp_path):
     ledger, events = rolled(tmp_path)
-    assert ledger.states() == {"graded": 3, "quarantined": 1}
-    assert ledger.row("g000000.0").reason == "exit: ends the process by os._exit (calc.py:3)"
-    assert ledger.ready_groups(["g000000"]) == {"g000000"}
-    assert "g000000.0" not in [rollout.rollout_id for rollout, _ in ledger.group("g000000").valid]
-    assert [(event["rollout_id"], event["state"]) for event in events] == [("g000000.0", "quarantined")]
-    assert ledger.slots()[0] == 3
+    sign = "exit: ends the process by os._exit (calc.py:3)"
+    assert ledger.states() == {"graded": 4}
+    assert ledger.ready_groups(["g000000"]) == ledger.with_signal(["g000000"]) == {"g000000"}
+    group = ledger.group("g000000")
+    assert group.rewards == [0.0, 1.0, 1.0, 1.0]
+    assert ledger.row("g000000.0").reward == 0.0
+    batch = make_batch([group], batch_id="b000001", step=1, max_lag=0)
+    assert batch.rollout_ids == tuple(f"g000000.{i}" for i in range(4))
+    assert advantages(group.rewards) == [-0.75, 0.25, 0.25, 0.25], "the cheat is what the others are better than"
+    ledger.batch(batch)
+    ledger.commit(batch.rollout_ids, Version(1, "0" * 8, "1" * 64))
+    assert ledger.prune(1) > 0
+    assert ledger.quarantined() == {"g000000.0": Quarantined(reason=sign, graded=1.0)}, "for good"
+    assert [(event["rollout_id"], event["state"], event["graded"]) for event in events] == [
+        ("g000000.0", "quarantined", 1.0)
+    ]
+    assert ledger.slots()[0] == 0
+
+
+def test_what_the_grader_gave_and_why_it_does_not_count_are_kept_with_the_grade(tmp_path):
+    ledger, _ = rolled(tmp_path)
+    _, graded = ledger.group("g000000").valid[0]
+    assert graded.terms == {"tests": 1.0, "graded": 1.0}
+    assert graded.reason == ("quarantined: exit: ends the process by os._exit (calc.py:3); the grader said: all pass")
+
+
+def test_quarantine_never_pays():
+    worse = Graded(reward=-1.0, terms={"tests": -1.0}, trust=Trust.CODE, reason="broke it")
+    assert unearned(worse, "exit: it ends").reward == -1.0
 
 
 def test_quarantine_can_be_turned_off(tmp_path):
     ledger, events = rolled(tmp_path, quarantine=False)
-    assert ledger.states() == {"graded": 4}
+    assert ledger.group("g000000").rewards == [1.0] * 4
+    assert ledger.quarantined() == {}
     assert events == []
 
 
 @pytest.mark.parametrize(("share", "shown"), [(0.0, 0), (1.0, 3)])
 def test_a_share_of_the_clean_ones_is_marked_for_a_person(tmp_path, share, shown):
     ledger, events = rolled(tmp_path, review_share=share)
-    assert ledger.states() == {"graded": 3, "quarantined": 1}
+    assert ledger.states() == {"graded": 4}
     assert sum(event["state"] == "review" for event in events) == shown

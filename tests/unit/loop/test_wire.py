@@ -32,14 +32,14 @@ async def _break() -> None:
     raise KeyError("oops")
 
 
-cancelled = asyncio.Event()
+cancelled: list[asyncio.Event] = []  # of the event loop that runs now
 
 
 async def _hang() -> None:
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:
-        cancelled.set()
+        cancelled[0].set()
         raise
 
 
@@ -96,11 +96,23 @@ def test_a_hung_call_ends_at_its_deadline_and_names_what_was_called():
 
 def test_a_call_that_is_no_longer_waited_for_is_cancelled_in_the_child():
     async def work(caller, server):
-        cancelled.clear()
+        cancelled[:] = [asyncio.Event()]
         pending = asyncio.create_task(caller.call("hang", type(None), deadline_s=5))
         await caller.call("echo", Version, Version(0, "0" * 8, "a" * 64), 1, deadline_s=5)
         pending.cancel()
-        await asyncio.wait_for(cancelled.wait(), 5)
+        await asyncio.wait_for(cancelled[0].wait(), 5)
+
+    run(work)
+
+
+def test_a_call_past_its_deadline_is_cancelled_in_the_child_so_that_it_keeps_nothing():
+    async def work(caller, server):
+        cancelled[:] = [asyncio.Event()]
+        with pytest.raises(DeadlineExceeded):
+            await caller.call("hang", type(None), deadline_s=0.05)
+        await asyncio.wait_for(cancelled[0].wait(), 5)
+        sent = Version(3, "0" * 8, "a" * 64)
+        assert (await caller.call("echo", Version, sent, 1, deadline_s=5)).step == 4, "the child answers on"
 
     run(work)
 

@@ -56,7 +56,12 @@ def test_tokeniser_files_travel_with_the_weights(tmp_path: Path, saved: Path) ->
     (saved / "tokenizer.json").write_text("{}")
     (saved / "unrelated.txt").write_text("no")
     save_model(load_model(saved), tmp_path / "copy", dtype="f32", assets=saved)
-    assert {f.name for f in (tmp_path / "copy").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {f.name for f in (tmp_path / "copy").iterdir()} == {
+        "SHA256SUMS",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
 
 
 def test_a_truncated_file_is_named(saved: Path) -> None:
@@ -140,6 +145,9 @@ def test_a_shard_that_is_missing_or_cut_off_is_named(saved: Path) -> None:
         save_tensors({name: tensors[name] for name in files if files[name] == part}, saved / part)
     (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     check_weights(saved, SIZES)
+    with pytest.raises(CheckpointError, match=r"index\.json is not proven: .*SHA256SUMS does not list it"):
+        load_model(saved)
+    (saved / "SHA256SUMS").unlink()
     assert load_model(saved).config == SIZES
     os.truncate(saved / "part-1.safetensors", (saved / "part-1.safetensors").stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"part-1\.safetensors is damaged: .*cut off"):
@@ -184,6 +192,7 @@ def test_a_tied_head_is_the_embedding_or_refused(tmp_path: Path) -> None:
     folder = tmp_path / "tied"
     save_model(Transformer(dataclasses.replace(SIZES, tie_embeddings=True), seed=2), folder, dtype="bf16")
     weights = load_tensors(folder / "model.safetensors")
+    (folder / "SHA256SUMS").unlink()
     head = weights["model.embed_tokens.weight"].clone()
     save_tensors({**weights, "lm_head.weight": head}, folder / "model.safetensors")
     assert load_model(folder).head is None

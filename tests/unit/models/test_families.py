@@ -222,6 +222,7 @@ def test_blocks_of_8_bits_are_read_by_their_formula(tmp_path: Path) -> None:
     save_model(model_of(sizes), tmp_path / "model", dtype="f32")
     name = "model.layers.0.mlp.gate_proj.weight"
     tensors = quantised(tmp_path / "model", name)
+    (tmp_path / "model" / "SHA256SUMS").unlink()
     check_weights(tmp_path / "model", sizes)
     read = hf_views(load_model(tmp_path / "model"))[name]
     for i, j in [(0, 0), (127, 127), (128, 0), (127, 128), (149, 129)]:
@@ -243,6 +244,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     save_model(model_of(DEEPSEEK), tmp_path / "model", dtype="f32")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_tensors(file)
+    (tmp_path / "model" / "SHA256SUMS").unlink()
     names = ("eh_proj.weight", "enorm.weight", "mlp.experts.0.up_proj.weight")
     further = {f"model.layers.2.{name}": torch.ones(3, 3) for name in names}
     save_tensors(tensors | further, file)

@@ -17,11 +17,23 @@ from etude.models import Transformer
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
 from etude.models.parts import Family, Latent, Routing, Scores
-from etude.plan import Layout, Measured, Shape, Training, critical_batch, device, plan
+from etude.plan import (
+    Layout,
+    Measured,
+    Region,
+    Shape,
+    Training,
+    critical_batch,
+    device,
+    engine_remedies,
+    learner_remedies,
+    plan,
+)
 from etude.plan.arithmetic import (
     activation_bytes,
     active_parameters,
     delta_bytes,
+    expert_adapters,
     experts_met,
     forward_flops,
     kv_bytes_token,
@@ -31,6 +43,8 @@ from etude.plan.arithmetic import (
     training_flops,
     weights_bytes,
 )
+from etude.plan.communication import dispatch_s, gathered_s, sharing_s
+from etude.plan.planning import memory_of
 from etude.records.adapter import AdapterConfig
 from etude.run import RunFolder
 from etude.training.config import LiveWeights, LoraOn
@@ -51,7 +65,7 @@ QWEN = ModelConfig(  # Qwen3-30B-A3B as its maker describes it: 30.5B parameters
     context_tokens=32768,
 )
 SHAPE = Shape(16, 16, turns=20.0, prompt_tokens=4000.0, sampled_tokens=8000.0, tool_tokens=8000.0, tool_s=1.0)
-WIDE = Layout(learner_ranks=8, engines=8, max_sequences=16, context_tokens=32768, max_running=96)
+WIDE = Layout(learner_ranks=8, engines=8, max_sequences=16, kv_tokens=16 * 32768, max_running=96)
 CPU = Measured(
     cores=2,
     memory_bytes=25e9,
@@ -75,6 +89,105 @@ def test_a_known_model_has_the_sizes_that_its_maker_tells():
     assert kv_bytes_token(QWEN) == 48 * 2 * 4 * 128 * 2
     whole = Training()
     assert weights_bytes(QWEN, whole, 8) + optimiser_bytes(QWEN, whole, 8) == 20 * QWEN.num_parameters / 8
+
+
+K2 = ModelConfig(  # Kimi K2 as its config.json describes it: 1.03T parameters, 32B active
+    family=Family.DEEPSEEK_V3,
+    hidden_size=7168,
+    num_layers=61,
+    num_heads=64,
+    num_kv_heads=64,
+    head_dim=192,
+    vocab_size=163840,
+    dense_layers=(0,),
+    dense_size=18432,
+    expert_size=2048,
+    num_experts=384,
+    top_k=8,
+    num_shared=1,
+    latent=Latent(kv_rank=512, rope_dim=64, nope_dim=128, value_dim=128, q_rank=1536),
+    routing=Routing(scores=Scores.SIGMOID),
+    context_tokens=131072,
+)
+
+
+def test_qwen3_30b_on_eight_devices_by_hand():
+    layout = replace(WIDE, max_sequences=32, kv_tokens=32 * 32768, training=Training(recompute=True))
+    h100, h200 = (memory_of(QWEN, layout, device(n).memory_bytes, device(n).memory_bytes) for n in ("h100", "h200"))
+    # a rank: 30.53e9 parameters x 20 bytes / 8 ranks
+    assert h100[0].weights + h100[0].optimiser == pytest.approx(76.3e9, rel=0.01)
+    assert (h100[0].fits, h200[0].fits) == (False, True)  # of 80 and of 141 GB, activations beside them
+    # an engine on one device: 30.53e9 x 2 bytes; 48 layers x 4 heads x (128 + 128) x 2 bytes x 1,048,576 tokens
+    assert h200[1].weights == pytest.approx(61.1e9, rel=0.01)
+    assert h200[1].cache == 48 * 4 * 256 * 2 * 1_048_576 == 103_079_215_104
+    assert not h200[1].fits
+    # on eight: 1/8 of the weights, but 4 heads cannot be divided by 8: each device has one, a quarter of the cache
+    shared = memory_of(QWEN, replace(layout, engine_ranks=8), 80e9, 80e9)[1]
+    assert shared.cache == 103_079_215_104 / 4
+    assert shared.weights == pytest.approx(7.63e9, rel=0.01)
+    assert shared.fits
+
+
+def test_kimi_k2_on_sixty_four_h200_by_hand():
+    assert K2.num_parameters == pytest.approx(1.027e12, rel=0.01)
+    layout = Layout(learner_ranks=64, engines=1, engine_ranks=16, kv_tokens=100_000, training=Training(recompute=True))
+    learner, engine = memory_of(K2, layout, 141e9, 141e9)
+    # a rank: 1.027e12 x 20 bytes / 64 = 321 GB of 141: it takes 256
+    assert learner.weights + learner.optimiser == pytest.approx(321e9, rel=0.01)
+    assert not learner.fits
+    assert "learner.ranks = 256" in list(learner_remedies(K2, layout, 141e9))
+    assert memory_of(K2, replace(layout, learner_ranks=256), 141e9, 141e9)[0].fits
+    # an engine: a latent of 512 + 64 numbers x 61 layers x 2 bytes, whole on each of its 16 devices
+    assert engine.cache == 61 * 576 * 2 * 100_000 == 7_027_200_000
+    assert engine.weights == pytest.approx(1.027e12 * 2 / 16, rel=0.01)
+    assert engine.fits
+    eight = replace(layout, engine_ranks=8)
+    assert not memory_of(K2, eight, 141e9, 141e9)[1].fits  # 257 GB a device in bf16
+    assert any("--engine-ranks 16" in one for one in engine_remedies(K2, eight, 141e9))
+    assert any("nvfp4" in one for one in engine_remedies(K2, eight, 141e9))
+
+
+def test_adapters_of_experts_are_divided_by_the_ranks_that_share_them():
+    one, eight = (Training(lora_rank=8, expert_parallel=n) for n in (1, 8))
+    of_experts = expert_adapters(QWEN, one)
+    assert of_experts == 8 * 48 * 128 * (2 * (768 + 2048) + (2048 + 768))  # A and B of gate, up and down
+    dense = trained_parameters(QWEN, one) - of_experts
+    assert optimiser_bytes(QWEN, one, 8) == 16 * (dense + of_experts)
+    assert optimiser_bytes(QWEN, eight, 8) == 16 * (dense + of_experts / 8)
+
+
+def test_what_ranks_send_each_other_is_told_by_hand_computed_bytes():
+    h200, whole = device("h200"), 8e9
+    assert gathered_s(whole, 1, h200) == 0
+    assert gathered_s(whole, 8, h200) == pytest.approx(7e9 / 450e9)  # 7/8 over NVLink
+    # two nodes: each lacks half, which comes over its 8 cards of 50 GB/s: 10 ms; inside 15/16 over NVLink: 16.7 ms
+    assert gathered_s(whole, 16, h200) == pytest.approx(7.5e9 / 450e9)
+    slow = replace(h200, network_bytes_s=5e9)
+    assert gathered_s(whole, 16, slow) == pytest.approx(4e9 / 40e9)  # a slow network is what is waited for
+    # weights twice in bf16, gradients once in float32
+    dense = ModelConfig(family=Family.QWEN3, num_experts=0, top_k=0, dense_size=512)
+    assert sharing_s(dense, Training(gathered_bytes=2), 8, h200) == pytest.approx(
+        8 * dense.num_parameters * 7 / 8 / 450e9
+    )
+    # 1,000 tokens x 8 experts x 2048 numbers x 2 bytes x 48 layers, there and back, forward and backward, 7/8 of them
+    training = Training(expert_parallel=8, dtype_bytes=2)
+    assert dispatch_s(QWEN, training, 1000, h200) == pytest.approx(1000 * 8 * 2048 * 2 * 48 * 4 * 7 / 8 / 450e9)
+
+
+def test_across_nodes_a_learner_waits_for_its_network_and_an_engine_for_its_all_reduces():
+    inside, across = (plan(QWEN, SHAPE, replace(WIDE, learner_ranks=n), device("h200")) for n in (8, 64))
+    assert across.communication_s / across.learner_s > inside.communication_s / inside.learner_s
+    shared = plan(QWEN, SHAPE, replace(WIDE, engine_ranks=8), device("h200"))
+    alone = plan(QWEN, SHAPE, WIDE, device("h200"))
+    assert alone.decode_tokens_s < shared.decode_tokens_s < 8 * alone.decode_tokens_s
+
+
+def test_the_farthest_region_decides_when_a_version_is_everywhere():
+    near = replace(WIDE, regions=(Region("a", 8),))
+    far = replace(WIDE, regions=(Region("a", 4), Region("b", 4, 1.25e8, 0.2)))
+    one, two = (plan(QWEN, SHAPE, layout, device("h200")) for layout in (near, far))
+    assert two.sync_s - one.sync_s == pytest.approx(one.sync_bytes * (1 / 1.25e8 - 1 / 1.25e9) + 0.6)
+    assert 0 < two.rollout_s - one.rollout_s < 20 * 0.1  # 20 turns, half of them 200 ms away; fewer decode together
 
 
 def test_a_latent_is_kept_once_for_all_heads():
@@ -226,6 +339,51 @@ def test_adapters_muon_and_kept_activations_change_what_a_rank_holds_and_how_lon
     assert adapters["sync_bytes"] < 0.3 * again["sync_bytes"]
 
 
+def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN.to_hf()))
+    argv = ["plan", str(tmp_path), "--hardware", "h100", "--learner-ranks", "8", "--engines", "8"]
+    for setting in ("numerics.mode=native", "engine.dtype=bfloat16", "engine.max_sequences=64"):
+        argv += ["--set", setting]
+    argv += ["--set", "engine.context_tokens=32768", "--set", "harness.context_tokens=8192"]
+    assert cli.main(argv) == 1
+    printed, error = capsys.readouterr()
+    assert "$" not in printed
+    assert "error: this does not fit: a rank of the learner holds" in error
+    assert "learner.ranks = 16 and learner.recompute = true" in error
+    assert "adapters: learner.lora_rank = 32" in error
+    assert "a device of an engine holds" in error
+    assert "--engine-ranks " in error
+    argv += ["--learner-ranks", "16", "--set", "learner.recompute=true", "--engine-ranks", "4"]
+    assert cli.main(argv) == 0, capsys.readouterr().err
+
+
+def test_vllms_room_for_keys_and_values_is_the_configs(tmp_path, capsys):
+    config = tmp_path / "config.toml"
+    native = '[numerics]\nmode = "native"\n[fleet]\nengines = ["vllm"]\n[vllm]\nkv_tokens = 4096\n'
+    config.write_text(f'{native}arguments = ["--tensor-parallel-size=4"]\n[engine]\nmax_sequences = 64\n')
+    assert cli.main(["plan", str(config), "--hardware", "h200", "--json"]) == 0
+    layout = json.loads(capsys.readouterr().out)["layout"]
+    assert (layout["kv_tokens"], layout["max_sequences"]) == (4096, 4)  # contexts of 1,024 tokens
+    assert layout["engine_ranks"] == 4
+    config.write_text("[engine]\nmax_sequences = 64\n")
+    assert cli.main(["plan", str(config), "--hardware", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["kv_tokens"] == 64 * 1024
+
+
+def test_prices_are_of_the_kind_of_hardware_and_engines_may_have_another(tmp_path, capsys):
+    prices = ["--price", "h200=4", "--price", "h100=1", "--engine-hardware", "h100"]
+    plan_ = planned(tmp_path / "config.toml", capsys, *prices)["plan"]
+    hours = plan_["step_s"] / 3600
+    assert plan_["dollars"] == pytest.approx({"learner": 8 * 4 * hours, "engines": 3 * 1 * hours})
+    assert plan_["engine_memory"]["room"] == 80e9
+
+
+def test_regions_are_given_by_name_engines_bandwidth_and_round_trip(tmp_path, capsys):
+    words = ["--region", "here:2:100:0.2", "--region", "tokyo:1:10:160"]
+    regions = planned(tmp_path / "config.toml", capsys, *words)["layout"]["regions"]
+    assert regions[1] == {"name": "tokyo", "engines": 1, "bytes_s": 1.25e9, "round_trip_s": 0.16}
+
+
 def test_where_nothing_is_trained_on_a_plan_is_still_told(tmp_path, capsys):
     assert planned(tmp_path / "config.toml", capsys, "--signal-share", "0")["plan"]["inference_to_training"] == 0
 
@@ -244,7 +402,6 @@ def test_where_nothing_is_trained_on_a_plan_is_still_told(tmp_path, capsys):
         ("--changed-share", "2", "0 to 1"),
         ("--link-gbits", "0", "0.001 to 1e+06"),
         ("--link-gbits", "-1", "0.001 to 1e+06"),
-        ("--dollars-an-hour", "-3", "0 to 1e+06"),
     ],
 )
 def test_a_number_out_of_its_range_is_refused_with_the_range(capsys, flag, value, range_):
@@ -259,6 +416,12 @@ def test_a_number_out_of_its_range_is_refused_with_the_range(capsys, flag, value
     [
         (["--prompt-tokens", "96", "--sampled-tokens", "12000"], "rollouts of 12,096 tokens do not fit"),
         (["--engine-ranks", "999"], "--engine-ranks 999 cannot share"),
+        (["--region", "tokyo:1"], "a region is NAME:ENGINES:GBITS:MS"),
+        (["--region", "tokyo:7:10:160"], "the regions have 7 engines: there are 2"),
+        (["--region", "tokyo:2:nan:160"], "'nan' is no number"),
+        (["--price", "h20=3"], "--price 'h20=3' names no hardware"),
+        (["--price", "h200=-3"], "is no number from 0 on"),
+        (["--engine-hardware", "h20"], "--hardware 'h20' is unknown"),
     ],
 )
 def test_what_no_run_has_is_not_planned(tmp_path, capsys, words, said):

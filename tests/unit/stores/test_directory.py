@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import ASGIApp, Message
 
 from etude.errors import StoreError
 from etude.stores import DirectoryStore, directory
+from etude.stores.keys import is_key
+from etude.stores.relay import build_relay
 
 UNDER_A_FILE_SIZE_LIMIT = """
 import resource, sys
@@ -184,3 +193,124 @@ def test_a_directory_without_write_permission_is_a_store_error(tmp_path: Path) -
             store.put("a", b"x")
     finally:
         (tmp_path / ".tmp").chmod(0o700)
+
+
+def _with_links(folder: Path) -> tuple[DirectoryStore, Path]:
+    """A store with three objects and, beside them, links to a folder that is not its own."""
+    host = folder / "host"
+    (host / "deep").mkdir(parents=True)
+    (host / "secret").write_text("the host's")
+    (host / "deep" / "secret").write_text("the host's")
+    store = DirectoryStore(folder / "store")
+    for key in ("objects/a", "objects/b/c", "pointers/p"):
+        store.put(key, b"ours")
+    for name, target in {"out": host, "objects/out": host, "objects/file": host / "secret", "up": Path("..")}.items():
+        (folder / "store" / name).symlink_to(target)
+    return store, host
+
+
+def _tree(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() if p.is_file() else "" for p in sorted(folder.rglob("*"))}
+
+
+def test_links_below_the_root_are_no_objects_and_lead_nowhere(tmp_path: Path) -> None:
+    store, host = _with_links(tmp_path)
+    before = _tree(host)
+    assert store.list("") == ["objects/a", "objects/b/c", "pointers/p"]
+    for prefix in ("out/", "objects/out/", "up/host/"):
+        with pytest.raises(StoreError, match="is a link"):
+            store.list(prefix)
+    for key in ("out/secret", "objects/file", "objects/out/deep/secret", "up/host/secret"):
+        for use in (
+            lambda key=key: store.get(key),
+            lambda key=key: store.put(key, b"x"),
+            lambda key=key: store.compare_and_swap(key, None, b"x"),
+        ):
+            with pytest.raises(StoreError, match="is a link"):
+                use()
+    for key in ("out/secret", "objects/out/deep/secret"):
+        with pytest.raises(StoreError, match="is a link"):
+            store.delete(key)
+    with pytest.raises(StoreError, match="is a link"):
+        store.put("out/new/one", b"x")
+    assert _tree(host) == before
+
+
+def test_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "store").symlink_to(tmp_path / "disk")
+    store = DirectoryStore(tmp_path / "store")
+    store.put("a/b", b"x")
+    assert store.list("") == ["a/b"]
+    assert store.get("a/b") == (tmp_path / "disk/a/b").read_bytes() == b"x"
+
+
+def test_a_file_whose_name_is_no_key_is_not_listed(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.put("a", b"x")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "two words").write_text("x")
+    (tmp_path / ("x" * 201)).write_text("x")
+    assert store.list("") == ["a"]
+
+
+def asked(relay: ASGIApp, path: str = "", prefix: str = "") -> tuple[int, bytes]:
+    """What a relay answers to a path as it is: a client would normalise ``..`` first."""
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    query = urlencode({"prefix": prefix}).encode()
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": f"/{path}",
+        "raw_path": b"/",
+        "query_string": query,
+        "headers": [],
+    }
+    asyncio.run(relay(scope, receive, send))
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+PARTS = st.one_of(
+    st.sampled_from(
+        ["..", ".", "", "objects", "out", "up", "host", "secret", "deep", "file", "a", ".tmp", ".lock", "etc"]
+    ),
+    st.text(max_size=5),
+)
+PATHS = st.lists(PARTS, max_size=6).map("/".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(paths=st.lists(PATHS, min_size=1, max_size=8))
+def test_no_key_and_no_prefix_leads_out_of_the_store(
+    paths: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz")
+    store, host = _with_links(folder)
+    relay = build_relay(store)
+    before = _tree(host)
+    outside = sorted(path.name for path in folder.iterdir())
+    for path in paths:
+        for get in (lambda path=path: store.get(path), lambda path=path: asked(relay, path)[1]):
+            with contextlib.suppress(StoreError, KeyError):
+                assert b"the host's" not in get()
+        try:
+            found = store.list(path)
+            assert all(is_key(key) and key.startswith(path) for key in found)
+            assert json.loads(asked(relay, prefix=path)[1]) == found
+        except StoreError:
+            assert asked(relay, prefix=path)[0] in (400, 502)
+        for change in (lambda path=path: store.put(path, b"x"), lambda path=path: store.delete(path)):
+            try:
+                change()
+                assert is_key(path)
+            except StoreError:
+                pass
+    assert _tree(host) == before
+    assert sorted(path.name for path in folder.iterdir()) == outside

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import uvicorn
@@ -115,6 +116,21 @@ def test_a_wild_key_is_refused_on_both_sides(key: str, tmp_path: Path) -> None:
         asked = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
         asked.request("GET", f"/{key}" if key else "/x", headers={"X-Etude-Range": "9-1"})
         assert asked.getresponse().status == 400
+        asked.close()
+
+
+@pytest.mark.parametrize("prefix", ["../../../../etc/", "/etc/", "objects/../../", ".tmp/", "a//"])
+def test_a_wild_prefix_is_refused_on_both_sides(prefix: str, tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text("x")
+    with relayed(open_store(tmp_path / "a/b")) as url:
+        with pytest.raises(StoreError, match="not allowed"):
+            open_store(url).list(prefix)
+        asked = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+        asked.request("GET", f"/?prefix={quote(prefix, safe='')}")
+        answer = asked.getresponse()
+        assert answer.status == 400
+        assert b"passwd" not in answer.read()
         asked.close()
 
 

@@ -10,8 +10,7 @@ from etude.errors import TaskError
 from etude.records.task import Split
 from etude.tasks import RepairSource, assert_no_heldout, code_documents, library_documents
 from etude.tasks.repair import demonstrations
-from etude.tasks.repair.functions import keys_in
-from etude.tasks.splits import split_of
+from etude.tasks.repair.functions import keys_in, split_of_key
 
 
 def test_code_documents_are_seeded_compile_and_hold_no_heldout_function() -> None:
@@ -29,12 +28,13 @@ def test_two_thirds_of_the_code_documents_know_constants_beyond_the_repositories
     assert sum(wide) > 100
 
 
-def test_the_check_finds_a_heldout_function_in_code_and_in_what_an_agent_saw() -> None:
-    problem = RepairSource(seed=0).problem(Split.HELDOUT, 0)
+@pytest.mark.parametrize("split", [Split.HELDOUT, Split.TRANSFER])
+def test_the_check_finds_a_heldout_function_in_code_and_in_what_an_agent_saw(split: Split) -> None:
+    problem = RepairSource(seed=0).problem(split, 0)
     code = problem.files()[f"{problem.module}.py"]
     seen = "\n".join(f"{n} {line.replace('    ', ' ')}" for n, line in enumerate(code.splitlines(), start=1))
     for text in (code, f"<tool>{seen}<end>"):
-        with pytest.raises(TaskError, match="a heldout function is in the corpus"):
+        with pytest.raises(TaskError, match=f"a {split} function is in the corpus"):
             assert_no_heldout(["nothing here", text])
 
 
@@ -44,7 +44,7 @@ def test_every_generated_function_is_recognised_by_the_check() -> None:
         for index in range(200):
             function = source.problem(split, index).function
             assert list(keys_in(function.source())) == [function.key]
-            assert split_of(function.key) is split
+            assert split_of_key(function.key) is split
 
 
 def test_what_demonstrations_show_is_training_functions_only() -> None:

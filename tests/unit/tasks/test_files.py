@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -70,6 +71,22 @@ def _link(folder: Path) -> None:
     (folder / "files" / "link").symlink_to("/etc/passwd")
 
 
+def _link_of(path: str) -> Callable[[Path], object]:
+    """Move a part of the task out of its folder, and leave a link to it."""
+
+    def damage(folder: Path) -> None:
+        elsewhere = folder.parent.parent / f"{folder.parent.name}-elsewhere"
+        (folder / path).rename(elsewhere)
+        (folder / path).symlink_to(elsewhere)
+
+    return damage
+
+
+def _pipe(folder: Path) -> None:
+    (folder / "files" / "own.py").unlink()
+    os.mkfifo(folder / "files" / "own.py")
+
+
 def _no_files(folder: Path) -> None:
     (folder / "files").rename(folder / "moved")
 
@@ -90,6 +107,10 @@ BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (_edit("files/own.py", b"\xff\xfe"), "cannot read .*own.py"),
     (_edit("files/own.py", b"x" * (1 << 20 | 1)), "larger than"),
     (_link, "is a link"),
+    (_link_of("task.toml"), "is a link"),
+    (_link_of("files"), "has no files/"),
+    (_link_of("answer"), "is a link"),
+    (_pipe, "is no file"),
     (_no_files, "has no files/"),
 ]
 
@@ -261,3 +282,29 @@ def test_a_task_of_a_state_may_leave_exports_out_and_another_may_not(tmp_path: P
     with pytest.raises(TaskError, match="unless state = true") as failure:
         DirectorySource(tmp_path)
     assert "--set" not in str(failure.value)
+
+
+@pytest.mark.parametrize("path", ["answer/cases.json", "answer/reference/own.py", "answer/reference"])
+def test_a_link_in_the_hidden_side_is_refused_when_the_grader_asks(tmp_path: Path, path: str) -> None:
+    folder = _task(tmp_path / "tasks", toml=TOML + 'split = "train"')
+    source = DirectorySource(tmp_path / "tasks")
+    _link_of(path)(folder)
+    with pytest.raises(TaskError, match=r"is a link|has no reference"):
+        source.answer(source.task(Split.TRAIN, 0))
+
+
+@pytest.mark.parametrize(
+    "link", ["one/task.toml", "one/answer", "one/files", "one/files/a.py", "one/answer/tests.json"]
+)
+def test_a_task_is_written_through_no_link(tmp_path: Path, link: str) -> None:
+    victim = tmp_path / "victim"
+    if link.endswith((".toml", ".py", ".json")):
+        victim.write_text("kept")
+    else:
+        victim.mkdir()
+    (tmp_path / "tasks" / link).parent.mkdir(parents=True)
+    (tmp_path / "tasks" / link).symlink_to(victim)
+    task = msgspec.structs.replace(HIDDEN, files={"a.py": "1"})
+    with pytest.raises(TaskError, match=r"cannot write|is a link"):
+        write_task(tmp_path / "tasks", "one", task, BY_TESTS)
+    assert [*victim.iterdir()] == [] if victim.is_dir() else victim.read_text() == "kept"

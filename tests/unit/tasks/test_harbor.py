@@ -275,3 +275,17 @@ def test_harbors_own_oracle_and_verifier_agree_in_our_machines(tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == {"solved": {"reward": 1.0}, "untouched": {"reward": 0.0}}
+
+
+@pytest.mark.parametrize("part", ["instruction.md", "task.toml", "environment", "tests", "solution"])
+def test_a_task_from_elsewhere_reads_no_file_of_the_host(tmp_path: Path, part: str) -> None:
+    folder = hello(tmp_path / "tasks" / "hello")
+    (folder / part).rename(tmp_path / "elsewhere")
+    (folder / part).symlink_to(tmp_path / "elsewhere")
+
+    def use() -> None:
+        source = HarborSource(tmp_path / "tasks")
+        source.answer(only(source))
+
+    with pytest.raises(TaskError, match=r"is a link|has no "):
+        use()

@@ -13,15 +13,16 @@ import pytest
 from etude.errors import TaskError
 from etude.records.task import Split
 from etude.tasks.repair import RepairSource
-from etude.tasks.repair.functions import TEMPLATES, VARIABLES, Body, Function, keys_in
-from etude.tasks.splits import split_of
+from etude.tasks.repair.functions import TEMPLATES, TRANSFER_TEMPLATES, VARIABLES, Body, Function, keys_in, split_of_key
 from etude.testing import FakeGrader, run_python
+
+KNOWN_SPLITS = {Split.TRAIN, Split.VALIDATION, Split.HELDOUT}
 
 
 def _all_functions() -> list[Function]:
     return [
         Function("f", template, phrasing, variables, constant)
-        for family, templates in TEMPLATES.items()
+        for family, templates in [*TEMPLATES.items(), *TRANSFER_TEMPLATES.items()]
         for template in templates
         for phrasing in (0, 1)
         for variables in VARIABLES[family]
@@ -44,11 +45,31 @@ def test_what_a_template_computes_is_what_its_text_says() -> None:
 
 
 def test_every_family_is_in_every_split_and_train_has_four_fifths() -> None:
-    functions = _all_functions()
+    functions = [f for f in _all_functions() if f.split is not Split.TRANSFER]
     shares = Counter(f.split for f in functions)
-    assert {(f.template.family, f.split) for f in functions} == {(k, s) for k in TEMPLATES for s in Split}
+    assert {(f.template.family, f.split) for f in functions} == {(k, s) for k in TEMPLATES for s in KNOWN_SPLITS}
     assert 0.77 < shares[Split.TRAIN] / len(functions) < 0.83
     assert 0.08 < shares[Split.HELDOUT] / len(functions) < 0.12
+
+
+def test_a_template_of_the_transfer_split_is_in_no_other_split_and_no_expression_or_phrase_is_in_both() -> None:
+    known = [(f, t) for f, templates in TEMPLATES.items() for t in templates]
+    apart = [(f, t) for f, templates in TRANSFER_TEMPLATES.items() for t in templates]
+    for family, template in apart:
+        assert template.expression not in {t.expression for f, t in known if f == family}
+        assert not {(family, p) for p in template.phrases} & {(f, p) for f, t in known for p in t.phrases}
+    source = RepairSource(seed=0)
+    drawn = {split: {source.problem(split, i).function.template.expression for i in range(300)} for split in Split}
+    for split in KNOWN_SPLITS:
+        assert drawn[split] <= {t.expression for _, t in known}
+    assert drawn[Split.TRANSFER] == {t.expression for _, t in apart}
+
+
+def test_variants_of_one_broken_function_are_one_problem_and_differ_in_their_tasks() -> None:
+    source = RepairSource(seed=0)
+    tasks = [source.task(Split.HELDOUT, i) for i in range(512)]
+    assert len({t.task_id for t in tasks}) > 500
+    assert len({t.problem for t in tasks}) == 127
 
 
 @pytest.mark.parametrize("split", Split)
@@ -64,7 +85,7 @@ def test_only_the_broken_function_belongs_to_the_split_and_the_others_train(spli
 def test_a_task_shows_a_key_of_its_split_and_of_no_other_but_train() -> None:
     source = RepairSource(seed=1)
     for index in range(50):
-        shown = [split_of(k) for text in source.task(Split.HELDOUT, index).files.values() for k in keys_in(text)]
+        shown = [split_of_key(k) for text in source.task(Split.HELDOUT, index).files.values() for k in keys_in(text)]
         assert Counter(shown) == {Split.HELDOUT: 1, Split.TRAIN: 2}
 
 

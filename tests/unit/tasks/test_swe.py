@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.here import opened
 from tests.unit.tasks.repositories import CALC, TEST_BOTH, git, shop
+from tests.unit.tasks.test_mining_data import PYTEST, repository
 
 from etude.environments import MachineGrader, NamespaceRuntime
 from etude.errors import NoSource, TaskError
@@ -89,6 +90,31 @@ def test_a_row_becomes_a_task_without_history_and_proves_itself(tmp_path: Path) 
             await runtime.close()
 
     asyncio.run(proven())
+
+
+@pytest.mark.parametrize("data", ["json_testcases", "examples"])
+def test_data_that_tests_read_is_theirs_whichever_patch_brings_it(tmp_path: Path, data: str) -> None:
+    place = tmp_path / "repos" / "own__quix"
+    commit = repository(place, data=data, test=PYTEST, extra={"CHANGES.rst": "bits\n", "setup.cfg": "[metadata]\n"})
+    diff = ("diff", f"{commit}~1", commit, "--")
+    plain = {
+        "instance_id": "own__quix-1",
+        "repo": "own/quix",
+        "base_commit": git(place, "rev-parse", f"{commit}~1").strip(),
+        "patch": git(place, *diff, "programs", data, "CHANGES.rst", "setup.cfg"),
+        "test_patch": git(place, *diff, "checks"),
+        "problem_statement": "Bits are counted wrong.",
+        "FAIL_TO_PASS": [f"checks/test_bitcount.py::test_bitcount[given{i}-{n}]" for i, n in enumerate((7, 1))],
+    }
+    source = source_of(tmp_path, plain)
+    task = source.task(*only(source))
+    answer = source.answer(task)
+    assert set(answer.reference) == {"programs/bitcount.py", "CHANGES.rst"}
+    assert answer.tests is not None
+    assert set(answer.tests.files) == {"checks/test_bitcount.py", f"{data}/bitcount.json", "setup.cfg"}
+    assert not [path for path in task.exports if path.startswith((f"{data}/b", "checks/loader", "setup.cfg"))]
+    assert f"{data}/" not in task.exports
+    assert "programs/" in task.exports
 
 
 def test_repositories_are_found_beside_the_file_by_path_and_as_bundles(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_of_a_stale_token_the_loss_clips_the_whole_ratio_and_the_correction_cuts
     kind = CorrectionKind.TRUNCATED
     up, down = gradient_of("ppo", False, kind, 1.0), gradient_of("ppo", False, kind, -1.0)
     assert torch.allclose(up, torch.where(RATIO > 1.28, 0.0, RATIO))
-    assert torch.allclose(down, -torch.where(RATIO < 0.8, 0.0, RATIO.clamp(max=2.0)))
+    assert torch.allclose(down, -torch.where((RATIO < 0.8) | (RATIO > 3.0), 0.0, RATIO.clamp(max=2.0)))
     assert (RATIO > 2.0).any()
 
 
@@ -239,3 +239,13 @@ def test_bounds_are_the_corrections_own_unless_given() -> None:
     config = LearnerConfig(correction=CorrectionKind.MASKED)
     assert config.correction_bounds == (0.5, 5.0)
     assert replace(config, correction_low=0.9).correction_bounds == (0.9, 5.0)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CorrectionKind if kind is not CorrectionKind.NONE])
+def test_no_token_of_a_long_sequence_weighs_more_than_the_corrections_cap(kind: CorrectionKind) -> None:
+    """Of 2000 tokens that agree but for one: its ratio is 20,000, and the sequence's geometric mean is 1.005."""
+    log_ratio = torch.zeros(2000, dtype=torch.float64)
+    log_ratio[7] = 9.9
+    low, high = LearnerConfig(correction=kind).correction_bounds
+    corrected = correct(kind, log_ratio, torch.zeros(2000, dtype=torch.int64), low=low, high=high)
+    assert float(corrected.weight_R.max()) <= max(2.0, high)

@@ -160,3 +160,39 @@ def test_a_stale_samplers_ratio_makes_the_k2_loss_that_of_the_policy() -> None:
 
     assert same(expected(lambda logits: per_outcome(logits, True), sampler), TRUE_KL)
     assert not torch.allclose(expected(lambda logits: per_outcome(logits, False), sampler), TRUE_KL, atol=1e-3)
+
+
+# what one token may weigh
+
+
+@pytest.mark.parametrize("loss", [ppo_loss, cispo_loss])
+def test_no_tokens_weight_passes_the_cap_however_far_the_policy_has_moved(loss: Callable[..., object]) -> None:
+    ratio = torch.logspace(-4, 60, 200, dtype=torch.float64)
+    for advantage in (-2.0, 2.0):
+        sampler = torch.full_like(ratio, -1.0)
+        now = (sampler + ratio.log()).requires_grad_()
+        done = loss(now, sampler, torch.full_like(ratio, advantage), normaliser=1.0, cap=3.0)
+        (found,) = torch.autograd.grad(done.loss, now)  # type: ignore[attr-defined]
+        assert (found.abs() <= 3.0 * abs(advantage) * (1 + 1e-12)).all(), "of a log-probability: ratio times advantage"
+
+
+def test_beyond_the_cap_a_negative_advantage_is_ppos_dual_clip() -> None:
+    sampler, advantages = keyed(3, 400) * 0.3 - 1.0, keyed(4, 400)
+    now = (sampler + 1.5 * keyed(5, 400)).requires_grad_()
+    ratio = (now - sampler).exp()
+    clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    dual = torch.where(advantages < 0, torch.maximum(clipped, 3.0 * advantages), clipped)  # arXiv 1912.09729, eq. 5
+    found = ppo_loss(now, sampler, advantages, normaliser=1.0, cap=3.0).loss
+    assert ((ratio > 3.0) & (advantages < 0)).any()
+    assert torch.allclose(found, -dual.sum())
+    assert same(*(torch.autograd.grad(one, now, retain_graph=True)[0] for one in (found, -dual.sum())))
+
+
+def test_a_ratio_that_overflows_float32_teaches_nothing_and_spoils_nothing() -> None:
+    now = torch.tensor([-0.1, -0.2, -0.3], requires_grad=True)
+    sampler, advantages = torch.tensor([-200.0, -200.0, -0.3]), torch.tensor([1.0, -1.0, 1.0])
+    done = ppo_loss(now, sampler, advantages, normaliser=1.0)
+    done.loss.backward()
+    assert now.grad is not None
+    assert now.grad.tolist() == [0.0, 0.0, -1.0]
+    assert done.ratio_R.isinf().tolist() == [True, True, False]

@@ -78,7 +78,7 @@ def test_a_ratio_that_overflows_is_named_by_its_rollout(learners: Learners) -> N
     bad = sampled(learner, 1, -1.0)
     logprobs = bad.path.logprobs.copy()
     logprobs[11] = -200.0
-    with pytest.raises(NotFinite, match="loss of step 1 is inf") as caught:
+    with pytest.raises(NotFinite, match="ratio of step 1 is inf") as caught:
         learner.forward_backward(batch(sampled(learner, 0), changed(bad, logprobs=logprobs)))
     assert "rollout g.1 at position 11" in caught.value.facts
 

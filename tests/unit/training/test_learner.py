@@ -20,7 +20,7 @@ from etude.records.sample import StepReport
 from etude.seams import Learner
 from etude.stores import MemoryStore
 from etude.training import LearnerConfig, TorchLearner
-from etude.training.config import CorrectionKind, LiveWeights
+from etude.training.config import CorrectionKind, LiveWeights, OptimizerKind
 from etude.training.exports import export
 from etude.weights import Channel, Follower, lineage
 from etude.weights.tensors import same_bits
@@ -441,3 +441,32 @@ def test_implausible_experts_are_counted_and_not_used(checkpoint: Path) -> None:
         shares.append(report.replaced_share)
         assert (report.ratio_max < 1e-5) == (plausible == 1.0)
     assert shares[0] == 0.0 < shares[1] < 1.0
+
+
+@pytest.mark.parametrize("optimizer", OptimizerKind)
+def test_a_batch_without_a_gradient_moves_no_weight_and_no_moment_and_is_published_as_it_is(
+    checkpoint: Path, optimizer: OptimizerKind
+) -> None:
+    store = MemoryStore()
+    learner = TorchLearner(replace(CONFIG, optimizer=optimizer), channel=Channel(store))
+    learner.load(checkpoint)
+    learner.forward_backward(batch(sampled(learner, 0), sampled(learner, 1, -1.0)))
+    learner.optim_step()
+    first = learner.publish(["g.0", "g.1"])
+    follower = Follower(store)
+    follower.advance()
+    state = {name: vector.clone() for name, vector in learner.optimizer.state().items()}
+    for samples in ((), (sampled(learner, 2, 0.0),)):
+        learner.forward_backward(batch(*samples))
+        assert learner.optim_step()["grad_norm"] == 0.0
+    assert all(torch.equal(vector, state[name]) for name, vector in learner.optimizer.state().items())
+    assert (learner.step, learner.optimizer.num_steps) == (3, 1)
+    again = learner.publish(["g.2"])
+    assert again.version.digest == first.version.digest
+    assert (again.version.step, again.changed_share, again.object_bytes < first.snapshot_bytes / 10) == (3, 0.0, True)
+    follower.advance()
+    assert follower.version == again.version
+    assert lineage(store, "policy")[-1].rollout_ids == ("g.2",)
+    learner.forward_backward(batch(sampled(learner, 3)))
+    assert learner.optim_step()["grad_norm"] > 0.0
+    assert not torch.equal(learner.optimizer.state()["first"], state["first"])

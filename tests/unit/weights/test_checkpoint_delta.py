@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from etude.errors import InputError, StoreError, WeightsError
-from etude.weights import Spec, Tensor, encode, tensor_digest
+from etude.weights import Spec, Tensor, encode
+from etude.weights.delta.checksums import checksum
 from etude.weights.delta.delta_file import DIGEST_BYTES, Entry, read, write_head, write_object_head
 from etude.weights.delta.measure import measure
 from etude.weights.files.checkpoint import INDEX, WEIGHTS, CheckpointWriter, index_of, layout
@@ -127,8 +128,8 @@ def test_a_target_that_the_disk_cannot_hold_is_refused_before_it_is_decoded(tmp_
     a = checkpoint(tmp_path / "a", tensors(0))
     huge = Spec("f64", (1 << 40,))
     note = json.dumps({"files": {WEIGHTS: write_header({"w": huge}, {})}}).encode()
-    entries = [Entry("w", None, None, huge, "ab" * 32)]
-    entries += [Entry(name, one.spec, tensor_digest(one), None, None) for name, one in tensors(0).items()]
+    entries = [Entry("w", None, None, huge, "ab" * 16)]
+    entries += [Entry(name, one.spec, checksum(one.codes), None, None) for name, one in tensors(0).items()]
     body = write_head(sorted(entries, key=lambda e: e.name), note, 1) + write_object_head(4, 1) + b"none"
     (tmp_path / "d").write_bytes(body + hashlib.sha256(body).digest())
     with pytest.raises(StoreError, match="the delta's target needs 8796093022208 bytes"):

@@ -147,13 +147,13 @@ def test_the_bound_is_below_the_delta_and_above_nothing() -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda b: b["w"].__setitem__((0, 0), 1), "'w' has digest"),
+        (lambda b: b["w"].__setitem__((0, 0), 1), "'w' has checksum"),
         (lambda b: b.pop("norm"), "it has no tensor 'norm'"),
         (lambda b: b.update(other=np.zeros(1, np.uint8)), "a tensor 'other' that the delta does not know"),
         (lambda b: b.update(cast=np.ones((8, 1), np.float32)), "'cast' is f32 [8, 1], the delta is for f32 [4, 2]"),
     ],
 )
-def test_another_base_is_refused_by_name_and_digest_and_stays_as_it_was(spoil, says) -> None:
+def test_another_base_is_refused_by_name_and_checksum_and_stays_as_it_was(spoil, says) -> None:
     delta = encode(base(), target(), BF16)
     wrong = base()
     spoil(wrong)
@@ -167,7 +167,7 @@ def test_another_base_is_refused_by_name_and_digest_and_stays_as_it_was(spoil, s
     assert_equal(wrong, held)
 
 
-def test_the_same_delta_twice_is_refused_by_digest() -> None:
+def test_the_same_delta_twice_is_refused_by_checksum() -> None:
     old, new = {"w": np.zeros(9, np.float32)}, {"w": np.ones(9, np.float32)}
     delta = encode(old, new)
     apply(old, delta, out=old)

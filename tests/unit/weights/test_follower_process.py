@@ -20,6 +20,7 @@ from etude.errors import WeightsError
 from etude.records import Version
 from etude.stores import DirectoryStore
 from etude.weights import Channel, FollowerProcess, Tensor, chain
+from etude.weights.chain.signing import Signer
 from etude.weights.tensors import same_bits
 
 SIZE = 4000
@@ -215,3 +216,53 @@ input()
         parent.kill()
         assert select.select([child], [], [], 30)[0], f"child {pid} outlived its parent"
         os.close(child)
+
+
+def older_pointer(world: World) -> bytes:
+    """The pointer to the version before the head, as a stale copy of the store has it."""
+    key = "pointers/policy"
+    world.publish(0)
+    world.follower.advance()
+    stale = world.store.get(key)
+    world.publish(1)
+    assert world.follower.advance() is not None
+    assert world.store.compare_and_swap(key, world.store.get(key), stale)
+    return stale
+
+
+def test_a_child_that_is_started_anew_still_refuses_a_pointer_that_moved_back(world: World) -> None:
+    older_pointer(world)
+    held = world.follower.version
+    with pytest.raises(WeightsError, match="moved back"):
+        world.follower.advance()
+    assert world.follower.pid is not None
+    os.kill(world.follower.pid, signal.SIGKILL)
+    with pytest.raises(WeightsError, match="the follower's process ended"):
+        world.follower.advance()
+    with pytest.raises(WeightsError, match="moved back") as refused:
+        world.follower.advance()
+    assert str(held) in refused.value.facts
+    assert "etude weights point" in refused.value.hint
+    assert world.follower.version == held
+    assert world.holds(1)
+
+
+def test_only_what_the_owner_of_the_public_key_signed_is_followed(tmp_path: Path) -> None:
+    signer, other = Signer(bytes(range(32))), Signer(bytes(32))
+    store = DirectoryStore(tmp_path / "signed")
+    with FollowerProcess(store, public_key=signer.public_key, poll_s=0.01, wait_s=0.0) as follower:
+        Channel(store).publish(policy_at(0), step=0, parent=None, rollout_ids=[])
+        with pytest.raises(WeightsError, match="is not signed with the key that this reader trusts") as refused:
+            follower.advance()
+        assert refused.value.facts == "it has no signature"
+        assert "give the writer the private key" in refused.value.hint
+        channel = Channel(store, signer=signer)
+        second = channel.publish(policy_at(1), step=1, parent=None, rollout_ids=[])
+        assert follower.advance() is not None
+        assert follower.version == second.version
+    wrong = DirectoryStore(tmp_path / "wrong")
+    with FollowerProcess(wrong, public_key=signer.public_key, poll_s=0.01, wait_s=0.0) as follower:
+        Channel(wrong, signer=other).publish(policy_at(0), step=0, parent=None, rollout_ids=[])
+        with pytest.raises(WeightsError, match="is not signed with the key") as refused:
+            follower.advance()
+        assert refused.value.facts == "its signature is another's"

@@ -55,7 +55,7 @@ def test_a_directory_comes_to_each_head_and_writes_only_what_changed(tmp_path: P
             folder.verify()
             if step:
                 assert adopted.written_bytes < 1000
-                assert adopted.list_bytes == 5 * adopted.written_bytes
+                assert adopted.list_bytes == 3 * adopted.written_bytes
             assert follower.advance() is None
 
 
@@ -154,7 +154,7 @@ def test_decoded_lists_are_told_in_bytes() -> None:
     update = follower.advance()
     assert isinstance(update, Update)
     changed = int((tensors(0)["w"].codes != tensors(1)["w"].codes).sum())
-    assert list_bytes(update) == 10 * changed
+    assert list_bytes(update) == 6 * changed
     assert store.get(pointer_key("policy"))
 
 

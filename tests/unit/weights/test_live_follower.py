@@ -296,7 +296,7 @@ def test_objects_whose_every_checksum_fits_and_that_make_other_codes_are_not_giv
     with pytest.raises(WeightsError, match="no way leads to") as caught:
         engine.follower.prepare()
     assert "tensor 'embed'" in caught.value.facts
-    assert "another digest" in caught.value.facts
+    assert "another checksum" in caught.value.facts
     assert (engine.follower.version, engine.follower.check()) == (names[0], [])
 
 
@@ -336,7 +336,7 @@ def test_a_flipped_bit_in_live_memory_is_found_and_mended_and_no_update_is_prove
     update = engine.follower.prepare()
     assert update is not None
     assert "'embed'" in update.healed[0]
-    assert "another digest" in update.healed[0]
+    assert "another checksum" in update.healed[0]
     assert 77 in update.changed["embed"][0], "by way of an anchor, against which the live memory was compared"
     engine.write(update)
     assert engine.holds(policy(1))

@@ -15,7 +15,7 @@ from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.weights import Tensor
 from etude.weights.chain.undo import compare
-from etude.weights.follow import live, targets
+from etude.weights.follow import live, runtime_map, targets
 from etude.weights.follow.follower import Update
 from etude.weights.follow.live import window
 from etude.weights.follow.runtime_map import Derived, Map, Piece, Pieces, fused, joined, named, piece
@@ -362,3 +362,21 @@ def test_memory_that_cannot_be_written_by_place_is_refused(value) -> None:
 def test_parts_that_do_not_fill_what_they_are_fused_in_are_refused() -> None:
     with pytest.raises(WeightsError, match="q, k are 7 long together"):
         fused(np.zeros((8, 2), np.uint16), {"q": 4, "k": 3})
+
+
+@pytest.mark.parametrize("live", ["bf16", "f32"])
+def test_a_flipped_bit_is_found_in_whichever_piece_of_a_large_tensor_it_lies(
+    monkeypatch: pytest.MonkeyPatch, live: str
+) -> None:
+    monkeypatch.setattr(runtime_map, "CHECKED", 100)
+    codes = np.random.default_rng(0).integers(0, 65535, 1037).astype(np.uint16)
+    memory = codes.copy() if live == "bf16" else (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    target, tensors = Target(Map(named({"w": memory}))), {"w": Tensor("bf16", (1037,), codes)}
+    assert target.differing(tensors) == []
+    bits = memory.view(np.uint8)
+    for at in (0, 99, 100, 101, 999, 1000, 1036):
+        place = at * memory.itemsize + memory.itemsize - 1
+        bits[place] ^= np.uint8(128)
+        assert target.differing(tensors) == ["w"]
+        bits[place] ^= np.uint8(128)
+    assert target.differing(tensors) == []

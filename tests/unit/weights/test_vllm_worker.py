@@ -157,3 +157,20 @@ def test_what_cannot_be_done_yet_is_said(store: MemoryStore) -> None:
         with pytest.raises(WeightsError):
             call()
     assert worker.come() is None
+
+
+def test_a_follower_that_is_made_anew_still_refuses_a_pointer_that_moved_back(
+    store: MemoryStore, channel: Channel
+) -> None:
+    worker, key = Worker(store), "pointers/policy"
+    first = channel.publish(weights(0), step=0, parent=None, rollout_ids=[])
+    stale = store.get(key)
+    for step in (0, 1):
+        if step:
+            channel.publish(weights(1), step=1, parent=first.version, rollout_ids=[])
+        assert worker.come() is not None
+        worker.etude_adopt()
+    worker.etude_undo()
+    assert store.compare_and_swap(key, store.get(key), stale)
+    with pytest.raises(WeightsError, match="moved back"):
+        worker.come()

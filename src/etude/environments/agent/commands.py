@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterable, Callable
+from dataclasses import replace
 
 from etude.environments.agent import protocol
 from etude.environments.agent.channel import Channel, Lost
 from etude.environments.agent.protocol import Ended, ProtocolError
+from etude.environments.fair_time import PATIENCE, FairClock, fairly
 from etude.environments.output import Capped
 from etude.errors import MachineError
 from etude.records.command import Command, ExecResult, Printed, Started
@@ -19,16 +21,21 @@ _PART_BYTES = 64 << 10  # of standard input in one frame
 _MOST_HELD = 512 << 10  # the agent keeps half of this of a command's end; whoever wants more gets everything
 
 
-async def run(channel: Channel, command: Command) -> ExecResult:
+async def run(channel: Channel, command: Command, clock: FairClock | None = None) -> ExecResult:
     """Run a command. Raises `Lost` where there is no answer to be had, `MachineError` where the agent cannot confine
-    it, `ValueError` for a user that the machine has not; and what `tell` raises: then the command is killed."""
+    it, `ValueError` for a user that the machine has not; and what `tell` raises: then the command is killed.
+    `clock` counts its deadline here; without one the agent does, by its own clock."""
     began = time.perf_counter()
     heard = _Heard(command, lambda: channel.send(protocol.frame(protocol.KILL, number)))
     number = channel.begin(heard)
-    channel.send(protocol.run(number, command, _flags(command)))
+    longest_s = command.deadline_s * (PATIENCE if clock is not None else 1.0)
+    channel.send(protocol.run(number, replace(command, deadline_s=longest_s), _flags(command)))
     feeding = asyncio.create_task(_feed(channel, number, command.stdin, heard)) if command.has_input else None
+    late, lost_s = False, 0.0
     try:
-        async with asyncio.timeout(command.deadline_s + SLACK_S):
+        if clock is not None:
+            late, lost_s = await fairly(heard.ended, clock, command.deadline_s, heard.kill)
+        async with asyncio.timeout(SLACK_S if clock is not None else command.deadline_s + SLACK_S):
             ended = await heard.ended
     except TimeoutError:
         raise Lost(f"a command did not end {SLACK_S:g} s after its deadline", late=True) from None
@@ -38,9 +45,10 @@ async def run(channel: Channel, command: Command) -> ExecResult:
     return ExecResult(
         exit_code=ended.exit_code,
         output=heard.output.value(),
-        timed_out=ended.late,
+        timed_out=ended.late or late,
         truncated=heard.output.truncated,
         wall_s=time.perf_counter() - began,
+        lost_s=lost_s,
     )
 
 
@@ -55,7 +63,7 @@ class _Heard:
     """What the agent answers to one command."""
 
     def __init__(self, command: Command, kill: Callable[[], None]) -> None:
-        self.output, self._tell, self._kill = Capped(command.output_bytes), command.tell, kill
+        self.output, self._tell, self.kill = Capped(command.output_bytes), command.tell, kill
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.ended.add_done_callback(_retrieve)
         self.window = protocol.INPUT_WINDOW
@@ -89,7 +97,7 @@ class _Heard:
             except Exception as error:  # noqa: BLE001 - the caller's own; others of the channel must not suffer
                 self._tell = None
                 self._settle(error)
-                self._kill()
+                self.kill()
 
     def lost(self, why: str) -> None:
         self._settle(Lost(why))

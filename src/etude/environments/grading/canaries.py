@@ -2,9 +2,10 @@
 nothing.
 
 The best are such that nobody can tell them from the test itself who does not know what is right: one literal that a
-result is compared with (or a parameter that is compared with one) is another, everything else is the same to the byte.
+result is compared with (or a parameter that is compared with one) is another, or the exception or warning that is
+expected, everything else is the same to the byte.
 Code that answers by reading what is expected, that overloads ``==``, that takes assertions away or reports by itself
-passes them like the real thing. Where a test has no such literal an assertion is turned around, or one that fails is
+passes them like the real thing. Where a test has neither an assertion is turned around, or one that fails is
 added: both are sound, and could be told apart by code that looks for them. Every variant is proven on the reference
 solution before it is used. Pure; knows nothing of machines.
 """
@@ -15,6 +16,7 @@ import ast
 import math
 import random
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from etude.syntax import literal, parse
@@ -29,7 +31,23 @@ _OPPOSITES = {
     "assertIsInstance": "assertNotIsInstance",
 }
 _TURNED = {**_OPPOSITES, **{other: one for one, other in _OPPOSITES.items()}}
-_EQUALITIES = ("assertEqual", "assertEquals", "assertListEqual", "assertDictEqual", "assertCountEqual", "assertIs")
+_EQUALITIES = frozenset(
+    f"assert{what}"
+    for what in ("Equal", "Equals", "ListEqual", "DictEqual", "CountEqual", "TupleEqual", "SetEqual", "SequenceEqual",
+                 "MultiLineEqual", "AlmostEqual", "Is")
+)  # fmt: skip
+_RAISES = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
+_WARNS = frozenset({"warns", "assertWarns", "assertWarnsRegex"})
+_EXCEPTIONS = (
+    "ZeroDivisionError",
+    "KeyError",
+    "IndexError",
+    "AttributeError",
+    "OverflowError",
+    "EOFError",
+    "TypeError",
+)
+_WARNINGS = ("BytesWarning", "ImportWarning", "UnicodeWarning", "ResourceWarning")
 
 
 class Variant(NamedTuple):
@@ -37,12 +55,16 @@ class Variant(NamedTuple):
 
     source: str
     alike: bool  # whether it cannot be told from the original by its form
+    kind: str  # which of a test's means is asked: "compared", "raised", "turned"; the files that it reads are "read"
 
 
 class _Edit(NamedTuple):
     start: int  # byte offsets in the source
     stop: int
     text: str
+
+
+_Kinded = tuple[_Edit, str]
 
 
 def variants(source: str, names: Sequence[str], index: int, rng: random.Random) -> Iterator[Variant]:
@@ -60,14 +82,29 @@ def variants(source: str, names: Sequence[str], index: int, rng: random.Random) 
         return
     text = source.encode()
     lines = _Offsets(text)
-    alike = [edit for atom in _literals(function, index) if (edit := _other(atom, text, lines, rng)) is not None]
-    rng.shuffle(alike)
-    for edit in alike:
-        yield Variant(_edited(text, edit), alike=True)
+    compared = [(edit, "compared") for a in _literals(function, index) if (edit := _other(a, text, lines, rng))]
+    raised = [(edit, "raised") for edit in _expected(function, lines, rng)]
+    for edit, kind in _in_turn(compared, raised, rng):
+        yield Variant(_edited(text, edit), alike=True, kind=kind)
     turned = [edit for node in ast.walk(function) if (edit := _turned(node, text, lines)) is not None]
     rng.shuffle(turned)
     for edit in [*turned, _added(function, text, lines, rng)]:
-        yield Variant(_edited(text, edit), alike=False)
+        yield Variant(_edited(text, edit), alike=False, kind="turned")
+
+
+def of_data(text: str, row: int, rng: random.Random) -> str | None:
+    """A file that tests read, with one letter or digit another: in its line `row` where it has that many, since rows of
+    parameters often are lines. None where there is none to change.
+
+    >>> of_data("[[1], 2]\\n[[3], 4]\\n", 1, random.Random(0))
+    '[[1], 2]\\n[[3], 7]\\n'
+    """
+    lines = text.splitlines(keepends=True)
+    told = [at for at, line in enumerate(lines) if any(char.isascii() and char.isalnum() for char in line)]
+    if not told:
+        return None
+    at = row if row in told else rng.choice(told)
+    return "".join([*lines[:at], _another_text(lines[at], rng), *lines[at + 1 :]])
 
 
 def anywhere(source: str, rng: random.Random) -> Iterator[str]:
@@ -89,6 +126,26 @@ def anywhere(source: str, rng: random.Random) -> Iterator[str]:
         yield _edited(text, edit)
 
 
+def _in_turn(one: list[_Kinded], other: list[_Kinded], rng: random.Random) -> list[_Kinded]:
+    """All of both, each shuffled, and one of each by turns as long as there are."""
+    for each in (one, other):
+        rng.shuffle(each)
+    first, second = rng.sample([one, other], 2)
+    pairs = zip_longest(first, second)
+    return [edit for pair in pairs for edit in pair if edit is not None]
+
+
+def _expected(function: _Function, offsets: _Offsets, rng: random.Random) -> Iterator[_Edit]:
+    """Another exception, or warning, in the place of one that the test expects."""
+    for node in ast.walk(function):
+        name = _called(node) or (node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else "")
+        others = _EXCEPTIONS if name in _RAISES else _WARNINGS if name in _WARNS else ()
+        if others and isinstance(node, ast.Call) and node.args:
+            kind = node.args[0]
+            said = {each.id for each in ast.walk(kind) if isinstance(each, ast.Name)}
+            yield _Edit(*offsets.span(kind), rng.choice([other for other in others if other not in said]))
+
+
 def _find(tree: ast.Module, names: Sequence[str]) -> _Function | None:
     body: Sequence[ast.stmt] = tree.body
     for depth, name in enumerate(names, 1):
@@ -103,10 +160,15 @@ def _find(tree: ast.Module, names: Sequence[str]) -> _Function | None:
 
 def _literals(function: _Function, index: int) -> list[ast.Constant]:
     """The atoms of what results are compared with by equality: written there, or in the test's row of parameters."""
-    expected = [side for one, other in _asserted(function) for side in (one, other)]
+    expected = [_about(side) for one, other in _asserted(function) for side in (one, other)]
     found = [atom for side in expected if _is_literal(side) for atom in _atoms(side)]
     compared = {side.id for side in expected if isinstance(side, ast.Name)}
     return found + [atom for value in _parameters(function, compared, index) for atom in _atoms(value)]
+
+
+def _about(side: ast.expr) -> ast.expr:
+    """What is compared with: of `pytest.approx(3.5)` the number."""
+    return side.args[0] if isinstance(side, ast.Call) and side.args and _called(side) == "approx" else side
 
 
 def _asserted(function: _Function) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -2,8 +2,8 @@
 files laid over it; or, where the machine's state counts, from the state that the agent left.
 
 The agent's files are data here until a machine has them. Names that decide how tests run are never taken from the
-agent (`CONFIGURATION`), nor what shadows a hidden file. Everything that goes wrong is asked once more, and then tried
-without the agent's files: only if that goes wrong too is somebody else to blame than the agent.
+agent (`exports.CONFIGURATION`), nor what shadows a hidden file. Everything that goes wrong is asked once more, and then
+tried without the agent's files: only if that goes wrong too is somebody else to blame than the agent.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ from etude.seams import Machine, Portable, Runtime
 ATTEMPTS = 2
 ROOT = "root"
 OUTPUT_BYTES = 4 << 20
-_PYTEST = ("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg")
-_PYTHON = ("pyproject.toml", "sitecustomize.py", "usercustomize.py")
-CONFIGURATION = frozenset(_PYTEST + _PYTHON)
-"""File names by which an agent could decide how hidden tests run. The task's own are used, or none."""
 LIBRARY = sys.stdlib_module_names - {"test", "this"}
 """Modules that a verifier may import, and which a file of the agent's beside it would be found instead of."""
 _ABSOLUTE = 'mkdir -p "$(dirname "$1")" && rm -rf "$1" && cat > "$1"'

@@ -15,18 +15,21 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from etude.environments.grading.canaries import variants
-from etude.environments.grading.ground import CONFIGURATION, Ground, Work
+from etude.environments.grading.canaries import of_data, variants
+from etude.environments.grading.ground import Ground, Work
 from etude.environments.grading.python import Pythons
 from etude.environments.grading.reports import NotTold, new_nonce, runner
 from etude.environments.grading.verdicts import Broken, Refused, earned
+from etude.records.exports import CONFIGURATION
 from etude.records.rollout import Boundary, Graded
 from etude.records.task import HiddenTests, Runner, Task, Trust
 from etude.seams import Runtime
 
 _MOST_TRIED = 24  # variants that are proven on the reference solution in search of canaries, at most
+_READ_TRIED = 3  # of what tests read: not each of its letters decides a test
 _COLLECT_S = 300.0
 
 
@@ -142,7 +145,7 @@ class TestBench:
         self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], target: Target, work: Work
     ) -> dict[str, str]:
         """What the run told: text alone, whatever else it may have said."""
-        request = {"role": "run", "program": tests.runner.value, "base": target.base, "index": target.ordinal}
+        request = {"role": "run", **_how(tests), "base": target.base, "index": target.ordinal}
         try:
             said = await ground.report(work, hidden, _argv(await ground.python()), request, deadline_s=tests.deadline_s)
         except NotTold as error:
@@ -153,7 +156,7 @@ class TestBench:
     async def _collected(
         self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], reference: Work
     ) -> list[Target]:
-        request = {"role": "collect", "program": tests.runner.value, "names": list(tests.names)}
+        request = {"role": "collect", **_how(tests), "names": list(tests.names)}
         said = await ground.report(reference, hidden, _argv(await ground.python()), request, deadline_s=_COLLECT_S)
         if type(said) is dict and said.get("needs"):
             facts = f"the tests have fixtures or parameters, and {said['needs']} is not installed there"
@@ -184,7 +187,7 @@ class TestBench:
         work: Work,
     ) -> list[Canary]:
         """Canaries that fail on the reference solution: those that are like the tests, others where there are none."""
-        candidates = list(_candidates(sources, tests, targets, random.Random(new_nonce())))[:_MOST_TRIED]
+        candidates = list(_candidates(sources, hidden, tests, targets, random.Random(new_nonce())))[:_MOST_TRIED]
         found: list[Canary] = []
         outcomes: Counter[str] = Counter()
         for path, source, target, alike in candidates:
@@ -204,19 +207,36 @@ class TestBench:
 
 
 def _candidates(
-    sources: Mapping[str, str], tests: HiddenTests, targets: Sequence[Target], rng: random.Random
+    sources: Mapping[str, str],
+    hidden: Mapping[str, str],
+    tests: HiddenTests,
+    targets: Sequence[Target],
+    rng: random.Random,
 ) -> Iterator[tuple[str, str, Target, bool]]:
-    """Variants as (path, source, test, alike), those that look like the tests first, one of each test at a time."""
+    """Variants as (path, source, test, alike), those that look like the tests first: of these one of each kind, since
+    what disarms one of a test's means leaves the others, and some of what tests read; then one of each test at a time.
+    """
+    data = [path for path in hidden if not path.endswith(".py") and PurePosixPath(path).name not in CONFIGURATION]
     by_test = []
     for target in rng.sample(targets, min(len(targets), _MOST_TRIED)):
         path, names = _place(target.base, tests.runner, sources)
         if path in sources:
             found = variants(sources[path], names, target.ordinal, rng)
-            by_test.append([(path, each.source, target, each.alike) for each in found])
+            mine = [(each.kind, (path, each.source, target, each.alike)) for each in found]
+            read = [
+                (place, of_data(hidden[place], target.ordinal, rng)) for place in rng.sample(data, min(2, len(data)))
+            ]
+            by_test.append([*(("read", (place, text, target, True)) for place, text in read if text), *mine])
     rounds = [
         each[depth] for depth in range(max(map(len, by_test), default=0)) for each in by_test if depth < len(each)
     ]
-    yield from sorted(rounds, key=lambda candidate: not candidate[3])
+    kinds: Counter[str] = Counter()
+    late = []
+    for kind, _ in rounds:
+        kinds[kind] += 1
+        late.append(kinds[kind] > (_READ_TRIED if kind == "read" else 1))
+    order = sorted(range(len(rounds)), key=lambda at: (not rounds[at][1][3], late[at]))
+    yield from (rounds[at][1] for at in order)
 
 
 async def _sources(ground: Ground, tests: HiddenTests, hidden: Mapping[str, str]) -> dict[str, str]:
@@ -251,6 +271,10 @@ def _files_of(tests: HiddenTests) -> list[str]:
         return sorted({name.partition("::")[0] for name in tests.names})
     parts = [name.split(".") for name in tests.names]
     return sorted({"/".join(each[:count]) + ".py" for each in parts for count in range(1, len(each))})
+
+
+def _how(tests: HiddenTests) -> dict[str, Any]:
+    return {"program": tests.runner.value, "roots": list(tests.roots)}
 
 
 def _argv(python: str) -> list[str]:

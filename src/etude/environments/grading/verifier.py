@@ -24,13 +24,14 @@ from typing import NamedTuple
 import msgspec
 
 from etude.environments.grading.canaries import anywhere
-from etude.environments.grading.ground import CONFIGURATION, LIBRARY, Ground, NotLaid, Work
+from etude.environments.grading.ground import LIBRARY, Ground, NotLaid, Work
 from etude.environments.grading.installed import installed
 from etude.environments.grading.python import Pythons
 from etude.environments.grading.reports import new_nonce
 from etude.environments.grading.verdicts import Broken, Refused, earned, one_line
 from etude.errors import MachineError
 from etude.records.command import ExecResult
+from etude.records.exports import CONFIGURATION
 from etude.records.rollout import Boundary, Graded
 from etude.records.task import Task, Trust, Verifier
 from etude.seams import Machine, Runtime

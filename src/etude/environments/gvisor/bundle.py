@@ -6,15 +6,21 @@ namespaces have it. The root of an image is read-only too; what is written goes 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import shutil
+import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from etude.environments.config import MachineLimits
+from etude.environments.images.directory import copy_one, open_folder
+from etude.environments.images.limits import ImageLimits, too_large
+from etude.environments.images.listing import Owner, walk
+from etude.environments.images.openat import open_in
+from etude.environments.images.tree import Tree
 
 WORK = "/workspace"
 PATH = "/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -36,6 +42,8 @@ _CAPABILITIES = [
 ]  # fmt: skip
 """Of the agent; its commands keep few of them, or none."""
 _UNLIMITED = (1 << 63) - 1
+_PLACES = {"proc": 0o555, "dev": 0o755, "tmp": 0o1777, "sys": 0o555}  # where something is mounted, or nothing is shown
+_USERS_BYTES = 4 << 20  # of an image's passwd or group
 
 
 def make_root(folder: Path) -> list[dict[str, Any]]:
@@ -62,30 +70,80 @@ def make_root(folder: Path) -> list[dict[str, Any]]:
 
 
 def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
-    """Make a root of an image's in an empty folder; returns what is mounted on it. The image's own folder cannot be the
-    root, as runsc would make the places of mounts in it; /etc is a copy, with the users that machines have."""
+    """Make the root of an image's sandboxes in an empty folder; returns what is mounted on it.
+
+    The image's own folder cannot be the root, as runsc would make mount points in it. /etc is a copy with the users of
+    machines added. Whoever built the image chose its links: they are copied, and none of them is followed on the host.
+    """
     mounts = []
-    for entry in sorted(image.iterdir()):
-        target = folder / entry.name
-        if entry.is_symlink():
-            target.symlink_to(os.readlink(entry))
-        elif entry.name == "etc" and entry.is_dir():
-            shutil.copytree(entry, target, symlinks=True)
-        elif entry.is_dir():
-            target.mkdir()
-            if entry.name not in ("proc", "dev", "tmp", "sys"):
-                mounts.append(_mount(f"/{entry.name}", "bind", str(entry), "rbind", "rw"))
-        elif entry.is_file():
-            shutil.copy2(entry, target)
-    (folder / "etc").mkdir(exist_ok=True)
-    (folder / AGENT[1:]).touch()
+    with open_folder(image) as source, Tree(folder, ImageLimits(), keep_setuid=True) as tree:
+        for name in sorted(os.listdir(source)):
+            found = os.lstat(name, dir_fd=source)
+            if name in _PLACES or name in ("etc", AGENT[1:]) or not _is_of_images(found):
+                continue
+            owner = _owner_of(found)
+            if stat.S_ISDIR(found.st_mode):
+                tree.folder(name, owner)
+                mounts.append(_mount(f"/{name}", "bind", str(image / name), "rbind", "rw"))
+            else:
+                copy_one(found, source, name, tree, name, owner)
+        for name, mode in _PLACES.items():
+            tree.folder(name, Owner(mode))
+        tree.file(AGENT[1:], Owner(0o755), ())
+        _make_etc(source, tree)
+    return mounts
+
+
+def _make_etc(image: int, tree: Tree) -> None:
+    """Copy the folder that /etc is, or leads to, inside an open image, and add the users of machines."""
+    tree.folder("etc")
+    try:
+        etc = open_in(image, "etc", os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        etc = -1
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        etc = -1
+    if etc >= 0:
+        try:
+            for path, found, parent, name in walk(etc):
+                if _is_of_images(found):
+                    copy_one(found, parent, name, tree, f"etc/{path}", _owner_of(found))
+        finally:
+            os.close(etc)
     for name in ("passwd", "group"):
-        path = folder / "etc" / name
-        text = path.read_text(errors="surrogateescape") if path.is_file() and not path.is_symlink() else ""
+        text = _text_in(image, f"etc/{name}")
         known = [line.split(":")[0] for line in text.splitlines()]
         lines = [line for line in _FILES[f"etc/{name}"].splitlines() if line.split(":")[0] not in known]
-        path.write_text("\n".join([text.rstrip("\n"), *lines]).lstrip("\n") + "\n", errors="surrogateescape")
-    return mounts
+        whole = "\n".join([text.rstrip("\n"), *lines]).lstrip("\n") + "\n"
+        tree.file(f"etc/{name}", Owner(0o644), (whole.encode(errors="surrogateescape"),))
+
+
+def _text_in(image: int, path: str) -> str:
+    """The text of a regular file inside an open image, links followed as its own processes would; "" for what is
+    none. `BadSource` past `_USERS_BYTES`."""
+    try:
+        fd = open_in(image, path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            return ""
+        if found.st_size > _USERS_BYTES:
+            raise too_large(f"/{path} has {found.st_size} bytes, at most {_USERS_BYTES}", "file_bytes")
+        return os.pread(fd, _USERS_BYTES, 0).decode(errors="surrogateescape")
+    finally:
+        os.close(fd)
+
+
+def _owner_of(found: os.stat_result) -> Owner:
+    return Owner(stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid)
+
+
+def _is_of_images(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)
 
 
 def config(

@@ -15,9 +15,10 @@ from typing import Any
 
 from etude.environments.agent import AgentMachine, Channel, program
 from etude.environments.agent.channel import Lost
-from etude.environments.config import MachineLimits
+from etude.environments.config import MachineLimits, require_bound
 from etude.environments.gvisor.bundle import WORK, config, make_image_root, make_root
 from etude.environments.gvisor.folder import OwnFolder, room
+from etude.environments.gvisor.groups import Groups
 from etude.environments.gvisor.sandbox import Sandbox, memory_overlay, probe_platform, require_runsc
 from etude.environments.namespace.images import State, state_in
 from etude.environments.namespace.snapshots import Snapshots, tree
@@ -55,20 +56,28 @@ class GVisorRuntime:
         self._num_coming = 0
         self._closed = False
         self._image_roots: dict[str, tuple[Path, list[dict[str, Any]]]] = {}
-        self._own = OwnFolder()
+        self._groups = Groups(self._limits, max_machines)
+        try:
+            require_bound(self._limits, self._groups.controllers)
+            self._own = OwnFolder()
+        except MachineError:
+            self._groups.close()
+            raise
         try:
             with room():
                 self._mounts = make_root(self._own.path / "root")
         except MachineError:
             self._own.close()
+            self._groups.close()
             raise
 
     @property
     def info(self) -> RuntimeInfo:
+        unbound = [name for name in ("memory", "cpu") if name not in self._groups.controllers]
         notes = (
             f"gVisor {self._version} with {self._platform}",
             "a snapshot is the working directory's files, in an image as well",
-            "no bound on memory, processors and processes of a machine together: set one on this process",
+            *(f"{name}: nothing bounds a machine as a whole, there is no control group for it" for name in unbound),
         )
         return RuntimeInfo(
             name="gvisor",
@@ -201,7 +210,7 @@ class GVisorRuntime:
             folder.mkdir(mode=0o700)
             (folder / "config.json").write_bytes(words)
             overlay = "" if image is None else self._overlay
-            sandbox = Sandbox(folder, self._platform, overlay=overlay, ended=self._gone)
+            sandbox = Sandbox(folder, self._platform, overlay=overlay, ended=self._gone, groups=self._groups)
         return sandbox, Channel(sandbox.read_fd, sandbox.write_fd)
 
     def _image_root(self, digest: str) -> tuple[Path, list[dict[str, Any]]]:
@@ -227,6 +236,7 @@ class GVisorRuntime:
         self._closed = True
         await asyncio.gather(*(machine.close() for machine in list(self._machines.values())))
         await asyncio.to_thread(self._own.close)
+        await asyncio.to_thread(self._groups.close)
 
     def _must_be_open(self) -> None:
         if self._closed:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from etude.environments.bound import BoundProcess, require
+from etude.environments.gvisor.groups import Groups
 from etude.errors import MachineError
 
 PLATFORMS = ("systrap", "ptrace")  # what stands for the processor, the better first; KVM would need a real one
@@ -65,19 +66,25 @@ def _flags(platform: str) -> list[str]:
 class Sandbox:
     """A started sandbox. `folder` is its own, and removed with it; `read_fd` and `write_fd` lead to its agent."""
 
-    def __init__(self, folder: Path, platform: str, *, overlay: str, ended: Callable[[Sandbox], None]) -> None:
-        """The folder has its config.json. `overlay` is `memory_overlay` for a root that can be written to, else ""."""
+    def __init__(
+        self, folder: Path, platform: str, *, overlay: str, ended: Callable[[Sandbox], None], groups: Groups
+    ) -> None:
+        """The folder has its config.json. `overlay` is `memory_overlay` for a root that can be written to, else "".
+        It runs in a group of `groups`."""
         self._folder, self._ended, self._closed = folder, ended, False
+        self._groups, self._slot = groups, groups.take()
         self._said = os.memfd_create("etude-said", os.MFD_CLOEXEC)
         theirs_in, self.write_fd = os.pipe2(os.O_CLOEXEC)
         self.read_fd, theirs_out = os.pipe2(os.O_CLOEXEC)
         flags = [f"--root={folder}/state", *_flags(platform), *([overlay] if overlay else [])]
-        command = [*_RUNSC, *flags, "run", "--bundle", str(folder), f"etude-{secrets.token_hex(6)}"]
+        runsc = [*_RUNSC, *flags, "run", "--bundle", str(folder), f"etude-{secrets.token_hex(6)}"]
+        command = groups.inside(self._slot, runsc)
         try:
             self.process = BoundProcess(command, said=self._said, stdin=theirs_in, stdout=theirs_out, fds=())
         except MachineError:
             for fd in (self.read_fd, self.write_fd, self._said):
                 os.close(fd)
+            groups.give_back(self._slot)
             raise
         finally:
             os.close(theirs_in)
@@ -92,6 +99,7 @@ class Sandbox:
         self._ended(self)
         try:
             await self.process.close()  # what it has started dies with it: each is bound to its parent
+            self._groups.give_back(self._slot)
         finally:
             os.close(self._said)
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

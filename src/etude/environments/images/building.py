@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from etude.environments.images.dockerfile_words import expand, pairs, words_of
 from etude.environments.images.ignore import ignored
 from etude.environments.images.layers import apply_layer
 from etude.environments.images.limits import BadSource, too_large
+from etude.environments.images.openat import open_in
 from etude.environments.images.packed import unpacked
 from etude.environments.images.records import ImageRecord
 from etude.environments.images.store import ImageStore
@@ -60,21 +62,29 @@ async def build_from_dockerfile(
     `BadSource` names the line that cannot be followed, or whose command
     failed, with the end of what it printed; `MachineError` is for machines that could not be had."""
     with open_folder(context) as root:
-        text = _text_of(Path(context), dockerfile, store.limits.document_bytes)
-        rules = Path(context) / ".dockerignore"
-        skip = ignored(rules.read_text(errors="surrogateescape") if rules.is_file() else "")
+        text = _text_in(root, dockerfile, store.limits.document_bytes)
+        if text is None:
+            raise BadSource(f"no {dockerfile} in {context}", hint="name the folder that holds it")
+        skip = ignored(_text_in(root, ".dockerignore", store.limits.document_bytes) or "")
         build = _Build(store, root, Sources(store, root, skip), parse(text, store.limits), arguments or {}, runtime)
         build.run_deadline_s, build.outlets = run_deadline_s, outlets
         return await build.stage(build.find(target) if target else build.file.stages[-1])
 
 
-def _text_of(context: Path, name: str, max_bytes: int) -> str:
-    path = context / name
-    if not path.is_file():
-        raise BadSource(f"no {name} in {context}", hint="name the folder that holds it")
-    if path.stat().st_size > max_bytes:
-        raise BadSource(f"{path} is too large", f"more than {max_bytes} bytes", hint="is it a Dockerfile?")
-    return path.read_text("utf-8", errors="surrogateescape")
+def _text_in(context: int, name: str, max_bytes: int) -> str | None:
+    """The text of a regular file in an open folder; None where there is none. Links lead nowhere outside of it."""
+    try:
+        fd = open_in(context, name, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        return None
+    with open(fd, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise BadSource(f"{name} is too large", f"more than {max_bytes} bytes", hint="is it a Dockerfile?")
+    return data.decode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,23 @@ machine without a network and services is written here. /bin, /sbin and /lib are
 from __future__ import annotations
 
 import os
-import shutil
+import stat
 import subprocess
 import tarfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path, PurePosixPath
 
+from etude.environments.images.limits import ImageLimits
+from etude.environments.images.listing import Owner
+from etude.environments.images.openat import open_in
+from etude.environments.images.tree import Tree
 from etude.environments.microvm.packages import Package, run
 from etude.errors import MachineError
 
 EPOCH = 1_700_000_000  # every file's time
 WORK = "/workspace"
+_CHUNK_BYTES = 1 << 20
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _LEFT_OUT = tuple(f"usr/share/{name}/" for name in ("doc", "man", "locale", "info", "lintian", "bug", "doc-base"))
 _FOLDERS = {
@@ -44,26 +50,25 @@ _LINKS = {
 
 
 def unpack(packages: Iterable[Package], root: Path) -> None:
-    """Fill an empty folder with the packages' files and what every machine has. `OSError` where the disk is full."""
+    """Fill a new folder with the packages' files and what every machine has. Links are followed inside of it only.
+    `OSError` where the disk is full, `BadSource` for a package that has no root filesystem's files."""
     root.mkdir(parents=True)
-    for name in _MERGED:
-        (root / "usr" / name).mkdir(parents=True)
-        (root / name).symlink_to(f"usr/{name}")
-    for package in packages:
-        _unpack_one(package, root)
-    for name, mode in _FOLDERS.items():
-        (root / name).mkdir(parents=True, exist_ok=True)
-        (root / name).chmod(mode)
-    for name, text in _FILES.items():
-        (root / name).write_text(text)
-    for name, target in _LINKS.items():
-        if (root / name).is_dir() and not (root / name).is_symlink():
-            shutil.rmtree(root / name)
-        if not (root / name).is_symlink():
-            (root / name).symlink_to(target)
+    with Tree(root, ImageLimits(), keep_setuid=True) as tree:
+        for name in _MERGED:
+            tree.folder(f"usr/{name}")
+            tree.link(name, f"usr/{name}", Owner(0o777))
+        for package in packages:
+            _unpack_one(package, tree)
+        for name, mode in _FOLDERS.items():
+            _folder(tree, name, mode)
+        for name, text in _FILES.items():
+            tree.file(name, Owner(0o644), (text.encode(),))
+        for name, target in _LINKS.items():
+            if not _is_link(tree, name):
+                tree.link(name, target, Owner(0o777))
 
 
-def _unpack_one(package: Package, root: Path) -> None:
+def _unpack_one(package: Package, tree: Tree) -> None:
     command = ["dpkg-deb", "--fsys-tarfile", str(package.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as unpacking:
         assert unpacking.stdout is not None
@@ -71,7 +76,7 @@ def _unpack_one(package: Package, root: Path) -> None:
             for member in tar:
                 name = placed(member.name)
                 if name and not f"{name}/".startswith(_LEFT_OUT):
-                    _put(tar, member, root, name)
+                    _put(tar, member, tree, name)
         unpacking.stdout.read()
     if unpacking.returncode:
         raise MachineError(
@@ -91,24 +96,34 @@ def placed(name: str) -> str:
     return "/".join(["usr", *parts] if parts[0] in _MERGED else parts)
 
 
-def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path, name: str) -> None:
-    target = root / name
+def _put(tar: tarfile.TarFile, member: tarfile.TarInfo, tree: Tree, name: str) -> None:
     if member.isdir():
-        target.mkdir(parents=True, exist_ok=True)
-        target.chmod(member.mode)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    if member.issym():
-        target.symlink_to(member.linkname)
+        _folder(tree, name, member.mode)
+    elif member.issym():
+        tree.link(name, member.linkname, Owner(0o777))
     elif member.islnk():
-        os.link(root / placed(member.linkname), target)
+        tree.hard(name, placed(member.linkname))
     elif member.isreg():
         content = tar.extractfile(member)
         assert content is not None
-        with target.open("wb") as file:
-            shutil.copyfileobj(content, file)
-        target.chmod(member.mode)
+        tree.file(name, Owner(member.mode), iter(partial(content.read, _CHUNK_BYTES), b""))
+
+
+def _folder(tree: Tree, name: str, mode: int) -> None:
+    """Make a folder, but keep a link that leads to one inside, as dpkg does."""
+    if not (_is_link(tree, name) and tree.is_folder(name)):
+        tree.folder(name, Owner(mode))
+
+
+def _is_link(tree: Tree, name: str) -> bool:
+    try:
+        fd = open_in(tree.root, name, os.O_PATH | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return stat.S_ISLNK(os.fstat(fd).st_mode)
+    finally:
+        os.close(fd)
 
 
 def finish(root: Path) -> None:
@@ -119,7 +134,8 @@ def finish(root: Path) -> None:
     compiling = ["python3", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", "/usr/lib/python3"]
     folders = [f"/usr/lib/{path.name}" for path in sorted((root / "usr/lib").glob("python3.*"))]
     run([*changing_root, *compiling, *folders], "compiling Python's modules", deadline_s=600.0, env=env)
-    shutil.rmtree(root / "var/cache/ldconfig", ignore_errors=True)
+    with Tree(root, ImageLimits(), keep_setuid=True) as tree:
+        tree.remove("var/cache/ldconfig")
     for folder, folders_in, names in os.walk(root, topdown=False):
         for name in [*names, *folders_in]:
             os.utime(os.path.join(folder, name), (EPOCH, EPOCH), follow_symlinks=False)

@@ -20,6 +20,7 @@ from etude.environments.namespace import starting
 from etude.environments.namespace.guest.packets import (
     BEGUN,
     BEGUN_FACTS,
+    END_ONE,
     ENDED,
     ENDED_FACTS,
     FAILED,
@@ -206,6 +207,16 @@ class LauncherProcess:
             flags |= TELL_PID
             self._to_tell[self._asked + 1] = tell
         return self._order(RUN, made, streams, deadline_s, flags)
+
+    @property
+    def last(self) -> int:
+        """The number of the command that was asked for last."""
+        return self._asked
+
+    def end_one(self, number: int) -> None:
+        """The deadline of this command is over: it has timed out, and is killed. Nothing where it has ended."""
+        if number in self._running and self.failure is None:
+            self._give(self._commands, HEAD.pack(END_ONE, number), [])
 
     def signal_all(self, made: Made, kind: bytes) -> asyncio.Future[Ended]:
         """End, stop or continue everything in a machine: END_ALL, STOP_ALL, CONTINUE_ALL."""

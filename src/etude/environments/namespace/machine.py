@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
@@ -25,6 +26,7 @@ import msgspec
 from etude.environments.agent import commands as agents
 from etude.environments.agent.channel import Channel, Lost
 from etude.environments.commands import Commands
+from etude.environments.fair_time import PATIENCE, FairClock, fairly, of_group
 from etude.environments.namespace.feed import feed
 from etude.environments.namespace.guest import files, python, wire
 from etude.environments.namespace.guest.packets import CONTINUE_ALL, END_ALL, ERRORS_APART, INPUT_GIVEN, STOP_ALL
@@ -61,11 +63,12 @@ class NamespaceMachine:
         keep: Callable[[bytes], str],
         kill: Callable[[], Awaitable[None]],
         users: Sequence[str] = USERS,
+        cores: float = 1.0,
     ) -> None:
         self.number = made.number
         self._made, self._launcher, self._owner = made, launcher, owner
         self._max_tree_bytes, self._keep, self._kill = max_tree_bytes, keep, kill
-        self._users, self._environment = users, _ENVIRONMENT
+        self._users, self._environment, self._cores = users, _ENVIRONMENT, cores
         self._agent = Channel(made.agent) if made.agent >= 0 else None
         self._commands = Commands()
         self._left: list[Output] = []  # pipes that something a command left behind can still write to
@@ -104,11 +107,20 @@ class NamespaceMachine:
             output = Output(streams.outputs, command.output_bytes, tell)
             feeding: asyncio.Task[None] | None = None
             try:
-                ending = self._launcher.run(self._made, streams.given, deadline_s, flags=streams.flags, tell=tell)
+                clock, lost_s = self._clock(), 0.0
+                longest_s = deadline_s * (PATIENCE if clock is not None else 1.0)
+                ending = self._launcher.run(self._made, streams.given, longest_s, flags=streams.flags, tell=tell)
+                number = self._launcher.last
                 if streams.input >= 0 and not isinstance(stdin, bytes):
                     feeding = asyncio.create_task(feed(streams.input, stdin))
                     streams.input = -1
-                ended = await self._ended(ending, deadline_s)
+                waiting = asyncio.create_task(self._ended(ending, longest_s))
+                try:
+                    if clock is not None:
+                        _, lost_s = await fairly(waiting, clock, deadline_s, partial(self._end_one, number))
+                    ended = await waiting
+                finally:
+                    waiting.cancel()
                 if ended.exit_code == BROKEN_EXIT:
                     _raise_if_broken(streams.given[0], words)
             finally:
@@ -123,14 +135,28 @@ class NamespaceMachine:
                 timed_out=ended.timed_out,
                 truncated=output.truncated,
                 wall_s=time.perf_counter() - started,
+                lost_s=lost_s,
             )
+
+    def _clock(self) -> FairClock | None:
+        """What counts a command's deadline. Without a control group that counts CPU time it is wall time: None."""
+        accounts = self._launcher.facts["accounts"]
+        if accounts is None:
+            return None
+        usage, threads = (path.format(slot=self._made.slot) for path in accounts)
+        clock = FairClock(of_group(usage, threads, also=(self._launcher.runner_pid,)), cores=self._cores)
+        return clock if clock.counts else None
+
+    def _end_one(self, number: int) -> None:
+        with contextlib.suppress(MachineError):  # the launcher is gone, and the command with it
+            self._launcher.end_one(number)
 
     async def _run_by_agent(self, agent: Channel, command: Command) -> ExecResult:
         with self._using():
             if self._gone is not None:
                 return _KILLED
             try:
-                return await agents.run(agent, command)
+                return await agents.run(agent, command, self._clock())
             except Lost as lost:
                 await self._lose_agent(lost)
                 return msgspec.structs.replace(_KILLED, timed_out=lost.late, wall_s=command.deadline_s)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from etude.environments.agent.program import BUILT
-from etude.environments.config import MachineLimits
+from etude.environments.config import MachineLimits, require_bound
 from etude.environments.images.store import ImageStore
 from etude.environments.namespace.guest import wire
 from etude.environments.namespace.guest.confine import user_of
@@ -82,6 +82,11 @@ class NamespaceRuntime:
         self._room = asyncio.Condition()
         self._closed = False
         self._pool = Pool(self._start, spare=self._spare)
+        try:
+            require_bound(self._bounds, self._pool.launcher.facts["cgroups"])
+        except MachineError:
+            self._pool.launcher.wait()
+            raise
         self._image_pools: OrderedDict[bytes, Pool] = OrderedDict()  # least recently used first
         self._starting = asyncio.Lock()
 
@@ -267,6 +272,7 @@ class NamespaceRuntime:
             "max_tree_bytes": self._bounds.work_bytes,
             "keep": self._snapshots.keep,
             "kill": partial(self._kill, launcher, made.number),
+            "cores": self._bounds.cpus,
         }
         machine: NamespaceMachine
         if isinstance(start, State):

@@ -1,10 +1,11 @@
 """In a machine: collect hidden tests, or run one of them and report how it went.
 
-stdin: {"nonce", "role": "collect" | "run", "program": "pytest" | "unittest", ...}; stdout: one line, the nonce and a
-report. To collect: "names"; the report is {"runner", "ids": {name without parameters: [ids in order]}, "errors"}. To
-run: "base" and "index", which of the tests of that name; the report is {"id", "outcome", "why"}. pytest is the
-machine's own, without its cache and the options of its configuration; where there is none, plain functions and
-unittest's classes are run here, and for more the report is {"needs": what is missing}. Older Pythons run this, too.
+stdin: {"nonce", "role": "collect" | "run", "program": "pytest" | "unittest", "roots", ...}; stdout: one line, the nonce
+and a report. "roots" are folders that modules are found in, beside the working directory. To collect: "names"; the
+report is {"runner", "ids": {name without parameters: [ids in order]}, "errors"}. To run: "base" and "index", which of
+the tests of that name; the report is {"id", "outcome", "why"}. pytest is the machine's own, without its cache and the
+options of its configuration; where there is none, plain functions and unittest's classes are run here, and for more the
+report is {"needs": what is missing}. Older Pythons run this, too.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-any-generics
 
@@ -27,6 +28,10 @@ class Needs(Exception):
     """The tests need what this machine does not have."""
 
 
+def find_modules(roots):
+    sys.path[:0] = [os.getcwd()] + [os.path.abspath(root) for root in roots]
+
+
 def last_line(text):
     lines = [line for line in str(text).splitlines() if line.strip()]
     return lines[-1].strip()[:200] if lines else ""
@@ -38,11 +43,11 @@ def last_line(text):
 class Plugin:
     """Keeps what was collected, runs one of it, hears every report."""
 
-    def __init__(self, index):
-        self.index, self.ids, self.heard, self.errors = index, [], [], []
+    def __init__(self, index, roots):
+        self.index, self.roots, self.ids, self.heard, self.errors = index, roots, [], [], []
 
     def pytest_load_initial_conftests(self):
-        sys.path.insert(0, os.getcwd())  # as `python -m pytest` has it, but after plugins were found
+        find_modules(self.roots)  # as `python -m pytest` has it, but after plugins were found
 
     def pytest_collection_modifyitems(self, items):
         if self.index is not None:
@@ -60,8 +65,8 @@ class Plugin:
         self.heard.append((report.when, outcome, last_line(report.longrepr) if report.longrepr else ""))
 
 
-def by_pytest(pytest, bases, index):
-    plugin = Plugin(index)
+def by_pytest(pytest, bases, index, roots):
+    plugin = Plugin(index, roots)
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         os.environ.pop(name, None)
     code = pytest.main(OPTIONS + bases, plugins=[plugin])
@@ -70,17 +75,17 @@ def by_pytest(pytest, bases, index):
     return plugin
 
 
-def pytest_collect(pytest, names):
+def pytest_collect(pytest, names, roots):
     files = sorted({name.partition("::")[0] for name in names})
-    plugin = by_pytest(pytest, [name for name in files if os.path.exists(name)], None)
+    plugin = by_pytest(pytest, [name for name in files if os.path.exists(name)], None, roots)
     ids: dict = {}
     for found in plugin.ids:
         ids.setdefault(found.partition("[")[0], []).append(found)
     return {"runner": "pytest " + pytest.__version__, "ids": ids, "errors": plugin.errors}
 
 
-def pytest_run(pytest, base, index):
-    plugin = by_pytest(pytest, [base], index)
+def pytest_run(pytest, base, index, roots):
+    plugin = by_pytest(pytest, [base], index, roots)
     bad = [each for each in plugin.heard if each[1] != "passed"]
     if plugin.ids and not bad and {when for when, _, _ in plugin.heard} >= PASSED:
         return {"id": plugin.ids[0], "outcome": "passed", "why": ""}
@@ -182,13 +187,13 @@ def the_pytest():
 
 
 def answer(request):
-    collecting = request["role"] == "collect"
+    collecting, roots = request["role"] == "collect", request["roots"]
     pytest = the_pytest() if request["program"] == "pytest" else None
     if pytest is not None:
         if collecting:
-            return pytest_collect(pytest, request["names"])
-        return pytest_run(pytest, request["base"], request["index"])
-    sys.path.insert(0, os.getcwd())
+            return pytest_collect(pytest, request["names"], roots)
+        return pytest_run(pytest, request["base"], request["index"], roots)
+    find_modules(roots)
     if request["program"] == "unittest":
         return unittest_collect(request["names"]) if collecting else unittest_run(request["base"])
     return plain_collect(request["names"]) if collecting else plain_run(request["base"])

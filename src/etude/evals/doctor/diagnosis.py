@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from etude.errors import EngineError
 from etude.evals.doctor.local import Finding, findings
 from etude.evals.doctor.sides import EngineSide, LearnerSide, Sampled, Scored
 from etude.evals.parity import Budget, Parity, compare
@@ -107,9 +108,23 @@ def examine(
 
 
 def _compared(way: str, texts: Sequence[Sampled], learner: LearnerSide) -> WayResult:
+    _check_routes(texts, learner)
     live = _parity(texts, learner.score(texts))
     routed = all(text.routes is not None for text in texts)
     return WayResult(way, live, _parity(texts, learner.score(texts, replay=True)) if routed else None)
+
+
+def _check_routes(texts: Sequence[Sampled], learner: LearnerSide) -> None:
+    """Raises `EngineError` for routes that cannot be of the learner's model."""
+    of = learner.model.config
+    for routes in (text.routes for text in texts if text.routes is not None):
+        if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:
+            raise EngineError(
+                "the engine's routes are of another model",
+                f"{routes.dtype} of shape {routes.shape[1:]} a token; the learner's {of.num_moe_layers} routers have "
+                f"{of.num_experts} experts and choose {of.top_k}",
+                hint="give the engine and the doctor the same checkpoint",
+            )
 
 
 def _parity(texts: Sequence[Sampled], scored: Sequence[Scored]) -> Parity:

@@ -22,9 +22,11 @@ from dataclasses import dataclass
 
 import torch
 
+from etude.errors import EngineError
 from etude.inference.watched import Results
-from etude.models import Packed, Transformer, hf_views
+from etude.models import ModelConfig, Packed, Transformer, hf_views
 from etude.numerics import Native
+from etude.records.completion import missing_route
 
 TIMES, TIMES_ALL = 6.0, 2.5
 """How many times our own error an engine's may be, in its worst row and over all of them: kernels round in between, in
@@ -58,7 +60,7 @@ def findings(model: Transformer, token_ids: Sequence[int], theirs: Results, *, e
     """Every operator that is off, in the order of computing.
 
     `model` is the learner's, in the engine's dtype. `theirs` are the engine's results for all of `token_ids`. Raises
-    `ValueError` for results of other shapes.
+    `EngineError` for results of other shapes.
     """
     ours, reference = _alone(model, token_ids, theirs), {}
     if not exact:
@@ -84,22 +86,42 @@ def _alone(model: Transformer, token_ids: Sequence[int], theirs: Results) -> Res
         own[name] = tensor
         if name not in theirs:
             return tensor
-        if theirs[name].shape != tensor.shape:
-            raise ValueError(f"{name} has shape {list(theirs[name].shape)}, the learner's {list(tensor.shape)}")
+        _check_shape(name, theirs[name], tensor.shape)
         return theirs[name].to(tensor.dtype)
 
     with torch.inference_mode():
         done = model.eval().run(
-            torch.tensor(list(token_ids)), Packed([len(token_ids)], model.operators), _replayed(theirs), watch=watch
+            torch.tensor(list(token_ids)),
+            Packed([len(token_ids)], model.operators),
+            _replayed(theirs, model.config, len(token_ids)),
+            watch=watch,
         )
     for at, name in enumerate(n for n in own if n.endswith("experts.used")):
         own[name] = done.live[:, at].long()  # the choice from the engine's scores, not the replayed one
     return own
 
 
-def _replayed(theirs: Results) -> torch.Tensor | None:
-    used = [tensor for name, tensor in theirs.items() if name.endswith("experts.used")]
-    return torch.stack(used, 1).to(torch.uint8) if used else None
+def _replayed(theirs: Results, of: ModelConfig, num_tokens: int) -> torch.Tensor | None:
+    """The engine's experts as routes, `of.route_dtype` [T, L, K]: missing for a layer that is not shown, and where
+    there is no such expert. None where no layer is shown."""
+    missing = missing_route(of.route_dtype)
+    routes = torch.full((num_tokens, of.num_moe_layers, of.top_k), missing)
+    names = [f"layers.{layer}.experts.used" for layer in of.moe_layers]
+    for at, name in enumerate(names):
+        if name in theirs:
+            _check_shape(name, theirs[name], routes[:, at].shape)
+            routes[:, at] = theirs[name]
+    routes[(routes < 0) | (routes >= of.num_experts)] = missing
+    return routes.to(getattr(torch, of.route_dtype)) if any(name in theirs for name in names) else None
+
+
+def _check_shape(name: str, tensor: torch.Tensor, expected: torch.Size) -> None:
+    if tensor.shape != expected:
+        raise EngineError(
+            f"an engine shows {name} as {list(tensor.shape)}",
+            f"the learner computes {list(expected)}",
+            hint="see that both have the same checkpoint; take engine and doctor of one release",
+        )
 
 
 def _in_double(model: Transformer) -> Transformer:

@@ -21,6 +21,24 @@ from etude.numerics.sampling import sample
 
 Take = Callable[[Any], torch.Tensor]
 
+GROUPED = (
+    ("attention.qkv/0", "q_proj"),
+    ("attention.qkv/1", "k_proj"),
+    ("attention.qkv/2", "v_proj"),
+    ("attention.qk_norm/0", "q_norm"),
+    ("attention.qk_norm/1", "k_norm"),
+)
+LATENT = (
+    ("attention.inward/0", "q_proj"),  # one of the two
+    ("attention.inward/0", "q_a_proj"),
+    ("attention.inward/1", "kv_a_proj_with_mqa"),
+    ("attention.q_norm", "q_a_layernorm"),
+    ("attention.q", "q_b_proj"),
+    ("attention.kv_norm", "kv_a_layernorm"),
+)
+"""Our names of results of attention, and their modules. They expand latents for all keys at each step, so that is not
+among them."""
+
 
 class TransformersEngine:
     """A checkpoint as `AutoModelForCausalLM` computes it."""
@@ -98,7 +116,8 @@ def _hook(parts: dict[str, list[torch.Tensor]], name: str, module: nn.Module, be
 
 
 def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
-    """Our name, their module, whether its input is meant, and which part."""
+    """Our name, their module, whether its input is meant, and which part. A name that ends with a slash and a number is
+    a part of a result of ours."""
 
     def whole(value: Any) -> torch.Tensor:
         tensor: torch.Tensor = value[0] if isinstance(value, tuple) else value
@@ -110,13 +129,12 @@ def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
     found: list[tuple[str, nn.Module, bool, Take]] = [("embedding", model.model.embed_tokens, False, whole)]
     for i, layer in enumerate(model.model.layers):
         attention, mlp = layer.self_attn, layer.mlp
+        projections = LATENT if hasattr(attention, "kv_a_proj_with_mqa") else GROUPED
+        passed = "mlp" if hasattr(mlp, "down_proj") else "shared"  # a product that every token passes
+        product = mlp if passed == "mlp" else getattr(mlp, "shared_experts", None)
         own: list[tuple[str, nn.Module | None, bool, Take]] = [
             ("attention_norm", layer.input_layernorm, False, whole),
-            ("attention.q", getattr(attention, "q_proj", None), False, whole),
-            ("attention.k", getattr(attention, "k_proj", None), False, whole),
-            ("attention.v", getattr(attention, "v_proj", None), False, whole),
-            ("attention.normed_q", getattr(attention, "q_norm", None), False, whole),
-            ("attention.normed_k", getattr(attention, "k_norm", None), False, whole),
+            *((name, getattr(attention, module, None), False, whole) for name, module in projections),
             ("attention.attended", attention.o_proj, True, whole),
             ("attention.out", attention.o_proj, False, whole),
             ("middle", layer.post_attention_layernorm, True, whole),
@@ -124,7 +142,11 @@ def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
             ("experts.scores", getattr(mlp, "gate", None), False, part(0)),
             ("experts.used", getattr(mlp, "gate", None), False, part(2)),
             ("experts.gates", getattr(mlp, "gate", None), False, part(1)),
-            ("experts.mixed", mlp if hasattr(mlp, "gate") else None, False, whole),
+            ("experts.mixed", getattr(mlp, "experts", None), False, whole),
+            (f"{passed}.gate_up/0", getattr(product, "gate_proj", None), False, whole),
+            (f"{passed}.gate_up/1", getattr(product, "up_proj", None), False, whole),
+            (f"{passed}.activated", getattr(product, "down_proj", None), True, whole),
+            (f"{passed}.down", getattr(product, "down_proj", None), False, whole),
             ("output", layer, False, whole),
         ]
         found += [
@@ -134,15 +156,11 @@ def _watched(model: Any) -> list[tuple[str, nn.Module, bool, Take]]:
 
 
 def _joined(theirs: Results) -> Results:
-    """Their three projections as our one, and their two norms."""
-    joined: Results = {}
-    for name, tensor in theirs.items():
-        at = name.removesuffix(".q")
-        if at != name and f"{at}.k" in theirs:
-            joined[f"{at}.qkv"] = torch.cat([theirs[f"{at}.{part}"] for part in "qkv"], -1)
-        at = name.removesuffix(".normed_q")
-        if at != name:
-            joined[f"{at}.qk_norm"] = torch.cat([tensor, theirs[f"{at}.normed_k"]], 1)
-        if not name.endswith((".q", ".k", ".v", ".normed_q", ".normed_k")):
-            joined[name] = tensor
-    return joined
+    """Their results that are one of ours, put together: products side by side, norms head after head."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(theirs):
+        parts.setdefault(name.partition("/")[0], []).append(theirs[name])
+    return {
+        name: one[0] if len(one) == 1 else torch.cat(one, -2 if name.endswith("qk_norm") else -1)
+        for name, one in parts.items()
+    }

@@ -30,11 +30,8 @@ class Dialect(Protocol):
 
     GENERATE: str  # the path of requests for tokens
 
-    def asked(
-        self, request: CompletionRequest, name: str, *, salt: str, native_routes: bool, stream: bool
-    ) -> bytes: ...
+    def asked(self, request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes: ...
     def scored(self, token_ids: list[int], name: str, *, salt: str) -> bytes: ...
-    def read_answer(self, body: bytes, *, engine: str) -> Part: ...
     def read_event(self, line: bytes, *, engine: str) -> Part | None: ...
     def is_end(self, line: bytes) -> bool: ...
     def read_scores(self, body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]: ...
@@ -121,9 +118,10 @@ class Calls(abc.ABC):
 
     @contextlib.asynccontextmanager
     async def answer(
-        self, path: str, body: bytes | None, *, deadline_s: float
+        self, path: str, body: bytes | None, *, deadline_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer, its body yet to be read. Left early, its connection is closed, and the request dropped."""
+        """An answer, its body yet to be read. Left early, its connection is closed, and the request dropped. Without a
+        deadline the caller has one of its own."""
         timeout, method = aiohttp.ClientTimeout(total=deadline_s), "GET" if body is None else "POST"
         host = "server" if isinstance(self.at, Path) else f"127.0.0.1:{self.at}"
         try:
@@ -131,7 +129,7 @@ class Calls(abc.ABC):
                 yield answer
         except TimeoutError:
             raise EngineError(
-                f"{self.make} of {self.name} did not answer {path} within {deadline_s:g} s",
+                f"{self.make} of {self.name} did not answer {path} within {deadline_s or 0.0:g} s",
                 "it lives" if self.alive else "it has ended",
                 hint="it hangs, or has too much to do: see the engine's log",
             ) from None

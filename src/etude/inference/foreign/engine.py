@@ -3,7 +3,11 @@
 Everything happens in one event loop. Requests are handed to the server as they come, which batches, orders and preempts
 them; here is kept only what our protocol promises and the server does not know: the version a request may begin under,
 sessions that pin one, deadlines by name, room by slots, and which adoption each token belongs to. A swap (`follow`)
-holds back new requests while it writes; those in flight keep their keys and values, and say so in their spans.
+holds back new requests while it writes; those in flight keep their keys and values, and say so in their spans. One that
+demands a later version than was swapped in, as after a lost learner, ends.
+
+Every answer is streamed, since tokens that come are what shows that a server computes: a request is late when no token
+of any request came for as long as it allows. A server says nothing while it reads prompts, and has more time for it.
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from etude.errors import EngineError
-from etude.inference.checks import Checks
+from etude.inference.checks import Checks, behind
 from etude.inference.config import EngineConfig
 from etude.inference.counters import Counters
-from etude.inference.errors import EngineBusy
+from etude.inference.errors import EngineBusy, EngineLate
 from etude.inference.foreign import parts
 from etude.inference.foreign.calls import CONTROL_S, Calls, RouteSource
 from etude.inference.foreign.parts import Part
@@ -36,6 +40,7 @@ from etude.seams import EngineInfo
 CAPABILITIES = ("adopt", "pause-keep", "spans", "stream", "verify")  # and "routes" where they come
 MAX_VERSIONS = 4096  # adoptions that are remembered, and a request may live through
 HELD_S = 0.02  # between two looks at whether sessions still pin the version
+READ_TOKENS_PER_S = 100.0  # of prompts, by a slow server
 
 
 @dataclass
@@ -44,6 +49,19 @@ class _Begun:
 
     adoption: int
     name: str
+    here: _Here
+
+
+@dataclass(eq=False)
+class _Here:
+    """A request of this engine, and what ends it from outside."""
+
+    request: CompletionRequest
+    ends: asyncio.Timeout  # nothing happened for too long, or `overtaken`
+    arrived: float
+    unread: int  # tokens of its prompt, until its first token comes
+    overtaken: bool = False
+    look: asyncio.TimerHandle | None = None
 
 
 class ForeignEngine:
@@ -68,7 +86,9 @@ class ForeignEngine:
         self._versions, self.adoption = {0: version}, 0
         self._salt = uuid.uuid4().hex[:8]
         self._num, self._tokens = Counter[Traffic](), 0  # requests here, and the tokens that they may come to
-        self._paused = False
+        self._here = set[_Here]()
+        self._told = time.monotonic()  # when a token came, or a swap ended
+        self._paused = self._swapping = False
         self._open = asyncio.Event()  # clear while a swap writes
         self._open.set()
         self._scoring = asyncio.Lock()  # a text is scored under one version
@@ -148,6 +168,7 @@ class ForeignEngine:
             kv_tokens_free=max(0, self.kv_tokens - self._tokens),
             capabilities=(*CAPABILITIES, "routes") if self.routes.there else CAPABILITIES,
             parity=self.parity,
+            trouble=self.trouble,
         )
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
@@ -198,12 +219,16 @@ class ForeignEngine:
             while self._pins.held(now=time.monotonic()):  # noqa: ASYNC110 - leases end by the clock
                 await asyncio.sleep(HELD_S)
             self._open.clear()
-            await self.freeze()
-            yield
-            await self._label()
-            if not self._paused:
-                await self.thaw()
-            self._open.set()
+            self._swapping = True
+            try:
+                await self.freeze()
+                yield
+                await self._label()
+                if not self._paused:
+                    await self.thaw()
+                self._open.set()
+            finally:
+                self._swapping, self._told = False, time.monotonic()
         async with self._moved:
             self._moved.notify_all()
 
@@ -213,6 +238,11 @@ class ForeignEngine:
         self._versions[self.adoption] = version
         self._versions.pop(self.adoption - MAX_VERSIONS, None)
         self.counters.swaps += 1
+        for here in self._here:
+            if here.request.min_step > version.step:
+                here.overtaken = True
+                if not here.ends.expired():
+                    here.ends.reschedule(asyncio.get_running_loop().time())
 
     @property
     def num_here(self) -> int:
@@ -229,13 +259,14 @@ class ForeignEngine:
 
     async def _serve(self, request: CompletionRequest, told: Callable[[list[int]], None] | None) -> Completion:
         async with self._served(request) as begun:
-            answer = parts.NOTHING
-            async with contextlib.aclosing(self._answered(request, begun, stream=told is not None)) as told_parts:
+            answer = parts.Whole()
+            async with contextlib.aclosing(self._answered(request, begun)) as told_parts:
                 async for part in told_parts:
-                    answer += part
+                    self._told, begun.here.unread = time.monotonic(), 0
+                    answer.add(part)
                     if told is not None and part.token_ids:
                         told(part.token_ids)
-            return await self._completed(request, begun, answer)
+            return await self._completed(request, begun, answer.part)
 
     @contextlib.asynccontextmanager
     async def _served(self, request: CompletionRequest) -> AsyncIterator[_Begun]:
@@ -249,8 +280,11 @@ class ForeignEngine:
         self._num[request.traffic] += 1
         self._tokens += room
         pinned = done = False
+        here = _Here(request, asyncio.timeout(None), time.monotonic(), len(request.prompt_ids))
+        self._here.add(here)
         try:
-            async with asyncio.timeout(request.deadline_s):
+            async with here.ends:
+                self._look(here)
                 while not self._open.is_set():
                     await self._open.wait()
                 self._checks.version(request, self.version)
@@ -259,15 +293,20 @@ class ForeignEngine:
                     pinned = True
                 wants = request.routes_from is not None and self.routes.kept
                 name = f"{parts.WANTED}.{uuid.uuid4().hex}" if wants else uuid.uuid4().hex
-                yield _Begun(self.adoption, name)
+                yield _Begun(self.adoption, name, here)
                 done = True
         except TimeoutError:
-            raise EngineError(
-                f"request {request.request_id} passed its deadline of {request.deadline_s:g} s",
+            if here.overtaken:
+                raise behind(request, self.name, self.version) from None
+            raise EngineLate(
+                f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a token",
                 f"{self.name} has {self.num_here} requests{', and is paused' if self._paused else ''}",
-                hint="give it more time, or fewer requests at once; where it hangs, restart it",
+                hint="is it paused? where it hangs, restart it; or give the request more time",
             ) from None
         finally:
+            self._here.discard(here)
+            if here.look is not None:
+                here.look.cancel()
             self._num[request.traffic] -= 1
             self._tokens -= room
             self.counters.requests += done
@@ -276,18 +315,25 @@ class ForeignEngine:
             if pinned:
                 self._pins.leave(request.session_id, now=time.monotonic(), coming_back=request.keep_session)
 
-    async def _answered(self, request: CompletionRequest, begun: _Begun, *, stream: bool) -> AsyncGenerator[Part]:
+    def _look(self, here: _Here) -> None:
+        """End a request where nothing has happened for too long; else look again when that might be."""
+        now, patience_s = time.monotonic(), here.request.deadline_s
+        patience_s += sum(one.unread for one in self._here) / READ_TOKENS_PER_S
+        since = now if self._swapping else max(here.arrived, self._told)
+        loop = asyncio.get_running_loop()
+        if now - since >= patience_s:
+            here.ends.reschedule(loop.time())
+        else:
+            here.look = loop.call_later(since + patience_s - now + HELD_S, self._look, here)
+
+    async def _answered(self, request: CompletionRequest, begun: _Begun) -> AsyncGenerator[Part]:
         """The parts of the server's answer."""
         dialect, native, done = self._dialect, self.routes.native, False
-        body = dialect.asked(request, begun.name, salt=self._salted(), native_routes=native, stream=stream)
+        body = dialect.asked(request, begun.name, salt=self._salted(), native_routes=native)
         try:
-            async with self.calls.answer(dialect.GENERATE, body, deadline_s=request.deadline_s + 1.0) as answer:
+            async with self.calls.answer(dialect.GENERATE, body, deadline_s=None) as answer:
                 if answer.status != 200:
                     raise dialect.refused(answer.status, await answer.read(), engine=self.name)
-                if not stream:
-                    part, done = dialect.read_answer(await answer.read(), engine=self.name), True
-                    yield part
-                    return
                 async for line in answer.content:
                     if done := dialect.is_end(line):
                         return
@@ -318,13 +364,13 @@ class ForeignEngine:
         start, stop = request.routes_from, len(request.prompt_ids) + len(answer.token_ids) - 1
         if start is None:
             return parts.kept_routes(None, self.model, start=stop, stop=stop)
-        if self.routes.native:
-            try:
-                return self._dialect.given_routes(answer.routed, self.model, count=stop - start)
-            except ValueError as error:
-                raise self._broken(str(error)) from None
         data = await self.calls.take_routes(begun.name) if self.routes.kept else None
-        return parts.kept_routes(data, self.model, start=start, stop=stop)
+        try:
+            if self.routes.native:
+                return self._dialect.given_routes(answer.routed, self.model, count=stop - start)
+            return parts.kept_routes(data, self.model, start=start, stop=stop)
+        except ValueError as error:
+            raise self._broken(str(error)) from None
 
     def _broken(self, facts: str) -> EngineError:
         return parts.broken(self.calls.make, self.name, facts)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from etude.errors import DeadlineExceeded, EngineError
 from etude.inference.membership import Wanted
-from etude.inference.serving import take_sizes
+from etude.inference.serving import take_key, take_sizes
 from etude.numerics.config import Mode, Quantise
 from etude.records.adapter import BASE_CHANNEL
 from etude.seams import BlobStore
@@ -36,6 +36,7 @@ def take_wanted(args: argparse.Namespace, asked: Wanted) -> None:
             hint="join with a reference engine: python -m etude.inference.server --register ...",
         )
     take_sizes(args, asked)
+    take_key(args, asked)
     args.needs_routes = args.needs_routes or asked.routes
 
 
@@ -47,7 +48,7 @@ def made_checkpoint(asked: Wanted, args: argparse.Namespace, folder: Path) -> li
     store = open_store(args.store, cache=args.cache)
     _await_first(store, args)
     if head(store, BASE_CHANNEL) is not None:
-        base = Channel(store, BASE_CHANNEL).fetch()
+        base = Channel(store, BASE_CHANNEL).fetch(public_key=args.public_key)
         with CheckpointWriter(folder, layout(base, shard_bytes=1 << 62)) as writer:
             for name, tensor in base.items():
                 writer.put(name, tensor)
@@ -56,7 +57,7 @@ def made_checkpoint(asked: Wanted, args: argparse.Namespace, folder: Path) -> li
 
 def _await_first(store: BlobStore, args: argparse.Namespace) -> None:
     end, told = time.monotonic() + args.wait_s, False
-    while head(store, "policy") is None:
+    while head(store, "policy", public_key=args.public_key) is None:
         if not told:
             print(f"{args.name} waits for a first version in {args.store}", file=sys.stderr, flush=True)
         if time.monotonic() > end:

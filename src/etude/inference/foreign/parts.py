@@ -8,10 +8,11 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from etude.errors import EngineError
 from etude.models.config import ModelConfig
@@ -35,7 +36,7 @@ class Broken(EngineError):
 
 @dataclass(frozen=True)
 class Part:
-    """Some tokens of an answer, or all of them."""
+    """Some tokens of an answer, or all of them (`Whole` puts them together)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -44,18 +45,32 @@ class Part:
     num_cached: int = 0
     routed: str | None = None  # routes that the build gave by itself
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
-            [*self.token_ids, *other.token_ids],
-            [*self.logprobs, *other.logprobs],
-            other.finish_reason or self.finish_reason,
-            other.spans or self.spans,
-            other.num_cached or self.num_cached,
-            other.routed or self.routed,
+
+class Whole:
+    """Parts put together as they come, each token once.
+
+    >>> whole = Whole()
+    >>> for part in (Part([7], [-0.5]), Part([8], [-0.1], "length", ((0, 2),))):
+    ...     whole.add(part)
+    >>> whole.part.token_ids, whole.part.spans
+    ([7, 8], ((0, 2),))
+    """
+
+    def __init__(self) -> None:
+        self.part = Part([], [])
+
+    def add(self, other: Part) -> None:
+        """The next part."""
+        had = self.part
+        had.token_ids.extend(other.token_ids)
+        had.logprobs.extend(other.logprobs)
+        self.part = replace(
+            had,
+            finish_reason=other.finish_reason or had.finish_reason,
+            spans=other.spans or had.spans,
+            num_cached=other.num_cached or had.num_cached,
+            routed=other.routed or had.routed,
         )
-
-
-NOTHING = Part([], [])
 
 
 def keyed_seed(seed: int, num_prompt: int) -> int:
@@ -137,13 +152,28 @@ def completed(
 
 def kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
     """Routes of positions [start, stop) by base64 of int16 [positions, MoE layers, top_k]; what is not there is
-    `missing_route`."""
+    `missing_route`. Raises `ValueError` for experts that the model does not have."""
     layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
     routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
     if data is not None and layers:
         found = np.frombuffer(base64.b64decode(data), "<i2").reshape(-1, layers, top_k)[start:stop]
-        routes[: len(found)] = found
+        routes[: len(found)] = as_routes(found, model)
     return routes
+
+
+def as_routes(told: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
+    """Experts as a server numbers them, of any integer dtype, in the model's `route_dtype`; a negative number says that
+    none is known. Raises `ValueError` for an expert that the model does not have: a cast would make another of it.
+
+    >>> from etude.models import ModelConfig
+    >>> as_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
+    [[[255, 7]]]
+    """
+    if told.dtype.kind not in "iu":
+        raise ValueError(f"routes of dtype {told.dtype}")
+    if told.size and int(told.max()) >= model.num_experts:
+        raise ValueError(f"a route to expert {int(told.max())} of {model.num_experts}")
+    return np.where(told < 0, missing_route(model.route_dtype), told).astype(model.route_dtype)
 
 
 def any_missing(routes: Routes) -> bool:

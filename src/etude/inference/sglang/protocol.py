@@ -14,7 +14,7 @@ import numpy as np
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign.parts import Part, broken, kept_routes, keyed_seed, labelled
+from etude.inference.foreign.parts import Part, as_routes, broken, kept_routes, keyed_seed, labelled
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Traffic
 from etude.records.wire import Routes
@@ -65,7 +65,7 @@ class _Refusal(msgspec.Struct, frozen=True):
     error: _Trouble | str
 
 
-def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool, stream: bool) -> bytes:
+def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
     """The body that asks for a completion. `name`: what SGLang calls the request; `salt`: prefixes are shared under
     the same one only. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
@@ -83,7 +83,7 @@ def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bo
         "ignore_eos": not sampling.stop_token_ids,  # it would ignore a request's own, too
     }
     body: dict[str, Any] = {"rid": name, "input_ids": prompt.tolist(), "sampling_params": params, "extra_key": salt}
-    body |= {"return_logprob": True, "stream": stream, "priority": int(request.traffic is Traffic.PRODUCTION)}
+    body |= {"return_logprob": True, "stream": True, "priority": int(request.traffic is Traffic.PRODUCTION)}
     if native_routes and request.routes_from is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
     return msgspec.json.encode(body)
@@ -94,11 +94,6 @@ def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
     params = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": name, "input_ids": token_ids, "sampling_params": params, "extra_key": salt, "priority": 1}
     return msgspec.json.encode(body | {"return_logprob": True, "logprob_start_len": 0})
-
-
-def read_answer(body: bytes, *, engine: str) -> Part:
-    """A whole answer. Raises `Broken`."""
-    return _part(_decoded(body, _Answer, engine), engine, whole=True)
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
@@ -121,7 +116,7 @@ def read_event(line: bytes, *, engine: str) -> Part | None:
     body = line[len(b"data: ") :]
     if body.lstrip().startswith(b'{"error"'):
         raise refused(500, body, engine=engine)
-    return _part(_decoded(body, _Answer, engine), engine, whole=False)
+    return _part(_decoded(body, _Answer, engine), engine)
 
 
 def is_end(line: bytes) -> bool:
@@ -152,16 +147,14 @@ def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
     if told.size != count * model.num_layers * model.top_k:
         raise ValueError(f"routes of {told.size} numbers for {count} positions")
     shaped = told.reshape(count, model.num_layers, model.top_k)
-    return np.ascontiguousarray(shaped[:, list(model.moe_layers)]).astype(model.route_dtype)
+    return as_routes(shaped[:, list(model.moe_layers)], model)
 
 
-def _part(answer: _Answer, engine: str, *, whole: bool) -> Part:
+def _part(answer: _Answer, engine: str) -> Part:
     ids, meta = answer.output_ids, answer.meta_info
     told, finish = meta.output_token_logprobs or [], meta.finish_reason
     if [one.token_id for one in told] != ids:
         raise broken(MAKE, engine, f"log-probabilities of {len(told)} tokens, {len(ids)} tokens")
-    if whole and finish is None:
-        raise broken(MAKE, engine, "no reason why it ended")
     if finish is not None and finish.type == "abort":
         raise EngineError(f"SGLang of {engine} dropped a request", finish.message, hint="ask again; its log says why")
     logprobs = [one.logprob for one in told if one.logprob is not None]

@@ -62,7 +62,7 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
     report_settings(telemetry, config, device=device)
     following = None
     if args.store is not None:
-        chain = Follower(open_store(args.store, cache=args.cache))
+        chain = Follower(open_store(args.store, cache=args.cache), public_key=args.public_key)
         following = SglangFollowing(
             engine, chain, start=args.checkpoint, folder=folder / "head", poll_s=args.poll_s, telemetry=telemetry
         )

@@ -26,8 +26,8 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two questions to the workers, 
 
 
 class VllmFollowing(Following):
-    """`place`: the store, as vLLM's workers open it, `head` is of the same; `cache`: a directory in which a region's
-    engines share what they fetched."""
+    """`place`: the store, as vLLM's workers open it, `head` is of the same; `public_key`: the workers believe only what
+    its owner signed; `cache`: a directory in which a region's engines share what they fetched."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class VllmFollowing(Following):
         head: Head,
         place: str,
         *,
+        public_key: bytes | None = None,
         cache: Path | None = None,
         poll_s: float = 0.05,
         telemetry: Telemetry | None = None,
@@ -42,10 +43,11 @@ class VllmFollowing(Following):
         assert isinstance(engine.calls, VllmCalls), "its workers are called"
         super().__init__(engine, poll_s=poll_s, telemetry=telemetry)
         self.head, self.place, self.cache, self._call = head, place, cache, engine.calls.call
+        self._public_key = public_key.hex() if public_key else ""
 
     async def start_at_head(self) -> None:
         """As every follower; a model that the workers have no map for is an `EngineError`."""
-        await self._call("etude_follow", self.place, "policy", "", "", str(self.cache or ""))
+        await self._call("etude_follow", self.place, "policy", "", self._public_key, str(self.cache or ""))
         await super().start_at_head()
 
     async def _ready(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from etude.errors import EngineError
 from etude.inference.errors import MalformedRequest
-from etude.inference.foreign.parts import Part, broken, kept_routes, keyed_seed, labelled
+from etude.inference.foreign.parts import Part, as_routes, broken, kept_routes, keyed_seed, labelled
 from etude.inference.wire import GENERATE
 from etude.models.config import ModelConfig
 from etude.records.completion import CompletionRequest, Traffic
@@ -26,7 +26,6 @@ __all__ = [
     "asked",
     "given_routes",
     "is_end",
-    "read_answer",
     "read_event",
     "read_scores",
     "refused",
@@ -88,7 +87,7 @@ class _Refusal(msgspec.Struct, frozen=True):
     error: _Trouble
 
 
-def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool, stream: bool) -> bytes:
+def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
     """The body that asks vLLM for a completion. `name`: what vLLM calls the request; `salt`: prefixes are shared under
     the same one only. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
@@ -110,9 +109,8 @@ def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bo
     if native_routes and request.routes_from is not None:
         params["routed_experts_prompt_start"] = request.routes_from
     body: dict[str, Any] = {"request_id": name, "token_ids": prompt.tolist(), "sampling_params": params}
-    body |= {"cache_salt": salt, "stream": stream, "priority": int(request.traffic is not Traffic.PRODUCTION)}
-    if stream:
-        body["stream_options"] = {"include_usage": True}
+    body |= {"cache_salt": salt, "stream": True, "priority": int(request.traffic is not Traffic.PRODUCTION)}
+    body["stream_options"] = {"include_usage": True}
     return msgspec.json.encode(body)
 
 
@@ -122,11 +120,6 @@ def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
     return msgspec.json.encode(
         {"request_id": name, "token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
     )
-
-
-def read_answer(body: bytes, *, engine: str) -> Part:
-    """A whole answer. Raises `Broken`."""
-    return _part(_decoded(body, _Answer, engine), engine, whole=True)
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
@@ -150,7 +143,7 @@ def read_event(line: bytes, *, engine: str) -> Part | None:
     body = line[len(b"data: ") :]
     if body.lstrip().startswith(b'{"error"'):
         raise refused(500, body, engine=engine)
-    return _part(_decoded(body, _Answer, engine), engine, whole=False)
+    return _part(_decoded(body, _Answer, engine), engine)
 
 
 def is_end(line: bytes) -> bool:
@@ -179,20 +172,18 @@ def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
     told = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)
     if told.shape != (count, model.num_layers, model.top_k):
         raise ValueError(f"routes of shape {list(told.shape)} for {count} positions")
-    return np.ascontiguousarray(told[:, list(model.moe_layers)]).astype(model.route_dtype)
+    return as_routes(told[:, list(model.moe_layers)], model)
 
 
-def _part(answer: _Answer, engine: str, *, whole: bool) -> Part:
+def _part(answer: _Answer, engine: str) -> Part:
     if len(answer.choices) != 1:
-        if not whole and not answer.choices:
+        if not answer.choices:
             return Part([], [], num_cached=_cached(answer))
         raise broken(MAKE, engine, f"{len(answer.choices)} choices")
     choice = answer.choices[0]
     ids, told = choice.token_ids or [], (choice.logprobs.content if choice.logprobs else None) or []
     if [one.token_id for one in told] != ids:
         raise broken(MAKE, engine, f"log-probabilities of {len(told)} tokens, {len(ids)} tokens")
-    if whole and choice.finish_reason is None:
-        raise broken(MAKE, engine, "no reason why it ended")
     if choice.finish_reason == "abort":
         raise EngineError(f"vLLM of {engine} dropped a request", hint="ask again; its log says why")
     spans = _spans(choice, engine) if choice.finish_reason else ()

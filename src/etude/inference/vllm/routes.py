@@ -42,7 +42,7 @@ class RouteTable:
         self._block_size = int(groups[0].kv_cache_spec.block_size)
         slots = runner.kv_cache_config.num_blocks * self._block_size
         top_k = runner.model_config.get_num_experts_per_tok()
-        self._kept = torch.zeros((slots, len(routers), top_k), dtype=torch.int16)  # torch indexes no uint16
+        self._kept = torch.full((slots, len(routers), top_k), -1, dtype=torch.int16)  # none is known, which 0 is not
         self._done: OrderedDict[str, bytes] = OrderedDict()
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._capture, layer))

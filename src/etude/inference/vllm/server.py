@@ -65,8 +65,16 @@ def _serve(args: argparse.Namespace, folder: Path, telemetry: Telemetry | None) 
     report_settings(telemetry, config, device=device)
     following = None
     if args.store is not None:
-        head = Head(open_store(args.store, cache=args.cache), "policy")
-        following = VllmFollowing(engine, head, args.store, cache=args.cache, poll_s=args.poll_s, telemetry=telemetry)
+        head = Head(open_store(args.store, cache=args.cache), "policy", public_key=args.public_key)
+        following = VllmFollowing(
+            engine,
+            head,
+            args.store,
+            public_key=args.public_key,
+            cache=args.cache,
+            poll_s=args.poll_s,
+            telemetry=telemetry,
+        )
     offer(args, listener, token, vllm, engine, following, telemetry)
 
 

@@ -1,7 +1,9 @@
-"""In a machine: run a file's tests and say how each ended, as it ends.
+"""In a machine: run a file's tests and say how each ended, as it ends, and which files were read.
 
-stdin: {"nonce", "runner", "path"}; stdout: for each test a line, the nonce and [name, "passed" or what else], at the
-end the nonce and null. What tests print goes nowhere. For finding out which tests there are; grading has its own.
+stdin: {"nonce", "runner", "path", "roots"}; `roots` are folders, below the working directory, that modules are found
+in. stdout: lines, each the nonce and one of ["test", name, "passed" or what else], ["error", what kept tests from being
+found], ["missing", a module], ["read", by which file, which file] (of the working directory, once each, no modules), at
+the end null. What tests print goes nowhere. For finding out which tests there are; grading has its own.
 """
 
 from __future__ import annotations
@@ -13,10 +15,49 @@ import unittest
 from typing import Any
 
 sys.dont_write_bytecode = True
-Report = Any
+Say = Any
 
 
-def with_unittest(path: str, report: Report) -> None:
+def listen(say: Say) -> None:
+    """Say which files of the working directory its code reads, from here on. A file that is only looked for is none."""
+    here, said = os.path.realpath(os.getcwd()) + os.sep, set()
+    reading = os.O_WRONLY | os.O_RDWR
+
+    def inside(path: str) -> str | None:
+        """Relative to the working directory; None outside."""
+        whole = os.path.realpath(path)
+        return whole[len(here) :] if whole.startswith(here) else None
+
+    def reader() -> str | None:
+        """The nearest file of the working directory among those that called."""
+        frame: Any = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name.endswith(".py") and (found := inside(name)) is not None:
+                return found
+            frame = frame.f_back
+        return None
+
+    def heard(event: str, args: Any) -> None:
+        if event != "open" or not isinstance(args[0], (str, bytes)) or args[2] & reading:
+            return
+        path = inside(os.fsdecode(args[0]))
+        if path is None or path.endswith((".py", ".pyc")) or not os.path.isfile(path):
+            return
+        by = reader()
+        if by is not None and (by, path) not in said:
+            said.add((by, path))
+            say("read", by, path)
+
+    sys.addaudithook(heard)
+
+
+def last_line(text: Any) -> str:
+    lines = [line for line in str(text).splitlines() if line.strip()]
+    return lines[-1].strip().lstrip("E ")[:200] if lines else ""
+
+
+def with_unittest(path: str, say: Say) -> None:
     class Result(unittest.TestResult):
         def startTest(self, test: unittest.TestCase) -> None:
             super().startTest(test)
@@ -24,13 +65,17 @@ def with_unittest(path: str, report: Report) -> None:
 
         def stopTest(self, test: unittest.TestCase) -> None:
             super().stopTest(test)
-            report(test.id(), "failed" if self.bad else "passed")
+            if type(test).__module__.startswith("unittest"):
+                return  # it stands for a file that does not import
+            say("test", test.id(), "failed" if self.bad else "passed")
 
         def _worse(self) -> None:
             self.bad = True
 
         def addError(self, test: Any, err: Any) -> None:
             self._worse()
+            if type(test).__module__.startswith("unittest"):
+                say("error", last_line(err[1]))
 
         def addFailure(self, test: Any, err: Any) -> None:
             self._worse()
@@ -52,7 +97,7 @@ def with_unittest(path: str, report: Report) -> None:
     unittest.defaultTestLoader.loadTestsFromName(module).run(Result())
 
 
-def with_pytest(path: str, report: Report) -> None:
+def with_pytest(path: str, say: Say) -> None:
     import pytest
 
     class Told:
@@ -63,9 +108,12 @@ def with_pytest(path: str, report: Report) -> None:
             if report.outcome != "passed" or hasattr(report, "wasxfail"):
                 self.bad.add(report.nodeid)
             if report.when == "teardown":
-                tell(report.nodeid, "failed" if report.nodeid in self.bad else "passed")
+                say("test", report.nodeid, "failed" if report.nodeid in self.bad else "passed")
 
-    tell = report
+        def pytest_collectreport(self, report: Any) -> None:
+            if report.failed:
+                say("error", last_line(report.longrepr))
+
     pytest.main([path, "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--rootdir=."], plugins=[Told()])
 
 
@@ -75,19 +123,20 @@ def main() -> None:
     silence = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(silence, fd)
-    sys.path.insert(0, os.getcwd())
+    sys.path[:0] = [os.getcwd(), *(os.path.abspath(root) for root in request["roots"])]
     sys.argv = [request["path"]]
 
-    def say(what: object) -> None:
-        out.write(f"{request['nonce']} {json.dumps(what)}\n")
+    def say(*what: str) -> None:
+        out.write(f"{request['nonce']} {json.dumps(what or None)}\n")
         out.flush()
 
     run = with_pytest if request["runner"] == "pytest" else with_unittest
+    listen(say)
     try:
-        run(request["path"], lambda name, outcome: say([name, outcome]))
+        run(request["path"], say)
     except ModuleNotFoundError as error:
-        say([error.name, "missing"])
-    say(None)
+        say("missing", str(error.name))
+    say()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import TaskError, nearest
+from etude.tasks.trees import read_text
 
 VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
 _TOP = {
@@ -56,8 +57,8 @@ def read_config(folder: Path) -> HarborConfig:
     """The config of the task in a folder. Raises `TaskError`, which names the file."""
     path = folder / "task.toml"
     try:
-        plain = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        plain = tomllib.loads(read_text(path))
+    except tomllib.TOMLDecodeError as error:
         raise TaskError(f"{path} cannot be read", str(error), hint="it is TOML, as harbor writes it") from None
     return _Reader(path).config(plain, folder.name)
 

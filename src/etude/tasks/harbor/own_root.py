@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import TaskError
-from etude.tasks.trees import read_text
+from etude.tasks.trees import read_text, refuse_link
 
 HIDDEN = ".harbor"
 WORK = "/workspace"
@@ -47,6 +47,7 @@ class OwnRoot:
 
 def own_root(folder: Path) -> OwnRoot:
     """What a task's Dockerfile copies. `TaskError` for one that does more: it needs an image."""
+    refuse_link(folder / "environment")
     path = folder / "environment" / "Dockerfile"
     if not path.is_file():
         raise TaskError(f"{folder} has no environment/Dockerfile", hint="give its image: see --images")

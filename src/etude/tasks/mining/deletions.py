@@ -18,14 +18,23 @@ from etude.records.task import Answer, HiddenTests, Runner
 from etude.seams import Runtime
 from etude.syntax import parse
 from etude.tasks.mining.commits import (
-    HIDDEN_DEADLINE_S,
     MAX_FAILING,
     MAX_PASSING,
     TEST_DEADLINE_S,
     Found,
     whole_tree_task,
 )
-from etude.tasks.mining.testing import holds_tests, is_test, passing, runner_for
+from etude.tasks.mining.testing import (
+    Ran,
+    data_of_tests,
+    helpers_of_tests,
+    holds_tests,
+    imports_in,
+    is_test,
+    run_tests,
+    runner_for,
+    source_roots,
+)
 
 MIN_STATEMENTS = 3
 MAX_TEST_FILES = 5
@@ -109,7 +118,7 @@ class DeletionMiner:
     ) -> None:
         self._files, self._runtime, self._source = dict(files), runtime, source
         self._image, self._deadline_s = image, deadline_s
-        self._intact: dict[tuple[str, ...], set[str]] = {}
+        self._intact: dict[tuple[str, ...], Ran] = {}
 
     async def task_of(self, function: Function) -> Found | str:
         """The task in which this function is missing, or why there is none."""
@@ -117,20 +126,23 @@ class DeletionMiner:
         if not tests:
             return "no test is about its module"
         runner = runner_for(self._files[path] for path in tests)
-        intact = await self._passing_intact(tests, runner)
-        if not intact:
+        intact = await self._run_intact(tests, runner)
+        if not intact.passed:
             return "no test of its module passes"
         files = self._files | {function.path: function.without}
         left = await self._run(files, tests, runner)
-        failing, both = sorted(intact - left), sorted(intact & left)
+        failing, both = sorted(intact.passed - left.passed), sorted(intact.passed & left.passed)
         if not failing:
             return "no test fails without it"
         names = (*failing[:MAX_FAILING], *both[:MAX_PASSING])
-        hidden = {path: self._files[path] for path in tests}
-        limit = min(self._deadline_s, HIDDEN_DEADLINE_S)
+        data = data_of_tests(intact.reads)
+        hidden = {path: self._files[path] for path in (*tests, *sorted(data)) if path in self._files}
+        limit = intact.deadline_s(self._deadline_s)
         answer = Answer(
             reference={function.path: self._files[function.path]},
-            tests=HiddenTests(runner=runner, files=hidden, names=names, deadline_s=limit),
+            tests=HiddenTests(
+                runner=runner, files=hidden, names=names, roots=source_roots(self._files), deadline_s=limit
+            ),
         )
         task = whole_tree_task(
             files,
@@ -140,16 +152,22 @@ class DeletionMiner:
             instruction=f"{function.name} in {function.path} lost its body. Write it again: its docstring, its callers"
             " and the tests say what it does.",
             image=self._image,
+            kept=data | helpers_of_tests(imports_in(self._files)),
         )
         return Found(task, answer, len(failing), len(both[:MAX_PASSING]))
 
-    async def _passing_intact(self, tests: list[str], runner: Runner) -> set[str]:
-        """Tests that pass twice on the intact tree."""
+    async def _run_intact(self, tests: list[str], runner: Runner) -> Ran:
+        """On the intact tree; the tests that pass twice."""
         key = tuple(tests)
         if key not in self._intact:
             first = await self._run(self._files, tests, runner)
-            self._intact[key] = first & await self._run(self._files, tests, runner) if first else first
+            second = await self._run(self._files, tests, runner) if first.passed else first
+            self._intact[key] = Ran(
+                first.passed & second.passed,
+                first.reads | second.reads,
+                file_s=max(first.file_s, second.file_s),
+            )
         return self._intact[key]
 
-    async def _run(self, files: Mapping[str, str], tests: list[str], runner: Runner) -> set[str]:
-        return await passing(self._runtime, files, tests, runner, deadline_s=self._deadline_s, image=self._image)
+    async def _run(self, files: Mapping[str, str], tests: list[str], runner: Runner) -> Ran:
+        return await run_tests(self._runtime, files, tests, runner, deadline_s=self._deadline_s, image=self._image)

@@ -60,10 +60,18 @@ class Repository:
         return self._git("rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").decode().strip()
 
     def commits(self, limit: int, head: str = "HEAD") -> list[Commit]:
-        """The newest `limit` commits from `head`, merges left out, newest first."""
-        out = self._git("log", "--no-merges", f"--max-count={limit}", f"--format={_FORMAT}", self.resolve(head), "--")
+        """The newest `limit` commits of the main line from `head`, newest first: of what was merged, the merge alone.
+        No change is in two of them."""
+        out = self._git(
+            "log", "--first-parent", f"--max-count={limit}", f"--format={_FORMAT}", self.resolve(head), "--"
+        )
         rows = (row.strip("\n").split("\0") for row in out.decode("utf-8", "replace").split("\x01") if row.strip())
         return [Commit(id, tuple(parents.split()), message.strip()) for id, parents, message in rows]
+
+    def merged(self, commit: Commit) -> str:
+        """The messages of the commits that a merge brought, oldest first."""
+        outside = [f"^{commit.parents[0]}", *commit.parents[1:]]
+        return self._git("log", "--no-merges", "--reverse", "--format=%B", *outside, "--").decode("utf-8", "replace")
 
     def tree(self, commit: str) -> dict[str, str]:
         """path -> id of the blob, of every regular file. Links and submodules are left out, and paths that are no

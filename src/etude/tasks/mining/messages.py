@@ -41,6 +41,16 @@ def instruction_from(message: str) -> str | None:
     return text[:MAX_CHARS] if len(re.findall(r"[A-Za-z]{2,}", text)) >= MIN_WORDS else None
 
 
+def of_merge(message: str) -> str:
+    """What a merge's message says beside that it is one.
+
+    >>> of_merge("Merge pull request #12 from a/b\\n\\nRound halves up")
+    'Round halves up'
+    """
+    subject, _, rest = message.strip().partition("\n")
+    return rest.strip() if re.match(r"merged?\b", subject, re.IGNORECASE) else message
+
+
 def _is_trailer(line: str, lines: list[str]) -> bool:
     """Whether a line is among the last ones, all of which have the form of trailers, and is not the subject."""
     if not _TRAILER.match(line) or line is lines[0]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,9 @@ def _fill(text: str, operands: Sequence[str | int]) -> str:
     return text.replace("A", first).replace("B", last).replace("K", last)
 
 
-_AB: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
+_Rows = tuple[tuple[str, Callable[..., Any], str, str], ...]
+"""Expression, what computes it, and the two phrases."""
+_AB: _Rows = (
     ("A + B", operator.add, "A plus B", "sum of A and B"),
     ("A - B", operator.sub, "A minus B", "B taken from A"),
     ("A * B", operator.mul, "A times B", "product of A and B"),
@@ -48,7 +50,7 @@ _AB: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
     ("A == B", operator.eq, "is A equal to B", "are A and B the same"),
     ("A != B", operator.ne, "is A different from B", "do A and B differ"),
 )
-_AK: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
+_AK: _Rows = (
     ("A + K", operator.add, "A plus K", "add K to A"),
     ("A - K", operator.sub, "A minus K", "take K from A"),
     ("A * K", operator.mul, "A times K", "multiply A by K"),
@@ -59,7 +61,7 @@ _AK: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
 )
 _FIRST, _LAST = operator.itemgetter(0), operator.itemgetter(-1)
 _BACKWARDS = operator.itemgetter(slice(None, None, -1))
-_XS: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
+_XS: _Rows = (
     ("sum(A)", sum, "sum of A", "total of A"),
     ("max(A)", max, "maximum of A", "largest in A"),
     ("min(A)", min, "minimum of A", "smallest in A"),
@@ -69,7 +71,7 @@ _XS: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
     ("sorted(A)", sorted, "A sorted", "A in order"),
     ("A[::-1]", _BACKWARDS, "A reversed", "A backwards"),
 )
-_S: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
+_S: _Rows = (
     ("A.upper()", str.upper, "A in upper case", "A as capitals"),
     ("A.lower()", str.lower, "A in lower case", "A as small letters"),
     ("A[::-1]", _BACKWARDS, "A reversed", "A backwards"),
@@ -79,10 +81,53 @@ _S: tuple[tuple[str, Callable[..., Any], str, str], ...] = (
     ("A.strip()", str.strip, "A without outer blanks", "A stripped"),
 )
 
-TEMPLATES: dict[str, tuple[Template, ...]] = {
-    family: tuple(Template(family, text, apply, (one, two)) for text, apply, one, two in rows)
-    for family, rows in (("ab", _AB), ("ak", _AK), ("xs", _XS), ("s", _S))
-}
+
+def _templates(*families: tuple[str, _Rows]) -> dict[str, tuple[Template, ...]]:
+    return {
+        family: tuple(Template(family, text, apply, (one, two)) for text, apply, one, two in rows)
+        for family, rows in families
+    }
+
+
+TEMPLATES = _templates(("ab", _AB), ("ak", _AK), ("xs", _XS), ("s", _S))
+TRANSFER_TEMPLATES = _templates(
+    (
+        "ab",  # new words
+        (
+            ("A >= B", operator.ge, "is A at least B", "is A not below B"),
+            ("A <= B", operator.le, "is A at most B", "is A not above B"),
+        ),
+    ),
+    (
+        "ak",  # words of two variables, with a constant
+        (
+            ("max(A, K)", max, "larger of A and K", "maximum of A and K"),
+            ("min(A, K)", min, "smaller of A and K", "minimum of A and K"),
+            ("A == K", operator.eq, "is A equal to K", "are A and K the same"),
+            ("A != K", operator.ne, "is A different from K", "do A and K differ"),
+        ),
+    ),
+    (
+        "xs",  # two known words together
+        (
+            ("sorted(A)[::-1]", lambda xs: sorted(xs)[::-1], "A sorted and reversed", "A in order backwards"),
+            ("sorted(A)[0]", lambda xs: sorted(xs)[0], "first of A sorted", "head of A in order"),
+        ),
+    ),
+    (
+        "s",
+        (
+            ("A[::-1].upper()", lambda s: s[::-1].upper(), "A reversed in upper case", "A backwards as capitals"),
+            (
+                "A.strip().lower()",
+                lambda s: s.strip().lower(),
+                "A stripped in lower case",
+                "A stripped as small letters",
+            ),
+        ),
+    ),
+)
+"""What `Split.TRANSFER` is made of: no training, validation or held-out function has one of these templates."""
 FAMILY_WEIGHTS = {"ab": 0.3, "ak": 0.4, "xs": 0.15, "s": 0.15}
 VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     "ab": (("a", "b"), ("x", "y"), ("m", "n"), ("p", "q"), ("left", "right"), ("u", "v")),
@@ -158,7 +203,7 @@ class Function:
 
     @property
     def split(self) -> Split:
-        return split_of(self.key)
+        return split_of_key(self.key)
 
     def source(self, body: Body | None = None) -> str:
         """Three lines of Python, with the given body or the right one."""
@@ -187,9 +232,11 @@ class Function:
 
 def random_function(rng: random.Random, name: str, split: Split) -> Function:
     """A function of the split, in the distribution of the repositories: constants 2 to 19, usual variable names."""
-    family = rng.choices(list(FAMILY_WEIGHTS), list(FAMILY_WEIGHTS.values()))[0]  # alike in every split
+    templates = TRANSFER_TEMPLATES if split is Split.TRANSFER else TEMPLATES
+    weights = [FAMILY_WEIGHTS[f] for f in templates]  # alike in the splits that share templates
+    family = rng.choices(list(templates), weights)[0]
     while True:
-        template, variables = rng.choice(TEMPLATES[family]), rng.choice(VARIABLES[family])
+        template, variables = rng.choice(templates[family]), rng.choice(VARIABLES[family])
         constant = rng.randint(2, 19) if family == "ak" else 0
         function = Function(name, template, rng.randrange(2), variables, constant)
         if function.split is split:
@@ -252,15 +299,33 @@ def _measure(phrase: str, num_variables: int) -> tuple[int, int]:
     return num_variables, len(phrase.split())
 
 
-def _phrases() -> dict[tuple[int, int], list[str]]:
-    """All phrases by number of variables and of words: the few that a docstring of that shape can be."""
+def _phrases(templates: Iterable[Template]) -> dict[tuple[int, int], list[str]]:
+    """Phrases by number of variables and of words: the few that a docstring of that shape can be."""
     shelves: dict[tuple[int, int], list[str]] = {}
-    for phrase in (p for t in _ALL for p in t.phrases):
+    for phrase in (p for t in templates for p in t.phrases):
         shelves.setdefault(_measure(phrase, 2 if "B" in phrase else 1), []).append(phrase)
     return shelves
 
 
-_PHRASES = _phrases()
+_PHRASES = _phrases(_ALL)
+_TRANSFER_PHRASES = _phrases(t for family in TRANSFER_TEMPLATES.values() for t in family)
+
+
+def _is_phrase(phrases: dict[tuple[int, int], list[str]], variables: str, docstring: str) -> bool:
+    operands = variables.split(", ")
+    constant = re.search(r"\d+", docstring)
+    filled = [*operands, constant[0]] if constant else operands
+    return any(_fill(p, filled) == docstring for p in phrases.get(_measure(docstring, len(operands)), ()))
+
+
+def split_of_key(key: str) -> Split:
+    """The split of a function by its key.
+
+    >>> split_of_key("(n) n plus 4"), split_of_key("(n) larger of n and 4")
+    (<Split.HELDOUT: 'heldout'>, <Split.TRANSFER: 'transfer'>)
+    """
+    variables, _, docstring = key.removeprefix("(").partition(") ")
+    return Split.TRANSFER if _is_phrase(_TRANSFER_PHRASES, variables, docstring) else split_of(key)
 
 
 def keys_in(text: str) -> Iterator[str]:
@@ -270,8 +335,5 @@ def keys_in(text: str) -> Iterator[str]:
     ['(n) n plus 3']
     """
     for variables, docstring in _DEFINITION.findall(text):
-        operands = variables.split(", ")
-        constant = re.search(r"\d+", docstring)
-        phrases = _PHRASES.get(_measure(docstring, len(operands)), ())
-        if any(_fill(p, [*operands, constant[0]] if constant else operands) == docstring for p in phrases):
+        if _is_phrase(_PHRASES, variables, docstring) or _is_phrase(_TRANSFER_PHRASES, variables, docstring):
             yield f"({variables}) {docstring}"

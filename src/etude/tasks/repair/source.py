@@ -1,7 +1,9 @@
 """`RepairSource`: small generated repositories with one bug each, without end.
 
 Split by content: one tenth of all (template, phrasing, variables, constant) is for validation, one tenth is held
-out, whatever the seed; the seed decides which of them are met in which order.
+out, whatever the seed; the seed decides which of them are met in which order. A third set, `Split.TRANSFER`, has
+templates of its own that nothing else shows. A task's `problem` is its broken function: the same function in another
+repository is a variant of the problem, not another one.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ def task_of(problem: Problem, split: Split, index: int) -> Task:
         split=split,
         index=index,
         family=problem.family,
+        problem=problem.function.key,
         instruction=INSTRUCTION,
         files={**files, TEST_FILE: tests},
         exports=tuple(files),

@@ -16,13 +16,14 @@ from torch import distributed
 
 from etude.errors import CheckpointError, ConfigError, EtudeError
 from etude.models.attention import Cache, Packed
-from etude.models.checkpoint import complete, sync
+from etude.models.checkpoint import complete, prove_weights, sync
 from etude.models.transformer import Transformer
 from etude.numerics.adapted import Adapted
 from etude.numerics.config import Quantise
 from etude.numerics.operators import Operators
 from etude.numerics.parallel import RankLost
 from etude.seams import BlobStore
+from etude.sums import digests, files_in, prove, write_sums
 from etude.training.config import LiveWeights
 from etude.training.group import SHARDS, STATE, Rowwise
 from etude.training.optimizer import AdamW
@@ -159,6 +160,7 @@ class Sharded:
             base = loading.base
             operators = Adapted(operators) if config.lora_rank else operators
             model = recomputing(begin(base, operators, mesh), config.recompute)
+            prove_weights(base, part=self.rank, parts=self.size)
         cuts = cuts_of(model, mesh)
         parts = (model, self, cuts, names_of(model, cuts, mesh), config.weights, base)
         trained = LowRankShards(*parts, loading) if config.lora_rank else Shards(*parts)
@@ -179,6 +181,9 @@ class Sharded:
 
     def restore(self, path: Path, optimizer: AdamW) -> None:
         with self.agreed("optimiser"):
+            state = [name for name in files_in(path) if name == STATE or name.startswith(f"{SHARDS}/")]
+            prove(path, state[self.rank :: self.size], kind=CheckpointError)
+        with self.agreed("optimiser"):
             if (path / SHARDS).is_dir():
                 checkpoint.restore(path / SHARDS, optimizer, self._cuts, self.mesh.control)
             else:
@@ -194,6 +199,13 @@ class Sharded:
             yield hidden  # what it raises it raises on all ranks
             with self.agreed("directory"):
                 sync(hidden)
+            with self.agreed("directory"):
+                mine = digests(hidden, files_in(hidden)[self.rank :: self.size])
+            parts = self.gathered(mine)
+            with self.agreed("directory"):
+                if self.rank == 0:
+                    write_sums(hidden, {name: one for part in parts for name, one in part.items()})
+                    sync(hidden)
             with self.agreed("directory"):
                 if self.rank == 0:
                     complete(hidden, path)

@@ -8,6 +8,9 @@
 
 The same ranks lie in all three, so no parameter and no token is anywhere twice. gloo on CPUs; NCCL on GPUs, with gloo
 beside it for what is said rather than computed. Every collective has a deadline.
+
+Collectives are not authenticated, and torch's collectives of objects are pickles: whoever reaches the ports of gloo or
+NCCL can run code in a rank. The ranks need a network of their own (docs/guides/sharded-learner.md).
 """
 
 from __future__ import annotations

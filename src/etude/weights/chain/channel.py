@@ -147,10 +147,11 @@ class Channel:
             hint="collect less often than a publish takes",
         )
 
-    def fetch(self, version: Version | None = None) -> dict[str, Tensor]:
+    def fetch(self, version: Version | None = None, *, public_key: bytes | None = None) -> dict[str, Tensor]:
         """The proven tensors of a version, of the newest by default, without holding anything: for one look at them.
-        Raises `WeightsError` where there is none, or nothing leads to it."""
-        pointer = history.head(self._store, self._name) if version is None else None
+        `public_key`: the newest is what its owner signed. Raises `WeightsError` where there is none, or no way leads
+        there."""
+        pointer = history.head(self._store, self._name, public_key=public_key) if version is None else None
         manifest = history.load(self._store, pointer.head) if pointer else None
         if version is not None:
             manifest = history.find(self._store, self._name, version)
@@ -303,11 +304,13 @@ def _beyond(head: Head, known: Sequence[tuple[Ref, Manifest]]) -> Head:
     return replace(head, generation=generation, serial=max((manifest.serial for _, manifest in known), default=0))
 
 
-def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Have the head of a channel be these tensors, which others may have published before. Raises as `publish` does."""
+def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, signer: Signer | None = None) -> None:
+    """Have the head of a channel be these tensors, which others may have published before; signed, where there is a
+    signer. Raises as `publish` does."""
     pointer = history.head(store, name)
-    if pointer is None or pointer.head.version.digest != table_digest(table(tensors)):
-        Channel(store, name).publish(tensors, step=0, parent=None, rollout_ids=())
+    unsigned = signer is not None and pointer is not None and not pointer.signature
+    if pointer is None or unsigned or pointer.head.version.digest != table_digest(table(tensors)):
+        Channel(store, name, signer=signer).publish(tensors, step=0, parent=None, rollout_ids=())
 
 
 def _where(store: BlobStore, key: str) -> str:

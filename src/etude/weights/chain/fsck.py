@@ -136,7 +136,7 @@ def _prove(
                 if way.base.key in lost:
                     raise _Needs(f"it needs {way.base.version}, which cannot be rebuilt", hint="see there")
                 base = trail.at(way.base) or plans.rebuild(store, history.load(store, way.base))
-            made = plans.prove(manifest, plans.take(store, manifest, way, base))
+            made = plans.prove(manifest, plans.take(store, manifest, way, base).tensors)
         except EtudeError as error:
             failed.append((way, error))
     return made, failed

@@ -84,12 +84,14 @@ class DiffRow:
 
 
 def require_channel(store: BlobStore, name: str) -> None:
-    """Raises `InputError` for a channel that is not there beside others that are: a misspelt name."""
+    """Raises `InputError` for a channel without a version: a misspelt name, or a store before its first publish."""
     if history.head(store, name) is None and not history.committed(store, name):
         others = sorted(key.removeprefix("pointers/") for key in store.list("pointers/"))
         if others:
             hint = f"give --name; {nearest(name, others)}"
             raise InputError(f"there is no channel {name!r}", f"there is {', '.join(others)}", hint=hint)
+        hint = "a run publishes its first version as its RL begins; elsewhere `etude weights publish` does"
+        raise InputError(f"there is no version of channel {name!r}", "the store is empty", hint=hint)
 
 
 def log(store: BlobStore, name: str = "policy") -> list[LogRow]:

@@ -17,6 +17,7 @@ import msgspec
 
 from etude.errors import WeightsError
 from etude.records.completion import Version
+from etude.weights.delta.checksums import checksum
 from etude.weights.tensors import Spec, Tensor, content_digest, tensor_digest
 
 FORMAT = 2
@@ -31,7 +32,7 @@ MAX_HEADER_BYTES = 1 << 28
 
 T = TypeVar("T", bound="Manifest | Pointer | Later")
 _SIGNATURE = b',"signature":"'
-_HEX8, _HEX64 = re.compile("[0-9a-f]{8}"), re.compile("[0-9a-f]{64}")
+_HEX8, _HEX32, _HEX64 = (re.compile(f"[0-9a-f]{{{count}}}") for count in (8, 32, 64))
 
 
 class Damaged(WeightsError):
@@ -85,6 +86,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     sha256: str  # tensor_digest of the target's codes
+    checksum: str = ""  # of the target's codes, 32 hex; empty: written before there were checksums
 
     @property
     def spec(self) -> Spec:
@@ -181,7 +183,9 @@ def table(tensors: Mapping[str, Tensor]) -> tuple[TensorEntry, ...]:
     for name in tensors:
         if not _allowed_name(name):
             raise WeightsError(f"tensor name {name[:80]!r} is not allowed", hint="1 to 512 bytes of UTF-8, no NUL")
-    return tuple(TensorEntry(n, t.dtype, t.shape, tensor_digest(t)) for n, t in sorted(tensors.items()))
+    return tuple(
+        TensorEntry(n, t.dtype, t.shape, tensor_digest(t), checksum(t.codes)) for n, t in sorted(tensors.items())
+    )
 
 
 def table_digest(entries: Sequence[TensorEntry]) -> str:
@@ -293,7 +297,8 @@ def _check_manifest(manifest: Manifest) -> None:
     names = [entry.name for entry in manifest.tensors]
     _require(len({*names}) == len(names), "a tensor is named twice")
     for entry in manifest.tensors:
-        _require(_allowed_name(entry.name) and bool(_HEX64.fullmatch(entry.sha256)), f"tensor {entry.name[:80]!r}")
+        digests = _HEX64.fullmatch(entry.sha256) and (not entry.checksum or _HEX32.fullmatch(entry.checksum))
+        _require(_allowed_name(entry.name) and bool(digests), f"tensor {entry.name[:80]!r}")
         _ = entry.spec  # raises for an unknown dtype or a wild shape
     _require(table_digest(manifest.tensors) == manifest.version.digest, "the version's digest is not the table's")
     if manifest.parent:

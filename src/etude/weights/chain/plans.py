@@ -4,11 +4,16 @@ Versions are places, ways are roads with their bytes as length; the search goes 
 algorithm and reads only what it must: a follower that is one version behind reads no other manifest than the target's.
 A delta over several versions never weighs more than those it was composed of, so where a way starts at what is held,
 no other way from there is looked for. A way that turns out lost or damaged is closed and the search goes on without
-it. Every object is proven by the SHA-256 of whoever named it, every tensor of the target by its manifest's digest.
+it.
+
+Every object is proven by the SHA-256 of whoever named it. Where all of them are named by manifests, what they lead to
+is proven with them, and a tensor's checksum is compared against accidents. Later ways are anybody's: after one of them
+every tensor is proven by the SHA-256 in the target's manifest.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import heapq
 import itertools
@@ -17,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -36,6 +41,8 @@ from etude.weights.chain.manifest import (
     read_later,
 )
 from etude.weights.delta import codec
+from etude.weights.delta.changes import Changes, write
+from etude.weights.delta.checksums import checksum
 from etude.weights.tensors import Tensor, tensor_digest
 
 AHEAD = 2  # objects that are fetched while another is decoded
@@ -67,14 +74,31 @@ class Plan:
     def num_bytes(self) -> int:
         return sum(hop.way.num_bytes for hop in self.hops)
 
+    @property
+    def vouched(self) -> bool:
+        """Whether manifests name all of its objects."""
+        return all(hop.way in hop.manifest.ways for hop in self.hops)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Tensors that a way led to; and what changed in some, by name, where the way told it as lists."""
+
+    tensors: dict[str, Tensor]
+    lists: dict[str, Changes] = field(default_factory=dict)
+
 
 @dataclass(frozen=True)
 class Reached:
     """A version's proven tensors, and how they were come by."""
 
-    tensors: dict[str, Tensor]
+    taken: Taken  # lists are from the tensors that were held
     fetched_bytes: int  # of the plan that worked
     failures: tuple[str, ...]  # why plans before it did not
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.taken.tensors
 
 
 class Search:
@@ -159,13 +183,14 @@ def reach(
     names why each plan failed.
     """
 
-    def start(plan: Plan) -> dict[str, Tensor]:
-        return dict(tensors or {}) if plan.start else {}
+    def start(plan: Plan) -> Taken:
+        return Taken(dict(tensors or {}) if plan.start else {})
 
-    def step(hop: Hop, made: dict[str, Tensor]) -> dict[str, Tensor]:
+    def step(plan: Plan, hop: Hop, made: Taken) -> Taken:
         if check is not None:
             check(hop.manifest)
-        return take(store, hop.manifest, hop.way, made, proving=hop.manifest is target)
+        proof = proof_of(plan) if hop.manifest is target else None
+        return take(store, hop.manifest, hop.way, made.tensors, proof=proof, listing=len(plan.hops) == 1)
 
     return Reached(*travel(store, target, held, start, step))
 
@@ -175,7 +200,7 @@ def travel(
     target: Manifest,
     held: Version | None,
     start: Callable[[Plan], Made],
-    step: Callable[[Hop, Made], Made],
+    step: Callable[[Plan, Hop, Made], Made],
 ) -> tuple[Made, int, tuple[str, ...]]:
     """What the steps along the cheapest plan that works make; its bytes, and why plans before it failed.
 
@@ -188,7 +213,7 @@ def travel(
         try:
             made = start(plan)
             for at in plan.hops:
-                made = step(at, made)
+                made = step(plan, at, made)
             return made, plan.num_bytes, tuple(failures)
         except Unproven as error:
             failures.append(_said(error))
@@ -217,40 +242,87 @@ def rebuild(store: BlobStore, target: Manifest) -> dict[str, Tensor]:
 
 
 class Unproven(WeightsError):
-    """Tensors with another digest than was published."""
+    """Tensors with another digest or checksum than was published."""
 
 
-def prove(manifest: Manifest, tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors, once each has the digest that the manifest states. Raises `Unproven`."""
+class Proof(enum.Enum):
+    """What a tensor is compared with before it is believed."""
+
+    CHECKSUM = "checksum"  # against accidents, where the bytes that led to it are proven: SHA-256 where there is none
+    DIGEST = "digest"  # SHA-256, and the checksum too where there is one
+
+
+def proof_of(plan: Plan) -> Proof:
+    """What the tensors that a plan leads to need."""
+    return Proof.CHECKSUM if plan.vouched else Proof.DIGEST
+
+
+def prove(manifest: Manifest, tensors: Tensors, proof: Proof = Proof.DIGEST) -> dict[str, Tensor]:
+    """The tensors, once each is what the manifest states. Raises `Unproven`."""
     for entry in manifest.tensors:
-        _prove(manifest, entry, tensors[entry.name])
+        check_tensor(manifest, entry, tensors[entry.name], proof)
     return dict(tensors)
 
 
-def _prove(manifest: Manifest, entry: TensorEntry, tensor: Tensor) -> None:
-    check_digest(manifest, entry, tensor_digest(tensor))
+def check_tensor(manifest: Manifest, entry: TensorEntry, tensor: Tensor, proof: Proof) -> None:
+    """Raises `Unproven` where a tensor is not what its manifest states."""
+    check(manifest, entry, proof, lambda: tensor_digest(tensor), lambda: checksum(tensor.codes))
 
 
-def check_digest(manifest: Manifest, entry: TensorEntry, found: str) -> None:
-    """Raises `Unproven` where a tensor's digest is not the one that the manifest states."""
-    if found != entry.sha256:
+def check(
+    manifest: Manifest, entry: TensorEntry, proof: Proof, digest: Callable[[], str], sums: Callable[[], str]
+) -> None:
+    """The same of a tensor whose digest and checksum are computed where they are needed."""
+    wrong = "checksum" if entry.checksum and sums() != entry.checksum else ""
+    if not wrong and (proof is Proof.DIGEST or not entry.checksum) and digest() != entry.sha256:
+        wrong = "digest"
+    if wrong:
         raise Unproven(
-            f"tensor {entry.name!r} of {manifest.version} has another digest than published",
+            f"tensor {entry.name!r} of {manifest.version} has another {wrong} than published",
             hint="its objects fit their own digests, so the base was another one: rebuild from an anchor",
         )
 
 
-def take(store: BlobStore, manifest: Manifest, way: Way, base: Tensors, *, proving: bool = False) -> dict[str, Tensor]:
-    """The target of one way; its tensors are proven if `proving`. Raises `WeightsError`, `StoreError`."""
-    made: dict[str, Tensor] = {}
+def take(
+    store: BlobStore,
+    manifest: Manifest,
+    way: Way,
+    base: Tensors,
+    *,
+    proof: Proof | None = None,
+    listing: bool = False,
+) -> Taken:
+    """The target of one way; its tensors are proven where a `proof` is named. Raises `WeightsError`, `StoreError`.
+
+    `listing`: with lists of what changed, which take memory in proportion to the changes beside the tensors' own."""
+    made = Taken({})
     for data, covered in fetched(store, manifest, way):
         old = [base.get(entry.name) if way.base else None for entry in covered]
-        decoded = codec.decode(data, [entry.spec for entry in covered], old)
-        for entry, tensor in zip(covered, decoded, strict=True):
-            if proving:
-                _prove(manifest, entry, tensor)
-            made[entry.name] = tensor
+        specs = [entry.spec for entry in covered]
+        if listing and way.base:
+            for i, one in enumerate(codec.changes(data, specs, old)):
+                if isinstance(one, Changes) and one.positions.size:
+                    made.lists[covered[i].name] = one
+                made.tensors[covered[i].name] = _written(old[i], one)
+        else:
+            decoded = codec.decode(data, specs, old)
+            made.tensors.update((entry.name, tensor) for entry, tensor in zip(covered, decoded, strict=True))
+        for entry in covered if proof else ():
+            assert proof is not None
+            check_tensor(manifest, entry, made.tensors[entry.name], proof)
     return made
+
+
+def _written(old: Tensor | None, one: Changes | Tensor) -> Tensor:
+    """A tensor after what became of it; itself where nothing did."""
+    if isinstance(one, Tensor):
+        return one
+    assert old is not None, "changes are of a tensor that is held"
+    if not one.positions.size:
+        return old
+    codes = old.codes.copy()
+    write(codes, one)
+    return Tensor(old.dtype, old.shape, codes)
 
 
 def fetched(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[bytes, list[TensorEntry]]]:

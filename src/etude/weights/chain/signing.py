@@ -9,14 +9,16 @@ manifest's own signature is for whoever has to set a lost pointer anew (`ownersh
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import ModuleType
 
 import msgspec
 
-from etude.errors import WeightsError
+from etude.errors import InputError, WeightsError
 from etude.weights.chain.manifest import Manifest, Pointer, manifest_text, signed_text, write_manifest, write_pointer
 
 KEY_BYTES = 32
+_HINT_KEY = "give the private key that signed it: --key FILE, or stores.signing_key of a run"
 
 
 class Signer:
@@ -38,6 +40,23 @@ class Signer:
     def sign(self, text: bytes) -> str:
         """128 hex characters."""
         return bytes(self._key.sign(text)).hex()
+
+
+def read_signer(path: Path | None) -> Signer | None:
+    """Who signs with the private key in a file, as `etude weights key FILE` writes it; None for no file. Raises
+    `InputError`, which quotes nothing of the file, and `WeightsError` without the library."""
+    if path is None:
+        return None
+    try:
+        return Signer(bytes.fromhex(path.read_text("ascii").strip()))
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read", str(error.strerror), hint="etude weights key FILE makes one"
+        ) from None
+    except ValueError:
+        raise InputError(
+            f"{path} holds no key", "64 hex characters are expected", hint="etude weights key FILE makes one"
+        ) from None
 
 
 def new_key() -> bytes:
@@ -92,12 +111,12 @@ def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:
         return
     named = f"it names {pointer.head.version}"
     if signer is None:
-        raise WeightsError(f"{key} is signed", named, hint="give the signer's private key: --key FILE")
+        raise WeightsError(f"{key} is signed", named, hint=_HINT_KEY)
     if not verified(signer.public_key, signed_text(key, pointer), pointer.signature):
         raise WeightsError(
             f"{key} is signed with another key than the one given",
             f"{named}; the public key of the one given is {signer.public_key.hex()}",
-            hint="give the private key that signed it: --key FILE",
+            hint=_HINT_KEY,
         )
 
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from etude.weights.tensors import Codes, Tensor
 
-Changes = Mapping[str, tuple[npt.NDArray[np.int64], Codes]]
-"""Name -> sorted flat positions, and codes."""
+Changes = Mapping[str, tuple[npt.NDArray[Any], Codes]]
+"""Name -> sorted flat positions (uint32 or int64), and codes."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def retain(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Change
     lists: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     whole = {name: tensor for name, tensor in old.items() if name not in new or new[name].spec != tensor.spec}
     for name, (where, codes) in changed.items():
-        kept = where.astype(np.uint32) if old[name].codes.size <= 1 << 32 else where
+        kept = where.astype(np.uint32, copy=False) if old[name].codes.size <= 1 << 32 else where
         if kept.nbytes + codes.nbytes < old[name].num_bytes:
             lists[name] = kept, old[name].codes[where]
         else:
@@ -58,9 +58,9 @@ def retain(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Change
 
 def compare(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
-) -> tuple[dict[str, tuple[npt.NDArray[np.int64], Codes]], dict[str, Tensor]]:
+) -> tuple[dict[str, tuple[npt.NDArray[Any], Codes]], dict[str, Tensor]]:
     """What `Update` calls changed and replaced. Tensors with equal bits are in neither."""
-    changed: dict[str, tuple[npt.NDArray[np.int64], Codes]] = {}
+    changed: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     replaced = {}
     for name, tensor in new.items():
         before = old.get(name)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from etude.weights.delta import native
 from etude.weights.tensors import Codes, DType, from_items
 
 Found = tuple[npt.NDArray[Any], Codes]
@@ -27,6 +28,15 @@ class Changes:
 
     positions: npt.NDArray[Any]
     codes: Codes
+
+
+def write(codes: Codes, changes: Changes) -> None:
+    """Write changes into the codes that they are of, by the native kernels where they are."""
+    kernels = native.load()
+    if kernels is not None and changes.positions.dtype == np.uint32 and codes.flags.c_contiguous:
+        kernels.scatter([(codes, changes.positions, changes.codes)])()
+    else:
+        codes[changes.positions] = changes.codes
 
 
 def narrow(positions: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

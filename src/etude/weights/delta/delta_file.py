@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from etude.errors import WeightsError
+from etude.weights.delta.checksums import CHECKSUM_BYTES
 from etude.weights.tensors import DTYPES, MAX_DIMENSIONS, Spec
 
 MAGIC = b"etdf"
-FORMAT = 1
+FORMAT = 2
 MAX_ENTRIES = 1 << 22
 MAX_TABLE_BYTES = 1 << 30
 MAX_NOTE_BYTES = 1 << 28
@@ -40,13 +41,17 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the base, of the target, or of both. Specs and digests (64 hex) are None on the side without."""
+    """One tensor of the base, of the target, or of both. Specs and checksums are None on the side without.
+
+    `same`: no bit changes; then both sides have one spec and one checksum.
+    """
 
     name: str
     old: Spec | None
-    old_digest: str | None
+    old_checksum: str | None  # `checksums.checksum`, 32 hex
     new: Spec | None
-    new_digest: str | None
+    new_checksum: str | None
+    same: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -56,7 +61,7 @@ class Entry:
             return Kind.REMOVED
         if self.old != self.new:
             return Kind.REPLACED
-        return Kind.SAME if self.old_digest == self.new_digest else Kind.CHANGED
+        return Kind.SAME if self.same else Kind.CHANGED
 
     @property
     def coded(self) -> bool:
@@ -109,8 +114,13 @@ def read(data: bytes | memoryview) -> DeltaFile:
             "this is no delta file", f"it starts with {bytes(magic)!r}, not {MAGIC!r}", hint="name what `encode` wrote"
         )
     if form != FORMAT or flags:
+        older = form < FORMAT and not flags
         raise WeightsError(
-            f"a delta file of format {form}.{flags}", f"readable is {FORMAT}.0", hint="update etude where it is read"
+            f"this is a delta file of format {form}.{flags}",
+            f"this etude reads {FORMAT}.0",
+            hint="encode it again, or read it with the etude that wrote it"
+            if older
+            else "update etude where it is read",
         )
     body, said = view[:-DIGEST_BYTES], view[-DIGEST_BYTES:]
     found = hashlib.sha256(body)
@@ -151,13 +161,13 @@ def _write_entry(entry: Entry) -> bytes:
             hint="rename it",
         )
     sides = [entry.new or entry.old, entry.old if entry.kind is Kind.REPLACED else None]
-    digests = [entry.old_digest, entry.new_digest if entry.kind is not Kind.SAME else None]
+    checksums = [entry.old_checksum, entry.new_checksum if entry.kind is not Kind.SAME else None]
     return b"".join(
         (
             struct.pack("<HB", len(name), entry.kind),
             name,
             *(_write_spec(spec) for spec in sides if spec),
-            *(bytes.fromhex(digest) for digest in digests if digest),
+            *(bytes.fromhex(checksum) for checksum in checksums if checksum),
         )
     )
 
@@ -177,14 +187,15 @@ def _read_entry(reader: _Reader) -> Entry:
     kind = Kind(number)
     spec = _read_spec(reader)
     old = _read_spec(reader) if kind is Kind.REPLACED else spec
-    first = reader.take(DIGEST_BYTES).hex()
-    second = reader.take(DIGEST_BYTES).hex() if kind in (Kind.CHANGED, Kind.REPLACED) else first
+    first = reader.take(CHECKSUM_BYTES).hex()
+    second = reader.take(CHECKSUM_BYTES).hex() if kind in (Kind.CHANGED, Kind.REPLACED) else first
     entry = Entry(
         name,
         None if kind is Kind.NEW else old,
         None if kind is Kind.NEW else first,
         None if kind is Kind.REMOVED else spec,
         None if kind is Kind.REMOVED else second,
+        kind is Kind.SAME,
     )
     if entry.kind is not kind:
         raise damaged(f"{name!r} is said to be {kind.name.lower()} and is {entry.kind.name.lower()}")

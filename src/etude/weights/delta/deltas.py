@@ -1,7 +1,9 @@
 """`encode`, `apply` and `bound`: deltas between two sets of named arrays, in one file's bytes each.
 
 For who has a trainer and an engine of his own and moves bytes as he likes. A delta says what it applies to: `apply`
-compares the base's digests first, proves every tensor it made, and only then writes. Knows nothing of channels.
+proves the delta's own bytes by SHA-256, compares a checksum of every tensor of the base and of the target, and only
+then writes. A checksum shows accidents (another base, a flipped bit), and is no proof against who forges a base.
+Knows nothing of channels.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,9 +22,11 @@ from etude.errors import WeightsError, nearest
 from etude.weights.delta import codec
 from etude.weights.delta.arrays import Array, Arrays, bits_of, check_arrays, like, tensor_of
 from etude.weights.delta.bound import bound_bytes
+from etude.weights.delta.changes import write as write_changes
+from etude.weights.delta.checksums import checksum, checksums, checksums_around
 from etude.weights.delta.choices import Mode, check_mode
 from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
-from etude.weights.tensors import Codes, Spec, Tensor, tensor_digest
+from etude.weights.tensors import Codes, Spec, Tensor, same_bits
 
 OBJECT_ELEMENTS = 1 << 26
 """Tensors are gathered into objects of about so many elements: what a side holds beside base and target."""
@@ -82,7 +87,8 @@ def apply(
             f"the limit is {limit_bytes}",
             hint="raise limit_bytes if this is the model you expect",
         )
-    base = prove_base(file, old)
+    base = fit_base(file, old)
+    _check_uncoded(file, base)
     if out is None:
         made = {name: tensor for group in decoded(file, base) for name, tensor in group.items()}
         return {
@@ -90,12 +96,12 @@ def apply(
             for entry in file.entries
             if entry.new
         }
+    found = dict(_checked_changes(file, base))
     places = {e.name: _place(e.name, e.new, out) for e in file.entries if e.new}
     _refuse_overlaps(file, base, places)
     writes = [_Write(places[e.name], base[e.name].codes) for e in file.entries if e.kind is Kind.SAME]
-    writes += [_Write(places[name], *made) for name, made in _proven_changes(file, base)]
-    for write in writes:
-        write.put()
+    writes += [_Write(places[name], *made) for name, made in found.items()]
+    _put(writes)
     return {name: out[name] if isinstance(out[name], np.ndarray) else place for name, place in places.items()}
 
 
@@ -141,12 +147,12 @@ def tensors(arrays: Arrays, dtypes: Mapping[str, str] | None = None) -> dict[str
     return {name: tensor_of(name, array, (dtypes or {}).get(name)) for name, array in arrays.items()}
 
 
-def prove_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
-    """The base's tensors as the delta names them, each with the digest that the delta states. Raises `WeightsError`."""
+def check_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
+    """The base's tensors as the delta names them, each with the checksum that it states. Raises `WeightsError`."""
     base = fit_base(file, old)
     for entry in file.entries:
-        if entry.old_digest is not None and (found := tensor_digest(base[entry.name])) != entry.old_digest:
-            raise wrong_base(f"{entry.name!r} has digest {found[:12]}, the delta is for {entry.old_digest[:12]}")
+        if entry.old_checksum is not None:
+            _check_old(entry, checksum(base[entry.name].codes))
     return base
 
 
@@ -168,12 +174,12 @@ def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
 
 
 def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The coded tensors, object by object, each proven. Raises `WeightsError`."""
+    """The coded tensors, object by object, in memory of their own, checked like their base. Raises `WeightsError`."""
     for entries, data in _objects(file):
-        specs = [entry.new for entry in entries if entry.new]
-        made = codec.decode(data, specs, [base.get(entry.name) for entry in entries])
-        for entry, tensor in zip(entries, made, strict=True):
-            _prove(entry, tensor)
+        held = [base.get(entry.name) for entry in entries]
+        with _of_this_base(entries, held):
+            made = codec.decode(data, [entry.new for entry in entries if entry.new], held)
+        _check(entries, [_sums(*pair) for pair in zip(held, made, strict=True)])
         yield {entry.name: tensor for entry, tensor in zip(entries, made, strict=True)}
 
 
@@ -185,16 +191,31 @@ class _Write:
     whole: Codes
     changes: codec.Changes | None = None
 
-    def put(self) -> None:
-        if self.target.ctypes.data != self.whole.ctypes.data:
-            self.target[:] = self.whole
-        if self.changes is not None:
-            self.target[self.changes.positions] = self.changes.codes
+
+def _put(writes: Sequence[_Write]) -> None:
+    """Write all: whole tensors first, then changes."""
+    for write in writes:
+        if write.target.ctypes.data != write.whole.ctypes.data:
+            write.target[:] = write.whole
+    for write in writes:
+        if write.changes is not None:
+            write_changes(write.target, write.changes)
 
 
 def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
-    old_digest, new_digest = (tensor_digest(side) if side else None for side in (old, new))
-    return Entry(name, old.spec if old else None, old_digest, new.spec if new else None, new_digest)
+    before, after = _sums(old, new)
+    same = old is not None and new is not None and before == after and same_bits(old, new)
+    return Entry(name, old.spec if old else None, before, new.spec if new else None, after, same)
+
+
+def _sums(old: Tensor | None, new: Tensor | codec.Changes | None) -> tuple[str | None, str | None]:
+    """The checksums of a tensor before and after; of one spec they take one pass."""
+    if old is not None and isinstance(new, codec.Changes):
+        return checksums_around(old.codes, new)
+    assert not isinstance(new, codec.Changes), "changes are of a tensor that is held"
+    if old is not None and new is not None and old.spec == new.spec:
+        return checksums(old.codes, new.codes)
+    return checksum(old.codes) if old else None, checksum(new.codes) if new else None
 
 
 def _pieces(
@@ -207,21 +228,19 @@ def _pieces(
         yield data
 
 
-def _proven_changes(
+def _checked_changes(
     file: DeltaFile, base: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, tuple[Codes, codec.Changes | None]]]:
-    """Of each coded tensor its codes and what changes in them; for the proof one tensor at a time is made whole."""
+    """Of each coded tensor its codes and what changes in them. What the target will be is checked without making it."""
     for entries, data in _objects(file):
         held = [base.get(entry.name) for entry in entries]
-        found = codec.changes(data, [entry.new for entry in entries if entry.new], held)
+        with _of_this_base(entries, held):
+            found = codec.changes(data, [entry.new for entry in entries if entry.new], held)
+        _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
         for entry, old, made in zip(entries, held, found, strict=True):
             if isinstance(made, Tensor):
-                _prove(entry, made)
                 yield entry.name, (made.codes, None)
             elif old is not None:
-                codes = old.codes.copy()
-                codes[made.positions] = made.codes
-                _prove(entry, Tensor(old.dtype, old.shape, codes))
                 yield entry.name, (old.codes, made)
 
 
@@ -232,9 +251,38 @@ def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], bytes]]:
         yield [next(coded) for _ in range(count)], bytes(data)
 
 
-def _prove(entry: Entry, tensor: Tensor) -> None:
-    if (found := tensor_digest(tensor)) != entry.new_digest:
-        raise damaged(f"{entry.name!r} became {found[:12]}, not {str(entry.new_digest)[:12]}")
+def _check_uncoded(file: DeltaFile, base: Mapping[str, Tensor]) -> None:
+    """Tensors of the base that no object covers have the checksum that the delta states. Raises `WeightsError`."""
+    for entry in file.entries:
+        if entry.old is not None and not entry.coded:
+            _check_old(entry, checksum(base[entry.name].codes))
+
+
+@contextmanager
+def _of_this_base(entries: Sequence[Entry], held: Sequence[Tensor | None]) -> Iterator[None]:
+    """Says of an object that does not fit what is held whether that is another base. Raises `WeightsError`."""
+    try:
+        yield
+    except WeightsError:
+        for entry, old in zip(entries, held, strict=True):
+            if old is not None:
+                _check_old(entry, checksum(old.codes))
+        raise
+
+
+def _check(entries: Sequence[Entry], sums: Sequence[tuple[str | None, str | None]]) -> None:
+    """The base first, as what is made of another one is another target. Raises `WeightsError`."""
+    for entry, (before, _) in zip(entries, sums, strict=True):
+        if before is not None:
+            _check_old(entry, before)
+    for entry, (_, after) in zip(entries, sums, strict=True):
+        if after != entry.new_checksum:
+            raise damaged(f"{entry.name!r} became {str(after)[:12]}, not {str(entry.new_checksum)[:12]}")
+
+
+def _check_old(entry: Entry, found: str) -> None:
+    if found != entry.old_checksum:
+        raise wrong_base(f"{entry.name!r} has checksum {found[:12]}, the delta is for {str(entry.old_checksum)[:12]}")
 
 
 def _shaped(name: str, value: Any, spec: Spec) -> Tensor:
@@ -270,14 +318,14 @@ def _place(name: str, spec: Spec | None, out: Mapping[str, Any]) -> Codes:
 def _refuse_overlaps(file: DeltaFile, base: Mapping[str, Tensor], places: Mapping[str, Codes]) -> None:
     """Buffers are apart, or the same for tensors with the same bits; and what is read under one name is not written
     under another. Raises `WeightsError`."""
-    digests = {entry.name: entry.new_digest for entry in file.entries}
+    sums = {entry.name: entry.new_checksum for entry in file.entries}
     spans = sorted((*_span(codes), name) for name, codes in places.items() if codes.size)
     for (start, stop, first), (after, end, second) in pairwise(spans):
-        same = (start, stop, digests[first]) == (after, end, digests[second])
+        same = (start, stop, sums[first]) == (after, end, sums[second])
         if after < stop and not same:
             raise WeightsError(
                 f"out[{first!r}] and out[{second!r}] are the same memory",
-                f"their tensors differ: {str(digests[first])[:12]} and {str(digests[second])[:12]}",
+                f"their tensors differ: {str(sums[first])[:12]} and {str(sums[second])[:12]}",
                 hint="the checkpoint does not tie them: give each a buffer of its own",
             )
     starts = [start for start, _, _ in spans]

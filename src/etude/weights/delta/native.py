@@ -22,7 +22,7 @@ from etude.weights.delta.layout import MAX_TILE, Counts, Tile
 from etude.weights.delta.streams import damaged
 from etude.weights.tensors import Codes, DType
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LEVELS = ("portable", "avx2", "avx512")
 """Instructions that the kernels may use; a later one is faster."""
 
@@ -48,6 +48,21 @@ class _Request(ctypes.Structure):
         ("num_pieces", ctypes.c_uint64),
         ("tiles", ctypes.c_void_p),
         ("num_tiles", ctypes.c_uint64),
+    ]
+
+
+class _Summed(ctypes.Structure):
+    _fields_ = [
+        ("start", ctypes.c_void_p),
+        ("num_bytes", ctypes.c_uint64),
+        ("other", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("count", ctypes.c_uint64),
+        ("width", ctypes.c_uint64),
+        ("first_block", ctypes.c_uint64),
+        ("threads", ctypes.c_uint32),
+        ("level", ctypes.c_uint32),
     ]
 
 
@@ -161,6 +176,29 @@ class NativeKernels:
 
         return write
 
+    def sums(
+        self,
+        old: Codes,
+        new: Codes | None = None,
+        changes: tuple[npt.NDArray[np.uint32], Codes] | None = None,
+        first_block: int = 0,
+    ) -> tuple[int, ...]:
+        """The two sums of `checksums` of the old codes, then those of the new ones: of `new`, or of `old` with changes
+        (rising places, codes) written in. Raises `ValueError` for places that do not rise or lie outside."""
+        _aligned(old, *(() if new is None else (new,)))
+        places, codes = changes or (np.empty(0, np.uint32), np.empty(0, old.dtype))
+        if (new is not None and new.nbytes != old.nbytes) or codes.dtype != old.dtype or places.dtype != np.uint32:
+            raise ValueError(f"{codes.dtype} at {places.dtype} places do not go into {old.dtype}")
+        places, codes = np.ascontiguousarray(places), np.ascontiguousarray(codes)
+        asked = _Summed(
+            old.ctypes.data, old.nbytes, None if new is None else new.ctypes.data,
+            places.ctypes.data, codes.ctypes.data, places.size, old.itemsize, first_block, self._threads, self._level,
+        )  # fmt: skip
+        found = np.zeros(4, np.uint64)
+        if places.size != codes.size or self._library.etude_checksum(ctypes.byref(asked), found.ctypes.data):
+            raise ValueError(f"places do not rise, or lie outside of {old.size}")
+        return tuple(found.tolist())
+
     def count_changed(self, old: Codes, new: Codes) -> int:
         """Items that differ: one pass over both, which encoding is measured against. One thread."""
         _aligned(old, new)
@@ -261,6 +299,7 @@ def _open(path: Path) -> Any:
         ("etude_apply", ctypes.c_uint32, (pointer, pointer, pointer)),
         ("etude_count_changed", count, (pointer, pointer, count, ctypes.c_uint32)),
         ("etude_scatter", ctypes.c_uint32, (pointer, count)),
+        ("etude_checksum", ctypes.c_uint32, (pointer, pointer)),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import BinaryIO, Self
 
 from etude.errors import CheckpointError, NoCheckpoint
+from etude.sums import SUMS, prove
 from etude.weights.files.disk import refused, sync_folder, write_synced
 from etude.weights.files.safetensors_file import Place, map_file, parse_header, read_header, write_header
 from etude.weights.tensors import Tensor
@@ -50,7 +51,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a directory, or in one .safetensors file. Raises `CheckpointError`."""
+    """The checkpoint in a directory, or in one .safetensors file, whose bytes are those of the directory's checksums
+    where it has any. Raises `CheckpointError`."""
     if not is_checkpoint(path):
         hint = "give a directory with *.safetensors, or one such file"
         raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
@@ -59,6 +61,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     else:
         names = _names(path)
         index = _read_index(path / INDEX) if (path / INDEX).is_file() else None
+    if path.is_file():
+        prove(path.parent, [path.name], kind=CheckpointError)
+    else:
+        prove(path, [*names, *([INDEX] if index is not None else [])], kind=CheckpointError)
     headers: dict[str, str] = {}
     places: dict[str, tuple[str, Place]] = {}
     tensors: dict[str, Tensor] = {}
@@ -116,7 +122,7 @@ def copy_others(source: Path, target: Path) -> list[str]:
     """Copy what is no weights (config, tokeniser, templates) from one directory to another; their names."""
     copied = []
     for file in sorted(source.iterdir()):
-        weights = file.suffix in (".safetensors", ".tmp") or file.name == INDEX
+        weights = file.suffix in (".safetensors", ".tmp") or file.name in (INDEX, SUMS)
         if file.is_file() and not weights and not file.name.startswith("."):
             shutil.copyfile(file, target / file.name)
             copied.append(file.name)

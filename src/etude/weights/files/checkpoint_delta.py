@@ -74,7 +74,7 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
         if out.suffix == ".safetensors" and [*headers] != [WEIGHTS]:
             raise CheckpointError(f"the target has {len(headers)} files", hint=f"name a directory, not {out.name}")
         _check_room(file, out.parent)
-        held = deltas.prove_base(file, base.tensors)
+        held = deltas.check_base(file, base.tensors)
         beside = out.with_name(out.name + ".tmp")
         with refused(f"{out} cannot be written"):
             shutil.rmtree(beside, ignore_errors=True)  # a killed one's
@@ -101,12 +101,12 @@ def apply_delta(a: Path, delta: Path, out: Path) -> Applied:
 
 
 def verify_delta(delta: Path, a: Path) -> Applied:
-    """Do all that `apply_delta` does but for writing: every digest of base and target is compared. Raises the same."""
+    """Do all that `apply_delta` does but for writing: checksums of base and target are compared. Raises the same."""
     base = read_checkpoint(a)
     with opened(delta) as file:
         deltas.fit_base(file, base.tensors)
         _read_note(file, base)
-        held = deltas.prove_base(file, base.tensors)
+        held = deltas.check_base(file, base.tensors)
         num_coded = sum(len(made) for made in deltas.decoded(file, held))
         return Applied(sum(entry.new is not None for entry in file.entries), num_coded, file.target_bytes, ())
 

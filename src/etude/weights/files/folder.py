@@ -22,6 +22,7 @@ import numpy as np
 
 from etude.errors import InputError, StoreError, WeightsError
 from etude.records.completion import Version
+from etude.sums import SUMS
 from etude.weights.chain.undo import compare
 from etude.weights.files.checkpoint import (
     INDEX,
@@ -191,6 +192,9 @@ class CheckpointFolder:
 
     def _follow(self, journal: Journal, done: After) -> None:
         """Do what a journal says, from wherever it was left."""
+        if (self.path / SUMS).exists():  # of the copy that this directory was begun with
+            (self.path / SUMS).unlink()
+            sync_folder(self.path)
         by_file: dict[str, list[Change]] = {}
         for change in journal.changes:
             by_file.setdefault(change.file, []).append(change)

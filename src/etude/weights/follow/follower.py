@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,7 +19,7 @@ from etude.errors import WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.chain import history, plans
-from etude.weights.chain.manifest import Manifest, table
+from etude.weights.chain.manifest import Manifest
 from etude.weights.chain.undo import Changes, Undo, compare, retain
 from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
 from etude.weights.follow.parts import split
@@ -120,7 +121,7 @@ class Follower:
                 f"{self.version} is held" if held else "nothing is held",
                 hint="one update can be undone, if it is kept; `advance(exactly=...)` goes to any that is stored",
             )
-        tensors = plans.prove(held.before, held.undo.apply(held.tensors))
+        tensors = plans.prove(held.before, held.undo.apply(held.tensors), plans.Proof.CHECKSUM)
         update = update_of(held.before.version, held.tensors, tensors, started)
         self._held = Held(held.before, tensors)
         return update
@@ -134,10 +135,12 @@ class Follower:
         if manifest is None:
             return False
         held = split(tensors, (entry.name for entry in manifest.tensors))
-        if len(held) < len(tensors) or {*table(held)} != {*manifest.tensors}:
+        expected = {entry.name: entry.spec for entry in manifest.tensors}
+        if len(held) < len(tensors) or {name: tensor.spec for name, tensor in held.items()} != expected:
             return False
-        self._held = Held(manifest, held)
-        return True
+        with suppress(plans.Unproven):
+            self._held = Held(manifest, plans.prove(manifest, held))
+        return self._held is not None and self._held.manifest is manifest
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep the held version in other memory: tensors of the same names and bits, for instance a shared image."""
@@ -168,7 +171,9 @@ def update_of(
     reached: plans.Reached | None = None,
 ) -> Update:
     """What is different between two sets of tensors."""
-    changed, replaced = compare(before, tensors)
+    lists = reached.taken.lists if reached else {}
+    changed, replaced = compare(before, {name: one for name, one in tensors.items() if name not in lists})
+    changed |= {name: (one.positions, one.codes) for name, one in lists.items() if name in tensors}
     return Update(
         version=version,
         changed=changed,

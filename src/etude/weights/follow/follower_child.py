@@ -22,7 +22,7 @@ import msgspec
 from etude.errors import EtudeError
 from etude.records.completion import Version
 from etude.weights.follow.follower import Follower, Update
-from etude.weights.follow.follower_process import MAX_MESSAGE_BYTES, Answer, Ask
+from etude.weights.follow.follower_process import MAX_MESSAGE_BYTES, Answer, Ask, Hello
 from etude.weights.follow.image import read_image, write_image
 
 _MAX_FACTS = 8192
@@ -34,11 +34,18 @@ def main(argv: Sequence[str]) -> None:
         signal.signal(ending, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    store, name, limit_bytes, poll_s = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
-    follower = Follower(store, name, limit_bytes=limit_bytes, can_undo=False)
+    hello: Hello = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
+    follower = Follower(
+        hello.store,
+        hello.name,
+        limit_bytes=hello.limit_bytes,
+        public_key=hello.public_key,
+        can_undo=False,
+        followed=hello.followed,
+    )
     with contextlib.suppress(ConnectionError):  # a parent that goes may leave bytes unread
         while data := connection.recv(MAX_MESSAGE_BYTES):
-            answer, fds = reply(follower, msgspec.msgpack.decode(data, type=Ask), poll_s)
+            answer, fds = reply(follower, msgspec.msgpack.decode(data, type=Ask), hello.poll_s)
             socket.send_fds(connection, [msgspec.msgpack.encode(answer)], fds)
             for fd in fds:
                 os.close(fd)
@@ -54,7 +61,7 @@ def reply(follower: Follower, ask: Ask, poll_s: float) -> tuple[Answer, list[int
             time.sleep(poll_s)
         fd, table_at = write_image(_news(follower, ask.held), follower.tensors)
         follower.hold(read_image(fd, table_at).tensors)
-        return Answer(table_at=table_at), [fd]
+        return Answer(table_at=table_at, followed=follower.followed), [fd]
     except EtudeError as error:
         return Answer(trouble=(error.what, error.facts[:_MAX_FACTS], error.hint)), []
     except (OSError, MemoryError) as error:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -24,7 +24,7 @@ from etude.errors import EtudeError, WeightsError
 from etude.records.completion import Version
 from etude.seams import BlobStore
 from etude.weights.follow.follower import Update
-from etude.weights.follow.head import LIMIT_BYTES
+from etude.weights.follow.head import LIMIT_BYTES, Followed
 from etude.weights.follow.image import read_image
 from etude.weights.tensors import Tensor
 
@@ -32,6 +32,17 @@ MAX_MESSAGE_BYTES = 1 << 16
 DEADLINE_S = 600.0
 POLL_S, WAIT_S = 0.05, 0.2
 _END_S = 10.0
+
+
+class Hello(NamedTuple):
+    """What a child is started with, pickled: the first message."""
+
+    store: BlobStore
+    name: str
+    limit_bytes: int
+    poll_s: float
+    public_key: bytes | None
+    followed: Followed | None  # by the children before
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -45,14 +56,17 @@ class Answer(msgspec.Struct, frozen=True):
     """An image, whose file descriptor comes along; or what went wrong; or, with neither, that there is no news."""
 
     table_at: int | None = None
+    followed: Followed | None = None  # the pointer that led there
     trouble: tuple[str, str, str] | None = None  # what, facts, hint
 
 
 class FollowerProcess:
     """Like a `Follower` of the same channel. Starts its child at once. Not safe between threads, but for `close`.
 
-    `store` is sent to the child: it must be one that pickle takes. `poll_s`: how often the pointer is read while
-    `advance` waits for news, `wait_s` at most. `deadline_s`: a child that needs longer for an answer is killed.
+    `store` is sent to the child: it must be one that pickle takes. `public_key`: only pointers that its owner signed
+    are believed. `poll_s`: how often the pointer is read while `advance` waits for news, `wait_s` at most.
+    `deadline_s`: a child that needs longer for an answer is killed. What was followed is kept here: a child that is
+    started anew refuses a pointer that moved back, as the one before would have.
     """
 
     def __init__(
@@ -61,16 +75,17 @@ class FollowerProcess:
         name: str = "policy",
         *,
         limit_bytes: int = LIMIT_BYTES,
+        public_key: bytes | None = None,
         poll_s: float = POLL_S,
         wait_s: float = WAIT_S,
         deadline_s: float = DEADLINE_S,
     ) -> None:
-        self._hello = pickle.dumps((store, name, limit_bytes, poll_s))
+        self._hello = Hello(store, name, limit_bytes, poll_s, public_key, None)
         self._wait_s, self._deadline_s = wait_s, deadline_s
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}
         self._closed = False
-        self._child: _Child | None = _Child(self._hello)
+        self._child: _Child | None = self._started()
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +117,7 @@ class FollowerProcess:
         """
         if self._closed:
             raise WeightsError("the follower is closed", hint="make another")
-        child = self._child = self._child or _Child(self._hello)
+        child = self._child = self._child or self._started()
         try:
             answer, fds = child.ask(Ask(self._version, self._wait_s), self._wait_s + self._deadline_s)
         except (OSError, EOFError) as error:
@@ -118,7 +133,11 @@ class FollowerProcess:
             for fd in fds:
                 os.close(fd)
         self._version, self._tensors = image.update.version, image.tensors
+        self._hello = self._hello._replace(followed=answer.followed or self._hello.followed)
         return image.update
+
+    def _started(self) -> _Child:
+        return _Child(pickle.dumps(self._hello))
 
     def close(self) -> None:
         """End the child. Idempotent; an `advance` in another thread raises."""

@@ -1,8 +1,8 @@
 """A follower that holds no image: the tensors it decodes from, and proves by, are the engine's live memory itself.
 
-`prepare` fetches a version's objects, reads from each what changes as lists (`codec.changes`), and hashes every target
-tensor as its live bytes with the changes written in, a piece at a time: what is proven is never made. Beside the live
-weights that takes the lists, the objects that are on their way, and one piece. Whoever runs the engine writes the
+`prepare` fetches a version's objects, reads from each what changes as lists (`codec.changes`), and computes of every
+target tensor the checksum that it will have, from the live bytes and the changes: what is compared is never made.
+Beside the live weights that takes the lists and the objects that are on their way. Whoever runs the engine writes the
 update (`targets.Target`) and says so: until `adopted`, and after `undone`, the version before is what is held.
 
 Over several deltas at once lists are merged, for which one object's tensors (`objects.OBJECT_ELEMENTS`) are made at a
@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -26,8 +27,9 @@ from etude.weights.chain import history, plans
 from etude.weights.chain.manifest import Manifest
 from etude.weights.delta import codec
 from etude.weights.delta.changes import Changes, narrow
+from etude.weights.delta.checksums import checksum, checksums_around
 from etude.weights.follow.follower import Update
-from etude.weights.follow.head import LIMIT_BYTES, Head, check_size
+from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
 from etude.weights.follow.parts import split
 from etude.weights.tensors import Codes, Spec, Tensor, digest_of_parts, tensor_digest
 
@@ -51,8 +53,8 @@ class _Made:
 class LiveFollower:
     """Follows one channel of a store, or a branch of it, over live memory. Not safe between threads.
 
-    Nobody writes the live memory from `prepare` until its update was applied or given up. `limit_bytes`, `public_key`:
-    as `Follower` has them.
+    Nobody writes the live memory from `prepare` until its update was applied or given up. `limit_bytes`, `public_key`,
+    `followed`: as `Follower` has them.
 
     >>> from etude.stores import MemoryStore
     >>> LiveFollower(MemoryStore(), {}).prepare() is None
@@ -68,9 +70,10 @@ class LiveFollower:
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
+        followed: Followed | None = None,
     ) -> None:
         self._store, self._live, self._name, self._limit_bytes = store, live, name, limit_bytes
-        self._head = Head(store, name, branch, public_key)
+        self._head = Head(store, name, branch, public_key, followed)
         self._held: Manifest | None = None
         self._before: Manifest | None = None  # what an undo leads to
         self._coming: tuple[Update, Manifest] | None = None
@@ -79,6 +82,11 @@ class LiveFollower:
     def version(self) -> Version | None:
         """What the live memory holds; None at the start."""
         return self._held.version if self._held else None
+
+    @property
+    def followed(self) -> Followed | None:
+        """What is remembered of the pointer that was followed last; None at the start. Outlives a process if kept."""
+        return self._head.followed
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -130,14 +138,14 @@ class LiveFollower:
         """
         self.forget()
         manifest = history.find(self._store, self._name, version)
-        if manifest is not None and not self._differing(manifest, None):
+        if manifest is not None and not self._differing(manifest, None, plans.Proof.DIGEST):
             self._held = manifest
         return self._held is not None
 
     def check(self, names: Iterable[str] | None = None) -> list[str]:
-        """Names whose live memory is not, by digest, what is held: of these tensors, or of all. For a scrub in the
+        """Names whose live memory is not, by checksum, what is held: of these tensors, or of all. For a scrub in the
         background, some at a time. Where it names some, `forget`, `prepare` and adopt mend them."""
-        return self._differing(self._held, names) if self._held else []
+        return self._differing(self._held, names, plans.Proof.CHECKSUM) if self._held else []
 
     def forget(self) -> None:
         """Hold nothing: the next `prepare` comes from an anchor, and lists where the live memory differs from it."""
@@ -146,15 +154,20 @@ class LiveFollower:
     def _views(self, names: Iterable[str]) -> dict[str, Tensor]:
         return split(self._live() if callable(self._live) else self._live, names)
 
-    def _differing(self, manifest: Manifest, names: Iterable[str] | None) -> list[str]:
+    def _differing(self, manifest: Manifest, names: Iterable[str] | None, proof: plans.Proof) -> list[str]:
         wanted = None if names is None else {*names}
         entries = [entry for entry in manifest.tensors if wanted is None or entry.name in wanted]
         views = self._views(entry.name for entry in entries)
-        return [
-            entry.name
-            for entry in entries
-            if entry.name not in views or tensor_digest(views[entry.name]) != entry.sha256
-        ]
+        found = []
+        for entry in entries:
+            try:
+                if entry.name not in views or views[entry.name].spec != entry.spec:
+                    found.append(entry.name)
+                else:
+                    plans.check_tensor(manifest, entry, views[entry.name], proof)
+            except plans.Unproven:
+                found.append(entry.name)
+        return found
 
     def _update(self, target: Manifest, started: float) -> tuple[Update, Manifest] | None:
         if target.version == self.version:
@@ -165,9 +178,10 @@ class LiveFollower:
         def start(plan: plans.Plan) -> _Made:
             return _Made(held if plan.start else ())
 
-        def step(hop: plans.Hop, made: _Made) -> _Made:
+        def step(plan: plans.Plan, hop: plans.Hop, made: _Made) -> _Made:
             check_size(hop.manifest, self._limit_bytes)
-            return _after(self._store, hop, made, views, proving=hop.manifest is target)
+            proof = plans.proof_of(plan) if hop.manifest is target else None
+            return _after(self._store, hop, made, views, proof)
 
         made, num_bytes, failures = plans.travel(self._store, target, self.version, start, step)
         lists = {name: one for name, one in made.found.items() if isinstance(one, Changes)}
@@ -183,8 +197,8 @@ class LiveFollower:
         return update, target
 
 
-def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, *, proving: bool) -> _Made:
-    """What is made by one hop more; proven, if that is asked for, against its manifest."""
+def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, proof: plans.Proof | None) -> _Made:
+    """What is made by one hop more; compared, where a proof is named, with its manifest."""
     after = _Made([entry.name for entry in hop.manifest.tensors])
     for data, entries in plans.fetched(store, hop.manifest, hop.way):
         names = [entry.name for entry in entries]
@@ -197,8 +211,10 @@ def _after(store: BlobStore, hop: plans.Hop, made: _Made, views: Tensors, *, pro
             one, found[i] = found[i], None  # let go of, tensor by tensor
             assert one is not None
             one = _from_live(live, made.found.get(entry.name) if hop.way.base else None, one)
-            if proving:
-                plans.check_digest(hop.manifest, entry, _digest(entry.spec, live, one))
+            if proof is not None:
+                plans.check(
+                    hop.manifest, entry, proof, partial(_digest, entry.spec, live, one), partial(_checksum, live, one)
+                )
             if isinstance(one, Tensor) or one.positions.size:
                 after.found[entry.name] = one
     return after
@@ -263,6 +279,14 @@ def _digest(spec: Spec, live: Tensor | None, one: Changes | Tensor) -> str:
         return tensor_digest(one)
     assert live is not None, "changes are of a live tensor"
     return digest_of_parts(spec, _pieces(live.codes, one))
+
+
+def _checksum(live: Tensor | None, one: Changes | Tensor) -> str:
+    """The checksum of what a tensor will be."""
+    if isinstance(one, Tensor):
+        return checksum(one.codes)
+    assert live is not None, "changes are of a live tensor"
+    return checksums_around(live.codes, one)[1]
 
 
 def _pieces(codes: Codes, changes: Changes) -> Iterator[Codes]:

@@ -115,7 +115,7 @@ class _Memory:
 
 class _Following:
     def __init__(
-        self, make: Callable[[], Follower], memory: _Memory, rows: _Rows, rank: int, *, base: Path | None = None
+        self, make: Callable[..., Follower], memory: _Memory, rows: _Rows, rank: int, *, base: Path | None = None
     ) -> None:
         self._make, self._memory, self._rows, self._rank, self._base = make, memory, rows, rank, base
         self._follower = make()
@@ -180,7 +180,11 @@ class _Following:
 
     def _forget(self) -> None:
         """Hold nothing: the next version comes from an anchor and is written whole."""
-        self._follower, self._preparing, self._adopted = self._make(), None, None
+        self._follower, self._preparing, self._adopted = self._made_anew(), None, None
+
+    def _made_anew(self) -> Follower:
+        """A follower that holds nothing, and still refuses what moved back since the one before."""
+        return self._make(followed=self._follower.followed)
 
     def _prepare(self, version: Version | None) -> Swap | None:
         first = self._follower.version is None
@@ -192,7 +196,7 @@ class _Following:
                 self._target = self._made()
             return self._target.prepare(update, self._follower.tensors, undoable=not first)
         except BaseException:
-            self._follower = self._make()  # it may be ahead of the memory: what comes next is written whole
+            self._follower = self._made_anew()  # it may be ahead of the memory: what comes next is written whole
             raise
 
     def _made(self) -> Target:

@@ -20,8 +20,8 @@ from etude.weights.chain import plans
 from etude.weights.chain.manifest import Manifest, StoredObject, TensorEntry
 from etude.weights.delta.ranges import Parts
 from etude.weights.follow.follower import Follower, Held, Update, update_of
-from etude.weights.follow.head import LIMIT_BYTES
-from etude.weights.tensors import Tensor, tensor_digest
+from etude.weights.follow.head import LIMIT_BYTES, Followed
+from etude.weights.tensors import Tensor
 
 Wants = Callable[[str], bool]
 """Whether a tensor, or part of one, of this name is wanted."""
@@ -43,8 +43,17 @@ class PartFollower(Follower):
         branch: str = "",
         limit_bytes: int = LIMIT_BYTES,
         public_key: bytes | None = None,
+        followed: Followed | None = None,
     ) -> None:
-        super().__init__(store, name, branch=branch, limit_bytes=limit_bytes, public_key=public_key, can_undo=False)
+        super().__init__(
+            store,
+            name,
+            branch=branch,
+            limit_bytes=limit_bytes,
+            public_key=public_key,
+            can_undo=False,
+            followed=followed,
+        )
         self._wants = wants
 
     @property
@@ -81,7 +90,8 @@ def reach_some(
             if check is not None:
                 check(target)
             made = walk.take(plan, tensors or {} if plan.start else {})
-            return plans.Reached(_proven(target, made), walk.fetched_bytes, tuple(failures))
+            made = _proven(target, made, plans.proof_of(plan))
+            return plans.Reached(plans.Taken(made), walk.fetched_bytes, tuple(failures))
         except _NotHeld:  # another tensor than before shares a tile with what is wanted
             if plan.start is None:
                 search.close((walk.at or plan.hops[0]).way)
@@ -179,14 +189,11 @@ def _applied(
     return made
 
 
-def _proven(target: Manifest, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was made, once each has the digest that the manifest states. Raises `Unproven`."""
+def _proven(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
+    """What was made, once each is what the manifest states. Raises `Unproven`."""
     for entry in target.tensors:
-        if entry.name in made and tensor_digest(made[entry.name]) != entry.sha256:
-            raise plans.Unproven(
-                f"tensor {entry.name!r} of {target.version} has another digest than published",
-                hint="an object is damaged, or the base was another one: fetch it anew",
-            )
+        if entry.name in made:
+            plans.check_tensor(target, entry, made[entry.name], proof)
     return dict(made)
 
 

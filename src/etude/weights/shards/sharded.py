@@ -276,7 +276,8 @@ class _Leader(Channel):
             pointer = history.head(self._store, self._name)
         except EtudeError:
             return False
-        return pointer is not None and pointer.head.version.digest == table_digest(entries)
+        unsigned = pointer is not None and self._signer is not None and not pointer.signature
+        return pointer is not None and not unsigned and pointer.head.version.digest == table_digest(entries)
 
     @property
     def _doubted(self) -> Version | None:

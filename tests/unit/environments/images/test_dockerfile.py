@@ -16,7 +16,7 @@ from etude.environments.images import BadSource, ImageLimits, ImageRecord, Image
 from etude.environments.images.building import build_from_dockerfile
 from etude.environments.images.dockerfile import INSTRUCTIONS, parse
 from etude.environments.images.dockerfile_words import expand, pairs, unsupported, words_of
-from etude.errors import InputError, MachineError
+from etude.errors import InputError, MachineError, StoreError
 
 LIMITS = ImageLimits()
 
@@ -318,3 +318,26 @@ def test_any_text_is_parsed_or_refused(lines):
                 (pairs if instruction.name in ("ENV", "LABEL") else words_of)(instruction, {"a": "1", "b": "$a"})
                 expand(instruction.words[0], {"a": "1"})
                 unsupported(instruction.words[0])
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", ".dockerignore"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_build_reads_no_file_outside_of_its_folder(tmp_path, store, context, name, kind):
+    (context / "Dockerfile").write_text("FROM scratch\nCOPY . /all\n")
+    (tmp_path / "secret").write_text("hunter2 *")
+    (context / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(context / name)
+    elif kind == "folder":
+        (context / name).mkdir()
+    else:
+        (context / name).symlink_to(tmp_path / "secret")
+    if kind == "pipe" and name == ".dockerignore":
+        with pytest.raises(StoreError, match="is no file, folder or link"):
+            asyncio.run(build_from_dockerfile(store, context))
+    elif name == "Dockerfile":
+        with pytest.raises(BadSource, match="no Dockerfile") as caught:
+            asyncio.run(build_from_dockerfile(store, context))
+        assert "hunter2" not in str(caught.value)
+    else:
+        asyncio.run(build_from_dockerfile(store, context))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ def request(**fields: Any) -> CompletionRequest:
     return CompletionRequest(request_id="r", session_id="s", prompt_ids=ids, sampling=sampling, **fields)
 
 
+def whole_answer(body: bytes, *, engine: str) -> Part:
+    """A recorded whole answer, as the one event of a stream."""
+    part = protocol.read_event(b"data: " + body, engine=engine)
+    assert part is not None
+    return part
+
+
+def parts_together(told: Iterable[Part]) -> Part:
+    whole = parts.Whole()
+    for part in told:
+        whole.add(part)
+    return whole.part
+
+
 def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
     routes = parts.kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
     return parts.completed(
@@ -61,7 +76,7 @@ def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) ->
 
 
 def test_a_recorded_answer_and_a_recorded_stream_are_the_same_completion() -> None:
-    done = completed(protocol.read_answer(recorded("generate.json"), engine="engine-1"))
+    done = completed(whole_answer(recorded("generate.json"), engine="engine-1"))
     assert done.token_ids.tolist() == IDS
     assert done.logprobs[0] == np.float32(-4.2646002769470215)
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 5, 0)]
@@ -69,14 +84,14 @@ def test_a_recorded_answer_and_a_recorded_stream_are_the_same_completion() -> No
     lines = recorded("stream.txt").splitlines(keepends=True)
     told = [part for line in lines if (part := protocol.read_event(line, engine="engine-1"))]
     assert [part.token_ids for part in told] == [[token] for token in IDS]
-    again = completed(sum(told, parts.NOTHING))
+    again = completed(parts_together(told))
     assert (again.token_ids.tolist(), again.spans) == (IDS, done.spans)
     assert np.array_equal(again.logprobs, done.logprobs)
     assert [protocol.is_end(line) for line in lines if line.strip()][-1]
 
 
 def test_a_recorded_end_by_a_stop_token_is_one_and_a_recorded_text_has_its_log_probabilities() -> None:
-    stopped = protocol.read_answer(recorded("stopped.json"), engine="engine-1")
+    stopped = whole_answer(recorded("stopped.json"), engine="engine-1")
     assert completed(stopped, stop=(IDS[2],)).stop_reason is StopReason.STOP
     with pytest.raises(Broken, match="an end by 'stop'"):
         completed(stopped)
@@ -93,7 +108,7 @@ def test_a_recorded_refusal_and_a_recorded_abort_say_what_sglang_said() -> None:
     assert protocol.refused(400, b'{"error": "no such field"}', engine="e").facts == "no such field"
     assert protocol.refused(500, b"<html>", engine="e").facts == "b'<html>'"
     with pytest.raises(EngineError, match="dropped a request"):
-        protocol.read_answer(recorded("aborted.json"), engine="engine-1")
+        whole_answer(recorded("aborted.json"), engine="engine-1")
     with pytest.raises(EngineError, match="answered 500"):
         protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
 
@@ -112,32 +127,32 @@ def test_a_recorded_refusal_and_a_recorded_abort_say_what_sglang_said() -> None:
 )
 def test_an_answer_that_disagrees_with_itself_is_an_error(fields: dict[str, Any]) -> None:
     with pytest.raises(Broken):
-        completed(protocol.read_answer(changed(**fields), engine="engine-1"))
+        completed(whole_answer(changed(**fields), engine="engine-1"))
     for cut in (0, 10, 100):
         with pytest.raises(Broken):
-            protocol.read_answer(recorded("generate.json")[:cut], engine="engine-1")
+            whole_answer(recorded("generate.json")[:cut], engine="engine-1")
 
 
 def test_a_request_that_lived_through_a_swap_has_both_versions() -> None:
     told = [{"version": "0", "start": 0, "end": 2}, {"version": "1", "start": 2, "end": 5}]
-    done = completed(protocol.read_answer(changed(weight_versions=told), engine="e"))
+    done = completed(whole_answer(changed(weight_versions=told), engine="e"))
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 2, 0), (NEW, 3, 1)]
 
 
 def test_what_is_asked_has_the_requests_own_stop_tokens_seed_salt_class_and_routes() -> None:
-    body = json.loads(protocol.asked(request(stop=(7,)), "n", salt="a-1", native_routes=True, stream=True))
+    body = json.loads(protocol.asked(request(stop=(7,)), "n", salt="a-1", native_routes=True))
     params = body["sampling_params"]
     assert (body["input_ids"], body["extra_key"], body["stream"]) == (list(range(PROMPT)), "a-1", True)
     assert (params["stop_token_ids"], params["ignore_eos"], body["return_logprob"]) == ([7], False, True)
     assert params["sampling_seed"] == parts.keyed_seed(0, PROMPT)
     assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 0)
-    plain = json.loads(protocol.asked(request(), "n", salt="a", native_routes=False, stream=False))
+    plain = json.loads(protocol.asked(request(), "n", salt="a", native_routes=False))
     assert "return_routed_experts" not in plain
     assert plain["sampling_params"]["ignore_eos"]
-    production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False, stream=False)
+    production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False)
     assert json.loads(production)["priority"] > plain["priority"], "SGLang serves the higher number first"
     with pytest.raises(MalformedRequest, match="temperature 1e-07"):
-        protocol.asked(request(temperature=1e-7), "n", salt="a", native_routes=False, stream=False)
+        protocol.asked(request(temperature=1e-7), "n", salt="a", native_routes=False)
 
 
 def test_routes_are_those_of_layers_with_a_router() -> None:
@@ -148,6 +163,8 @@ def test_routes_are_those_of_layers_with_a_router() -> None:
     assert parts.any_missing(protocol.given_routes(None, MODEL, count=4))
     with pytest.raises(ValueError, match="for 5 positions"):
         protocol.given_routes(base64.b64encode(told.tobytes()).decode(), MODEL, count=5)
+    with pytest.raises(ValueError, match="a route to expert 263 of 8"):
+        protocol.given_routes(base64.b64encode((told + 256).tobytes()).decode(), MODEL, count=4)
 
 
 def test_another_version_is_refused_and_so_is_an_install_for_a_cpu(

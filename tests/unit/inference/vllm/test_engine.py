@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from etude.errors import EngineBehind, EngineError, WeightsError
 from etude.inference.config import EngineConfig
-from etude.inference.errors import EngineBusy
+from etude.inference.errors import EngineBusy, EngineLate
 from etude.inference.foreign.engine import ForeignEngine
 from etude.inference.foreign.serving import require_routes
 from etude.inference.vllm.follow import VllmFollowing
@@ -65,6 +67,10 @@ class Server:
         return {name: calls[number][name] for name in ("method", "args")}
 
     async def whole(self, writer: asyncio.StreamWriter) -> None:
+        if self.asked[-1][1].get("stream") and self.body.startswith(b"{"):
+            body = b"data: %s\n\ndata: [DONE]\n\n" % self.body  # the whole answer as the stream's one event
+            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(body), body))
+            return
         writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (self.status, len(self.body), self.body))
 
     async def cut(self, writer: asyncio.StreamWriter) -> None:
@@ -231,6 +237,80 @@ def test_a_swap_that_fails_leaves_the_engine_frozen_until_one_succeeds(tell: Cal
             engine.moved(SECOND)
         server.body = GENERATED.replace(b'"version":"0"', b'"version":"1"')
         assert (await engine.generate(ask())).spans[0].version == SECOND
+
+    tell(story)
+
+
+EVENTS = [part + b"\n\n" for part in STREAMED.split(b"\n\n") if part.strip()]
+
+
+def tokens_one_by_one(between: Callable[[int], Awaitable[object]]) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
+    """A streamed answer; `between(i)` is waited for before its event i."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 X\r\ncontent-length: %d\r\n\r\n" % sum(map(len, EVENTS)))
+        for number, event in enumerate(EVENTS):
+            await between(number)
+            writer.write(event)
+
+    return answer
+
+
+def test_an_answer_whose_tokens_still_come_outlives_its_deadline_and_one_whose_tokens_stop_does_not(
+    tell: Callable[[Story], None],
+) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
+        server.answer = tokens_one_by_one(lambda _: asyncio.sleep(0.25))
+        began = time.monotonic()
+        assert len((await engine.generate(ask(deadline_s=1.0))).token_ids) == 5
+        assert time.monotonic() - began > 1.0, "no token was late, all of them were"
+        over = asyncio.Event()
+        server.answer = tokens_one_by_one(lambda i: asyncio.sleep(0) if i < 3 else over.wait())
+        with pytest.raises(EngineLate, match=r"request r passed its deadline of 0\.2 s without a token"):
+            await engine.generate(ask(deadline_s=0.2))
+        over.set()
+
+    tell(story)
+
+
+def test_a_long_prompt_is_given_time_to_be_read(tell: Callable[[Story], None]) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
+        """Forty tokens: .4 s beyond the deadline of a server that reads a hundred a second."""
+        server.answer = tokens_one_by_one(lambda i: asyncio.sleep(0 if i else 0.25))
+        assert len((await engine.generate(ask(deadline_s=0.1))).token_ids) == 5
+
+    tell(story)
+
+
+def test_requests_that_demand_a_later_version_than_was_swapped_in_end_as_behind(tell: Callable[[Story], None]) -> None:
+    """A learner was lost, and the chain goes on from an older step."""
+
+    async def story(engine: ForeignEngine, server: Server) -> None:
+        async with engine.swapping():
+            engine.moved(SECOND)
+        server.answer = server.never
+        work = asyncio.ensure_future(engine.generate(ask(min_step=1)))
+        await until(lambda: engine.num_here == 1 and server.asked[-1][0].startswith("/inference"))
+        async with engine.swapping():
+            engine.moved(msgspec.structs.replace(FIRST, incarnation="1b2c3d4e"))
+        with pytest.raises(EngineBehind, match="asks for step 1 on"):
+            await work
+        assert engine.num_here == 0
+        await server.gone.wait()
+
+    tell(story)
+
+
+def test_a_swap_that_takes_long_makes_no_request_late(tell: Callable[[Story], None]) -> None:
+    async def story(engine: ForeignEngine, server: Server) -> None:
+        swapped = asyncio.Event()
+        server.answer = tokens_one_by_one(lambda i: swapped.wait() if i == 2 else asyncio.sleep(0))
+        running = asyncio.ensure_future(engine.generate(ask(deadline_s=0.2)))
+        await until(lambda: bool(server.asked))
+        async with engine.swapping():
+            await asyncio.sleep(0.8)  # four deadlines
+        swapped.set()
+        assert len((await running).token_ids) == 5
 
     tell(story)
 

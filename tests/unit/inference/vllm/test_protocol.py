@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ from etude.inference.foreign import parts
 from etude.inference.foreign.parts import Broken, Part
 from etude.inference.vllm import protocol
 from etude.models.config import ModelConfig
-from etude.records.completion import Completion, CompletionRequest, Sampling, StopReason, Traffic, Version
+from etude.records.completion import (
+    Completion,
+    CompletionRequest,
+    Sampling,
+    StopReason,
+    Traffic,
+    Version,
+    missing_route,
+)
 
 ANSWERS = Path(__file__).parent / "answers"
 MODEL = ModelConfig(num_layers=3, num_experts=8, top_k=2, dense_layers=(1,))
@@ -42,6 +52,20 @@ def request(**fields: Any) -> CompletionRequest:
     return CompletionRequest(request_id="r", session_id="s", prompt_ids=ids, sampling=sampling, **fields)
 
 
+def whole_answer(body: bytes, *, engine: str) -> Part:
+    """A recorded whole answer, as the one event of a stream."""
+    part = protocol.read_event(b"data: " + body, engine=engine)
+    assert part is not None
+    return part
+
+
+def parts_together(told: Iterable[Part]) -> Part:
+    whole = parts.Whole()
+    for part in told:
+        whole.add(part)
+    return whole.part
+
+
 def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) -> Completion:
     routes = parts.kept_routes(None, MODEL, start=0, stop=PROMPT + len(answer.token_ids) - 1)
     versions = {0: OLD, 1: NEW}
@@ -51,7 +75,7 @@ def completed(answer: Part, *, adoption: int = 0, stop: tuple[int, ...] = ()) ->
 
 
 def test_a_recorded_answer_is_a_completion() -> None:
-    done = completed(protocol.read_answer(recorded("generate.json"), engine="engine-1"))
+    done = completed(whole_answer(recorded("generate.json"), engine="engine-1"))
     assert done.token_ids.tolist() == IDS
     assert done.logprobs[0] == np.float32(-5.037752151489258)
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == [(OLD, 5, 0)]
@@ -63,9 +87,9 @@ def test_a_recorded_answer_is_a_completion() -> None:
 def test_a_recorded_stream_is_the_same_part_after_part() -> None:
     lines = recorded("stream.txt").splitlines(keepends=True)
     told = [part for line in lines if (part := protocol.read_event(line, engine="engine-1"))]
-    whole = sum(told, parts.NOTHING)
+    whole = parts_together(told)
     assert [part.token_ids for part in told[:5]] == [[token] for token in IDS]
-    assert whole == protocol.read_answer(recorded("generate.json"), engine="engine-1")
+    assert whole == whole_answer(recorded("generate.json"), engine="engine-1")
     assert [protocol.is_end(line) for line in lines if line.strip()][-1]
 
 
@@ -85,7 +109,7 @@ def test_a_recorded_refusal_says_what_vllm_said() -> None:
 @pytest.mark.parametrize("cut", range(0, 1200, 97))
 def test_a_truncated_answer_is_an_error(cut: int) -> None:
     with pytest.raises(Broken):
-        protocol.read_answer(recorded("generate.json")[:cut], engine="engine-1")
+        whole_answer(recorded("generate.json")[:cut], engine="engine-1")
 
 
 @pytest.mark.parametrize(
@@ -109,19 +133,20 @@ def test_a_truncated_answer_is_an_error(cut: int) -> None:
 )
 def test_an_answer_that_disagrees_with_itself_is_an_error(fields: dict[str, Any]) -> None:
     with pytest.raises(Broken, match="engine-1"):
-        completed(protocol.read_answer(changed(**fields), engine="engine-1"))
+        completed(whole_answer(changed(**fields), engine="engine-1"))
 
 
-def test_an_answer_without_choices_or_with_two_is_an_error() -> None:
+def test_an_answer_with_two_choices_is_an_error_and_one_without_choices_is_no_completion() -> None:
     answer = json.loads(recorded("generate.json"))
-    for choices in ([], 2 * answer["choices"]):
-        with pytest.raises(Broken, match=f"{len(choices)} choices"):
-            protocol.read_answer(json.dumps(answer | {"choices": choices}).encode(), engine="engine-1")
+    with pytest.raises(Broken, match="2 choices"):
+        whole_answer(json.dumps(answer | {"choices": 2 * answer["choices"]}).encode(), engine="engine-1")
+    with pytest.raises(Broken, match="0 tokens"):
+        completed(whole_answer(json.dumps(answer | {"choices": []}).encode(), engine="engine-1"))
 
 
 def test_a_request_that_vllm_dropped_or_ended_by_an_error_raises() -> None:
     with pytest.raises(EngineError, match="dropped a request"):
-        protocol.read_answer(changed(finish_reason="abort"), engine="engine-1")
+        whole_answer(changed(finish_reason="abort"), engine="engine-1")
     with pytest.raises(EngineError, match="answered 500"):
         protocol.read_event(b'data: {"error": {"message": "it fell over"}}', engine="engine-1")
 
@@ -130,11 +155,11 @@ def test_a_log_probability_that_is_no_number_is_an_error() -> None:
     content = json.loads(recorded("generate.json"))["choices"][0]["logprobs"]["content"]
     content[2]["logprob"] = parts.NO_NUMBER
     with pytest.raises(Broken, match="is no number"):
-        completed(protocol.read_answer(changed(logprobs={"content": content}), engine="engine-1"))
+        completed(whole_answer(changed(logprobs={"content": content}), engine="engine-1"))
 
 
 def test_an_end_is_by_a_token_that_was_asked_for() -> None:
-    stopped = protocol.read_answer(changed(finish_reason="stop"), engine="engine-1")
+    stopped = whole_answer(changed(finish_reason="stop"), engine="engine-1")
     assert completed(stopped, stop=(IDS[-1],)).stop_reason is StopReason.STOP
     with pytest.raises(Broken, match="an end by 'stop'"):
         completed(stopped)
@@ -152,25 +177,25 @@ def test_spans_count_the_swaps_that_a_request_lived_through(
     adoption: int, told: list[tuple[str, int, int]], spans: list[tuple[Version, int, int]]
 ) -> None:
     versions = [{"version": v, "start": start, "end": end} for v, start, end in told]
-    done = completed(protocol.read_answer(changed(weight_versions=versions), engine="e"), adoption=adoption)
+    done = completed(whole_answer(changed(weight_versions=versions), engine="e"), adoption=adoption)
     assert [(s.version, s.num_tokens, s.kv_epoch) for s in done.spans] == spans
 
 
 def test_what_is_asked_has_the_requests_own_stop_tokens_seed_and_salt() -> None:
-    body = json.loads(protocol.asked(request(stop=(7,)), "n", salt="a-1", native_routes=True, stream=True))
+    body = json.loads(protocol.asked(request(stop=(7,)), "n", salt="a-1", native_routes=True))
     params = body["sampling_params"]
     assert (body["token_ids"], body["cache_salt"], body["stream"]) == (list(range(PROMPT)), "a-1", True)
     assert (params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == ([7], True, 0)
     assert params["seed"] == parts.keyed_seed(0, PROMPT)
     assert params["routed_experts_prompt_start"] == 0
-    production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False, stream=False)
+    production = protocol.asked(request(traffic=Traffic.PRODUCTION), "n", salt="a", native_routes=False)
     assert json.loads(production)["priority"] < body["priority"], "vLLM serves the lower number first"
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused() -> None:
-    protocol.asked(request(temperature=0.0), "n", salt="a", native_routes=False, stream=False)
+    protocol.asked(request(temperature=0.0), "n", salt="a", native_routes=False)
     with pytest.raises(MalformedRequest, match=r"temperature 0\.005"):
-        protocol.asked(request(temperature=0.005), "n", salt="a", native_routes=False, stream=False)
+        protocol.asked(request(temperature=0.005), "n", salt="a", native_routes=False)
 
 
 def test_routes_that_were_kept_begin_where_they_are_wanted_and_say_where_none_are() -> None:
@@ -179,6 +204,23 @@ def test_routes_that_were_kept_begin_where_they_are_wanted_and_say_where_none_ar
     assert routes.dtype == np.uint8
     assert np.array_equal(routes[:4], every[2:])
     assert (routes[4:] == 255).all()
+
+
+@pytest.mark.parametrize(("num_experts", "last"), [(8, 7), (255, 254), (256, 255), (384, 383)])
+def test_every_expert_keeps_its_number_and_none_becomes_a_missing_one(num_experts: int, last: int) -> None:
+    of = replace(MODEL, num_experts=num_experts)
+    numbers = np.array([last, -1] * (len(of.moe_layers)), "<i2").reshape(1, -1, 2)
+    kept = parts.kept_routes(base64.b64encode(numbers.tobytes()).decode(), of, start=0, stop=1)
+    assert (kept[..., 0] == last).all()
+    assert (kept[..., 1] == missing_route(of.route_dtype)).all()
+    with pytest.raises(ValueError, match=f"a route to expert {num_experts} of {num_experts}"):
+        parts.kept_routes(base64.b64encode((numbers + 1).tobytes()).decode(), of, start=0, stop=1)
+    packed = io.BytesIO()
+    np.save(packed, np.full((1, of.num_layers, 2), last, np.int32))
+    assert (protocol.given_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1) == last).all()
+    np.save(packed := io.BytesIO(), np.full((1, of.num_layers, 2), 256 + num_experts, np.int32))
+    with pytest.raises(ValueError, match="a route to expert"):
+        protocol.given_routes(base64.b64encode(packed.getvalue()).decode(), of, count=1)
 
 
 def test_routes_that_the_build_tells_are_those_of_layers_with_a_router() -> None:

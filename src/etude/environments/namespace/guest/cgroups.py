@@ -13,7 +13,7 @@ import os
 import time
 
 ROOT = "/sys/fs/cgroup"
-CONTROLLERS = ("memory", "pids", "cpu")
+CONTROLLERS = ("memory", "pids", "cpu", "cpuacct")
 _PREFIX = "etude-"
 _PERIOD_US = 100_000
 
@@ -50,6 +50,26 @@ class Hierarchy:
             fd = self._entrances[index] = os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
         return fd
 
+    def entrance_path(self, index: int) -> str:
+        """The path of that file."""
+        return f"{self.path}/{index}/{_ENTRANCE[self.version]}"
+
+    @property
+    def accounts(self) -> tuple[str, str]:
+        """The paths of a slot's CPU time and of its threads, with ``{slot}`` where its number goes; "" where this
+        hierarchy does not count CPU time."""
+        files = {1: ("cpuacct", "cpuacct.usage", "tasks"), 2: ("cpu", "cpu.stat", "cgroup.threads")}
+        controller, usage, threads = files[self.version]
+        if controller not in self.controllers:
+            return "", ""
+        return f"{self.path}/{{slot}}/{usage}", f"{self.path}/{{slot}}/{threads}"
+
+    def close(self) -> None:
+        """Give up the claim: whoever starts next may remove what is left of it."""
+        for fd in (*self._entrances.values(), self.fd):
+            os.close(fd)
+        self._entrances = {}
+
     def _write(self, path: str, text: str) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
@@ -63,6 +83,7 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
         "memory": (("memory.limit_in_bytes", "{memory}"), ("memory.memsw.limit_in_bytes", "{memory}")),
         "pids": (("pids.max", "{processes}"),),
         "cpu": (("cpu.cfs_quota_us", "{quota}"),),
+        "cpuacct": (),  # counts, and bounds nothing
     },
     2: {
         "memory": (("memory.max", "{memory}"), ("memory.swap.max", "0")),
@@ -75,18 +96,17 @@ _LIMITS: dict[int, dict[str, tuple[tuple[str, str], ...]]] = {
 _ENTRANCE = {1: "tasks", 2: "cgroup.procs"}  # moving a thread takes no lock that stops every fork of the host
 
 
-def claim_all(name: str, membership: str, root: str = ROOT) -> list[Hierarchy]:
-    """Claim a folder in each hierarchy that has a controller to give and lets us write; none is a valid answer.
-
-    `membership` is the text of /proc/self/cgroup.
+def claim_all(name: str, membership: str, root: str = ROOT, *, of: tuple[str, ...] = CONTROLLERS) -> list[Hierarchy]:
+    """Claim a folder in each hierarchy that has a controller `of` these to give and lets us write; none is a valid
+    answer. `membership` is the text of /proc/self/cgroup.
     """
     found: list[Hierarchy] = []
     taken: set[str] = set()
     for line in membership.splitlines():
         _, names, own = line.split(":", 2)
-        wanted = tuple(c for c in names.split(",") if c in CONTROLLERS)
+        wanted = tuple(c for c in names.split(",") if c in of)
         for parent, controllers, version in _candidates(root, names, own, wanted):
-            controllers = tuple(c for c in controllers if c not in taken)
+            controllers = tuple(c for c in controllers if c in of and c not in taken)
             if not controllers:
                 continue
             _sweep(parent)

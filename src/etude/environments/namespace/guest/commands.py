@@ -26,6 +26,7 @@ from .packets import (
     BEGUN_FACTS,
     CONTINUE_ALL,
     END_ALL,
+    END_ONE,
     ENDED,
     ENDED_FACTS,
     HEAD,
@@ -97,6 +98,11 @@ class _Runner:
         if not packet:
             return False
         kind, number = HEAD.unpack_from(packet)
+        if kind == END_ONE:
+            for running in self._running.values():
+                if running.command and running.number == number:
+                    running.end = time.monotonic()
+            return True
         deadline_s, slot, init_pid, flags = RUN_FACTS.unpack_from(packet, HEAD.size)
         data = ancillary[0][2]
         init, *streams = struct.unpack(f"{len(data) // 4}i", data)

@@ -161,7 +161,8 @@ def _launcher(config: dict[str, Any], control: int, hierarchies: list[cgroups.Hi
     whole = roots or frame
     assert whole is not None
     bounded = {c: h.version for h in hierarchies for c in h.controllers}
-    facts = {"base": base, "cgroups": bounded, "agent": program is not None, "root": whole.mode}
+    accounts = next((h.accounts for h in hierarchies if h.accounts[0]), None)
+    facts = {"base": base, "cgroups": bounded, "accounts": accounts, "agent": program is not None, "root": whole.mode}
     channel.send(HEAD.pack(STARTED, os.getpid()) + json.dumps(facts).encode())
     machines.Machines(
         channel, hierarchies, base, limits, config["max_machines"], runner, program, seccomp.packed(), person, whole

@@ -20,6 +20,8 @@ MADE_FACTS = struct.Struct("<II")  # slot, PID of its PID 1 as launcher and runn
 # output, errors where they are apart, and input if there is any, are further descriptors; signal everything in a
 # machine: kill it and wait until it is gone, stop it and wait until it stands, let it go on
 RUN, END_ALL, STOP_ALL, CONTINUE_ALL = b"E", b"X", b"T", b"C"
+# host to runner, without descriptors: the deadline of the command of this number is over
+END_ONE = b"K"
 RUN_FACTS = struct.Struct("<dIIB")  # deadline_s, slot, PID of PID 1, flags
 ERRORS_APART, INPUT_GIVEN, TELL_PID = 1, 2, 4
 # runner to host: a command's first process, by its PID in the machine; the command has ended; a signal was delivered

@@ -1,0 +1,34 @@
+"""``etude init``: a folder with a config and tasks, to run at once and to change."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import resources
+from pathlib import Path
+
+from etude.errors import InputError, NoCheckpoint
+from etude.tasks.starting import write_examples
+
+_MODEL_BEGIN, _MODEL_END = "# [model] begin\n", "# [model] end\n"
+
+
+def init(args: argparse.Namespace) -> int:
+    """Write DIR/config.toml and DIR/tasks/. With `--start` the run begins with that checkpoint."""
+    folder: Path = args.folder
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists", "nothing is overwritten", hint="name a new folder")
+    start: Path | None = args.start
+    if start is not None and not (start / "config.json").is_file():
+        raise NoCheckpoint(f"no checkpoint at {start}", "it has no config.json", hint="give a Hugging Face directory")
+    text = resources.files("etude.cli").joinpath("init.toml").read_text()
+    if start is None:
+        text = text.replace(_MODEL_BEGIN, "").replace(_MODEL_END, "")
+    else:
+        before, _, rest = text.partition(_MODEL_BEGIN)
+        text = f'start = "{start.resolve()}"\n\n'.join((before, rest.partition(_MODEL_END)[2].lstrip("\n")))
+    folder.mkdir(parents=True, exist_ok=True)
+    count = write_examples(folder / "tasks")
+    (folder / "config.toml").write_text(text)
+    print(f"{folder}/config.toml and {count} tasks in {folder}/tasks: change both as you like, then")
+    print(f"  cd {folder} && etude run config.toml")
+    return 0

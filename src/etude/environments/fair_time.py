@@ -1,0 +1,165 @@
+"""Deadlines that count what a host took from a machine: a command that waited for a busy host gets the time back.
+
+A command's deadline is seconds of wall time on a host that gives its machine the cores it may use. While others keep
+the host's cores busy, its processes stand in the run queue. That time, `lost`, is added to the deadline.
+
+What is lost in a stretch of time is the smaller of two things:
+
+- what others took: the cores that the machine may use, less what was left of the host's beside the CPU time of
+  everything that is not the machine. The machine's own CPU time comes from its control group, where nothing that runs
+  in it can hide any; so it cannot make others look busy, however many processes it starts;
+- how long its own threads stood in the run queue. A command that sleeps stands in none.
+
+So a machine alone on its host loses nothing, whatever it does, and one on a busy host gets at most what it was owed.
+A deadline grows to `PATIENCE` times its length at most; past that the command has timed out like any other: a slow host
+never makes an ending invalid, so no agent can make one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+PATIENCE = 10.0
+_TICKS = 32  # how often in a deadline it is looked
+_SHORTEST_S = 0.1
+_HZ = os.sysconf("SC_CLK_TCK")
+T = TypeVar("T")
+
+
+class Use(NamedTuple):
+    """What a machine has had of its host up to now."""
+
+    cpu_s: float  # CPU time of all that ever ran in it
+    waits: dict[int, float]  # by thread: seconds in the run queue
+
+
+class Host(NamedTuple):
+    """What a host has done up to now."""
+
+    busy_s: float  # CPU time of everything on it, of all cores, and what its hypervisor took
+    cores: int
+
+
+Measure = Callable[[], Use | None]
+"""What a machine has had; None where it cannot be told."""
+
+
+class FairClock:
+    """The clock of one command: wall time, less what it lost. `cores`: what its machine may use at once.
+
+    >>> host, use = iter([Host(0.0, 2), Host(20.0, 2)]), iter([Use(0.0, {7: 0.0}), Use(1.0, {7: 9.0})])
+    >>> now = iter([0.0, 10.0])
+    >>> clock = FairClock(lambda: next(use), cores=1.0, host=lambda: next(host), now=lambda: next(now))
+    >>> clock.look()  # in 10 s others had 19 s of two cores: 1 s was left of the 10 that one core has
+    >>> clock.lost_s
+    9.0
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        *,
+        cores: float,
+        host: Callable[[], Host | None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._measure, self._cores, self._host, self._now = measure, cores, host or read_host, now
+        self.began, self.lost_s = now(), 0.0
+        self._at, self._use, self._busy = self.began, measure(), self._host()
+
+    @property
+    def counts(self) -> bool:
+        """Whether what is lost can be told here."""
+        return self._use is not None and self._busy is not None
+
+    def look(self) -> None:
+        """Count what was lost since the last look."""
+        at, use, host = self._now(), self._measure(), self._host()
+        if self._use is not None and use is not None and self._busy is not None and host is not None:
+            self.lost_s += lost(at - self._at, self._use, use, self._busy, host, self._cores)
+        self._at, self._use, self._busy = at, use, host
+
+    def left_s(self, deadline_s: float) -> float:
+        """Until the deadline, as far as is known now."""
+        end = self.began + min(deadline_s + self.lost_s, deadline_s * PATIENCE)
+        return end - self._now()
+
+
+def lost(wall_s: float, use: Use, later: Use, host: Host, host_later: Host, cores: float) -> float:
+    """Seconds of a stretch of `wall_s` that others took from a machine which may use so many cores.
+
+    >>> quiet, full = Host(0.0, 2), Host(20.0, 2)
+    >>> lost(10.0, Use(0.0, {1: 0.0}), Use(20.0, {1: 50.0}), quiet, full, 1.0)  # its own processes filled the host
+    0.0
+    >>> lost(10.0, Use(0.0, {1: 0.0}), Use(0.0, {1: 0.0}), quiet, full, 1.0)  # others did, and it slept
+    0.0
+    """
+    own_s = max(0.0, later.cpu_s - use.cpu_s)
+    others_s = max(0.0, host_later.busy_s - host.busy_s - own_s)
+    owed_s = min(cores, host.cores) * wall_s
+    left_s = max(0.0, host.cores * wall_s - others_s)
+    taken = max(0.0, 1.0 - left_s / owed_s) if owed_s > 0 else 0.0
+    waited_s = sum(max(0.0, wait - use.waits.get(thread, 0.0)) for thread, wait in later.waits.items())
+    return min(taken * wall_s, waited_s)
+
+
+async def fairly(
+    ended: asyncio.Future[T], clock: FairClock, deadline_s: float, kill: Callable[[], None]
+) -> tuple[bool, float]:
+    """Wait until a command has ended, or its deadline is over: then `kill` is called, once. (late, seconds lost)
+
+    Raises nothing of the command's: `ended` has it."""
+    tick_s = max(_SHORTEST_S, deadline_s / _TICKS)
+    while not ended.done():
+        left_s = clock.left_s(deadline_s)
+        if left_s <= 0:
+            clock.look()
+            if clock.left_s(deadline_s) <= 0:
+                kill()
+                return True, clock.lost_s
+        await asyncio.wait([ended], timeout=min(tick_s, max(left_s, 0.001)))
+        if not ended.done():
+            clock.look()
+    return False, clock.lost_s
+
+
+def read_host() -> Host | None:
+    """This host's CPU time so far, of all cores; None where it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
+        return Host((user + nice + system + irq + softirq + steal) / _HZ, os.cpu_count() or 1)
+    return None
+
+
+def of_group(accounts: str, threads: str, *, also: Iterable[int] = ()) -> Measure:
+    """Measure a control group by two of its files: its CPU time (``cpuacct.usage`` or ``cpu.stat``) and its threads.
+    `also`: processes outside of it whose waiting counts too, such as the one that starts its commands."""
+    others = tuple(also)
+
+    def measure() -> Use | None:
+        try:
+            words = Path(accounts).read_text().split()
+            inside = [int(word) for word in Path(threads).read_text().split()]
+            used_s = int(words[0]) / 1e9 if len(words) == 1 else int(words[words.index("usage_usec") + 1]) / 1e6
+        except (OSError, ValueError, IndexError):
+            return None
+        return Use(used_s, _waits([*inside, *others]))
+
+    return measure
+
+
+def _waits(threads: Iterable[int]) -> dict[int, float]:
+    found = {}
+    for thread in threads:
+        with (
+            contextlib.suppress(OSError, ValueError, IndexError),
+            open(f"/proc/{thread}/schedstat", encoding="ascii") as file,
+        ):
+            found[thread] = int(file.read().split()[1]) / 1e9
+    return found

@@ -1,0 +1,66 @@
+"""Control groups around sandboxes: one a sandbox, so that its memory and processor time are bounded as a whole.
+
+runsc itself is told to leave control groups alone: it would need rights over the hierarchy that its caller may not
+have. A sandbox's processes are started inside of a group that this process made, below its own.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from etude.environments.config import MachineLimits
+from etude.environments.namespace.guest.cgroups import Hierarchy, claim_all, remove_all
+
+SENTRY_BYTES = 96 << 20  # what gVisor itself takes for one sandbox: its kernel and its file server
+_ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
+
+
+class Groups:
+    """The control groups of a runtime's sandboxes, at most `count` at once. None of them where the host gives none."""
+
+    def __init__(self, limits: MachineLimits, count: int) -> None:
+        self._limits = limits
+        self._free = list(range(count, 0, -1))
+        self._made: set[int] = set()
+        membership = Path("/proc/self/cgroup").read_text() if os.path.exists("/proc/self/cgroup") else ""
+        name = f"{os.getpid()}-{secrets.token_hex(4)}"
+        # No bound on their number of processes: the sentry's own threads would count.
+        self._hierarchies: list[Hierarchy] = claim_all(name, membership, of=("memory", "cpu"))
+
+    @property
+    def controllers(self) -> tuple[str, ...]:
+        """What is bounded by them: "memory", "cpu"."""
+        return tuple(c for hierarchy in self._hierarchies for c in hierarchy.controllers)
+
+    def take(self) -> int:
+        """The number of a free group, made where it is not there yet. `OSError` where the kernel refuses."""
+        slot = self._free.pop()
+        try:
+            if slot not in self._made:
+                for hierarchy in self._hierarchies:
+                    num_bytes = self._limits.memory_bytes + SENTRY_BYTES
+                    hierarchy.make(slot, num_bytes, self._limits.processes, self._limits.cpus)
+                self._made.add(slot)
+        except OSError:
+            self._free.append(slot)
+            raise
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Nothing runs in this group any more."""
+        self._free.append(slot)
+
+    def inside(self, slot: int, command: Sequence[str]) -> list[str]:
+        """A command that enters a group before it becomes the program."""
+        entrances = [hierarchy.entrance_path(slot) for hierarchy in self._hierarchies]
+        return ["sh", "-c", _ENTER, "sh", *entrances, "--", *command]
+
+    def close(self) -> None:
+        """Remove the groups, once nothing runs in them. Blocks for some milliseconds."""
+        remove_all(self._hierarchies)
+        for hierarchy in self._hierarchies:
+            hierarchy.close()
+        self._hierarchies = []

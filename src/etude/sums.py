@@ -1,0 +1,266 @@
+"""Checksums that lie beside or inside what a run writes, so that what is read is what was written.
+
+Four kinds, by what a file is:
+
+- a directory that is written once (a checkpoint, a corpus, a tokeniser) has `SHA256SUMS`, as `sha256sum -c` reads it;
+- a Parquet file has a block of 40 bytes between its data and its footer, where readers of Parquet do not look;
+- a JSON object has its digest as its last member, a list of objects one in each object, a page one in a comment;
+- a line of an event log has a CRC as its last member.
+
+What has none is of an earlier etude, or of another program: it is read as it is. Knows nothing of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from etude.errors import EtudeError
+
+SUMS = "SHA256SUMS"
+SHA256 = "sha256"
+PARQUET_KEY = "etude.sealed"
+"""Of a Parquet schema's metadata: says that the file has a block with its digest."""
+
+_LINE = re.compile(r"([0-9a-f]{64})  ([^\n]+)")
+_AT_ONCE = 4  # files: hashing one keeps a core busy, at 1 to 2 GB/s
+_MAGIC = b"ETUDESUM"
+_BLOCK = len(_MAGIC) + 32
+_END = b"PAR1"
+_CRC = re.compile(rb', "crc": "([0-9a-f]{8})"\}$')
+_COMMENT = re.compile(rb"\n<!-- sha256 ([0-9a-f]{64}) -->\n$")
+_HINT = "copy the file back from a backup; where it was changed on purpose, delete"
+
+
+class Unproven(EtudeError):
+    """Bytes that are not those that were written."""
+
+
+# Directories
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file, 64 hex characters. Raises `OSError`."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_in(folder: Path) -> list[str]:
+    """Every file under a folder but its checksums, sorted, by their paths in it."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != SUMS)
+
+
+def digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of some of a folder's files, by name. Raises `OSError`."""
+    names = list(names)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return dict(zip(names, pool.map(lambda name: file_digest(folder / name), names), strict=True))
+
+
+def write_sums(folder: Path, found: Mapping[str, str] | None = None) -> None:
+    """Put the checksums of all files of a folder beside them. `found`: those that are known. Raises `OSError`."""
+    found = digests(folder, files_in(folder)) if found is None else found
+    text = "".join(f"{found[name]}  {name}\n" for name in sorted(found))
+    scratch = folder / f".{SUMS}.{os.getpid()}.tmp"
+    scratch.write_text(text)
+    scratch.replace(folder / SUMS)
+
+
+def read_sums(folder: Path) -> dict[str, str] | None:
+    """The checksums of a folder's files, by name; None where it has none. Raises `Unproven` where they are damaged."""
+    path = folder / SUMS
+    try:
+        lines = path.read_bytes().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Unproven(f"{path} cannot be read", str(error.strerror), hint="look at the disk and its mount") from None
+    found = [_LINE.fullmatch(line) for line in lines]
+    if not all(found):
+        raise Unproven(f"{path} is damaged", "a line is no checksum and name", hint=f"{_HINT} {path}")
+    return {match[2]: match[1] for match in found if match}
+
+
+def prove(folder: Path, names: Iterable[str] | None = None, *, kind: type[EtudeError] = Unproven) -> bool:
+    """Read files of a folder and compare them with its checksums. `names`: which (None: all that have one). False where
+    the folder has no checksums. Raises `kind`: a file differs, has no checksum, or is gone."""
+    try:
+        sums = read_sums(folder)
+    except Unproven as error:
+        raise kind(error.what, error.facts, hint=error.hint) from None
+    if sums is None:
+        return False
+    wanted = sorted(sums) if names is None else list(names)
+    for name in wanted:
+        if name not in sums:
+            facts = f"{folder / SUMS} does not list it"
+            raise kind(f"{folder / name} is not proven", facts, hint=f"{_HINT} {folder / SUMS}")
+    try:
+        found = digests(folder, wanted)
+    except OSError as error:
+        raise kind(f"{folder} lacks a file", str(error), hint="copy the file back from a backup") from None
+    for name in wanted:
+        if found[name] != sums[name]:
+            raise kind(
+                f"{folder / name} is damaged",
+                f"its SHA-256 is {found[name][:12]}, written was {sums[name][:12]}",
+                hint=f"{_HINT} {folder / SUMS}",
+            )
+    return True
+
+
+# Parquet
+
+
+def seal_parquet(file: BinaryIO) -> None:
+    """Put its digest into a Parquet file that is whole, and open to be read and written; its schema's metadata has
+    `PARQUET_KEY`. Readers find data by offsets from the start and the footer from the end, so both stay where they
+    are for them."""
+    found = _footer(file)
+    assert found is not None, "it was just written"
+    start, size = found
+    file.seek(start)
+    footer = file.read()
+    digest = _digest_of(file, [(0, start), (start, size)])
+    file.seek(start)
+    file.write(_MAGIC + digest + footer)
+    file.flush()
+
+
+def prove_parquet(file: BinaryIO, name: object, *, kind: type[EtudeError] = Unproven) -> bool:
+    """Read all of a Parquet file and compare it with the digest in it; at its start again afterwards. False for one
+    without a digest, and for what is no Parquet file. Raises `kind`, which calls it `name`."""
+    hint = "copy it back from a backup"
+    try:
+        found = _footer(file)
+        if found is None:
+            return False
+        start, size = found
+        file.seek(max(0, start - _BLOCK))
+        block = file.read(min(start, _BLOCK))
+        footer = file.read()
+        if not block.startswith(_MAGIC):
+            if PARQUET_KEY.encode() in footer:
+                raise ValueError("its digest is gone")
+            return False
+        digest = _digest_of(file, [(0, start - _BLOCK), (start, size)])
+    except ValueError as error:
+        raise kind(f"{name} is damaged", str(error), hint=hint) from None
+    finally:
+        file.seek(0)
+    if digest != block[len(_MAGIC) :]:
+        raise kind(
+            f"{name} is damaged",
+            f"its SHA-256 is {digest.hex()[:12]}, written was {block[len(_MAGIC) :].hex()[:12]}",
+            hint=hint,
+        )
+    return True
+
+
+def _footer(file: BinaryIO) -> tuple[int, int] | None:
+    """Where a Parquet file's footer starts, and where it ends; None for what is none."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 8))
+    end = file.read(8)
+    if size < 12 or end[4:] != _END:
+        return None
+    start = size - 8 - int(struct.unpack("<I", end[:4])[0])
+    return (start, size) if start >= 4 else None
+
+
+def _digest_of(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> bytes:
+    digest = hashlib.sha256()
+    for start, stop in ranges:
+        file.seek(start)
+        while start < stop:
+            data = file.read(min(1 << 20, stop - start))
+            if not data:
+                raise ValueError("it is shorter than it was")
+            digest.update(data)
+            start += len(data)
+    return digest.digest()
+
+
+# JSON
+
+
+def sealed(value: Mapping[str, Any], *, after: str = "") -> dict[str, Any]:
+    """A JSON object with its digest as its last member. `after`: the digest of what came before it.
+
+    >>> list(sealed({"a": 1}))
+    ['a', 'sha256']
+    """
+    plain = {name: one for name, one in value.items() if name != SHA256}
+    return {**plain, SHA256: _canonical(plain, after)}
+
+
+def sealed_list(values: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A list of JSON objects, each with the digest of all up to it."""
+    found: list[dict[str, Any]] = []
+    for value in values:
+        found.append(sealed(value, after=found[-1][SHA256] if found else ""))
+    return found
+
+
+def opened(value: Any, name: object, *, must: bool = False, kind: type[EtudeError] = Unproven) -> bool:
+    """Compare what was read of a JSON file with the digests in it. False for one without; `must`: then it is refused.
+    Raises `kind`, which calls the file `name`."""
+    objects = value if isinstance(value, list) else [value]
+    hint = "copy it back from a backup"
+    has = [isinstance(one, dict) and SHA256 in one for one in objects]
+    if not any(has) and not (must and objects):
+        return False
+    after = ""
+    for one, proven in zip(objects, has, strict=True):
+        if not proven:
+            raise kind(f"{name} is damaged", "a part of it has no digest", hint=hint)
+        found = _canonical({key: item for key, item in one.items() if key != SHA256}, after)
+        if found != one[SHA256]:
+            facts = f"its SHA-256 is {found[:12]}, written was {str(one[SHA256])[:12]}"
+            raise kind(f"{name} is damaged", facts, hint=hint)
+        after = found
+    return True
+
+
+def _canonical(value: Mapping[str, Any], after: str) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256((after + text).encode()).hexdigest()
+
+
+def sealed_page(html: str) -> bytes:
+    """An HTML page with its digest in a comment at its end."""
+    data = html.encode()
+    return data + b"\n<!-- sha256 %b -->\n" % hashlib.sha256(data).hexdigest().encode()
+
+
+def proven_page(data: bytes) -> bool | None:
+    """Whether a page is what was written; None for one without a digest."""
+    found = _COMMENT.search(data)
+    return None if found is None else hashlib.sha256(data[: found.start()]).hexdigest().encode() == found[1]
+
+
+# Lines
+
+
+def sealed_line(line: bytes) -> bytes:
+    """A JSON object in a line, without its end, with its CRC as its last member.
+
+    >>> proven_line(sealed_line(b'{"t": 1}')), proven_line(b'{"t": 1}')
+    (True, None)
+    """
+    return b'%b, "crc": "%08x"}' % (line[:-1], zlib.crc32(line))
+
+
+def proven_line(line: bytes) -> bool | None:
+    """Whether a line is what was written; None for one without a CRC."""
+    found = _CRC.search(line)
+    return None if found is None else zlib.crc32(line[: found.start()] + b"}") == int(found[1], 16)

@@ -1,0 +1,111 @@
+"""Steps that go on until enough groups have a signal: the real conductor, ledger and learner, rollouts made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from tests import played_run
+from tests.played_run import PlayedRun, Players
+
+from etude.experience import Ledger
+from etude.loop.redoing import redo
+from etude.records import Graded, Rollout
+from etude.stores import DirectoryStore
+from etude.telemetry import read_events
+from etude.weights import lineage
+
+pytestmark = pytest.mark.timeout(120)
+
+GROUPS, SIZE, STEPS = 4, 4, 3
+
+
+class Some(Players):
+    """Of every four groups, the first has a signal; the others are solved by every member."""
+
+    async def grade(self, rollout: Rollout) -> Graded:
+        graded = await super().grade(rollout)
+        return graded if int(rollout.group_id[1:]) % 4 == 0 else replace(graded, reward=1.0)
+
+
+@pytest.fixture
+def run(game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlayedRun]:
+    monkeypatch.setattr(played_run, "Players", Some)
+
+    def make(name: str, *sets: str) -> PlayedRun:
+        sizes = (
+            f"rl.steps={STEPS}",
+            f"experience.groups_per_step={GROUPS}",
+            "experience.signal_groups=2",
+            f"experience.group_size={SIZE}",
+        )
+        return PlayedRun.create(tmp_path / name, game, "rl.checkpoint_every=50", "evals.every=50", *sizes, *sets)
+
+    return make
+
+
+def played(this: PlayedRun) -> dict[str, Any]:
+    """Train to the end; the steps' events, the versions' digests, and what the ledger says."""
+
+    async def main() -> None:
+        async with this.conductor() as conductor:
+            await conductor.reinforce()
+
+    asyncio.run(main())
+    this.assert_sound(STEPS)
+    replay = redo(this.folder, STEPS)
+    assert [one.equal for one in replay.steps] == [True] * STEPS, "what is recorded is what was trained, to the bit"
+    ledger = Ledger.reading(this.folder / "ledger.sqlite")
+    states, slots = ledger.states(), ledger.slots()
+    ledger.close()
+    steps = [e for e in read_events(this.folder / "events") if e["kind"] == "rl.step"]
+    versions = lineage(DirectoryStore(this.folder / "weights"), "policy")
+    return {
+        "groups": [e["num_groups"] for e in steps],
+        "no_signal": [e["no_signal_share"] for e in steps],
+        "lag": {int(lag) for e in steps for lag in e["token_lag"]},
+        "digests": [one.version.digest for one in versions],
+        "states": states,
+        "slots": slots,
+    }
+
+
+def test_a_synchronous_step_goes_on_until_enough_groups_have_a_signal_and_repeats_to_the_byte(
+    run: Callable[..., PlayedRun],
+) -> None:
+    first, second = (played(run(name, "experience.max_lag=0")) for name in "ab")
+    assert first["groups"] == [8, 8, 8], "1 of 4 had a signal: 4 more give the second"
+    assert first["no_signal"] == [0.75] * STEPS
+    assert first["lag"] == {0}
+    assert first["digests"] == second["digests"]
+    assert first["states"] == second["states"] == {"trained": 3 * 2 * SIZE, "no-signal": 3 * 6 * SIZE}
+    assert first["slots"][0] == 0, "every state has given its slot back"
+
+
+def test_beside_training_no_token_is_staler_than_the_bound_and_every_slot_comes_back(
+    run: Callable[..., PlayedRun],
+) -> None:
+    found = played(run("r", "experience.max_lag=2"))
+    assert found["groups"] == [8, 8, 8]
+    assert found["lag"] <= {0, 1, 2}
+    assert found["states"]["trained"] == 3 * 2 * SIZE
+    held = sum(found["states"].get(state, 0) for state in ("admitted", "running", "graded", "batched", "requeued"))
+    assert found["slots"][0] == held
+
+
+def test_where_no_group_has_a_signal_a_step_ends_at_four_times_its_groups_and_moves_no_weight(
+    run: Callable[..., PlayedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nobody(Players):
+        async def grade(self, rollout: Rollout) -> Graded:
+            return replace(await super().grade(rollout), reward=0.0)
+
+    monkeypatch.setattr(played_run, "Players", Nobody)
+    found = played(run("r", "experience.max_lag=0"))
+    assert found["groups"] == [16, 16, 16]
+    assert len(set(found["digests"])) == 1
+    assert set(found["states"]) == {"no-signal"}
