@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from etude.errors import DeadlineExceeded, EtudeError, WeightsError
-from etude.loop.placement import ADDRESS, Here, NoRoom, Placement
+from etude import __version__
+from etude.errors import ConfigError, DeadlineExceeded, EtudeError, RunError, WeightsError
+from etude.loop.placement import ADDRESS, Here, NoRoom, Placement, Program
 from etude.loop.processes import Child, Role, Supervisor
 from etude.loop.wire import Failed, Lost
 from etude.records import Version
@@ -282,3 +283,57 @@ def test_a_role_that_no_node_has_room_for_ends_the_wait_by_name(
                 await late.__aexit__()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", ["ray"], indirect=True)
+def test_what_is_not_called_ends_with_its_conductors_connection(place: Open, tmp_path: Path) -> None:
+    async def main() -> int:
+        placement = place(tmp_path)
+        program = Program("corpus", ["-c", "import time; time.sleep(1000)"], tmp_path / "corpus.log")
+        try:
+            process = await placement.start(program, _never_waits)
+            assert process.returncode is None
+            process._link.close()  # type: ignore[attr-defined]  # as the kernel does when the conductor is killed
+            async with asyncio.timeout(60.0):
+                return await process.wait()
+        finally:
+            await placement.close()
+
+    assert asyncio.run(main()) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("place", ["ray"], indirect=True)
+def test_a_node_that_does_not_see_the_run_folder_takes_no_part_and_is_named(
+    place: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from etude.loop import on_ray, ray_cluster
+
+    elsewhere, told = tmp_path / "elsewhere", list[str]()
+
+    async def waits(why: str) -> None:
+        told.append(why)
+
+    async def main() -> None:
+        placement = place(elsewhere)
+        try:
+            with pytest.raises(RunError, match="the node of the learner cannot take part") as caught:
+                await placement.start(Program("learner", ["-c", ""], tmp_path / "log"), waits)
+            assert f"it does not see {elsewhere}" in caught.value.facts
+            monkeypatch.setattr(on_ray, "ROOM_S", 0.0)
+            with pytest.raises(NoRoom) as none:
+                await placement.start(Program("worker-0", ["-c", ""], tmp_path / "log"), waits)
+            assert f"it does not see {elsewhere}" in none.value.facts
+        finally:
+            await placement.close()
+
+    asyncio.run(main())
+    assert any(f"it does not see {elsewhere}" in why for why in told)
+    assert ray_cluster._lacking({str(tmp_path): None}, __version__) == ""
+    with pytest.raises(ConfigError, match="1 of 1 nodes cannot take part") as refused:
+        ray_cluster._each(("worker",), 60.0, ray_cluster._lacking, {str(elsewhere): None}, __version__)
+    assert f"does not see {elsewhere}" in refused.value.facts
+    assert "mount one file system on every node" in refused.value.hint
+
+
+async def _never_waits(why: str) -> None:
+    raise AssertionError(why)

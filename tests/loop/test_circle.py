@@ -144,7 +144,7 @@ def test_the_report_is_one_page_that_loads_nothing(circle: Path) -> None:
 
 
 def test_status_says_that_the_run_does_not_run(say: Callable[..., str]) -> None:
-    assert "runs/tiny: not running" in say("status")
+    assert "runs/tiny: ended" in say("status")
     assert "not running" in say("stop", "tiny", code=1)
 
 

@@ -313,7 +313,7 @@ class ChatFormat:
         least = math.ceil(num_chars / self._chars_per_token)
         if least > most:
             facts = f"{len(text):,} characters are at least {least:,} tokens"
-            raise ContextFull(f"the text does not fit {most} tokens", facts, hint="send less text")
+            raise ContextFull(f"the text does not fit a context of {most} tokens", facts, hint="send less text")
 
 
 _HINT_TOKENS = (

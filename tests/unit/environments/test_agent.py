@@ -126,16 +126,34 @@ async def _answered_by(answer: bytes) -> tuple[Any, Any]:
     [
         b"\0\0\0\0",
         struct.pack("<I", 2**31) + b"x" * 20,
-        b"\x05\0\0\0k\1\0\0\0" * 2,
+        b"\x05\0\0\0?\2\0\0\0" * 2,
         frame(protocol.READY, 0, struct.pack("<I", 99)),
     ],
-    ids=["no length", "a huge length", "an id that nobody waits for", "another version"],
+    ids=["no length", "a huge length", "an answer of no kind", "another version"],
 )
 def test_an_agent_that_says_nonsense_is_a_machine_that_is_gone_not_an_error(answer, monkeypatch):
-    monkeypatch.setattr("etude.environments.agent.channel.secrets.randbelow", lambda _: 0)  # so that 1 was asked
+    monkeypatch.setattr("etude.environments.agent.channel.secrets.randbelow", lambda _: 0)  # so that 2 is asked first
     command, file = asyncio.run(_answered_by(answer))
     assert command.exit_code == 137
     assert isinstance(file, FileNotFoundError)
+    assert "the machine is gone: its agent sent" in str(file), "found out by what it said, not by a deadline"
+
+
+def test_an_answer_that_nobody_waits_for_ends_the_channel_by_name() -> None:
+    async def test() -> None:
+        host, guest = socket.socketpair()
+        channel, loop = Channel(os.dup(host.fileno())), asyncio.get_running_loop()
+        guest.setblocking(False)
+        asking = asyncio.create_task(channel.ask(protocol.PING, deadline_s=20.0))
+        [asked] = Parser().feed(await loop.sock_recv(guest, 4096))
+        await loop.sock_sendall(guest, 2 * frame(protocol.DONE, asked.id))
+        assert await asking == b""
+        with pytest.raises(Lost, match=r"its agent sent an answer of kind .* that nobody waits for"):
+            await channel.ask(protocol.PING, deadline_s=20.0)
+        host.close()
+        guest.close()
+
+    asyncio.run(test())
 
 
 def test_a_killed_agent_is_an_outcome_unless_the_host_is_to_blame():

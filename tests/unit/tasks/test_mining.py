@@ -185,6 +185,15 @@ def test_a_repository_is_read_and_nothing_of_it_runs(tmp_path) -> None:
     (tmp_path / "repo" / "data.bin").write_bytes(b"\0\1")
     git(tmp_path / "repo", "-c", "core.fsmonitor=false", "add", "-A")
     git(tmp_path / "repo", "-c", "core.fsmonitor=false", "commit", "-qm", "odd")
+    signature = "\ngpgsig -----BEGIN PGP SIGNATURE-----\n \n x\n -----END PGP SIGNATURE-----\n\n"
+    signed = git(tmp_path / "repo", "cat-file", "commit", "HEAD").replace("\n\n", signature, 1)
+    (tmp_path / "signed").write_text(signed)
+    commit = git(tmp_path / "repo", "hash-object", "-t", "commit", "-w", str(tmp_path / "signed")).strip()
+    git(tmp_path / "repo", "-c", "core.fsmonitor=false", "update-ref", "HEAD", commit)
+    verifier = tmp_path / "verifier"
+    verifier.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    verifier.chmod(0o755)
+    config.write_text(config.read_text() + f"[log]\n\tshowSignature = true\n[gpg]\n\tprogram = {verifier}\n")
     (tmp_path / "ran").unlink(missing_ok=True)
     repository = Repository(tmp_path / "repo")
     tree = repository.tree("HEAD")

@@ -25,6 +25,12 @@ _QUIET = {
     "GIT_TERMINAL_PROMPT": "0",
     "LC_ALL": "C.UTF-8",
 }
+_SETTINGS = (  # what a repository's own could have a program run by
+    "core.fsmonitor=false",
+    "core.hooksPath=/dev/null",
+    "log.showSignature=false",
+    "safe.directory=*",
+)
 _FORMAT = "%H%x00%P%x00%B%x01"
 
 
@@ -111,7 +117,7 @@ class Repository:
             at += size + 1
 
     def _git(self, *words: str, stdin: bytes = b"") -> bytes:
-        settings = ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "safe.directory=*"]
+        settings = [word for one in _SETTINGS for word in ("-c", one)]
         command = ["git", *settings, "-C", str(self.path), *words]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _QUIET
         try:

@@ -212,7 +212,8 @@ def test_the_same_seed_places_the_same():
 
 
 STEP = st.tuples(
-    st.sampled_from(["place", "start", "end", "fail", "silence", "time", "lose", "drop"]), st.integers(0, 99)
+    st.sampled_from(["place", "start", "start all", "end", "fail", "silence", "time", "lose", "drop"]),
+    st.integers(0, 99),
 )
 
 
@@ -225,13 +226,21 @@ def test_whatever_happens_no_group_has_two_winners_and_no_host_more_than_it_has_
     now_s, silent = 0.0, set[str]()
     alive: dict[int, Batch] = {}  # by group
     sent: list[Batch] = []
-    for what, number in steps:
+
+    def start(batch: Batch) -> None:
+        if placement.started(batch.id, now_s):
+            assert alive.get(batch.group, batch) == batch  # never two
+            alive[batch.group] = batch
+
+    for what, number in [*steps, ("start all", 0)]:
         batch = sent[number % len(sent)] if sent else None
         if what == "place" and placement.holders("tree"):
             sent += placement.place("tree", 1 + number % 12, now_s)
-        elif what == "start" and batch is not None and placement.started(batch.id, now_s):
-            assert alive.get(batch.group, batch) == batch  # never two
-            alive[batch.group] = batch
+        elif what == "start" and batch is not None:
+            start(batch)
+        elif what == "start all":
+            for each in sent:
+                start(each)
         elif what == "end" and batch is not None:
             placement.ended(batch.id, batch.n)
             if alive.get(batch.group) == batch:
