@@ -105,7 +105,7 @@ def stepped() -> None:
         sampling = Sampling(max_tokens=4, stop_token_ids=(), temperature=0.7 * (i > 0), seed=i)
         prompt = np.arange((3, 6, 7)[i], dtype=np.int32)  # chunks of 2 and more: a single number would be sent for real
         request = CompletionRequest(request_id=f"r{i}", session_id=f"r{i}", prompt_ids=prompt, sampling=sampling)
-        scheduler.submit(Sequence(request, deadline=1e9))
+        scheduler.submit(Sequence(request, arrived=0.0))
     steps = mixed = 0
     while plan := scheduler.plan():
         runner.step(plan)

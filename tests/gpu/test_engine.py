@@ -52,7 +52,7 @@ def request(i: int, num_prompt: int, max_tokens: int, vocab_size: int, temperatu
 def served(runner: DeviceRunner, requests: list[CompletionRequest], chunk_tokens: int) -> list[Sequence]:
     """All of them together, prompts in chunks beside decoding rows."""
     scheduler = Scheduler(num_slots=4, chunk_tokens=chunk_tokens, step_tokens=chunk_tokens, max_waiting=8)
-    sequences = [Sequence(one, deadline=1e9) for one in requests]
+    sequences = [Sequence(one, arrived=0.0) for one in requests]
     for sequence in sequences:
         scheduler.submit(sequence)
     while plan := scheduler.plan():
