@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,13 @@ from tests.unit.harness.tokeniser import laptop_chat
 
 from etude.config import build, to_toml
 from etude.errors import EngineBehind
-from etude.experience import audit
+from etude.experience import audit, record_batch
 from etude.harness import HarnessConfig
 from etude.inference import EngineGone, Fleet
 from etude.loop.conductor import Conductor
 from etude.loop.config import RunConfig
+from etude.loop.places import rollout_files
+from etude.loop.played import Played, hand_over
 from etude.loop.room import Limit
 from etude.loop.wire import Lost
 from etude.records import Completion, CompletionRequest, Rollout, RolloutSpec, Task, Version
@@ -35,7 +38,7 @@ from etude.rollouts import run_rollout
 from etude.run import RunFolder
 from etude.stores import DirectoryStore
 from etude.telemetry import Telemetry, read_events
-from etude.testing import FakeCaller, FakeCrew, MemoryRuntime, ScriptedEngine
+from etude.testing import FakeCrew, FakeLearner, MemoryRuntime, ScriptedEngine
 from etude.weights.chain.channel import Channel
 from etude.weights.chain.steps import Steps
 from etude.weights.tensors import Tensor
@@ -88,23 +91,45 @@ class SlowEngine(ScriptedEngine):
         await self.follow(version, takes_s=600.0)
 
 
-class MortalLearner(FakeCaller):
-    """Dies in the middle of a step, once for each of `dies`."""
+class MortalLearner:
+    """Records and counts batches, and publishes what `publish(step, rollout_ids)` does. Dies in the middle of a step,
+    once for each of `dies`."""
 
-    def __init__(self, publish: Any, dies: set[int]) -> None:
-        super().__init__(publish, step_s=STEP_S)
-        self._dies = dies
+    name = "learner"
+
+    def __init__(self, run: RunFolder, publish: Any, dies: set[int]) -> None:
+        self.lost, self.made = asyncio.Event(), FakeLearner()
+        self._run, self._publish, self._dies, self._offered = run, publish, dies, tuple[str, ...]()
 
     async def call(self, method: str, kind: type, *args: Any, deadline_s: float) -> Any:
-        if method == "begin" and (Path(args[0]) / "learner.json").exists():
-            self._made.load(args[0])
-        if method == "forward_backward" and self._made.step + 1 in self._dies:
-            self._dies.remove(self._made.step + 1)
-            await asyncio.sleep(STEP_S / 2)
-            self.lost.set()
+        if method == "forward_backward":
+            await self._compute()
         if self.lost.is_set():
             raise Lost("the learner is gone", hint="another comes")
-        return await super().call(method, kind, *args, deadline_s=deadline_s)
+        match method:
+            case "begin" if (Path(args[0]) / "learner.json").exists():
+                self.made.load(args[0])
+            case "record":
+                files = rollout_files(self._run)
+                batch, ref = record_batch(self._run / "traces", args[0], files.read)
+                self._batch = batch
+                return ref
+            case "forward_backward":
+                return self.made.forward_backward(self._batch)
+            case "optim_step" | "save":
+                return getattr(self.made, method)(*args)
+            case "offer":
+                self._offered = args[0]
+            case "published":
+                return self._publish(self.made.step, self._offered)
+        return {"begin": self.made.step, "parity": "", "probe": []}.get(method)
+
+    async def _compute(self) -> None:
+        dies = self.made.step + 1 in self._dies
+        await asyncio.sleep(STEP_S / 2 if dies else STEP_S)
+        if dies:
+            self._dies.remove(self.made.step + 1)
+            self.lost.set()
 
 
 class SlowCrew(FakeCrew):
@@ -117,11 +142,19 @@ class SlowCrew(FakeCrew):
         self.slow = [SlowEngine(f"engine-{i}") for i in range(2)]
         self.fleet, self.runtime, self._at_work = Fleet({e.name: e for e in self.slow}), MemoryRuntime(), set[Any]()
         self._channel, self._versions = Channel(DirectoryStore(run / "weights")), dict[int, Version]()
-        self._dies, self.behind = set(dies), 0
+        self._dies, self.behind, self.run, self.files = set(dies), 0, run, rollout_files(run)
+        self.engines, self.far, self.learners = dict[str, Any](), (), SimpleNamespace(pick=self._pick)
+        self._learner: MortalLearner | None = None
 
-    async def _pick(self, *, deadline_s: float) -> FakeCaller:
+    def wants_parity(self, learner_class: str) -> None:
+        """Of nobody."""
+
+    async def some_engine(self) -> None:
+        """Nobody is waited for."""
+
+    async def _pick(self, *, deadline_s: float) -> MortalLearner:
         if self._learner is None or self._learner.lost.is_set():
-            self._learner = MortalLearner(self._publish, self._dies)
+            self._learner = MortalLearner(self.run, self._publish, self._dies)
         return self._learner
 
     def _publish(self, step: int, rollout_ids: Sequence[str]) -> Published:
@@ -143,10 +176,10 @@ class SlowCrew(FakeCrew):
     def _never(self, spec: RolloutSpec) -> Rollout:
         raise AssertionError(spec)
 
-    async def rollout(self, spec: RolloutSpec) -> Rollout:
-        published = max(self._versions) if self._learner is None else self._learner._made.step
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
+        published = max(self._versions) if self._learner is None else self._learner.made.step
         self.behind += spec.min_step > published
-        return await run_rollout(
+        played = await run_rollout(
             spec,
             runtime=self.runtime,
             policy=self.fleet,
@@ -154,6 +187,7 @@ class SlowCrew(FakeCrew):
             harness=LIMITS,
             clock=asyncio.get_running_loop().time,
         )
+        return hand_over(played, self.files, kept=kept).of(spec.task)
 
 
 class Tasks:

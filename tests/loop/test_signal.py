@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests import played_run
 from tests.played_run import PlayedRun, Players
 
 from etude.experience import Ledger
+from etude.loop.played import Played
 from etude.loop.redoing import redo
-from etude.records import Graded, Rollout
+from etude.records import Graded
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 from etude.weights import lineage
@@ -27,23 +27,22 @@ GROUPS, SIZE, STEPS = 4, 4, 3
 class Some(Players):
     """Of every four groups, the first has a signal; the others are solved by every member."""
 
-    async def grade(self, rollout: Rollout) -> Graded:
+    async def grade(self, rollout: Played) -> Graded:
         graded = await super().grade(rollout)
-        return graded if int(rollout.group_id[1:]) % 4 == 0 else replace(graded, reward=1.0)
+        return graded if int(rollout.summary.group_id[1:]) % 4 == 0 else replace(graded, reward=1.0)
 
 
 @pytest.fixture
-def run(game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PlayedRun]:
-    monkeypatch.setattr(played_run, "Players", Some)
-
-    def make(name: str, *sets: str) -> PlayedRun:
+def run(game: Any, tmp_path: Path) -> Callable[..., PlayedRun]:
+    def make(name: str, *sets: str, players: type[Players] = Some) -> PlayedRun:
         sizes = (
             f"rl.steps={STEPS}",
             f"experience.groups_per_step={GROUPS}",
             "experience.signal_groups=2",
             f"experience.group_size={SIZE}",
         )
-        return PlayedRun.create(tmp_path / name, game, "rl.checkpoint_every=50", "evals.every=50", *sizes, *sets)
+        made = PlayedRun.create(tmp_path / name, game, "rl.checkpoint_every=50", "evals.every=50", *sizes, *sets)
+        return PlayedRun(made.folder, made.config, players=players)
 
     return make
 
@@ -98,14 +97,13 @@ def test_beside_training_no_token_is_staler_than_the_bound_and_every_slot_comes_
 
 
 def test_where_no_group_has_a_signal_a_step_ends_at_four_times_its_groups_and_moves_no_weight(
-    run: Callable[..., PlayedRun], monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., PlayedRun],
 ) -> None:
     class Nobody(Players):
-        async def grade(self, rollout: Rollout) -> Graded:
+        async def grade(self, rollout: Played) -> Graded:
             return replace(await super().grade(rollout), reward=0.0)
 
-    monkeypatch.setattr(played_run, "Players", Nobody)
-    found = played(run("r", "experience.max_lag=0"))
+    found = played(run("r", "experience.max_lag=0", players=Nobody))
     assert found["groups"] == [16, 16, 16]
     assert len(set(found["digests"])) == 1
     assert set(found["states"]) == {"no-signal"}
