@@ -94,6 +94,9 @@ pub mod x86 {
     use std::arch::x86_64::*;
 
     /// The same, eight words at a time.
+    ///
+    /// # Safety
+    /// The processor has AVX-512F and AVX-512DQ.
     #[target_feature(enable = "avx512f,avx512dq")]
     pub unsafe fn of_block_512(words: &[u64; WORDS]) -> [u64; 2] {
         let at = |from: *const u64, i: usize| unsafe { _mm512_loadu_si512(from.add(i).cast()) };
@@ -117,6 +120,9 @@ pub mod x86 {
     }
 
     /// The same, four words at a time: a product modulo 2^64 is two of 32 bits by 32.
+    ///
+    /// # Safety
+    /// The processor has AVX2.
     #[target_feature(enable = "avx2")]
     pub unsafe fn of_block_256(words: &[u64; WORDS]) -> [u64; 2] {
         let at = |from: *const u64, i: usize| unsafe { _mm256_loadu_si256(from.add(i).cast()) };

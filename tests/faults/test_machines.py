@@ -349,16 +349,24 @@ def test_threads_and_subprocesses_work_all_the_same():
 
 
 def test_a_fork_bomb_stays_inside_its_limit_and_dies_at_the_deadline():
-    bomb = b"import os\nwhile True:\n    try: os.fork()\n    except OSError: pass\n"
+    bomb = """
+        import os
+        while True:
+            try:
+                if os.fork() == 0: continue
+            except OSError: pass
+            with open("peak", "a") as peak: peak.write("x" * sum(p.isdigit() for p in os.listdir("/proc")) + "\\n")
+    """
 
     async def test(machine):
         result = await machine.exec(["python", "bomb.py"], key="1", deadline_s=1)
         after = await machine.exec(["python", "-c", "print('alive')"], key="2", deadline_s=20)
-        return result, after
+        return result, after, await machine.read("peak", max_bytes=1 << 30)
 
-    result, after = with_machine(test, {"bomb.py": bomb}, processes=32)
+    result, after, seen = with_machine(test, {"bomb.py": textwrap.dedent(bomb).encode()}, processes=32)
     assert (result.timed_out, result.exit_code) == (True, 137)
     assert after.output == b"alive\n"
+    assert 16 <= max(map(len, seen.split())) <= 33, "and the machine's first process"
 
 
 def test_the_number_of_processes_is_bounded():
@@ -436,17 +444,24 @@ def test_a_daemon_that_outlives_its_command_ends_when_the_machine_is_frozen():
     assert first == second
 
 
-def test_a_memory_hog_is_killed_and_the_machine_goes_on():
-    hog = "x = []\nwhile True: x.append(bytearray(8 * 2**20))"
+@pytest.mark.parametrize(
+    ("limits", "exit_code", "says"),
+    [
+        ({"memory_bytes": 64 * MIB, "address_bytes": 8192 * MIB}, 137, b""),  # its control group's
+        ({"memory_bytes": 1024 * MIB, "address_bytes": 512 * MIB}, 1, b"MemoryError"),
+    ],
+)
+def test_a_memory_hog_is_killed_and_the_machine_goes_on(limits, exit_code, says):
+    hog = "x = []\nwhile len(x) < 512: x.append(bytearray(8 * 2**20))"
 
     async def test(machine):
         result = await machine.exec(["python", "-c", hog], key="1", deadline_s=30)
         after = await machine.exec(["python", "-c", "print('alive')"], key="2", deadline_s=20)
         return result, after
 
-    result, after = with_machine(test, memory_bytes=64 * MIB, address_bytes=4096 * MIB // 8)
-    assert result.exit_code in (1, 137)  # by its address space, or by its control group
-    assert not result.timed_out
+    result, after = with_machine(test, **limits)
+    assert (result.exit_code, result.timed_out) == (exit_code, False)
+    assert says in result.output
     assert after.output == b"alive\n"
 
 

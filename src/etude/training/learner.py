@@ -1,8 +1,9 @@
 """The learner of reinforcement learning: holds the weights, changes them, saves and publishes them.
 
-Parity is checked where it matters, on every batch: the ratio of trainer to sampler over all tokens is reported, and
-where one version with the learner's own bytes sampled a whole path it must be 1, or the step is refused. Routes that
-engines recorded are replayed, every one of them. Nothing here is random, so there is no generator to save.
+Of every batch the ratio of trainer to sampler over all tokens is reported. Where one version with the learner's own
+bytes sampled a whole path it must be 1, or the step is refused; paths of earlier versions, and paths of a version that
+is still on its way to its readers, are only reported. Routes that engines recorded are replayed, every one of them.
+Nothing here is random, so there is no generator to save.
 
 Knows nothing of rollouts, rewards or engines: it reads `Batch`es and hands tensors to a channel.
 """

@@ -56,9 +56,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
         lambda: CHAT.first([{"role": "user", "content": text}], most=64),
         lambda: CHAT.continuation([{"role": "assistant", "content": ""}], [{"role": "user", "content": text}], most=64),
     ):
-        with pytest.raises(
-            ContextFull, match=r"fit a context of 64 tokens: [0-9,]+ characters are at least 1[0-9]{2} "
-        ):
+        with pytest.raises(ContextFull, match=r"a context of 64 tokens: [0-9,]+ characters are at least 1[0-9]{2} "):
             refuses()
     assert len(CHAT.encode("x" * 64, most=64)) <= 64
 

@@ -85,6 +85,14 @@ def test_one_bit_ends_a_run_in_exact_mode_and_both_classes_are_named(tmp_path: P
     assert "numerics.mode" in raised.value.hint
 
 
+def test_an_engine_over_the_budget_of_its_dtype_ends_the_run_by_name(tmp_path: Path) -> None:
+    rounded = Engine([-1.000001, -2.0, -0.5])  # in native mode that is allowed
+    assert probed(tmp_path, rounded, exact=False, patience=1)[0] == []
+    wrong = Engine([-1.5, -2.0, -0.1])  # other weights than the version's, whatever bytes it says that it holds
+    with pytest.raises(ParityError, match="e0 and the learner disagree about v000003"):
+        probed(tmp_path, wrong, exact=False, patience=1)
+
+
 def test_a_run_that_falls_back_has_the_learner_take_a_defence(tmp_path: Path) -> None:
     off = Engine([-1.0, -2.0, -0.5000001])
     taken, events = probed(tmp_path, off, over_budget=OverBudget.FALL_BACK)

@@ -19,7 +19,7 @@ from etude.errors import ConfigError, EtudeError, NoRun, RunError
 from etude.loop import rank_hosts
 from etude.loop.config import RunConfig
 from etude.loop.preflight import check_ranks_at
-from etude.loop.rank_hosts import Door, bring, new_secret, split
+from etude.loop.rank_hosts import Door, bring, new_secret, seal, split
 from etude.run import RunFolder
 
 
@@ -45,7 +45,19 @@ def knocked(at: str, said: bytes) -> bytes:
             return b""
 
 
-@pytest.mark.parametrize("said", [b"\n", b"{}\n", b'{"text": "{\\"count\\": 1}", "seal": "00"}\n', b"x" * 9000])
+SEALS = ("", "00", seal(bytes(32), json.dumps({}).encode()).hex())  # none, a short one, one with another secret
+GUEST = {"host": "there", "count": 1, "nonce": "n"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\n",
+        b"{}\n",
+        b"x" * 9000,
+        *(json.dumps({"text": json.dumps(GUEST), "seal": s}).encode() + b"\n" for s in SEALS),
+    ],
+)
 def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> None:
     door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
     assert knocked(door.at, said) == b""
