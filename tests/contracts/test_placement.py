@@ -294,7 +294,7 @@ def test_what_is_not_called_ends_with_its_conductors_connection(place: Open, tmp
             process = await placement.start(program, _never_waits)
             assert process.returncode is None
             process._link.close()  # type: ignore[attr-defined]  # as the kernel does when the conductor is killed
-            async with asyncio.timeout(60.0):
+            async with asyncio.timeout(30.0):
                 return await process.wait()
         finally:
             await placement.close()

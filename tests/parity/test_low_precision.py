@@ -15,11 +15,10 @@ from etude.inference.engine import ReferenceEngine
 from etude.inference.follow import Following
 from etude.inference.server import live_weights
 from etude.models import ModelConfig, Transformer, load_model, save_model
-from etude.models.packed import PackedWeights
+from etude.models.checkpoint import load_tensors
 from etude.models.parts import Family, Latent, Routing, Scores
 from etude.numerics import NumericsConfig, Quantise
 from etude.numerics.choosing import operators_for
-from etude.numerics.formats import FORMATS
 from etude.records import Batch, CompletionRequest, Sample, Sampling, Trace, Version
 from etude.records.rollout import Turn
 from etude.stores import MemoryStore
@@ -104,7 +103,8 @@ def test_a_directory_and_a_channel_hold_the_same_bytes(tmp_path: Path, kind: Qua
     learner.publish([])
     follower = Follower(store)
     follower.advance()
-    held = PackedWeights(load_model(tmp_path / "start"), FORMATS[kind]).tensors
+    save_model(load_model(tmp_path / "start"), tmp_path / "low", dtype="bf16", quantise=kind)
+    held = load_tensors(tmp_path / "low" / "model.safetensors")
     assert follower.tensors.keys() == held.keys()
     for name, tensor in held.items():
         if tensor.itemsize == 1:

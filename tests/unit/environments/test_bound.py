@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import select
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -45,3 +49,25 @@ def test_a_process_that_cannot_be_watched_is_not_left(monkeypatch):
     with pytest.raises(MachineError, match="sleep could not be started"):
         BoundProcess(["sleep", "1000"], said=said(), fds=())
     assert not Path(f"/proc/{started[0]}").exists()
+
+
+def test_a_process_ends_with_a_parent_that_is_killed():
+    code = (
+        "import os, time\n"
+        "from etude.environments.bound import BoundProcess\n"
+        "process = BoundProcess(['sh', '-c', 'exec sleep 1000'], said=os.memfd_create('said'), fds=())\n"
+        "while 'sleep' not in open(f'/proc/{process.pid}/comm').read():\n"
+        "    time.sleep(0.01)\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pidfd = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    try:
+        assert select.select([pidfd], [], [], 20.0)[0], "it was ended by the kernel"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        os.close(pidfd)
