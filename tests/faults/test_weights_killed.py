@@ -89,13 +89,13 @@ class Deadly(DirectoryStore):
                 os.rename = die
             case "in place":
                 rename = os.rename
-                os.rename = lambda *paths: die(rename(*paths))
+                os.rename = lambda *paths, **at: die(rename(*paths, **at))
         result = operation()
         die()
         return result
 
 
-def die(*_: object) -> Any:
+def die(*_: object, **__: object) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -37,13 +37,13 @@ pytestmark = pytest.mark.timeout(180)
 
 SIZES = ModelConfig(
     vocab_size=300, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=12, expert_size=12,
-    num_experts=4, top_k=2, context_tokens=512, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=20,
+    num_experts=4, top_k=2, context_tokens=2048, family=Family.DEEPSEEK_V3, dense_layers=(0,), dense_size=20,
     num_shared=1, routing=Routing(Scores.SIGMOID), latent=Latent(kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6),
 )  # fmt: skip
 SMALL = {
-    "harness.context_tokens": 480, "engine.context_tokens": 512, "experience.groups_per_step": 1,
+    "harness.context_tokens": 1500, "engine.context_tokens": 2048, "experience.groups_per_step": 1,
     "experience.group_size": 2, "rl.steps": 1, "rl.checkpoint_every": 1, "evals.heldout_tasks": 1,
-    "evals.during_tasks": 1, "evals.baseline_tasks": 1, "harness.max_turns": 2, "harness.turn_tokens": 8,
+    "evals.during_tasks": 1, "evals.baseline_tasks": 1, "harness.max_turns": 2, "harness.turn_tokens": 280,
 }  # fmt: skip
 TALK = [
     {"role": "user", "content": "the weather in Paris?"},
@@ -65,9 +65,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_takes_it_and_exports_it(checkpoint: Path, tmp_path: Path) -> None:
-    check_start(checkpoint, context_tokens=512)
-    with pytest.raises(ConfigError, match="positions for 512"):
-        check_start(checkpoint, context_tokens=513)
+    check_start(checkpoint, context_tokens=2048)
+    with pytest.raises(ConfigError, match="positions for 2048"):
+        check_start(checkpoint, context_tokens=2049)
     run = RunFolder.create(tmp_path / "run", config_toml=to_toml(RunConfig()), seed=0)
     take_checkpoint(checkpoint, run)
     ours, again = ChatFormat.load(checkpoint), ChatFormat.load(run / "tokenizer")

@@ -224,7 +224,7 @@ CONDITIONAL = {
     "sglang.kv_tokens": "inference/config.py",
     "sglang.arguments": "loop/crew.py",
     "experience.review_share": "loop/rolling.py",  # of what is solved without a sign of cheating
-    "learner.ratio_cap": "training/learner.py",  # of cispo
+    "learner.ratio_cap": "training/config.py",  # of cispo
     "learner.expert_parallel": "training/sharded/mesh.py",  # of several ranks
     "learner.lora_alpha": "training/trained.py",
     "learner.lora_on": "training/trained.py",

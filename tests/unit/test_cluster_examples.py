@@ -171,4 +171,4 @@ def test_the_containers_recipe_is_read_as_a_dockerfile_and_copies_what_is_there(
     assert [name for name in copied if not (ROOT / name).exists()] == []
     installs = " ".join(" ".join(i.words) for i in instructions if i.name == "RUN")
     assert f" torch=={PINNED['torch']}" in installs
-    assert ' -c constraints.txt ".[ray]"' in installs
+    assert ' -c constraints.txt ".[train,ray]"' in installs

@@ -217,7 +217,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
 
 def _pick(event: Event, names: Iterable[str]) -> dict[str, float | int | None]:
     found = {name: number(event, name) for name in names}
-    whole = {"step", "num_tasks", "solved"}
+    whole = {"step", "num_tasks", "num_problems", "solved"}
     return {name: int(v) if name in whole and v is not None else v for name, v in found.items()}
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.small_rollouts import finishing, version
+from tests.small_rollouts import finishing, read, version
 
 from etude.cli import main
 from etude.dashboard.summary import summarise
 from etude.evals import EvalRow, write_rows
-from etude.experience import Ledger, make_batch
+from etude.experience import Ledger, make_batch, plan_batch
 from etude.run import RunFolder
 
 
@@ -71,7 +71,7 @@ def test_rollouts_in_quarantine_are_listed_with_sign_and_grade_whatever_became_o
     ledger = Ledger(run / "ledger.sqlite", capacity=8)
     finishing(ledger)("g000000", [0.0, 1.0])
     ledger.quarantine("g000000.0", reason="exit: ends the process by os._exit (calc.py:3)", graded=1.0)
-    batch = make_batch([ledger.group("g000000")], batch_id="b000001", step=1, max_lag=0)
+    batch = make_batch(plan_batch([ledger.group("g000000")], batch_id="b000001", step=1, max_lag=0), read)
     ledger.batch(batch)
     ledger.commit(batch.rollout_ids, version(1))
     ledger.close()

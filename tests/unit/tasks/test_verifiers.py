@@ -158,8 +158,12 @@ def test_a_hang_ends_at_its_deadline_by_name(source: VerifiersSource) -> None:
 def test_an_environment_without_end_has_as_many_tasks_as_are_asked_for(recorded: None) -> None:
     source = VerifiersSource("endless", sys.executable)
     assert source.size(Split.HELDOUT) is None
-    numbers = {source.number(split, n) for split in Split for n in range(5)}
+    endless = [split for split in Split if source.size(split) is None]
+    numbers = {source.number(split, n) for split in endless for n in range(5)}
     assert len(numbers) == 15
+    assert source.size(Split.TRANSFER) == 0
+    with pytest.raises(TaskError, match="no task 0 in transfer"):
+        source.number(Split.TRANSFER, 0)
     assert source.number(Split.HELDOUT, 3) == VerifiersSource("endless", sys.executable).number(Split.HELDOUT, 3)
     source.close()
 

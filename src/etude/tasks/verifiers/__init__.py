@@ -64,7 +64,8 @@ class VerifiersSource:
             self._rows[split_of(str(digest))].append(number)
 
     def size(self, split: Split) -> int | None:
-        return None if self._size is None else len(self._rows[split])
+        endless = self._size is None and split is not Split.TRANSFER  # rows are put into the others by their hash
+        return None if endless else len(self._rows[split])
 
     def task(self, split: Split, index: int) -> Task:
         return self._task(split, index, self._row(self.number(split, index)))
@@ -84,7 +85,7 @@ class VerifiersSource:
     def number(self, split: Split, index: int) -> int:
         """A task's row in the environment. Raises `TaskError` past the end."""
         row = self._rows[split]
-        while self._size is None and 0 <= index >= len(row):
+        while self.size(split) is None and 0 <= index >= len(row):
             self._rows[split_of(f"{self.environment} {self._seen}")].append(self._seen)
             self._seen += 1
         if not 0 <= index < len(row):
