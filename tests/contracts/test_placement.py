@@ -144,9 +144,7 @@ def test_a_call_that_is_no_longer_waited_for_is_cancelled_there(place: Open, tmp
     async def main() -> None:
         async with Placed(place, tmp_path) as placed:
             pending = asyncio.create_task(placed.call("hang", type(None)))
-            for _ in range(
-                2
-            ):  # the first is sent before the call that hangs, the second is answered after it has begun
+            for _ in range(2):  # the second is answered after the call that hangs has begun
                 await placed.call("echo", Version, SENT, 1)
             pending.cancel()
             await placed.call("until_cancelled", type(None))
