@@ -37,7 +37,7 @@ def test_no_mutant_is_in_the_table_twice() -> None:
     assert [key for key, times in Counter(map(key_of, mutants())).items() if times > 1] == []
 
 
-def test_a_result_is_believed_until_a_changed_file_or_the_tests_file_changes(tmp_path: Path) -> None:
+def test_a_result_is_believed_until_the_code_of_a_changed_file_or_of_the_tests_file_changes(tmp_path: Path) -> None:
     for name in ("code.py", "test_code.py"):
         (tmp_path / name).write_text("a = 1\n")
     mutant = Mutant("test_code.py::test_a", (Change("code.py", "1", "2"),))
@@ -46,9 +46,9 @@ def test_a_result_is_believed_until_a_changed_file_or_the_tests_file_changes(tmp
     assert again.of(mutant, tmp_path).found == KILLED
     assert again.of(replace(mutant, changes=(Change("code.py", "1", "3"),)), tmp_path).found == UNKNOWN
     for name in ("code.py", "test_code.py"):
-        (tmp_path / name).write_text("a = 1  # another\n")
+        (tmp_path / name).write_text("a = 3\n")
         assert again.of(mutant, tmp_path).found == UNKNOWN
-        (tmp_path / name).write_text("a = 1\n")
+        (tmp_path / name).write_text('"""A head."""\n\na = 1  # a comment\n')
     assert again.of(mutant, tmp_path).found == KILLED
     again.keep([])
     assert Results(tmp_path / "results.json").of(mutant, tmp_path).found == UNKNOWN

@@ -1,11 +1,12 @@
 """What is known of each mutant, kept in `results.json`: an interrupted run goes on, and parts make one table.
 
-A mutant that was killed is believed as long as its entry, the files that it changes and its test's file are the same to
-the byte. Everything else is run again.
+A mutant that was killed is believed as long as its entry, the code of the files that it changes and that of its test's
+file are the same (`inputs_of`). Everything else is run again.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import threading
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tests.mutants.table import FOLDER, ROOT, Mutant, promises
+
+from etude.syntax import parse
 
 PAGE = ROOT / "docs" / "lab" / "mutants.md"
 FILE = FOLDER / "results.json"
@@ -35,9 +38,25 @@ def key_of(mutant: Mutant) -> str:
 
 
 def inputs_of(mutant: Mutant, root: Path) -> str:
-    """The digest of what a result is believed for: the entry, the files that it changes, and its test's file."""
+    """The digest of what a result is believed for: the entry, the code of the files that it changes, and that of its
+    test's file."""
     files = sorted({mutant.test.partition("::")[0], *(change.file for change in mutant.changes)})
-    return _digest(key_of(mutant), *(text for name in files for text in (name, (root / name).read_text())))
+    return _digest(key_of(mutant), *(text for name in files for text in (name, _code((root / name).read_text(), name))))
+
+
+def _code(text: str, name: str) -> str:
+    """A file without what computes nothing: of Python comments, docstrings and layout are left out."""
+    if not name.endswith(".py"):
+        return text
+    tree = parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [each for each in node.body if not _is_text(each)] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _digest(*words: str) -> str:
@@ -89,7 +108,8 @@ def page(mutants: list[Mutant], results: Results) -> str:
         "# Mutants",
         "",
         "Each promise broken on purpose, and whether the test that it names fails then. Made by `make mutants`; the",
-        "changes are in `tests/mutants/*.toml`. A result is believed until the changed files or the test's file change.",
+        "changes are in `tests/mutants/*.toml`. A result is believed until the code of those files, or of",
+        "the test's file, changes (decision 53).",
         "",
         f"{len(rows)} mutants: {', '.join(counts)}, {sum(row[2].found == UNKNOWN for row in rows)} {UNKNOWN}.",
         "",
