@@ -368,8 +368,7 @@ def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(
     raw = FAMILIES[name].to_hf() | dict(changes)
     try:
         sizes = ModelConfig.from_hf(raw)
-    except CheckpointError as refused:
-        assert refused.hint
+    except CheckpointError:
         return
     assert not is_none(raw), "it is no model's, and was read"
     assert ModelConfig.from_hf(json.loads(json.dumps(sizes.to_hf()))) == sizes
