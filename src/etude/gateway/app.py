@@ -45,6 +45,7 @@ from etude.seams import Policy, told
 T = TypeVar("T")
 TOKENISING = 2
 """Threads that tokenise. What a client that went away has begun there ends by itself; the next waits for it."""
+_SHORT_BYTES = 64 << 10  # of a body that is read where it came
 R = TypeVar("R", bound=Asked)
 
 
@@ -150,7 +151,7 @@ class Gateway:
             raise Refused(415, "send the body as content-type: application/json", code="unsupported_media_type")
         try:
             async with asyncio.timeout(self.config.deadline_s):
-                asked = read(await self._body(request))
+                asked = await self._read(read, await self._body(request))
                 self._check_model(asked.model)
                 if asked.stream:
                     events = self._events(asked, ask, stream)
@@ -196,6 +197,9 @@ class Gateway:
             if len(body) > limit:
                 raise Refused(413, f"the body is larger than {limit} bytes", code="request_too_large")
         return bytes(body)
+
+    async def _read(self, read: Callable[[bytes], R], body: bytes) -> R:
+        return read(body) if len(body) <= _SHORT_BYTES else await self._apart(partial(read, body))
 
     async def _answer(self, asked: R, ask: Callable[[R], Awaitable[Asking]]) -> Answer:
         async with self._turn():

@@ -18,7 +18,7 @@ from etude.gateway.refusal import invalid, not_offered, unknown
 
 Message = dict[str, Any]
 
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
 HARMLESS = frozenset(
     {
         "metadata",
@@ -243,8 +243,8 @@ def _check_ranges(body: _Body) -> None:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS or not all(stops):
-        raise invalid(f"stop must be at most {MAX_STOPS} non-empty texts", "stop")
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise invalid(f"stop must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", "stop")
     return stops
 
 
@@ -269,8 +269,9 @@ def _canonical(message: _Message, where: str) -> Message:
 def _canonical_call(call: _ToolCall, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
+        json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise invalid("a tool call's arguments must be a JSON object", f"{where}.tool_calls")
+        raise invalid("a tool call's arguments must be a JSON object of whole characters", f"{where}.tool_calls")
     return {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

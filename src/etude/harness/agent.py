@@ -29,6 +29,7 @@ from etude.seams import Machine, Policy
 
 SPEAK_BY_TOOLS = "call a tool"
 """What a turn without a tool call is answered with."""
+_INT_END = 1 << 63  # what a record can hold of a whole number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,4 +198,8 @@ def _tool_call(reply: Reply, output: str) -> ToolCall | None:
 
 
 def _plain(value: Any) -> str | int:
-    return value if isinstance(value, str | int) and not isinstance(value, bool) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and -_INT_END <= value < _INT_END:
+        return value
+    return json.dumps(value)

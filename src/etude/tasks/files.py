@@ -171,6 +171,7 @@ class DirectorySource:
         if not base:
             return read_tree(folder / "files", folder)
         if base not in self._bases:
+            refuse_link(self.path / BASES)
             self._bases[base] = read_tree(self.path / BASES / base, self.path / BASES)
         own = folder / "files"
         return {**self._bases[base], **(read_tree(own, folder, may_be_empty=True) if own.exists() else {})}
@@ -225,6 +226,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
 
 def _write_base(root: Path, base: Mapping[str, str]) -> str:
     digest = hashlib.sha256(repr(sorted(base.items())).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    refuse_link(root / BASES)
     place = root / BASES / digest
     if not place.exists():
         with tempfile.TemporaryDirectory(dir=root) as folder:

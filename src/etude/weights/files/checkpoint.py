@@ -151,7 +151,9 @@ class CheckpointWriter:
             try:
                 for name, text in self._headers.items():
                     data = text.encode()
-                    file = self._files[name] = (self._folder / f"{name}.tmp").open("wb")
+                    beside = self._folder / f"{name}.tmp"
+                    beside.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours
+                    file = self._files[name] = beside.open("xb")
                     file.write(len(data).to_bytes(8, "little") + data)
             except BaseException:
                 self._abandon()

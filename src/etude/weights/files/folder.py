@@ -41,6 +41,7 @@ from etude.weights.tensors import Tensor, content_digest, tensor_digest
 
 STATE, JOURNAL, LOCK, NEXT = ".etude-version.json", ".etude-journal", ".etude-lock", ".etude-next"
 FORMAT = 1
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 After = Callable[[str], None]
 
@@ -65,7 +66,7 @@ class CheckpointFolder:
             raise InputError(f"{taken} is no directory", "weights are kept in one", hint="name another, or a new one")
         with refused(f"{path} cannot be kept"):
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = os.open(path / LOCK, _LOCK_FLAGS, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -77,6 +78,7 @@ class CheckpointFolder:
             self._recover()
             self._state = self._read_state()
             self._held = read_checkpoint(path) if is_checkpoint(path) else None
+            self._refuse_links()
         except BaseException:
             os.close(self._lock)
             raise
@@ -177,18 +179,32 @@ class CheckpointFolder:
     def _recover(self) -> None:
         """End what a journal says was begun; remove what was never begun. Doing it twice does no harm."""
         with refused(f"{self.path} cannot be recovered"):
+            if (self.path / NEXT).is_symlink():  # no keeper's: it could lead anywhere
+                (self.path / NEXT).unlink()
             if (self.path / JOURNAL).exists():
                 try:
-                    journal = read_journal((self.path / JOURNAL).read_bytes())
+                    self._follow(read_journal((self.path / JOURNAL).read_bytes()), lambda step: None)
                 except ValueError as error:
                     raise StoreError(
                         f"{self.path / JOURNAL} is damaged",
                         str(error),
                         hint=f"the disk altered it: remove {self.path}'s weights and {JOURNAL}, and follow again",
                     ) from None
-                self._follow(journal, lambda step: None)
-            shutil.rmtree(self.path / NEXT, ignore_errors=True)
+            self._drop_next()
             (self.path / (JOURNAL + ".tmp")).unlink(missing_ok=True)
+
+    def _drop_next(self) -> None:
+        shutil.rmtree(self.path / NEXT, ignore_errors=True)
+
+    def _refuse_links(self) -> None:
+        """Weights are changed in place, and what a link leads to is not this directory's: a download cache, say."""
+        for name in self._held.headers if self._held else ():
+            if (self.path / name).is_symlink():
+                raise InputError(
+                    f"{self.path / name} is a link",
+                    f"what it leads to, {os.path.realpath(self.path / name)}, would be changed in place",
+                    hint=f"copy the directory and its links' files: cp -rL {self.path} ELSEWHERE",
+                )
 
     def _follow(self, journal: Journal, done: After) -> None:
         """Do what a journal says, from wherever it was left."""
@@ -211,7 +227,7 @@ class CheckpointFolder:
         write_synced(self.path / STATE, msgspec.json.encode(_State(FORMAT, journal.version, journal.followed)))
         done("version")
         (self.path / JOURNAL).unlink()
-        shutil.rmtree(self.path / NEXT, ignore_errors=True)
+        self._drop_next()
         sync_folder(self.path)
         done("end")
 
@@ -220,7 +236,7 @@ class CheckpointFolder:
             state = msgspec.json.decode((self.path / STATE).read_bytes(), type=_State)
         except FileNotFoundError:
             return None
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise StoreError(
                 f"{self.path / STATE} is damaged", str(error), hint="remove it, and follow again: all is fetched anew"
             ) from None
@@ -242,8 +258,9 @@ def _change(held: Checkpoint, name: str, places: Any, codes: Any, tensor: Tensor
 
 
 def _write_changes(path: Path, changes: list[Change]) -> None:
-    """Write absolute codes into a mapped file, and sync it."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+    """Write absolute codes into a mapped file, and sync it. `OSError` for a link, `ValueError` for what the file has
+    not."""
+    with open(path, "r+b", opener=_open_no_link) as file, mmap.mmap(file.fileno(), 0) as memory:
         for change in changes:
             kind, count = change.codes.dtype, change.codes.size
             if change.places is None:
@@ -256,3 +273,7 @@ def _write_changes(path: Path, changes: list[Change]) -> None:
             del flat  # a view keeps the file from being closed
         memory.flush()
         os.fsync(file.fileno())
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
