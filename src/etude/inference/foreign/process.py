@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -123,5 +122,5 @@ def environ(folder: Path, threads: int) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
-        "TMPDIR": tempfile.gettempdir(),
+        "TMPDIR": str(folder),  # what they leave there goes with it
     }
