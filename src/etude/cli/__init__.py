@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from etude import __version__
-from etude.cli._interrupted import interrupted  # noqa: F401  first: the others take most of a second
+from etude.cli._interrupted import sigterm_interrupts  # first: the others take most of a second
 from etude.cli.arguments import (
     LOCAL,
     Commands,
@@ -62,8 +62,14 @@ _REFUSALS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors that have an explanation are printed in three parts, and so is a path that the operating
-    system refuses; all others keep their traceback."""
+    """Run one command and return its exit code. SIGTERM ends it as Ctrl-C does."""
+    with sigterm_interrupts():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Errors that have an explanation are printed in three parts, and so is a path that the operating system refuses;
+    all others keep their traceback."""
     try:
         args = _parser().parse_args(argv)
         code = int(_command(args.command)(args) or 0)
