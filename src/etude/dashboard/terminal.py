@@ -17,7 +17,7 @@ from etude.dashboard.glossary import GLOSSARY, legend
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.read import PHASES, Event, RunView, number, text
 from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
-from etude.dashboard.troubles import STATES
+from etude.dashboard.troubles import STATES, losses
 from etude.dashboard.utilisation import idle
 
 
@@ -270,8 +270,7 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
 
 def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
     """The newest thing that went wrong and was mended."""
-    processes = [e for e in view.of("process") if text(e, "state") in STATES]
-    said = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in processes]
+    said = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in losses(view)]
     said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
     said += [(float(e["t"]), f"mended in the weights: {text(e, 'reason')}") for e in view.of("weights.mend")]
     said += [(float(e["t"]), _alarm(e)) for e in view.of("parity.alarm")]

@@ -176,6 +176,10 @@ def test_the_terminal_names_trouble(writer):
     writer.everything(until="rl", rl_steps=3)
     writer.event(2e9, "conductor", "process", name="engine-1", state="hung")
     writer.event(2e9 + 1, "conductor", "process", name="engine-1", state="restart")
+    assert "engine-1 was silent for too long and was killed" in shown(RunView(writer.path))
+    assert "before it" not in shown(RunView(writer.path)), "its restart belongs to the same loss"
+    writer.event(2e9 + 2, "conductor", "process", name="engine-1", state="ready")
+    writer.event(2e9 + 3, "conductor", "process", name="engine-1", state="restart")
     assert "engine-1 was restarted; before it 1 more" in shown(RunView(writer.path))
 
 
