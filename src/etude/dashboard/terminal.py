@@ -94,13 +94,17 @@ def _verdict(found: Mapping[str, Any]) -> str:
     return (
         f"held-out solve rate {before['rate']:.3f} [{before['low']:.3f}, {before['high']:.3f}] → "
         f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on {after['num_tasks']} tasks"
-        f"{words.of_problems(after)}"
+        f"{words.of_problems(after)}{words.of_cheats(after)}"
     )
 
 
 def _transfer(found: Mapping[str, Any]) -> Iterator[str]:
     """The solve rate on kinds of tasks that were never trained on, if it was measured."""
-    rates = [f"{one['rate']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for one in found.values() if one]
+    rates = [
+        f"{one['rate']:.3f} [{one['low']:.3f}, {one['high']:.3f}]{words.of_cheats(one)}"
+        for one in found.values()
+        if one
+    ]
     if rates:
         yield f"on kinds of tasks never trained on: {' → '.join(rates)}"
 
@@ -194,11 +198,17 @@ def _mid_training(view: RunView) -> Iterator[tuple[str, Text]]:
 def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
     during = view.evaluations_during()
     if during and (rate := number(during[-1], "rate")) is not None:
-        yield "validation", Text(f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}")
+        yield (
+            "validation",
+            Text(f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}{words.of_cheats(during[-1])}"),
+        )
     found = heldout(view)
     known = [(name, one) for name in ("before", "after") if (one := found[name]) and one["rate"] is not None]
     if known:
-        yield "held-out", Text(" → ".join(f"{one['rate']:.2f}{_interval(one)} {name}" for name, one in known))
+        yield (
+            "held-out",
+            Text(" → ".join(f"{one['rate']:.2f}{_interval(one)} {name}{words.of_cheats(one)}" for name, one in known)),
+        )
 
 
 def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
