@@ -34,7 +34,7 @@ from etude.cli.arguments import (
 )
 from etude.cli.engine_commands import engine_commands
 from etude.cli.fleet_commands import fleet_commands
-from etude.cli.machine_commands import backend_and_jobs, machine_commands
+from etude.cli.machine_commands import accepts_unbounded, backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
 from etude.errors import EXITS, EtudeError, Exit, InputError, StoreError
 
@@ -267,6 +267,7 @@ def _task_commands(commands: Commands[Parser]) -> None:
     )
     check.add_argument("--images", type=Path, metavar="STORE", help="where tasks' images are; missing ones are built")
     backend_and_jobs(check)
+    accepts_unbounded(check)
     show.add_argument("--split", choices=splits, default="train")
     show.add_argument("--index", type=int, default=0)
     show.add_argument("--answer", action="store_true", help="show the hidden side, too")
@@ -278,6 +279,7 @@ def _task_commands(commands: Commands[Parser]) -> None:
     mine.add_argument("--module", action="append", default=[], metavar="PATH", help="whose functions (repeatable)")
     mine.add_argument("--deadline", type=positive, default=60, metavar="S", help="of each run of tests, in seconds")
     backend_and_jobs(mine)
+    accepts_unbounded(mine)
 
 
 def _weights_commands(commands: Commands[Parser]) -> None:
