@@ -136,8 +136,7 @@ async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
         stopped = True
         work.cancel()
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stop)
+    loop.add_signal_handler(signal.SIGINT, stop)
     view = asyncio.create_task(_show(folder), name="view")
     try:
         await work

@@ -16,7 +16,18 @@ from etude.dashboard.read import Event, RunView, counts, number, read_json, text
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
-_HELDOUT = ("num_tasks", "num_problems", "solved", "rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean")
+_HELDOUT = (
+    "num_tasks",
+    "num_problems",
+    "solved",
+    "cheats",
+    "rate",
+    "low",
+    "high",
+    "best_of_k",
+    "turns_mean",
+    "sampled_mean",
+)
 
 
 def summarise(run_dir: Path | str, *, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
@@ -217,7 +228,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
 
 def _pick(event: Event, names: Iterable[str]) -> dict[str, float | int | None]:
     found = {name: number(event, name) for name in names}
-    whole = {"step", "num_tasks", "num_problems", "solved"}
+    whole = {"step", "num_tasks", "num_problems", "solved", "cheats"}
     return {name: int(v) if name in whole and v is not None else v for name, v in found.items()}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etude.dashboard.read import RunView, number, text
+from etude.dashboard.read import Event, RunView, number, text
 
 STATES = {"restart": "was restarted", "hung": "was silent for too long and was killed"}
 
@@ -20,9 +20,8 @@ STATES = {"restart": "was restarted", "hung": "was silent for too long and was k
 def troubles(view: RunView) -> list[tuple[str, int]]:
     """(what went wrong, how often), in the order of the first times."""
     found: Counter[str] = Counter()
-    for event in view.of("process"):
-        if text(event, "state") in STATES:
-            found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
+    for event in losses(view):
+        found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
     lost = sum(text(event, "state") == "lost" for event in view.of("lineage"))
     found.update({"the learner was lost, and training went on from a checkpoint": lost} if lost else {})
     for event in view.of("engine.trouble"):
@@ -32,6 +31,21 @@ def troubles(view: RunView) -> list[tuple[str, int]]:
     for event in view.of("parity.alarm"):
         found[f"{text(event, 'engine')} was over the parity budget"] += 1
     return list(found.items())
+
+
+def losses(view: RunView) -> list[Event]:
+    """One `process` event for each time that a component was lost: of one that was killed for its silence the kill, of
+    any other its restart."""
+    found, killed = list[Event](), set[str]()
+    for event in view.of("process"):
+        name, state = text(event, "name"), text(event, "state")
+        if state in STATES and name not in killed:
+            found.append(event)
+        if state == "hung":
+            killed.add(name)
+        elif state in ("restart", "ready"):
+            killed.discard(name)
+    return found
 
 
 def damage(view: RunView) -> list[str]:

@@ -82,3 +82,15 @@ def of_problems(one: Mapping[str, Any]) -> str:
     """
     tasks, problems = one.get("num_tasks"), one.get("num_problems")
     return f" ({problems} different problems)" if tasks and problems and problems < tasks else ""
+
+
+def of_cheats(one: Mapping[str, Any]) -> str:
+    """How many rollouts of an evaluation bear signs of cheating, where any do.
+
+    >>> of_cheats({"cheats": 3}), of_cheats({"cheats": 0}), of_cheats({})
+    (' (3 cheats, not counted as solved)', '', '')
+    """
+    number = one.get("cheats")
+    if not isinstance(number, int | float) or number <= 0:
+        return ""
+    return f" ({number:.0f} cheat{'' if number == 1 else 's'}, not counted as solved)"

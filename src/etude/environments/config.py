@@ -49,5 +49,5 @@ def require_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
             "nothing bounds the memory of a machine here",
             "there is no memory control group that this process may divide: machines could take all of the host's",
             hint="run it where one is delegated (systemd-run --user --scope -p Delegate=yes ...), use backend microvm, "
-            "or accept it: [machines] require_memory_bound = false",
+            "or accept it: [machines] require_memory_bound = false in a config, --unbounded-memory of a command",
         )

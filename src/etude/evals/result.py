@@ -22,6 +22,7 @@ class EvalResult:
     num_problems: int  # different problems among them: variants of one problem are not independent
     tries: int  # most tries at one task
     solved: int  # valid rollouts with reward 1
+    cheats: int  # valid rollouts that bear signs of cheating; none of them is solved
     rate: float
     low: float
     high: float
@@ -60,6 +61,7 @@ def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_
         num_problems=len(set(problems)),
         tries=tries,
         solved=solved,
+        cheats=sum(bool(r.sign) for r in valid),
         rate=solved / n if n else 0.0,
         low=interval.low,
         high=interval.high,

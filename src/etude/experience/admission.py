@@ -10,7 +10,8 @@ Engines only go forward, so no token of it can be staler than the bound when its
 With `signal_groups` a step goes on taking groups, in the same order, until so many of them have a signal (dynamic
 sampling, DAPO, arXiv 2503.14476): in rounds, each as large as the share of signal so far says, up to `FILL` times
 `groups_per_step`. Rounds follow from the outcomes alone, so `max_lag = 0` stays deterministic; where too few groups are
-open for one, more are admitted. Groups without a signal are part of the batch: recorded, counted, and consumed.
+open for one, more are admitted. Groups without a signal are part of the batch: recorded, counted, and consumed. With
+`LittleSignal.SCALE` a step takes no more groups than ever; its learning rate is scaled instead (`packing.batch_of`).
 
 Its turn may come late: a step waits for its slowest group. `Straggler.WAIT` waits, so batches are formed strictly by
 order of admission, and `max_lag = 0` is exactly synchronous RL. `Straggler.MASK` lets a step pass over a few groups
@@ -43,6 +44,13 @@ class Straggler(enum.StrEnum):
 
     WAIT = "wait"
     MASK = "mask"
+
+
+class LittleSignal(enum.StrEnum):
+    """What a step does when fewer than `signal_groups` of its groups have a signal."""
+
+    FILL = "fill"  # it takes more groups
+    SCALE = "scale"  # it takes that share of the learning rate
 
 
 @dataclass(frozen=True)

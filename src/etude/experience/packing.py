@@ -51,6 +51,7 @@ def plan_batch(
     straggler: Straggler = Straggler.WAIT,
     k1: Mapping[str, float] | None = None,
     beta: float = 0.0,
+    full_groups: int = 0,
 ) -> BatchPlan:
     """The plan of the batch that makes version step `step`, trained at learner step `step - 1`.
 
@@ -62,7 +63,8 @@ def plan_batch(
 
     Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser. So a
     batch with little signal has a small gradient, but not a small step: the optimiser divides by the gradient's recent
-    size. One without any sample changes no weight.
+    size. One without any sample changes no weight. With `full_groups` the step's learning rate is scaled by the share
+    of so many groups that have a sample (`Batch.lr_share`), at most 1.
     """
     given: dict[str, float] = {}
     num_loss_tokens = 0
@@ -80,6 +82,7 @@ def plan_batch(
         max_lag=max_lag,
         members=tuple(sorted(_members(groups, given, straggler), key=lambda member: member.rollout_id)),
         num_loss_tokens=num_loss_tokens,
+        full_groups=full_groups,
     )
 
 
@@ -112,12 +115,15 @@ def make_batch(plan: BatchPlan, read: Read) -> Batch:
 
 def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
     """A plan's batch of these samples, which are those of its members in their order."""
+    group_of = {member.rollout_id: member.group_id for member in plan.members}
+    having = len({group_of[sample.rollout_id] for sample in samples})
     return Batch(
         batch_id=plan.batch_id,
         step=plan.step,
         samples=tuple(samples),
         rollout_ids=plan.rollout_ids,
         num_loss_tokens=plan.num_loss_tokens,
+        lr_share=min(1.0, having / plan.full_groups) if plan.full_groups else 1.0,
     )
 
 
@@ -131,6 +137,18 @@ def samples_of(plan: BatchPlan, member: Member, found: Sequence[Path]) -> list[S
             if path.mask.any():
                 samples.append(Sample(rollout_id=member.rollout_id, path=path, advantage=member.advantage))
     return samples
+
+
+def teaches(group: Group, *, learner_step: int, max_lag: int) -> bool:
+    """Whether a step trained at `learner_step` has a sample of the group, if all tokens past the bound are masked: some
+    member with an advantage sampled a token within it."""
+    given = advantages(group.rewards)
+    return any(
+        learner_step - step <= max_lag
+        for (rollout, _), advantage in zip(group.valid, given, strict=True)
+        if advantage
+        for step in rollout.oldest_steps
+    )
 
 
 def whole_samples(rollouts: Iterable[Rollout]) -> list[Sample]:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from etude.evals import EvalResult, make_row, write_rows
+from etude.evals import EvalResult, EvalRow, make_row, write_rows
 from etude.evals import evaluate as sum_up
 from etude.loop.crew import Crew
 from etude.loop.played import Played
-from etude.loop.rolling import judged_once, run_once, siblings
+from etude.loop.rolling import judged_once, outcome_that_counts, run_once, siblings
 from etude.loop.room import Room
 from etude.records import Outcome, RolloutSpec
 from etude.records.task import Split
@@ -45,7 +45,8 @@ async def evaluate(
     """Solve rate of version step `step` on the first `num_tasks` of a split; the `eval.result` event's facts.
 
     Keeps every rollout with its transcript: ``out/<name>-<step>.parquet`` for validation tasks, ``out/<name>.parquet``
-    for the others; replaced when done again. `each` is called for every rollout that is done.
+    for the others; replaced when done again. A rollout that bears signs of cheating counts as not solved, as it earns
+    nothing in training. `each` is called for every rollout that is done.
     """
     began = time.perf_counter()
 
@@ -54,12 +55,17 @@ async def evaluate(
 
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await played(crew, specs, one, name=name, telemetry=telemetry, each=each)
-    rows = [make_row(one.summary, outcome, transcript=one.transcript) for one, outcome in done]
+    rows = [_row(*one) for one in done]
     file_name = f"{name}-{step:06d}" if split is Split.VALIDATION else name
     write_rows(out / f"{file_name}.parquet", rows)
     result = sum_up(rows, name=name, split=split, step=step, wall_s=round(time.perf_counter() - began, 3))
     telemetry.event("eval.result", **result.facts())
     return result
+
+
+def _row(played: Played, outcome: Outcome) -> EvalRow:
+    outcome, signs = outcome_that_counts(played, outcome)
+    return make_row(played.summary, outcome, transcript=played.transcript, sign=str(signs[0]) if signs else "")
 
 
 async def played(

@@ -128,6 +128,16 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
         )
 
 
+def check_machines(config: RunConfig) -> None:
+    """Whether machines of this config can be made here, with the bounds that it wants. Raises `MachineError`,
+    `InputError`."""
+
+    async def opened() -> None:
+        await runtime_of(config.machines).close()
+
+    asyncio.run(opened())
+
+
 async def build_images(config: RunConfig, said: Callable[[str], None]) -> None:
     """Build the images of tasks that bring a Dockerfile, where the config names a store for them."""
     source = open_source(config.tasks.source, config.tasks.seed)

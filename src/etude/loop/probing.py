@@ -22,8 +22,8 @@ from etude.records.sample import Published
 from etude.telemetry import Telemetry
 
 PROBE_TOKENS, AGAIN_S = 128, 1.0
-ADOPT_S, FAR_ADOPT_S = 30.0, 120.0  # of an engine in trouble, to come out of it
-FETCH_S = 1_800.0  # of one that is not: weights may be large, and the line slow
+TROUBLE_S, FAR_TROUBLE_S = 30.0, 120.0  # of an engine that says why it cannot follow, to come out of it
+FETCH_S = 1_800.0  # of one that is on its way: weights may be large, and the line slow
 
 
 class Unreachable(EtudeError):
@@ -52,7 +52,7 @@ class Probe:
         to it is waited for; one that says why it cannot come has some seconds, and more where it is `far`. Raises
         `ParityError`, and `Unreachable` where every engine that is there cannot come to it."""
         asked = (
-            self._ask_one(name, engine, published, mine, FAR_ADOPT_S if name in far else ADOPT_S)
+            self._ask_one(name, engine, published, mine, FAR_TROUBLE_S if name in far else TROUBLE_S)
             for name, engine in engines.items()
         )
         late = await asyncio.gather(*asked)

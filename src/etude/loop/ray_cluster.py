@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -42,6 +43,7 @@ def connect(on: str) -> None:
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # who waits for room is in our own events
     os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 would starve components beside anything else
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if on != "ray":
             _must_listen(on.removeprefix("ray://"))
@@ -59,6 +61,9 @@ def connect(on: str) -> None:
             hint="HOST:PORT is that of `ray start --head`, and wants `ray start --address=HOST:PORT` on this machine; "
             "ray://HOST:PORT is that of its client server, 10001",
         ) from None
+    finally:
+        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # Ray's would exit from wherever the program is
+            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def disconnect() -> None:

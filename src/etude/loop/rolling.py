@@ -129,6 +129,14 @@ def unearned(graded: Graded, sign: str) -> Graded:
     )
 
 
+def outcome_that_counts(rollout: Played, outcome: Outcome) -> tuple[Outcome, list[Suspicion]]:
+    """The outcome that counts, in training and in evaluations alike, and the signs of cheating, the gravest first: with
+    any the grade is `unearned`. What is invalid bears none, as it counts nowhere."""
+    if isinstance(outcome, Invalid) or not (signs := rollout.signs.of(outcome)):
+        return outcome, []
+    return unearned(outcome, str(signs[0])), signs
+
+
 class _Ended(NamedTuple):
     """A rollout that is over. `counts` is set once it is stored."""
 
@@ -185,9 +193,7 @@ class Rolling:
                 await self._give_back(spec, error)
                 more.set()
                 return
-            signs = _signs(rollout, outcome)
-            if isinstance(outcome, Graded) and signs:
-                outcome = unearned(outcome, str(signs[0]))
+            outcome, signs = outcome_that_counts(rollout, outcome)
             summary = _readable(rollout.summary, outcome)
             if await self._finish(summary, outcome, signs):
                 self._tell(summary, outcome)
@@ -279,11 +285,6 @@ class Rolling:
             engines=rollout.engines,
             moves=rollout.num_moves,
         )
-
-
-def _signs(rollout: Played, outcome: Outcome) -> list[Suspicion]:
-    """Signs of cheating; none in what is invalid, as it trains nobody."""
-    return [] if isinstance(outcome, Invalid) else rollout.signs.of(outcome)
 
 
 def _readable(summary: RolloutSummary, outcome: Outcome) -> RolloutSummary:

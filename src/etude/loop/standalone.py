@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import functools
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 from etude.config import to_toml
@@ -14,6 +13,7 @@ from etude.errors import CheckpointError
 from etude.evals import EvalResult
 from etude.harness import ChatFormat
 from etude.inference.config import EngineKind
+from etude.loop.apart import apart
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import crew
 from etude.loop.evaluating import Each, evaluate
@@ -23,6 +23,7 @@ from etude.models.headers import left_out
 from etude.records import Version
 from etude.records.task import Split
 from etude.run import RunFolder
+from etude.scratch import OwnFolder
 from etude.sums import SUMS, files_in, prove, write_sums
 from etude.telemetry import Telemetry
 
@@ -83,10 +84,10 @@ async def evaluate_checkpoint(
     """Solve rate of a checkpoint by the rollout code of a run, under the step of its version. `out`: where the rollouts
     are kept. `each` is called for every rollout that is done."""
     version, config = version_of(checkpoint), alone(config)
-    with tempfile.TemporaryDirectory(prefix="etude-eval-") as scratch:
-        run = RunFolder.create(Path(scratch) / "run", config_toml=to_toml(config), seed=config.seed)
+    with OwnFolder("eval") as scratch:
+        run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-        await asyncio.to_thread(take_checkpoint, checkpoint, run, telemetry)
+        await apart(functools.partial(take_checkpoint, checkpoint, run, telemetry))
         async with crew(run, config, telemetry, Supervisor(telemetry, hung_s=config.fleet.hung_s)) as members:
             await members.start_sampling()
             result = await evaluate(

@@ -40,6 +40,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...]
     rollout_ids: tuple[str, ...]
     num_loss_tokens: int  # the loss's constant normaliser: sampled tokens of all valid rollouts, zero-signal included
+    lr_share: float = 1.0  # of the learning rate that this step takes, 0 to 1: below 1 where few groups have a sample
 
     @property
     def sampled(self) -> frozenset[str]:

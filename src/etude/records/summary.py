@@ -129,6 +129,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     max_lag: int
     members: tuple[Member, ...]  # every rollout that the step consumes, in order of its id
     num_loss_tokens: int  # the loss's constant normaliser: sampled tokens of all valid rollouts
+    full_groups: int = 0  # so many groups with a sample take the whole learning rate; 0: any number does
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ from etude.errors import TaskError
 from etude.records.exports import CONFIGURATION
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task
+from etude.scratch import OwnFolder
 from etude.tasks.lines import lines_of
 from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
@@ -162,9 +162,9 @@ class SweSource:
         return self._repositories[place]
 
     def _unbundled(self, bundle: Path) -> Path:
-        folder = tempfile.TemporaryDirectory(prefix="etude-swe-", ignore_cleanup_errors=True)
-        weakref.finalize(self, folder.cleanup)
-        target = Path(folder.name) / "repository.git"
+        folder = OwnFolder("swe")
+        weakref.finalize(self, folder.close)
+        target = folder.path / "repository.git"
         command = ["git", "clone", "--bare", "--quiet", "--no-hardlinks", str(bundle.resolve()), str(target)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=CLONE_S, check=False)

@@ -86,6 +86,7 @@ class TorchLearner:
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._publisher: Publisher | None = None
         self._offered: int | None = None  # the step of the version that is on its way
+        self._lr_share = 1.0  # of the batch whose gradient is accumulated
         self._device = torch.device("cpu")
         self._trained: Trained | None = None
         self._optimizer: AdamW | None = None
@@ -123,7 +124,7 @@ class TorchLearner:
         the accumulated gradient is forgotten, since a part of this batch may be in it.
         """
         began = time.process_time()
-        shares = self.config.shares
+        shares, self._lr_share = self.config.shares, batch.lr_share
         tallies = [Tally() for _ in self._group.own(shares)]
         try:
             num_tokens = sum(forwarded(sample) for sample in batch.samples)
@@ -280,14 +281,14 @@ class TorchLearner:
         self.config = replace(self.config, replay_routes=True, correction=correction)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`.
-        Where there is no gradient (`grad_norm` 0) the weights stay as they are, and are published so under a new step.
+        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`, the
+        schedule's times the batch's `lr_share`. Where there is no gradient (`grad_norm` 0) the weights stay as they
+        are, and are published so under a new step.
 
         Raises `NotFinite`: of a gradient, and then nothing has changed; of the new weights, and then nothing saves or
         publishes them."""
-        lr = self.config.lr * rate(
-            self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
-        )
+        lr = self._lr_share * self.config.lr
+        lr *= rate(self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1)
         with self._group.waited("optimiser step"):
             norm = stepped(self.optimizer, self.trained.views, lr=lr, step=self.step + 1, agreed=self._group.agreed)
         self.trained.settle()
