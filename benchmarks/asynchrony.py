@@ -135,7 +135,8 @@ def one(config: RunConfig, setting: str, latency_ms: int, rate: float, limit_s: 
     asyncio.run(reinforce(folder, config, until=until, instead=slow, notes=notes))
     view = RunView(folder)
     span, steps = view.phase("rl"), view.by_step("rl.step")
-    assert span is not None and span.end is not None, "reinforce has ended"
+    assert span is not None, "reinforce has begun"
+    assert span.end is not None, "and ended"
     reached = reached_at(view.of("rollout"), rate)
     return {
         "setting": setting,
@@ -191,7 +192,7 @@ def compare(rows: Sequence[Mapping[str, Any]], latency_ms: int) -> dict[str, Any
         "latency_ms": latency_ms,
         "seeds": [first, *others],
         "time_s": {name: seeds.mean(found) for name, found in whole.items()},
-        "left_after_first_seed": {
+        "not_in_every_seed": {
             name: of[first] if of.get(first) is not None else "not reached"
             for name, of in times.items()
             if name not in whole
@@ -226,7 +227,9 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=1.3, help="times the fastest, after which a run is given up")
     parser.add_argument("--rate", type=float, default=0.85)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="for every run")
-    parser.add_argument("--add", action="store_true", help="to the rows of the last result, whatever code measured them")
+    parser.add_argument(
+        "--add", action="store_true", help="to the rows of the last result, whatever code measured them"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
     args = parser.parse_args()
     facts = {"rate": args.rate, "start": digest(args.start), "settings": args.set}

@@ -1,7 +1,7 @@
 """Honest controls of an RL run: what else the same CPU seconds buy from the same checkpoint.
 
-Given runs from nothing (`--runs`), each one's mid-trained checkpoint and the CPU seconds of its RL phase (all processes,
-its evaluations included) are each control's start and budget:
+Given runs from nothing (`--runs`), each one's mid-trained checkpoint and the CPU seconds of its RL phase (all processes
+and evaluations) are each control's start and budget:
 
 - *more mid-training*: the same program over the same corpus, newly shuffled, its rate warmed up again; two peak rates.
 - *rejection sampling + fine-tuning*: `benchmarks.rejection`; rounds and rates, six recipes.

@@ -305,7 +305,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def ahead(coders: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """How far each mode is ahead of its peers: of the one with the best ratio, in ratio and speeds; and in each speed of
+    """How far each mode is ahead of its peers: of the one with the best ratio, in ratio and speeds; in each speed of
     the fastest of all, and of the fastest of those with at least the mode's ratio (None: there is none)."""
     others = {name: coder for name, coder in coders.items() if name not in MODES and "missing" not in coder}
     found: dict[str, dict[str, Any]] = {}

@@ -36,7 +36,10 @@ import zstandard
 from etude.weights import Tensor
 
 FOLDER = Path(__file__).parents[1] / "build" / "delta_peers"
-PACKAGES = ("zipnn==0.5.4", "blosc2==4.14.1", "ndindex==1.10.1", "numexpr==2.14.2", "threadpoolctl", "bsdiff4==1.3.2")
+PACKAGES = (
+    *("zipnn==0.5.4", "bsdiff4==1.3.2", "blosc2==4.14.1"),
+    *("ndindex==1.10.1", "numexpr==2.14.2", "threadpoolctl==3.8.0"),  # blosc2's own
+)
 """Installed without their dependencies, which etude's own environment has."""
 PROGRAMS = {"zstd": "zstd", "xdelta3": "xdelta3"}
 """Programs, and Debian's packages that have them."""
@@ -273,13 +276,15 @@ def _patch_from(*level: str) -> tuple[Encode, Decode]:
 
 
 def _xdelta(*mode: str) -> tuple[Encode, Decode]:
-    window = ["-B", str(1 << 31), "-W", str(1 << 24)]  # of the old file: all of it; of the new one: the largest
+    def window(old: Path) -> list[str]:
+        return ["-B", str(1 << max(20, old.stat().st_size.bit_length()))]  # all of the old file
 
     def encode(old: Path, read: Path, made: Path) -> list[str]:
-        return ["xdelta3", "-e", "-q", "-f", *mode, *window, "-s", str(old), str(read), str(made)]
+        largest = ["-W", str(1 << 24)]
+        return ["xdelta3", "-e", "-q", "-f", *mode, *largest, *window(old), "-s", str(old), str(read), str(made)]
 
     def decode(old: Path, read: Path, made: Path) -> list[str]:
-        return ["xdelta3", "-d", "-q", "-f", *window[:2], "-s", str(old), str(read), str(made)]
+        return ["xdelta3", "-d", "-q", "-f", *window(old), "-s", str(old), str(read), str(made)]
 
     return _by_program(encode, decode)
 
@@ -327,7 +332,7 @@ def peers() -> list[Peer]:
     found.append(Peer("zstd --patch-from", *_patch_from(), no_zstd, usual=True))
     found += [
         Peer(f"zstd --patch-from {' '.join(level)}", *_patch_from(*level), no_zstd, slow=level != ("-1",))
-        for level in (("-1",), ("-9",), ("-19",), ("--ultra", "-22"))
+        for level in (("-1",), ("-9",), ("-19",), ("--ultra", "-22", "--zstd=targetLength=4096"))
     ]
     found += [
         Peer(f"xdelta3 {' '.join(mode)}", *_xdelta(*mode), no_xdelta, slow=True)

@@ -4,7 +4,7 @@ Two random Qwen3-MoE models of 9.2M parameters (16 experts, top-4; 4 layers of 2
 example's; prompts of 64 tokens, 128 sampled tokens each. The reference engine is measured whole, in float32, eager:
 asyncio face, log-probabilities, routes, spans. The others sample alone:
 
-- transformers: plain batched `generate` (all prompts are equally long, so nothing is padded) with a dynamic and a static
+- transformers: plain batched `generate` (all prompts are equally long: nothing is padded) with a dynamic and a static
   cache and compiled, and `generate_batch` (continuous batching); in float32 and bfloat16; with each implementation of
   the experts. Every way samples `TRIAL_TOKENS` of each sequence once for each batch size, after a warm-up. The two best
   ways by CPU time and the best one by wall time are then measured in full.
@@ -12,7 +12,7 @@ asyncio face, log-probabilities, routes, spans. The others sample alone:
   float32 and bfloat16, eager and compiled, on one core.
 
 Wall and CPU seconds are of the engine's process; best of `--repeats`, etude and transformers taking turns.
-`ratio_to_best_peer` is of etude's tokens a second ÷ those of the fastest peer at that batch size, whatever its dtype, by
+`ratio_to_best_peer` is etude's tokens a second ÷ those of the fastest peer at that batch size, whatever its dtype, by
 wall and by CPU time; `ratio_to_best_float32_peer` ÷ those of the fastest in etude's dtype.
 
 Rows are kept as they are measured (`benchmarks.journal`): the same command goes on where it ended.
@@ -57,6 +57,7 @@ MODELS = {
     "laptop": ModelConfig(),
 }
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' implementations of the mixture
+PAGE_TOKENS = 64  # of continuous batching
 OURS = "etude"
 VLLM_LIMIT_S = 900.0  # of one process, compiling included
 
@@ -127,7 +128,14 @@ def theirs(sizes: ModelConfig, folder: Path, way: Way) -> Run:
         )
         inputs = np.stack(prompts(number, sizes.vocab_size)).astype(np.int64)
         if way.cache == "paged":
-            done = model.generate_batch(inputs.tolist(), generation_config=config, progress_bar=False)
+            room = transformers.ContinuousBatchingConfig(
+                page_size=PAGE_TOKENS,
+                num_blocks=number * (-(-(PROMPT_TOKENS + sampled) // PAGE_TOKENS) + 1),
+                max_batch_tokens=number * PROMPT_TOKENS,
+            )  # by itself it takes nearly all memory, and most of its time for that
+            done = model.generate_batch(
+                inputs.tolist(), generation_config=config, continuous_batching_config=room, progress_bar=False
+            )
             assert [len(o.generated_tokens) for o in done.values()] == [sampled] * number
         else:
             ids = torch.from_numpy(inputs)
@@ -138,7 +146,7 @@ def theirs(sizes: ModelConfig, folder: Path, way: Way) -> Run:
 
 
 def make_environment(folder: Path) -> Path:
-    """vLLM's interpreter, of the version that etude's adapter was tested with; installed first where it is not there."""
+    """vLLM's interpreter, of the version that etude's adapter was tested with; installed where it is not there."""
     place = environment(folder)
     install(place, "cpu", said=lambda line: print(line, file=sys.stderr))
     return place.python
@@ -159,7 +167,7 @@ def vllm(python: Path, model: str, batches: Sequence[int], repeats: int, dtype: 
         return dict(json.loads(answer.read_text()))
 
 
-def timed(run: Run, number: int, sampled: int = SAMPLED_TOKENS) -> tuple[float, float]:
+def timed(run: Run, number: int, sampled: int) -> tuple[float, float]:
     """Tokens a wall second and a CPU second."""
     wall, cpu = time.perf_counter(), time.process_time()
     run(number, sampled)
@@ -187,7 +195,7 @@ def measure(model: str, batch: int, repeats: int, ways: Sequence[Way]) -> dict[s
         seen: dict[str, list[tuple[float, float]]] = {name: [] for name in kept}
         for _ in range(repeats):
             for name, run in kept.items():
-                seen[name].append(timed(run, batch))
+                seen[name].append(timed(run, batch, SAMPLED_TOKENS))
     best = {name: speeds(max(w for w, _ in found), max(c for _, c in found)) for name, found in seen.items()}
     return {**best.pop(OURS), "transformers": best, "transformers_tried": tried}
 

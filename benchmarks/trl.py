@@ -3,15 +3,15 @@ tools, machines, reward and recipe (`benchmarks.trl_training`), each in its own 
 
 Both sides leave a checkpoint every few steps and the CPU seconds of all their processes at that step, counted from the
 start of training; saving is not counted for TRL and is for etude. A run ends once the mean reward of its last `WINDOW`
-training rollouts is `--margin` past the rate, the same rule for both. Afterwards `etude eval` solves the same tasks with
+training rollouts is `--margin` past the rate, the same rule for both. Then `etude eval` solves the same tasks with
 its checkpoints, from the one where the training rewards had reached the rate, until two neighbours are found of which
 one is below the rate and the next one reaches it; the CPU seconds at the rate are interpolated between these two.
 
 TRL is run with several settings: all of them with the first seed, the `--finalists` best ones with every seed, as etude
 is. The setting with the smallest mean counts. `share` is etude's mean ÷ that mean, with an interval from the pairs of
 seeds. A setting that was best in the first seed by chance is in TRL's favour. Not among the settings: generation by
-transformers' continuous batching, which was tried (fifteen times the CPU of the plain one for a step on this model), and
-by vLLM, since TRL hands its weights to a vLLM on GPUs alone.
+transformers' continuous batching, which was tried (fifteen times the CPU of the plain one for a step of this model),
+and by vLLM, since TRL hands its weights to a vLLM on GPUs alone.
 
 Both sides train on one core: two busy cores of this kind of machine lengthen each other's CPU seconds by a third, and
 only etude would keep both busy. So etude has one engine with the slots of two.
@@ -191,8 +191,8 @@ def expected(run: Mapping[str, Any], rate: float) -> int:
 
 
 def neighbours(count: int, rate_at: Callable[[int], float], rate: float, first: int) -> tuple[int, int] | None:
-    """Two neighbours of `count` checkpoints, the earlier one below `rate` and the later one at it or above: searched
-    from `first` in growing strides, then by halves. -1 is the start, which is taken to be below. None where the last one
+    """Two neighbours of `count` checkpoints, the first one below `rate` and the next one at it or above: searched
+    from `first` in growing strides, then by halves. -1 is the start, taken to be below. None where the last one
     is below. Where rates go up and down there may be several such pairs; this is one of them."""
     low, high, at, stride = -1, count, first, 1
     while high - low > 1:
@@ -311,7 +311,7 @@ def compare(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "seeds": wanted,
         "cpu_s_to_rate": {name: seeds.mean(found) for name, found in whole.items()},
-        "left_after_first_seed": {name: of.get(wanted[0]) for name, of in costs.items() if name not in whole},
+        "not_in_every_seed": {name: of.get(wanted[0]) for name, of in costs.items() if name not in whole},
         "best_of_trl": best,
         "share": seeds.ratio(whole["etude"], whole[best]) if best and "etude" in whole else None,
     }

@@ -175,9 +175,7 @@ class Progress(TrainerCallback):
     """Leaves a checkpoint and the CPU seconds so far every few steps; ends at one where the training rewards are high
     enough, or when the CPU seconds are spent."""
 
-    def __init__(
-        self, out: Path, start: Path, *, every: int, budget_s: float, rewards: Rewards, enough: float
-    ) -> None:
+    def __init__(self, out: Path, start: Path, *, every: int, budget_s: float, rewards: Rewards, enough: float) -> None:
         self.out, self.start, self.every, self.budget_s = out, start, every, budget_s
         self.rewards, self.enough = rewards, enough
         self.rows: list[dict[str, float]] = []

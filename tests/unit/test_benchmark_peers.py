@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmarks import asynchrony, controls, delta, journal, rewards, seeds, trl
 from benchmarks.delta_peers import peers, side
@@ -179,7 +180,7 @@ class TestBesideTrl:
         assert ended == [False] * 8 + [True]
 
     def test_the_best_setting_of_trl_by_its_mean_counts(self):
-        costs = {"etude": [30, 36, 33], "a": [50, 60, 55], "b": [48, 90, 60], "c": [49, None, 50], "d": [70]}
+        costs = {"etude": [30, 37, 32], "a": [50, 60, 55], "b": [48, 90, 60], "c": [49, None, 50], "d": [70]}
         rows = [
             {"name": name, "seed": seed, "cpu_s_to_rate": cpu_s}
             for name, found in costs.items()
@@ -189,7 +190,7 @@ class TestBesideTrl:
         assert found["best_of_trl"] == "a"
         assert found["share"]["ratio"] == pytest.approx(99 / 165, abs=1e-4)
         assert found["share"]["low"] < 0.6 < found["share"]["high"]
-        assert found["left_after_first_seed"] == {"c": 49, "d": 70}
+        assert found["not_in_every_seed"] == {"c": 49, "d": 70}
         assert trl.finalists({"a": 50.0, "b": 48.0, "c": 49.0, "d": None}, 2) == ["b", "c"]
 
     def test_there_is_no_share_where_etude_did_not_reach_the_rate(self):
@@ -210,7 +211,7 @@ class TestAsynchrony:
             config = asynchrony.configure(start, setting, 200, 3, ["rl.steps=20"])
             assert config.experience.groups_per_step == example.experience.groups_per_step * setting.batches, name
             assert config.rl.steps * config.experience.groups_per_step >= 20 * example.experience.groups_per_step
-            assert config.learner.lr == pytest.approx(example.learner.lr * setting.rate)
+            assert config.learner.lr == pytest.approx(example.learner.lr * setting.rate, rel=1e-5)
             assert (config.experience.max_lag > 0) == name.startswith("async")
             assert config.seed == 3
 
@@ -249,7 +250,7 @@ class TestAsynchrony:
         assert found["ratio"]["ratio"] == pytest.approx(110 / 84, abs=1e-4)
         assert found["ratio_best"]["ratio"] == pytest.approx(110 / 80, abs=1e-4)
         assert found["ratio_best"]["paired"] == pytest.approx(math.sqrt(60 / 42 * 50 / 38), abs=1e-4)
-        assert found["left_after_first_seed"] == {"sync, double batch": 48.0, "sync, half batch": 45.0}
+        assert found["not_in_every_seed"] == {"sync, double batch": 48.0, "sync, half batch": 45.0}
 
     def test_rows_of_the_last_result_are_added_where_it_is_of_the_same_facts(self, tmp_path, monkeypatch):
         monkeypatch.setattr(asynchrony, "RESULTS", tmp_path)
@@ -318,9 +319,9 @@ class TestDeltas:
     @pytest.mark.parametrize("dtype", ["bf16", "f8_e4m3", "f32"])
     def test_every_peer_that_is_here_gives_back_the_new_version(self, dtype):
         width = {"bf16": 2, "f8_e4m3": 1, "f32": 4}[dtype]
-        rng = delta.np.random.default_rng(width)
+        rng = np.random.default_rng(width)
         old = rng.integers(0, 200, 20_000, dtype=f"u{width}")
-        new = delta.np.where(rng.random(old.size) < 0.02, old + old.dtype.type(1), old)
+        new = np.where(rng.random(old.size) < 0.02, old + old.dtype.type(1), old)
         before, after = (side([Tensor(dtype, (old.size,), codes)]) for codes in (old, new))
         here = [peer for peer in peers() if not peer.why_not]
         assert sum(peer.usual for peer in here) >= 3
