@@ -97,6 +97,21 @@ def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]
     return Interval(value, max(-1.0, centre - half), min(1.0, centre + half))
 
 
+def mean_over_seeds(values: Sequence[float]) -> Interval:
+    """The mean of a quantity without bounds (seconds, a logarithm) over several training seeds, with Student's t
+    interval of the variance between them, in the unit of `values`. Raises `ValueError` for fewer than two values.
+
+    >>> mean_over_seeds([30.0, 36.0, 33.0])  # doctest: +ELLIPSIS
+    Interval(value=33.0, low=25.54..., high=40.45...)
+    """
+    n = len(values)
+    if n < 2:
+        raise ValueError(f"the variance of {n} seed cannot be estimated")
+    mean = math.fsum(values) / n
+    half = _t95(n - 1) * math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    return Interval(mean, mean - half, mean + half)
+
+
 def over_seeds(rates: Sequence[float]) -> Interval:
     """The mean of the rates of several training seeds, with Student's t interval of the variance between them: what
     another seed of the same recipe may be expected to average. Needs at least two rates.
@@ -104,12 +119,8 @@ def over_seeds(rates: Sequence[float]) -> Interval:
     >>> over_seeds([0.92, 0.95, 0.95])  # doctest: +ELLIPSIS
     Interval(value=0.94, low=0.896..., high=0.983...)
     """
-    n = len(rates)
-    if n < 2:
-        raise ValueError(f"the variance of {n} seed cannot be estimated")
-    mean = math.fsum(rates) / n
-    half = _t95(n - 1) * math.sqrt(math.fsum((r - mean) ** 2 for r in rates) / (n - 1) / n)
-    return Interval(mean, max(0.0, mean - half), min(1.0, mean + half))
+    found = mean_over_seeds(rates)
+    return Interval(found.value, max(0.0, found.low), min(1.0, found.high))
 
 
 def _effective(values: Sequence[float], problems: Sequence[Hashable], *, independent: float) -> tuple[float, float]:
