@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etude.config import ranged
-from etude.experience.admission import Straggler
+from etude.experience.admission import Straggler, Window
 from etude.experience.credit import Credit
 from etude.experience.curriculum import Curriculum
 from etude.experience.database import check_url
@@ -38,3 +38,8 @@ class ExperienceConfig:
                 f"signal_groups = {self.signal_groups} is over groups_per_step = {self.groups_per_step}: "
                 "a step takes at least groups_per_step, and goes on where too few of them have a signal"
             )
+
+    @property
+    def window(self) -> Window:
+        """Who may start, and which groups a step takes."""
+        return Window(self.max_lag, self.groups_per_step, self.straggler, self.signal_groups)

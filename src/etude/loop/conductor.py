@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from etude.errors import EngineError, EtudeError, LedgerError, NotFinite
 from etude.evals import EvalResult
-from etude.experience import SCHEMES, Group, Ledger, Window, plan_batch, step_facts
+from etude.experience import SCHEMES, Group, Ledger, plan_batch, step_facts
 from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
@@ -79,12 +79,7 @@ class Conductor:
         self.run_folder, self.config, self.telemetry = run, config, telemetry
         self.crew, self.source = crew, source
         self.traces = traces_folder(run)
-        self.window = Window(
-            max_lag=config.experience.max_lag,
-            groups_per_step=config.experience.groups_per_step,
-            straggler=config.experience.straggler,
-            signal_groups=config.experience.signal_groups,
-        )
+        self.window = config.experience.window
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
         self.books = InOrder("ledger")  # a server may be away for seconds: engines and children are heard meanwhile
