@@ -38,6 +38,9 @@ from etude.records.wire import Bools
 FILL = 4
 """The most that a step takes in search of signal, in times `groups_per_step`."""
 
+DRAWS = 4096
+"""Steps that are drawn for a mean."""
+
 
 class Straggler(enum.StrEnum):
     """What a step does about a group that is not ready when the others are."""
@@ -124,6 +127,26 @@ class Window:
             more = math.ceil((self.signal_groups - having) * size / having) if having else size
             size = min(self.most, size + more)
         return size
+
+    def mean_size(self, signal_share: float) -> float:
+        """How many groups a step takes on average, where each group has a signal with this chance.
+
+        The mean of `DRAWS` steps that are drawn by these rules, always the same ones.
+
+        >>> Window(max_lag=1, groups_per_step=8).mean_size(0.5)
+        8.0
+        >>> picky = Window(max_lag=1, groups_per_step=8, signal_groups=8)
+        >>> [round(picky.mean_size(share)) for share in (1.0, 0.5, 0.0)]
+        [8, 17, 32]
+        """
+        rng = np.random.default_rng(0)
+        size = np.full(DRAWS, self.groups_per_step)
+        having = rng.binomial(size, signal_share)
+        while (short := (having < self.signal_groups) & (size < self.most)).any():
+            lacking = -(-(self.signal_groups - having) * size // np.maximum(having, 1))
+            more = np.where(short, np.minimum(np.where(having > 0, lacking, size), self.most - size), 0)
+            having, size = having + rng.binomial(more, signal_share), size + more
+        return float(size.mean())
 
     def _first(self, order: Sequence[str], ready: Collection[str], size: int) -> list[str]:
         return [group for group in order[: size + self.late_groups] if group in ready][:size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etude.config import ranged
-from etude.experience.admission import LittleSignal, Straggler
+from etude.experience.admission import LittleSignal, Straggler, Window
 from etude.experience.credit import Credit
 from etude.experience.curriculum import Curriculum
 from etude.experience.database import check_url
@@ -39,3 +39,9 @@ class ExperienceConfig:
                 f"signal_groups = {self.signal_groups} is over groups_per_step = {self.groups_per_step}: "
                 "a step takes at least groups_per_step, and goes on where too few of them have a signal"
             )
+
+    @property
+    def window(self) -> Window:
+        """Who may start, and which groups a step takes."""
+        fills = self.little_signal is LittleSignal.FILL
+        return Window(self.max_lag, self.groups_per_step, self.straggler, self.signal_groups if fills else 0)

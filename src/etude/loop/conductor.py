@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 
 from etude.errors import EngineError, EtudeError, LedgerError, NotFinite
 from etude.evals import EvalResult
-from etude.experience import SCHEMES, Group, Ledger, Window, plan_batch, step_facts
+from etude.experience import SCHEMES, Group, Ledger, plan_batch, step_facts
 from etude.experience.admission import LittleSignal
 from etude.experience.curriculum import Curriculum, Signals
 from etude.experience.packing import teaches
@@ -82,12 +82,7 @@ class Conductor:
         self.crew, self.source = crew, source
         self.traces = traces_folder(run)
         self._scales = config.experience.little_signal is LittleSignal.SCALE
-        self.window = Window(
-            max_lag=config.experience.max_lag,
-            groups_per_step=config.experience.groups_per_step,
-            straggler=config.experience.straggler,
-            signal_groups=0 if self._scales else config.experience.signal_groups,
-        )
+        self.window = config.experience.window
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
         self.books = InOrder("ledger")  # a server may be away for seconds: engines and children are heard meanwhile

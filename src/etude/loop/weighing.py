@@ -29,7 +29,7 @@ class Weight:
     @classmethod
     def of(cls, config: RunConfig, model: ModelConfig) -> Weight:
         """With the model that the run trains."""
-        rollouts = config.experience.groups_per_step * config.experience.group_size
+        rollouts = config.experience.window.most * config.experience.group_size
         tokens = rollouts * config.harness.context_tokens
         routes = model.num_moe_layers * model.top_k * (2 if model.num_experts > WIDE_ROUTES else 1)
         a_token = TOKEN_BYTES + (routes if config.wants_routes else 0)
@@ -53,9 +53,11 @@ def check_step(
     shown += f"harness.context_tokens = {config.harness.context_tokens}"
     if weight.rollouts * PLANNED_BYTES > max_frame_bytes:
         raise ConfigError(
-            f"experience.groups_per_step * experience.group_size = {weight.rollouts} rollouts a step",
+            f"a step takes up to {config.experience.window.most} groups of {config.experience.group_size}: "
+            f"{weight.rollouts} rollouts",
             f"their plan takes about {weight.rollouts * PLANNED_BYTES} bytes without a token, a call {max_frame_bytes}",
-            hint="make steps smaller",
+            hint="make experience.groups_per_step or experience.group_size smaller"
+            + (", or leave experience.signal_groups out" if config.experience.signal_groups else ""),
         )
     ranks = config.learner.ranks - config.fleet.ranks_away
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if memory_bytes is None else memory_bytes

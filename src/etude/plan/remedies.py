@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from etude.models.config import ModelConfig
+from etude.plan.hardware import MATRIX_BYTES
 from etude.plan.planning import Memory, memory_of
 from etude.plan.shape import Layout
 
 MOST_RANKS = 65_536
 ADAPTER_RANK = 32
-FORMATS = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Bytes of a matrix's number with its share of the scales: blocks of 32 in MXFP8, of 16 in NVFP4."""
 FITTED_SHARE = 0.95
 """Of the memory: what a suggestion of fewer tokens fills."""
 
@@ -63,7 +62,7 @@ def engine_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterator
 
     if ranks := _fewest(layout.engine_ranks, fits_on):
         yield f"{ranks} devices an engine (--engine-ranks {ranks})"
-    for name, width in FORMATS.items():
+    for name, width in MATRIX_BYTES.items():
         if width < layout.matrix_bytes and memory(replace(layout, matrix_bytes=width)).fits:
             yield f'weights in fewer bits: numerics.quantise = "{name}"'
 

@@ -14,7 +14,7 @@ class Shape:
     (64, 120.0, 80.0)
     """
 
-    groups: int
+    groups: float  # a mean, where steps go on until some groups have a signal
     group_size: int
     turns: float
     prompt_tokens: float  # before the first turn
@@ -25,7 +25,7 @@ class Shape:
     solved_share: float = 0.5  # siblings that solve a task hand in the same, and it is graded once
 
     @property
-    def rollouts(self) -> int:
+    def rollouts(self) -> float:
         return self.groups * self.group_size
 
     @property

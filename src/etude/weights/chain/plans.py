@@ -41,7 +41,7 @@ from etude.weights.chain.manifest import (
     read_later,
 )
 from etude.weights.delta import codec
-from etude.weights.delta.changes import Changes, write
+from etude.weights.delta.changes import Changes, written
 from etude.weights.delta.checksums import checksum
 from etude.weights.tensors import Tensor, tensor_digest
 
@@ -303,7 +303,7 @@ def take(
             for i, one in enumerate(codec.changes(data, specs, old)):
                 if isinstance(one, Changes) and one.positions.size:
                     made.lists[covered[i].name] = one
-                made.tensors[covered[i].name] = _written(old[i], one)
+                made.tensors[covered[i].name] = written(old[i], one)
         else:
             decoded = codec.decode(data, specs, old)
             made.tensors.update((entry.name, tensor) for entry, tensor in zip(covered, decoded, strict=True))
@@ -311,18 +311,6 @@ def take(
             assert proof is not None
             check_tensor(manifest, entry, made.tensors[entry.name], proof)
     return made
-
-
-def _written(old: Tensor | None, one: Changes | Tensor) -> Tensor:
-    """A tensor after what became of it; itself where nothing did."""
-    if isinstance(one, Tensor):
-        return one
-    assert old is not None, "changes are of a tensor that is held"
-    if not one.positions.size:
-        return old
-    codes = old.codes.copy()
-    write(codes, one)
-    return Tensor(old.dtype, old.shape, codes)
 
 
 def fetched(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[bytes, list[TensorEntry]]]:

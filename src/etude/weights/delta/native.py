@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,21 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.weights.delta.layout import MAX_TILE, Counts, Tile
+from etude.weights.delta.rooms import room
 from etude.weights.delta.streams import damaged
 from etude.weights.tensors import Codes, DType
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LEVELS = ("portable", "avx2", "avx512")
 """Instructions that the kernels may use; a later one is faster."""
 
 _SUFFIX = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
 LIBRARY = Path(__file__).with_name(f"libetude_native.{_SUFFIX}")
 
-_PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride")])
+_PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride", "first", "step")])
 _TILE = np.dtype([("first_piece", "u8"), ("num_pieces", "u4"), ("high", "u1"), ("classes", "u1"), ("unused", "u2")])
 _PAYLOAD = np.dtype([("start", "u8"), ("num_bytes", "u8")])
+_FOUND = np.dtype([("count", "u8"), ("sums", "u8", 4)])
 _SCATTER = np.dtype([(name, "u8") for name in ("to", "len", "places", "codes", "count", "width")])
 
 
@@ -66,6 +69,16 @@ class _Summed(ctypes.Structure):
     ]
 
 
+class _Wanted(ctypes.Structure):
+    _fields_ = [
+        ("counts", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("items", ctypes.c_void_p),
+        ("found", ctypes.c_void_p),
+        ("summed", ctypes.c_uint64),
+    ]
+
+
 class _Refusal(ctypes.Structure):
     _fields_ = [("tile", ctypes.c_uint64), ("why", ctypes.c_char * 64)]
 
@@ -90,6 +103,11 @@ class NativeKernels:
     def level(self) -> str:
         """One of `LEVELS`."""
         return LEVELS[self._level]
+
+    @property
+    def threads(self) -> int:
+        """Over which tiles are spread, at most."""
+        return self._threads
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
         counts = np.zeros((2, 256), np.int64)
@@ -118,18 +136,49 @@ class NativeKernels:
     ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
         if not tiles:
             return []
-        asked, told = _Asked(self, kind, tiles, old, old), _Told(payloads)
-        counts, refusal = np.zeros(len(tiles), np.uint64), _Refusal()
-        made = self._library.etude_decode(
+        lists = self._list(_Asked(self, kind, tiles, old, old), kind, payloads, summed=False)
+        ends = np.cumsum(lists.counts)[:-1].astype(np.intp)
+        return list(zip(np.split(lists.places, ends), np.split(lists.items, ends), strict=True))
+
+    def changes_of_tensors(
+        self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint32], Codes, tuple[int, ...]]]:
+        """For each tensor that the tiles are of: its number, the places in it that change, the new items there, and the
+        sums of `sums` before and after. The old items are read once, and nothing is copied.
+
+        `tiles`: all of these tensors, in their layout's order; an empty payload says that nothing changes in a tile.
+        Places rise inside of a tile. Tensors have at most 2^32 items, which are their codes. Raises `WeightsError` for
+        bytes that no writer made.
+        """
+        if not tiles:
+            return
+        lists = self._list(_Asked(self, kind, tiles, old, old, in_tensors=True), kind, payloads, summed=True)
+        numbers = np.array([piece.tensor for tile in tiles for piece in tile.pieces])
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        ends = np.cumsum(np.add.reduceat(lists.found["count"], firsts)).tolist()
+        sums = np.add.reduceat(lists.found["sums"], firsts, axis=0).tolist()
+        for number, start, stop, four in zip(numbers[firsts].tolist(), [0, *ends], ends, sums, strict=False):
+            yield number, lists.places[start:stop], lists.items[start:stop], tuple(four)
+
+    def _list(self, asked: _Asked, kind: DType, payloads: Sequence[memoryview], *, summed: bool) -> _Lists:
+        told, refusal = _Told(payloads), _Refusal()
+        counts = np.zeros(len(payloads), np.uint64)
+        refused = self._library.etude_count(
             asked.reference, told.table.ctypes.data, counts.ctypes.data, ctypes.byref(refusal)
         )
-        if not made:
+        if not refused:
+            total = int(counts.sum())
+            found = np.zeros(asked.num_pieces, _FOUND)
+            lists = _Lists(counts, room(total, np.dtype(np.uint32)), room(total, kind.items), found)
+            wanted = _Wanted(
+                counts.ctypes.data, lists.places.ctypes.data, lists.items.ctypes.data, found.ctypes.data, summed
+            )
+            refused = self._library.etude_list(
+                asked.reference, told.table.ctypes.data, ctypes.byref(wanted), ctypes.byref(refusal)
+            )
+        if refused:
             raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
-        total = int(counts.sum())
-        places, items = np.empty(total, np.uint32), np.empty(total, kind.items)
-        self._library.etude_listed_take(made, places.ctypes.data, items.ctypes.data)
-        ends = np.cumsum(counts)[:-1].astype(np.intp)
-        return list(zip(np.split(places, ends), np.split(items, ends), strict=True))
+        return lists
 
     def apply(
         self,
@@ -150,11 +199,12 @@ class NativeKernels:
             raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
 
     def scatter(
-        self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]]
+        self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]], *, threads: int = 1
     ) -> Callable[[], None]:
-        """A call that writes, for each (memory, places, codes), codes to places of the flat memory, in one thread.
+        """A call that writes, for each (memory, places, codes), codes to places of the flat memory.
 
-        Everything is checked here, `ValueError` for a place outside; the call can be made again and again.
+        Everything is checked here, `ValueError` for a place outside; the call can be made again and again. In several
+        threads no two rows are of one memory.
         """
         for memory, places, codes in rows:
             flat = all(
@@ -171,7 +221,7 @@ class NativeKernels:
         held = list(rows)
 
         def write() -> None:
-            refused = self._library.etude_scatter(table.ctypes.data, len(held))
+            refused = self._library.etude_scatter(table.ctypes.data, len(held), threads)
             assert not refused, "what was checked does not change"
 
         return write
@@ -223,7 +273,9 @@ def why_not() -> str:
 
 
 class _Asked:
-    """A request and the tables that it points to, which must outlive the call."""
+    """A request and the tables that it points to, which must outlive the call.
+
+    `in_tensors`: places of changes count in their tensor, else in their tile."""
 
     def __init__(
         self,
@@ -232,20 +284,25 @@ class _Asked:
         tiles: Sequence[Tile],
         old: Sequence[Codes],
         new: Sequence[Codes],
+        *,
+        in_tensors: bool = False,
     ) -> None:
         _aligned(*old, *new)
         starts = [[items.ctypes.data for items in arrays] for arrays in (old, new)]
-        pieces = [
-            (piece.tensor, piece.start, piece.rows, piece.cols, piece.stride) for t in tiles for piece in t.pieces
-        ]
-        for tensor, start, rows, cols, stride in pieces:
-            end = start + (rows - 1) * stride + cols if rows and cols else start
-            if not 0 <= start <= end <= min(old[tensor].size, new[tensor].size) or rows * cols > MAX_TILE:
-                raise ValueError(f"a piece from {start} to {end} lies outside of tensor {tensor}, or is too large")
         width = kind.items.itemsize
-        self._pieces = np.array(
-            [(*(s[tensor] + start * width for s in starts), *shape) for tensor, start, *shape in pieces], _PIECE
-        )
+        rows: list[tuple[int, ...]] = []
+        for tile in tiles:
+            base = 0
+            for piece in tile.pieces:
+                of, start, stride = piece.tensor, piece.start, piece.stride
+                end = start + (piece.rows - 1) * stride + piece.cols if piece.size else start
+                if not 0 <= start <= end <= min(old[of].size, new[of].size) or piece.size > MAX_TILE:
+                    raise ValueError(f"a piece from {start} to {end} lies outside of tensor {of}, or is too large")
+                first = (start, stride) if in_tensors else (base, piece.cols)
+                memory = (addresses[of] + start * width for addresses in starts)
+                rows.append((*memory, piece.rows, piece.cols, stride, *first))
+                base += piece.size
+        self._pieces = np.array(rows, _PIECE)
         firsts = np.cumsum([0, *(len(tile.pieces) for tile in tiles)])
         self._tiles = np.array(
             [(first, len(tile.pieces), tile.high, tile.classes, 0) for first, tile in zip(firsts, tiles, strict=False)],
@@ -257,6 +314,10 @@ class _Asked:
         )  # fmt: skip
         self.reference = ctypes.byref(self._request)
 
+    @property
+    def num_pieces(self) -> int:
+        return self._pieces.size
+
 
 class _Told:
     """The table of payloads, and the bytes it points to."""
@@ -264,6 +325,16 @@ class _Told:
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         self._held = [np.frombuffer(payload, np.uint8) for payload in payloads]
         self.table = np.array([(held.ctypes.data, held.size) for held in self._held], _PAYLOAD)
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Changes, tile after tile."""
+
+    counts: npt.NDArray[np.uint64]  # [tiles] changes of each
+    places: npt.NDArray[np.uint32]
+    items: Codes
+    found: npt.NDArray[Any]  # [pieces] of `_FOUND`
 
 
 def _kind(kind: DType) -> _Kind:
@@ -294,11 +365,11 @@ def _open(path: Path) -> Any:
         ("etude_sample", ctypes.c_uint32, (pointer, pointer, pointer, count, count, pointer, pointer)),
         ("etude_encode", pointer, (pointer, pointer)),
         ("etude_encoded_take", None, (pointer, pointer)),
-        ("etude_decode", pointer, (pointer, pointer, pointer, pointer)),
-        ("etude_listed_take", None, (pointer, pointer, pointer)),
+        ("etude_count", ctypes.c_uint32, (pointer, pointer, pointer, pointer)),
+        ("etude_list", ctypes.c_uint32, (pointer, pointer, pointer, pointer)),
         ("etude_apply", ctypes.c_uint32, (pointer, pointer, pointer)),
         ("etude_count_changed", count, (pointer, pointer, count, ctypes.c_uint32)),
-        ("etude_scatter", ctypes.c_uint32, (pointer, count)),
+        ("etude_scatter", ctypes.c_uint32, (pointer, count, ctypes.c_uint32)),
         ("etude_checksum", ctypes.c_uint32, (pointer, pointer)),
     ):
         function = getattr(library, name)
