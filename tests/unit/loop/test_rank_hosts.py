@@ -165,7 +165,7 @@ def test_an_address_that_is_not_of_this_machine_is_refused_before_a_run_is_made(
     [
         ({"ranks_away": 1}, "each needs the other"),
         ({"ranks_at": "10.0.0.1"}, "each needs the other"),
-        ({"ranks_away": 2, "ranks_at": "10.0.0.1"}, "rank 0 is the run's own"),
+        ({"ranks_away": 2, "ranks_at": "10.0.0.1"}, "rank 0 must run on the run's own machine"),
     ],
 )
 def test_ranks_away_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:
