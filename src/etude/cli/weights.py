@@ -1,4 +1,5 @@
-"""``etude weights log | diff | verify | repair | key``. What needs no run is in `weights_files` and `weights_store`."""
+"""The commands ``etude weights log | diff | verify | repair | key``. Those for files and stores without a run are in
+`weights_files` and `weights_store`."""
 
 from __future__ import annotations
 

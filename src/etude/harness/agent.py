@@ -181,7 +181,7 @@ class _Talk:
 
 
 def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
-    """What was said, in OpenAI's shape; the arguments stay a mapping."""
+    """The assistant's message in OpenAI's format, except that a call's arguments stay a mapping."""
     message: Message = {"role": "assistant", "content": text}
     if call is not None:
         function = {"name": call.name, "arguments": call.arguments}

@@ -104,7 +104,7 @@ class ChatFormat:
 
     @classmethod
     def load(cls, folder: Path | str) -> ChatFormat:
-        """From a directory with tokenizer.json and a chat template. Raises `ChatError`."""
+        """Load the chat format of a directory with tokenizer.json and a chat template. Raises `ChatError`."""
         folder = Path(folder)
         prove(folder, [name for name in TOKENISER if (folder / name).is_file()], kind=ChatError)
         try:

@@ -99,7 +99,8 @@ class ImportedFormat(ChatFormat):
         return Reply(self.decode(body[:-1])) if call is None else Reply(before, call)
 
     def leading_text(self, ids: Sequence[int] | I32) -> int:
-        """How many of a completion's first tokens are said to the reader, whatever follows: those before a call."""
+        """Number of a completion's first tokens that are surely text for the reader, whatever follows: those before a
+        tool call."""
         ends = self._openers | self._special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 

@@ -28,10 +28,10 @@ from etude.records.wire import I32
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way through the engine."""
+    """A request in the engine, waiting or running."""
 
     request: CompletionRequest
-    arrived: float  # on the clock of whoever drives the scheduler
+    arrived: float  # seconds by the clock of the scheduler's caller
     future: Future[Completion] = field(default_factory=Future)
     slot: Slot | None = None  # None: waiting
     num_cached: int = 0
@@ -159,7 +159,7 @@ class Scheduler:
         return Plan(decode, chunks)
 
     def finish(self, sequence: Sequence) -> None:
-        """Leave, at the end or before it; the slot goes to the session, or to whoever waits."""
+        """Remove a request, at its end or before it. Its slot stays with its session, or becomes free."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
@@ -193,7 +193,8 @@ class Scheduler:
         self.slots.swapped()
 
     def _admit(self) -> None:
-        """Production, then the calls of sessions that hold a slot (it costs nobody anything), then by arrival."""
+        """Give slots to waiting requests: production first, then calls of sessions that hold a slot already, then in
+        order of arrival."""
         if not self.waiting:
             return
         for sequence in [s for s in self.waiting if s.production]:

@@ -46,8 +46,8 @@ def check_listen(config: RunConfig) -> None:
 async def joining(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
 ) -> AsyncIterator[Registrar]:
-    """A registry that engines join while the block runs. `failed` is told when the run has had no engine for too long,
-    and should the watch end."""
+    """Run a registry that engines can join, for a block. `failed` gets an error when the run has had no engine for too
+    long, or the task that watches this ends."""
     check_listen(config)
     own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
     registrar = Registrar(wanted_by(run, config), token=environment_token(), reserved=own)

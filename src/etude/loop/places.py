@@ -87,8 +87,8 @@ def _place(run: RunFolder, name: str) -> Path | str:
 
 
 def check_store(url: str, said: Callable[[str], None] = lambda _: None) -> None:
-    """Put, read, list and delete a few bytes where a run will. A directory that is not there yet is told, not made: it
-    may be mistyped. Raises `StoreError`."""
+    """Check that a run can use a store: put, read, list and delete a few bytes. A directory that does not exist is not
+    created, since it may be mistyped: `said` is called with a line on it. Raises `StoreError`."""
     folder = Path(unquote(url.removeprefix("file://"))) if url.startswith("file:///") else None
     if folder is not None and not folder.exists():
         parent = next(path for path in folder.parents if path.exists())

@@ -109,7 +109,8 @@ async def serve_fleet(
 
 
 def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
-    """The model in a directory, once its files are seen to hold it. `said` is told of layers that are left out."""
+    """Read the model's config of a directory, and check that its files have all weights. `said` is called with a line
+    on layers that are left out."""
     try:
         config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
     except ValueError as error:

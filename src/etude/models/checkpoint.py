@@ -1,8 +1,9 @@
-"""Checkpoints as Hugging Face directories: config.json, weights in one file or in shards, the tokeniser's beside them.
+"""Reads and writes checkpoints as Hugging Face directories: config.json, weights in one file or in shards, and the
+tokeniser's files.
 
-Writing is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.sums`), is
-fsynced, and is renamed into place. Reading believes nothing: names, shapes, dtypes and the number of weights are
-checked before a model is built, and every byte where the directory has checksums.
+A write is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.sums`), is
+fsynced, and is renamed into place. A read checks everything: names, shapes, dtypes and the number of weights before a
+model is built, and every byte where the directory has checksums.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def write_model(
     assets: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The same into a directory that somebody else makes whole."""
+    """Write the same files into `folder`, which the caller then syncs and renames into place."""
     write_about(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
     tensors = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
     _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)

@@ -77,7 +77,8 @@ def experts_met(model: ModelConfig, batch: float) -> float:
 
 
 def read_bytes(model: ModelConfig, batch: float, width: float = BF16_BYTES) -> float:
-    """Weights that a decoding step reads: all but the experts that nobody in the batch is sent to."""
+    """Bytes of weights that a decoding step reads: all but the experts that no sequence of the batch is sent to.
+    `width`: bytes per weight."""
     idle = expert_parameters(model) * (1.0 - experts_met(model, batch))
     lookup = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     return width * (model.num_parameters - lookup - idle)

@@ -1,10 +1,10 @@
-"""From sizes and hardware to times, memory and money, and what bounds each.
+"""Computes the times, memory and cost of a step from sizes and hardware, and what bounds each.
 
-On accelerators learner and engines have devices of their own and run beside each other, so a step takes as long as the
-slowest of them. A learner's weights are gathered beside its arithmetic, so the longer of the two counts; sending tokens
-to experts, and an engine's all-reduces, are waited for. On one machine's CPU they share its cores, so a step takes as
-long as all they compute together, or as the learner alone, each of whose ranks is one thread. Pure: what is measured is
-handed in.
+On accelerators learner and engines have devices of their own and run at the same time, so a step takes as long as the
+slowest of them. The learner's weights are gathered while it computes, so the longer of the two counts; sending tokens
+to experts, and an engine's all-reduces, do not overlap with arithmetic. On one machine's CPU they share its cores, so a
+step takes as long as everything that they compute together, or as the learner alone, each of whose ranks is one thread.
+Pure: measured numbers are arguments.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def plan(
 
 
 def critical_batch(model: ModelConfig, device: Device) -> float:
-    """Sequences at which a decoding step's arithmetic takes as long as reading its weights: the ridge of the roofline.
-    Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, with the experts that are met."""
+    """Number of sequences at which the arithmetic of a decoding step takes as long as reading its weights: the ridge of
+    the roofline. Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, where only experts
+    that are chosen count."""
 
     def late(batch: float) -> bool:
         flops = 2.0 * arithmetic.active_parameters(model) * batch

@@ -41,19 +41,19 @@ MAX_COMMAND_BYTES = 1 << 20  # of its words and variables, 16 more for each
 
 
 class ExecOptions(TypedDict, total=False):
-    """What a command may be given beside its words, key and deadline. `Command` has the defaults."""
+    """The options of a command, beside its arguments, key and deadline. `Command` has the defaults."""
 
     stdin: bytes | AsyncIterable[bytes]  # at once, or as the command takes it
     output_bytes: int  # output past it is cut in the middle
     cwd: str  # below the working directory, or absolute; "" is the working directory
     env: Mapping[str, str]  # added to the machine's own
     user: str  # one of `RuntimeInfo.users`; "" is the image's
-    tell: Tell | None  # stdout and stderr have a pipe each, and every byte is told as it comes
+    tell: Tell | None  # called with all output as it comes; stdout and stderr then have a pipe each
 
 
 @dataclass(frozen=True)
 class Command:
-    """What `Machine.exec` was asked, whole and checked. Made by machines, see `of`.
+    """The arguments of `Machine.exec`, complete and checked. Made by machines, see `of`.
 
     >>> Command.of(["ls", "-l"], key="1", deadline_s=5, user="root").cwd
     ''

@@ -18,7 +18,7 @@ class LiveWeights(enum.StrEnum):
 
 
 class OptimizerKind(enum.StrEnum):
-    """What makes a step of a gradient."""
+    """The optimisers, by name."""
 
     ADAMW = "adamw"
     MUON = "muon"  # matrices; AdamW for embedding, head, norms, routers: `training.muon`

@@ -75,11 +75,12 @@ class Group(Protocol):
         ...
 
     def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
-        """√ of the sum of everybody's squares, by parameter, rounded once: the same whoever holds which."""
+        """√ of the sum of the squares of all ranks, by parameter, rounded once: independent of which rank holds
+        which."""
         ...
 
     def gathered(self, one: T) -> list[T]:
-        """What every rank has, by rank, on every rank."""
+        """The `one` of every rank, in order of rank, on every rank."""
         ...
 
     def load(self, loading: Loading) -> Trained:

@@ -24,7 +24,7 @@ _COPYING = ("FROM", "WORKDIR", "COPY", "ENV", "CMD", "LABEL", "EXPOSE")
 
 @dataclass(frozen=True)
 class OwnRoot:
-    """The tree that a Dockerfile leaves in its working directory, and how places are rewritten."""
+    """The files that a Dockerfile puts into its working directory, and the rewriting of its paths to ours."""
 
     files: dict[str, str]
     workdir: str

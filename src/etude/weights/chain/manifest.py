@@ -152,10 +152,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pointer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a channel or a branch stands. Moving it is the commit.
+    """The pointer of a channel or a branch: names its newest version. Moving it is the commit.
 
-    Readers go by (generation, serial of the head): it never falls. A writer raises the serial; only whoever moves a
-    pointer back on purpose, or anew after it was lost, raises the generation.
+    Readers accept a pointer only if (generation, serial of the head) has not fallen. A publish raises the serial. The
+    generation is raised only to move a pointer back on purpose, or to set it again after it was lost.
     """
 
     format: int

@@ -1,10 +1,10 @@
-"""The reader's side: holds one version's exact tensors and moves to the head, whole or not at all.
+"""The reader's side of the chain: holds the exact tensors of one version, and moves to the head, whole or not at all.
 
-Everything is fetched, decoded and proven before anything of the follower changes, so a failed advance costs nothing
-and an engine's pause contains the scatter alone. A lost or damaged delta heals from the nearest anchor that works.
-What the last update overwrote is kept, so that it can be undone. A pointer that moves back is not followed, unless
-whoever moved it said by a new generation that it was meant. Knows nothing of engines: it says which codes changed, and
-where.
+Everything is fetched, decoded and proven before the follower changes, so a failed update changes nothing, and an
+engine's pause contains only the writes. Where a delta is lost or damaged, the nearest anchor that works is used. The
+codes that the last update overwrote are kept, so that it can be undone. A pointer that moves back is followed only
+where it has a new generation, which shows that this was intended. Knows nothing of engines: it reports which codes
+changed, and where.
 """
 
 from __future__ import annotations

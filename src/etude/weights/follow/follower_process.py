@@ -95,17 +95,17 @@ class FollowerProcess:
 
     @property
     def version(self) -> Version | None:
-        """What is held; None at the start."""
+        """The held version; None at the start."""
         return self._version
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The held version's tensors by name, in shared memory that nobody can change."""
+        """The tensors of the held version by name, in read-only shared memory."""
         return MappingProxyType(self._tensors)
 
     @property
     def pid(self) -> int | None:
-        """The child's; None between the end of one and the start of the next."""
+        """The child process's id; None between the end of one child and the start of the next."""
         return self._child.pid if self._child else None
 
     def advance(self) -> Update | None:

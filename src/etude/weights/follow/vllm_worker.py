@@ -1,14 +1,15 @@
-"""vLLM's workers follow a channel: `--worker-extension-cls etude.weights.follow.vllm_worker.WorkerExtension`.
+"""A worker extension with which a running vLLM follows a channel:
+`--worker-extension-cls etude.weights.follow.vllm_worker.WorkerExtension`.
 
-Its methods are called by vLLM's `collective_rpc`, which runs between two steps of the engine: that is the pause, and
-requests in flight keep their KV. `etude_prepare` fetches, decodes and proves in a thread beside the requests;
-`etude_adopt` only writes. On a GPU that writes into vLLM's own parameters. The CPU build keeps linears and experts
-packed for its kernels, in memory whose order is nobody's business: there a plain copy is written, and what was touched
-is packed anew by vLLM's own functions. (Its own reload does not pack experts again, and answers as if all were well:
-measured with 0.32, mean |change of a logprob| .0057 became .305.) Knows what a Hugging Face checkpoint's names are in
-vLLM for decoders with q/k/v, gate/up and experts; what it cannot map to the bit (quantised weights, experts that a
-GPU's kernels had rearranged, absorbed attention) it refuses. Tried with vLLM 0.32 on CPU; on a GPU not yet.
-docs/guides/weights-alone.md says what has to be installed beside vLLM.
+vLLM calls its methods by `collective_rpc`, which runs between two steps of the engine: that is the pause, and requests
+in flight keep their KV cache. `etude_prepare` fetches, decodes and proves in a thread while requests run; `etude_adopt`
+only writes. On a GPU it writes into vLLM's own parameters. The CPU build keeps linear layers and experts packed for its
+kernels, in an undocumented order: there an unpacked copy is written, and vLLM's own functions pack the changed tensors
+again. (vLLM's own reload does not pack experts again, and reports no error: measured with 0.32, the mean |change of a
+logprob| of .0057 became .305.) It maps the names of a Hugging Face checkpoint to vLLM's for decoders with q/k/v,
+gate/up and experts. It refuses weights that it cannot map bit for bit: quantised ones, experts that a GPU's kernels
+rearranged, absorbed attention. Tested with vLLM 0.32 on CPU, not yet on a GPU. docs/guides/weights-alone.md lists what
+must be installed beside vLLM.
 """
 
 from __future__ import annotations
