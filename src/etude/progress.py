@@ -13,7 +13,8 @@ _last = 0
 
 
 def made() -> None:
-    """Some part of the work at hand is done: a row of a batch, a tensor, a file. Cheap; from any thread."""
+    """Count one part of the current work as done: a row of a batch, a tensor, a file. Cheap; may be called from any
+    thread."""
     global _last
     _last = next(_ticks)
 

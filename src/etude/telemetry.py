@@ -39,7 +39,7 @@ class Telemetry:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """One line, one write, so that lines of several writers never mix."""
+        """Write one event as one line, in one write, so that the lines of several writers never mix."""
         line = json.dumps({"t": round(time.time(), 4), "process": self.process, "kind": kind, **facts}, default=str)
         try:
             os.write(self._file, sealed_line(line.encode()) + b"\n")

@@ -66,7 +66,7 @@ def _store(text: str | None) -> BlobStore:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """What changed between two checkpoints, or between two versions of a run or a store, by tensor."""
+    """Print the differences between two checkpoints, or between two versions of a run or a store, by tensor."""
     if weights_files.are_checkpoints(args.a, args.b):
         return weights_files.diff(args)
     if args.plot:

@@ -55,7 +55,7 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What a restart had to mend, in rollouts."""
+    """The result of `Ledger.reconcile` after a restart: the rollouts whose states were corrected."""
 
     trained: int  # batched, and found in the lineage
     freed: int  # batched or trained, not in the lineage: graded again
@@ -122,7 +122,8 @@ class Ledger(Looking):
 
     @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """One transition. `LedgerError` when the table forbids it, or when a slot is needed and none is free."""
+        """Move a rollout to another state. Raises `LedgerError` when the table forbids it, or when it needs a slot and
+        none is free."""
         self._move([_Move(self.row(rollout_id), State(to), reason, facts)])
 
     @_atomic

@@ -77,7 +77,7 @@ class RolloutFiles:
         return self._read(summary, Rollout)
 
     def read_exports(self, summary: RolloutSummary) -> dict[str, bytes]:
-        """What was taken out of its machine: content by path. Raises `LedgerError`."""
+        """Read the exports of a rollout: path to content. Raises `LedgerError`."""
         return self._read(summary, _Exports).exports
 
     def _read(self, summary: RolloutSummary, kind: type[T]) -> T:

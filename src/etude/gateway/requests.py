@@ -96,7 +96,7 @@ TEXT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What every request for a completion says."""
+    """The fields that all requests for a completion share."""
 
     model: str
     max_tokens: int | None
@@ -118,7 +118,7 @@ class ChatRequest(Asked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest(Asked):
-    """What comes after a text, given as such or as token ids."""
+    """A request to continue a prompt, given as text or as token ids."""
 
     prompt: str | list[int]
 

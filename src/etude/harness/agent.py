@@ -48,7 +48,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """What an agent did. `ending` is None exactly when `failure` says what broke outside its reach."""
+    """The result of an agent's run. `ending` is None exactly when `failure` is set: something outside its reach
+    broke."""
 
     trace: Trace
     messages: list[Message]

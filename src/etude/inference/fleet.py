@@ -193,11 +193,11 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def remove(self, name: str) -> None:
-        """It gets nothing new; what it still serves goes on. Unknown names are fine."""
+        """Remove an engine: it gets no new requests, and those that it serves go on. Unknown names are ignored."""
         self._members.pop(name, None)
 
     def tell(self, name: str, listed: Listed) -> None:
-        """What a registry knows of a member by now. Unknown names are fine."""
+        """Update what a registry knows of an engine. Unknown names are ignored."""
         member = self._members.get(name)
         if member is not None:
             member.takes_new, member.region = listed.state is State.SERVING, listed.region
@@ -373,7 +373,7 @@ async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Comple
 
 
 def rank(member: _Member, at: _Try, typical_s: float | None) -> tuple[bool, float, float, str]:
-    """Whom a new session goes to: the member for which this is least."""
+    """The sort key of engines for a new session: it goes to the engine with the smallest."""
     production = member.num_production if at.request.traffic is Traffic.PRODUCTION else 0
     return at.waits_for(member), production / member.size, member.seconds(typical_s), member.name
 

@@ -1,4 +1,4 @@
-"""What the next forward computes: pure, no tensors, no threads, the clock is passed in.
+"""Schedules requests: decides what the next forward computes. Pure: no tensors, no threads; the time is an argument.
 
 Continuous batching at token granularity: every step is one flat batch of one decoded token for each running
 sequence that has its prompt behind it, and chunks of the prompts that have not. Sequences join and leave between

@@ -1,4 +1,4 @@
-"""What every engine process does alike: its arguments, its socket, its ready file. No torch.
+"""The common part of all engine processes: arguments, socket, ready file. Imports no torch.
 
 ``{"url", "pid", "name"}`` is written to the ready file once it answers.
 """

@@ -104,8 +104,8 @@ class Stepping:
         return future
 
     async def ask(self, call: Callable[[], T], what: str) -> T:
-        """What `call` returns on the thread. `what` ends the sentence "… was asked". Raises `EngineError` when it
-        does not come in time."""
+        """Run `call` on the stepping thread and return its result. `what` ends the sentence "… was asked". Raises
+        `EngineError` when it does not come in time."""
         future = self.between_steps(call)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)

@@ -83,7 +83,7 @@ def export_adapter(source: Path, out: Path) -> Path:
 
 
 def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
-    """The same of a version that a run published. Raises `CheckpointError`."""
+    """As `export_adapter`, of a version that a run published. Raises `CheckpointError`."""
     store, start = weights_store(run, readonly=True), run / "checkpoints" / "mid"
     tensors = rebuild(store, inspect.find(store, str(step)))
     if not modules(tensors):

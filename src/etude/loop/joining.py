@@ -86,7 +86,7 @@ async def joining(
 
 
 def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
-    """What a run wants of an engine."""
+    """The model and settings that an engine must have to join a run."""
     place, signer = weights_place(run), read_signer(config.stores.signing_key)
     return Wanted(
         model=(run / "checkpoints" / "mid" / "config.json").read_text(),

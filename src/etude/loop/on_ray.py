@@ -98,7 +98,7 @@ class RayProcess:
         return float((await self.usage(with_memory=False)).get("cpu_s", 0.0))
 
     async def usage(self, *, with_memory: bool) -> dict[str, Any]:
-        """What it has used, or nothing where its node does not say."""
+        """CPU time and memory that the process has used; {} where its node does not answer in time."""
         try:
             async with asyncio.timeout(USAGE_EVERY_S):
                 return dict(await _answer(self._actor.usage.remote(with_memory)))

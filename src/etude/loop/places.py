@@ -28,25 +28,27 @@ BUCKET_POLL_S = 0.5
 
 
 def ledger_place(run: RunFolder) -> Path | str:
-    """As `Ledger` takes it."""
+    """The place of a run's ledger, as `Ledger` takes it: a path or a URL."""
     server = run.setting("experience.ledger")
     return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
 
 
 def read_ledger(run: RunFolder, *, still: bool = False) -> Ledger:
-    """To be read beside its writer; `still`: there is none now. Raises `NoLedger`, `LedgerError`, `StoreError`."""
+    """Open a run's ledger for reading, which its writer may use meanwhile. `still`: nothing writes it now. Raises
+    `NoLedger`, `LedgerError`, `StoreError`."""
     from etude.experience.ledger import Ledger  # where weights alone are looked at, nothing needs it
 
     return Ledger.reading(ledger_place(run), still=still)
 
 
 def weights_place(run: RunFolder) -> Path | str:
-    """As `open_store` takes it."""
+    """The place of a run's weights, as `open_store` takes it: a path or a URL."""
     return _place(run, "weights")
 
 
 def poll_arguments(place: Path | str) -> list[str]:
-    """Of an engine that follows weights there: a question to a bucket costs money, one to a directory does not."""
+    """The arguments of an engine for how often to look for new weights: a request to a bucket costs money, a look into
+    a directory does not."""
     return [] if isinstance(place, Path) else ["--poll-s", str(BUCKET_POLL_S)]
 
 

@@ -306,7 +306,7 @@ class Supervisor:
             await child.stop()
 
     async def usage(self, with_memory: bool) -> dict[str, dict[str, Any]]:
-        """What this process and the children that run have used, as `usage.sample` has it."""
+        """CPU time and memory of this process and of its running children, as `usage.sample` has them."""
         running = {name: child.process for name, child in self.children.items() if child.process and child.pid}
         return await self.placement.usage(running, with_memory=with_memory)
 

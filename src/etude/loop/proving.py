@@ -53,7 +53,7 @@ _HINTS = (
 
 @dataclass(frozen=True)
 class Found:
-    """One thing that is wrong, or could not be proven."""
+    """One file that is damaged or cannot be proven."""
 
     place: str  # in the run folder
     what: str
@@ -65,7 +65,7 @@ class Found:
 
 @dataclass
 class Proof:
-    """What was read. Sound without `problems`."""
+    """Result of comparing files with their checksums. Sound where `problems` is empty."""
 
     num_files: int = 0
     num_bytes: int = 0
@@ -88,7 +88,7 @@ Step = Callable[[Proof], None]
 
 
 def hint_for(place: str) -> str:
-    """What to do about a damaged file."""
+    """The hint for a damaged file."""
     return next((hint for start, hint in _HINTS if place.startswith(start)), HINT_COPY)
 
 

@@ -1,4 +1,4 @@
-"""One engine and the gateway before it: how a checkpoint, or a run that is still learning, is talked to.
+"""Serves a checkpoint, or a run that is still learning: one engine with the gateway before it.
 
 The engine is a child, supervised as in a run. For a run it follows the chain of weights, so that an answer comes from
 the newest version; for a checkpoint it holds what the directory holds. Or there is no engine of its own: the gateway

@@ -46,7 +46,7 @@ def write_adapter(
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
-    """What an adapter's directory says and holds. Raises `CheckpointError`."""
+    """Read an adapter's directory: its config and its tensors. Raises `CheckpointError`."""
     path = folder / ADAPTER_WEIGHTS
     tensors = load_tensors(path)
     try:

@@ -142,7 +142,7 @@ def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """One safetensors file. Views of shared memory are written as tensors of their own."""
+    """Write one safetensors file. Views that share memory are written as separate tensors."""
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt"})
     progress.made()
 
@@ -234,7 +234,7 @@ class Tensors:
         self._found, self._where = found, where
 
     def stored(self, name: str) -> torch.Tensor:
-        """As the file has it."""
+        """A tensor in the dtype that the file has."""
         progress.made()
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
@@ -245,7 +245,7 @@ class Tensors:
         return dequantised(tensor, self.stored(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Some rows of it; where it is stored as it is, no others are read."""
+        """Some rows of a tensor. No others are read, unless the tensor is stored in a packed format."""
         if name in self._where and name + SCALE not in self._found:
             progress.made()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
@@ -277,7 +277,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def opened_file(path: Path) -> Iterator[Any]:
-    """One safetensors file, to be read tensor by tensor. Raises `CheckpointError`."""
+    """Open one safetensors file, to be read tensor by tensor. Raises `CheckpointError`."""
     if not path.is_file():
         raise CheckpointError(
             f"no weights at {path}", hint="a checkpoint directory holds config.json and *.safetensors"

@@ -15,7 +15,7 @@ from etude.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator."""
+    """The numbers of one accelerator."""
 
     name: str
     flops: float  # a second, dense bf16
@@ -38,7 +38,8 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What this machine's CPU takes, by `etude.loop.calibrating`: CPU seconds, one thread, of this very model.
+    """Times of this machine's CPU, measured by `etude.loop.calibrating`: CPU seconds in one thread, for the given
+    model.
 
     Each is measured by itself in some seconds: the learner's step at two sizes, an engine at two numbers of sequences
     and with prompts alone, scripts that play tasks on machines, a version that is published and followed.
@@ -61,7 +62,7 @@ class Measured:
 
 
 def device(name: str) -> Device:
-    """By name. Raises `ConfigError`.
+    """The accelerator of a name. Raises `ConfigError`.
 
     >>> device("h200").bytes_s
     4800000000000.0

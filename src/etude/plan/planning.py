@@ -25,7 +25,7 @@ ENCODE_BYTES_S = 2e9  # of a snapshot, a rank's cores together: docs/concepts/de
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank or one device, in bytes."""
+    """The memory of one rank or one device, in bytes."""
 
     weights: float
     optimiser: float  # masters, moments and gradients; an engine has none
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes. Seconds of wall time; `*_device_s` are summed over devices, or CPU seconds."""
+    """The plan of a step. Seconds are wall time; `*_device_s` are summed over devices, or CPU seconds."""
 
     learner_memory: Memory
     engine_memory: Memory
@@ -81,7 +81,7 @@ class Plan:
 def plan(
     model: ModelConfig, shape: Shape, layout: Layout, hardware: Device | Measured, engines_on: Device | None = None
 ) -> Plan:
-    """What a step of these rollouts takes there. `engines_on`: where engines have accelerators of another kind."""
+    """Plan a step of these rollouts on this hardware. `engines_on`: the engines' accelerator, where it is another."""
     if isinstance(hardware, Measured):
         return _on_cpu(model, shape, layout, hardware)
     return _on_devices(model, shape, layout, hardware, engines_on or hardware)
@@ -113,7 +113,7 @@ def settled(guess: float, step: Callable[[float], float]) -> float:
 
 
 def memory_of(model: ModelConfig, layout: Layout, room: float, engine_room: float) -> tuple[Memory, Memory]:
-    """Of a learner's rank and of an engine's device."""
+    """The memory of one rank of the learner and of one device of an engine."""
     training, shared = layout.training, layout.learner_ranks
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)

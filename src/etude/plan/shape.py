@@ -1,4 +1,4 @@
-"""What a run asks for: rollouts and their tokens, and who computes them."""
+"""The shape of a run for planning: its rollouts and their tokens, and the ranks and engines that compute them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Training:
-    """What the learner trains, and by what."""
+    """What the learner trains, and with which optimiser and memory settings."""
 
     lora_rank: int = 0  # 0: all weights; else adapters of so many rows, on a frozen base
     lora_on: str = "all"  # or "attention", "mlp"

@@ -1,4 +1,4 @@
-"""What a machine is asked to run, checked, and what came of it: what all who make machines would write alike."""
+"""Commands for machines, checked, and their results; shared by all runtimes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import msgspec
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command in a machine did. `output` is stdout and stderr together, capped; `truncated` says so."""
+    """Result of a command in a machine. `output`: stdout and stderr together, cut to `output_bytes` where
+    `truncated`."""
 
     exit_code: int  # 128 + signal when killed
     output: bytes
@@ -28,7 +29,7 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Printed(msgspec.Struct, frozen=True):
-    """What a command has written since the last time, before any cap."""
+    """Output that a command has written since the last call of `tell`, before it is cut."""
 
     stream: int  # 1 stdout, 2 stderr
     data: bytes
@@ -74,7 +75,7 @@ class Command:
 
     @classmethod
     def of(cls, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]) -> Command:
-        """By `exec`'s arguments. `ValueError` for what cannot be a command."""
+        """Make a command from the arguments of `exec`. Raises `ValueError` for arguments that are no command."""
         if isinstance(argv, str):
             raise ValueError(f"a command is a list of words, not the text {argv[:80]!r}")
         return cls(tuple(argv), key, deadline_s, **options)

@@ -1,4 +1,4 @@
-"""One string for every kind of store, as it stands in a config or on a command line."""
+"""Opens a store of any kind from one string, as configs and command lines have it."""
 
 from __future__ import annotations
 

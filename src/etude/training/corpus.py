@@ -52,7 +52,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is trained on, and what is held out."""
+    """A corpus: the documents to train on, and the held-out ones."""
 
     train: Documents
     heldout: Documents

@@ -52,7 +52,7 @@ Probe = Callable[[Transformer], float]
 
 @dataclass(frozen=True)
 class MidTrained:
-    """What mid-training did; also in the result's ``mid_training.json``."""
+    """Result of mid-training; also written to ``mid_training.json``."""
 
     num_steps: int
     num_tokens: int

@@ -146,7 +146,7 @@ class AdamW:
                 p.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint needs beside the model, as views; the accumulated gradient is not part of it."""
+        """The optimiser's state for a checkpoint, as views. The accumulated gradient is not part of it."""
         count = torch.tensor([self.num_steps], dtype=torch.int64)
         return {"master": self.master, "first": self.first, "second": self.second, "num_steps": count}
 
@@ -193,7 +193,7 @@ class AdamW:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: all of one that is no `DTensor`."""
+    """This rank's part of a tensor; all of a tensor that is no `DTensor`."""
     whole: Any = tensor
     return whole.to_local() if _is_sharded(tensor) else tensor.detach()
 

@@ -113,7 +113,7 @@ class NamespaceRuntime:
 
     @property
     def limits(self) -> dict[str, str]:
-        """What enforces each bound here: control groups where the host gives them, else limits per process."""
+        """What enforces each limit on this host: control groups where it has them, else limits per process."""
         facts = self._pool.launcher.facts
         groups = facts["cgroups"]
         alone = {

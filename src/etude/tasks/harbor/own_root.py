@@ -46,7 +46,8 @@ class OwnRoot:
 
 
 def own_root(folder: Path) -> OwnRoot:
-    """What a task's Dockerfile copies. `TaskError` for one that does more: it needs an image."""
+    """Read the files that a task's Dockerfile copies. Raises `TaskError` for a Dockerfile that does more: its task
+    needs an image."""
     refuse_link(folder / "environment")
     path = folder / "environment" / "Dockerfile"
     if not path.is_file():

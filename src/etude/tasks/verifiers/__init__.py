@@ -103,7 +103,7 @@ class VerifiersSource:
             raise TaskError(f"{self.environment} gave no reward", repr(error), hint="see the environment") from None
 
     def grader(self) -> VerifiersGrader:
-        """What judges these tasks."""
+        """The grader of these tasks."""
         return VerifiersGrader(self)
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def _graded(reward: float, metrics: Mapping[str, float], reason: str) -> Graded:
 
 
 def grader_for(source: TaskSource, usual: Grader) -> Grader:
-    """Who judges the tasks of a source: its own judge where it brings one."""
+    """The grader for the tasks of a source: the source's own where it has one, else `usual`."""
     return source.grader() if isinstance(source, VerifiersSource) else usual
 
 

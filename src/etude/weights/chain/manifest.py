@@ -69,7 +69,7 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One way to the version: objects over a base. `base` None: over nothing, a whole snapshot."""
+    """One way to the version: the objects that lead to it from the version `base`. `base` None: a whole snapshot."""
 
     base: Ref | None
     objects: tuple[StoredObject, ...]
@@ -94,7 +94,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the writer measured. For reports: no reader decides by it."""
+    """Numbers that the writer measured, for reports. Readers do not depend on them."""
 
     bound_bytes: float  # weights.bound over the delta; the snapshot's bytes where there is none
     changed_share: float  # of elements whose code differs from the base's; 1.0 where there is none
@@ -123,7 +123,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stem(self) -> str:
-        """What is stored for this manifest alone has this in its key."""
+        """A part of the keys of all objects that are stored for this manifest alone."""
         return f"{self.version}-{self.nonce[:8]}"
 
     @property
@@ -224,7 +224,7 @@ def write_pointer(pointer: Pointer) -> bytes:
 
 
 def signed_text(key: str, pointer: Pointer) -> bytes:
-    """What a pointer's signature is over: where it lies and everything it says."""
+    """The text that a pointer's signature covers: its key and all of its fields."""
     head = pointer.head
     lines = (f"etude pointer {FORMAT}", key, head.version, head.key, head.sha256, pointer.nonce)
     return "\n".join(map(str, (*lines, pointer.generation, pointer.sweep))).encode()

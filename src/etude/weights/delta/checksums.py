@@ -39,7 +39,7 @@ def checksum(codes: Codes) -> str:
 
 
 def checksums(old: Codes, new: Codes) -> tuple[str, str]:
-    """Of two arrays of one dtype and size, read in one pass."""
+    """The checksums of two arrays of one dtype and size, read in one pass."""
     sums = _sums(old, new)
     return _hex(sums[:2]), _hex(sums[2:])
 

@@ -28,7 +28,7 @@ from etude.weights.tensors import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """What is different between the version held before and the one held now. Proven before it is made."""
+    """The differences between the version held before and the one held now. Made only of proven tensors."""
 
     version: Version
     changed: Changes  # name -> sorted flat positions (uint32 or int64), their new codes
@@ -78,7 +78,7 @@ class Follower:
 
     @property
     def version(self) -> Version | None:
-        """What is held; None at the start."""
+        """The held version; None at the start."""
         return self._held.manifest.version if self._held else None
 
     @property
@@ -88,12 +88,12 @@ class Follower:
 
     @property
     def followed(self) -> Followed | None:
-        """What is remembered of the pointer that was followed last; None at the start. Outlives a process if kept."""
+        """The pointer that was followed last; None at the start. Store it to continue from it in another process."""
         return self._head.followed
 
     @property
     def undo_bytes(self) -> int:
-        """What is kept to undo the last update."""
+        """Bytes of memory that are kept to undo the last update."""
         return self._held.undo.num_bytes if self._held and self._held.undo else 0
 
     def pointer(self) -> Version | None:
@@ -170,7 +170,7 @@ def update_of(
     started: float,
     reached: plans.Reached | None = None,
 ) -> Update:
-    """What is different between two sets of tensors."""
+    """Make the update between two sets of tensors."""
     lists = reached.taken.lists if reached else {}
     changed, replaced = compare(before, {name: one for name, one in tensors.items() if name not in lists})
     changed |= {name: (one.positions, one.codes) for name, one in lists.items() if name in tensors}

@@ -35,7 +35,7 @@ _END_S = 10.0
 
 
 class Hello(NamedTuple):
-    """What a child is started with, pickled: the first message."""
+    """The first message to a child process, pickled: the arguments of its follower."""
 
     store: BlobStore
     name: str

@@ -80,12 +80,12 @@ class LiveFollower:
 
     @property
     def version(self) -> Version | None:
-        """What the live memory holds; None at the start."""
+        """The version in live memory; None at the start."""
         return self._held.version if self._held else None
 
     @property
     def followed(self) -> Followed | None:
-        """What is remembered of the pointer that was followed last; None at the start. Outlives a process if kept."""
+        """The pointer that was followed last; None at the start. Store it to continue from it in another process."""
         return self._head.followed
 
     @property
@@ -99,7 +99,8 @@ class LiveFollower:
         return self._head.version()
 
     def prepare(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
-        """What leads the live memory to the head, proven; None when that is held already or there is none.
+        """Fetch and prove the changes that lead the live memory to the head; None when it has the head, or there is
+        none.
 
         Nothing is moved: an update that is not adopted is given again by the next call. `at_least`, `exactly`, and what
         is raised: as by `Follower.advance`.

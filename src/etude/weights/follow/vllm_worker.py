@@ -39,7 +39,7 @@ _AS_LOADED = ("TRITON", "BATCHED_TRITON")
 
 
 class WorkerExtension:
-    """What vLLM adds to its worker class. Not safe between threads: vLLM calls one after another.
+    """The class that vLLM mixes into its worker class. Not thread-safe: vLLM makes one call at a time.
 
     A version is a mapping of `step`, `incarnation` and `digest`. Before `etude_follow` every other method raises
     `WeightsError`.

@@ -48,7 +48,7 @@ class Exchange(Protocol):
 
 
 class Alone:
-    """One rank."""
+    """The exchange of a single rank."""
 
     rank = 0
 
@@ -127,7 +127,7 @@ class ShardedChannel:
 
     @property
     def mended(self) -> str:
-        """As `Channel.mended`, on rank 0; elsewhere nothing."""
+        """As `Channel.mended` on rank 0; "" on the others."""
         return self._leader.mended if self._leader is not None else ""
 
     @mended.setter
