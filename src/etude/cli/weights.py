@@ -100,7 +100,7 @@ def verify(args: argparse.Namespace) -> int:
         return weights_files.verify(args.run, args.base)
     if args.run is not None and args.run.is_file():
         raise InputError(
-            f"{args.run} is a file", hint=f"say what it applies to: etude weights verify {args.run} --base CHECKPOINT"
+            f"{args.run} is a file", hint=f"name its base: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
     check = fsck.verify(places.weights_store(run, readonly=True))

@@ -70,7 +70,7 @@ class AdaptedWeights:
                 raise WeightsError(
                     "an adapter of other settings is published than at the start",
                     f"held are {config}",
-                    hint="restart the engine: it takes up what is published then",
+                    hint="restart the engine: it then starts with the newest version",
                 )
             rounded(model, dtype)
 

@@ -84,7 +84,7 @@ class Stepping:
                 raise self._death or _closing(self.name)
             if len(self._inbox) > self._max_calls:
                 raise EngineBusy(
-                    f"{self.name} does not take up calls", f"{len(self._inbox)} wait", hint="see whether it hangs"
+                    f"{self.name} runs no calls", f"{len(self._inbox)} wait", hint="restart it if it hangs"
                 )
             self._inbox.append(_Call(run, future))
             self._wake.notify()

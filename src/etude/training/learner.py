@@ -332,7 +332,7 @@ class TorchLearner:
         while the learner trains. Raises `WeightsError` or `StoreError` where publishing failed: offer it again then."""
         publisher = self._publisher
         if publisher is None or self._offered is None:
-            raise WeightsError("nothing is being published", hint="offer first")
+            raise WeightsError("nothing is being published", hint="call offer first")
         try:
             published = publisher.wait()
         except DeadlineExceeded:  # it goes on

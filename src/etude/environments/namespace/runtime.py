@@ -196,7 +196,7 @@ class NamespaceRuntime:
                 lambda: self._closed or len(self._alive) + self._reserved + n <= self._max_machines
             )
             if self._closed:
-                raise MachineError("the runtime is closed", hint="make another one")
+                raise MachineError("the runtime is closed", hint="make a new runtime")
             self._reserved += n
 
     async def _fork(self, start: State | list[bytes], n: int) -> list[NamespaceMachine]:

@@ -301,7 +301,7 @@ class ForeignEngine:
             raise EngineLate(
                 f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a token",
                 f"{self.name} has {self.num_here} requests{', and is paused' if self._paused else ''}",
-                hint="is it paused? where it hangs, restart it; or give the request more time",
+                hint="resume it if it is paused, restart it if it hangs, or give the request more time",
             ) from None
         finally:
             self._here.discard(here)

@@ -116,7 +116,7 @@ class FollowerProcess:
         still, and the next call starts another child.
         """
         if self._closed:
-            raise WeightsError("the follower is closed", hint="make another")
+            raise WeightsError("the follower is closed", hint="make a new follower")
         child = self._child = self._child or self._started()
         try:
             answer, fds = child.ask(Ask(self._version, self._wait_s), self._wait_s + self._deadline_s)

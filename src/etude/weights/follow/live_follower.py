@@ -117,7 +117,7 @@ class LiveFollower:
             raise WeightsError(
                 f"{update.version} is not the update that is awaited",
                 f"prepared last: {self._coming[1].version if self._coming else None}; held: {self.version}",
-                hint="say `adopted` once, of what the last `prepare` gave",
+                hint="call `adopted` once, with the result of the last `prepare`",
             )
         self._before, self._held, self._coming = self._held, self._coming[1], None
 

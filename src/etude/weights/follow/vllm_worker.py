@@ -167,7 +167,7 @@ class _Following:
         if self._adopted is None:
             raise WeightsError("nothing is undone", "nothing was adopted since", hint="one adoption can be undone")
         if self._preparing is not None and not self._preparing.done():
-            hint = "wait until etude_prepared tells of it"
+            hint = "wait until etude_prepared reports it"
             raise WeightsError("nothing is undone yet", "the next version is being prepared", hint=hint)
         self._adopted.undo()
         self._forget()
@@ -215,7 +215,7 @@ class _Following:
         if not modules(published):
             return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
         if self._base is None:
-            raise WeightsError("an adapter is published", "where its base lies is not known", hint="name it to vLLM")
+            raise WeightsError("an adapter is published", "where its base lies is not known", hint="give its path to vLLM")
         packing = {source: one.compute for one in derived for source in one.sources}
         return Target(adapter_map(of, read_checkpoint(self._base).tensors, published, packing))
 
