@@ -115,7 +115,7 @@ class WeightsError(EtudeError):
 
 
 class EngineError(EtudeError):
-    """A request to an engine that failed: the engine is gone, refused it, or made no progress until its deadline."""
+    """An engine that is gone, refuses a request, makes no progress until a deadline, or cannot be used."""
 
 
 class EngineBehind(EngineError):

@@ -23,7 +23,7 @@ Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and its 95 % confidence interval [low, high]."""
+    """An estimate and its confidence interval [low, high], of 95 % unless another quantile was given."""
 
     value: float
     low: float

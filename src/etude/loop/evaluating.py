@@ -43,8 +43,8 @@ async def evaluate(
     telemetry: Telemetry,
     each: Each = _nothing,
 ) -> EvalResult:
-    """Evaluate version step `step` on the first `num_tasks` of a split. Returns the fields of its `eval.result` event:
-    the solve rate and others.
+    """Evaluate version step `step` on the first `num_tasks` of a split. Returns its solve rate with other numbers, and
+    writes them as an `eval.result` event.
 
     Keeps every rollout with its transcript: ``out/<name>-<step>.parquet`` for validation tasks, ``out/<name>.parquet``
     for others; a repeated evaluation replaces the file. `each` is called after every rollout.

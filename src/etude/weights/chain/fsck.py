@@ -134,7 +134,7 @@ def _prove(
             base: Mapping[str, Tensor] = {}
             if way.base is not None:
                 if way.base.key in lost:
-                    raise _Needs(f"it needs {way.base.version}, which cannot be rebuilt", hint="see there")
+                    raise _Needs(f"it needs {way.base.version}, which cannot be rebuilt", hint="repair that one first")
                 base = trail.at(way.base) or plans.rebuild(store, history.load(store, way.base))
             made = plans.prove(manifest, plans.take(store, manifest, way, base).tensors)
         except EtudeError as error:
