@@ -117,7 +117,7 @@ class StoresConfig:
 class RetentionConfig:
     """The `[retention]` section: how much is kept of old checkpoints and traces, with which steps can be replayed."""
 
-    disk_gb: float = ranged(100.0, low=0.0)  # of checkpoints and traces; past it the oldest are deleted, never the last two
+    disk_gb: float = ranged(100.0, low=0.0)  # checkpoints and traces; above it the oldest are deleted, not the last two
 
 
 @dataclass(frozen=True)

@@ -275,5 +275,7 @@ async def _connect(name: str, address: str, port: int, secret: bytes) -> socket.
         ) from None
     except OSError as error:
         link.close()
-        raise Lost(f"{address}, the node of {name}, refused", str(error), hint="its actor has ended: see the node's Ray logs") from None
+        raise Lost(
+            f"{address}, the node of {name}, refused", str(error), hint="its actor has ended: see the node's Ray logs"
+        ) from None
     return link

@@ -125,7 +125,9 @@ def mid_train(
     results = run_ranks(_train, job, ranks=ranks)
     if any(result.digest != results[0].digest for result in results):
         digests = ", ".join(result.digest[:12] for result in results)
-        raise ParityError("the ranks ended with different weights", digests, hint="this is a defect of etude: report it")
+        raise ParityError(
+            "the ranks ended with different weights", digests, hint="this is a defect of etude: report it"
+        )
     shutil.rmtree(job.partial, ignore_errors=True)
     return results[0]
 

@@ -111,7 +111,9 @@ def test_too_many_ranks_are_sent_back_and_both_sides_say_so(run: Path) -> None:
         bring(run, 2)
     assert caught.value.hint.endswith("--count 1")
     assert said.wait(10)
-    assert re.search(r"1 of 1 ranks have not connected to \S+ \(2 ranks came, 1 is wanted, from .*: sent back\)", waited[-1])
+    assert re.search(
+        r"1 of 1 ranks have not connected to \S+ \(2 ranks came, 1 is wanted, from .*: sent back\)", waited[-1]
+    )
 
 
 def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

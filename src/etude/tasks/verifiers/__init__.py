@@ -57,7 +57,11 @@ class VerifiersSource:
         except TaskError as error:
             raise NoSource(f"no environment {environment!r}", f"{error.what}: {error.facts}", hint=error.hint) from None
         except (KeyError, TypeError) as error:
-            raise NoSource(f"no environment {environment!r}", f"its answer: {error!r}", hint="check the environment's name, and that it is installed there") from None
+            raise NoSource(
+                f"no environment {environment!r}",
+                f"its answer: {error!r}",
+                hint="check the environment's name, and that it is installed there",
+            ) from None
         self._rows: dict[Split, list[int]] = {split: [] for split in Split}
         self._seen = 0
         for number, digest in enumerate(hashes):

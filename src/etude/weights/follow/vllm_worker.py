@@ -215,7 +215,9 @@ class _Following:
         if not modules(published):
             return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
         if self._base is None:
-            raise WeightsError("an adapter is published", "where its base lies is not known", hint="give its path to vLLM")
+            raise WeightsError(
+                "an adapter is published", "where its base lies is not known", hint="give its path to vLLM"
+            )
         packing = {source: one.compute for one in derived for source in one.sources}
         return Target(adapter_map(of, read_checkpoint(self._base).tensors, published, packing))
 
