@@ -120,7 +120,7 @@ def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: 
     too_many = threading.Event()
 
     def waits(reason: str) -> None:
-        if reason.startswith("1 of 3 ranks are to come") and "2 of " in reason and reason.endswith(" are too many)"):
+        if reason.startswith("1 of 3 ranks have not connected") and "2 of " in reason and reason.endswith(" are too many)"):
             too_many.set()
 
     door = Door(run, "127.0.0.1", 3, new_secret(), refuse)
