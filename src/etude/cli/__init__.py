@@ -1,6 +1,6 @@
-"""The command line: parse and hand over. Each command's work is a function of the folder that owns it.
+"""The command line `etude`: parses the arguments and calls the command's function, which lives in another folder.
 
-Exit codes are those of `etude.errors.Exit`; every error's class has one.
+Exit codes are those of `etude.errors.Exit`; every error class has one.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from types import FrameType, TracebackType
 
 
 def interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What `sys.excepthook` is while the command line runs."""
+    """The `sys.excepthook` of the command line."""
     if issubclass(kind, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:

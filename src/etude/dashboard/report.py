@@ -29,7 +29,7 @@ Row = tuple[str, ...]
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write report.html into a run folder and return its path; also of a run that is under way.
+    """Write report.html into a run folder and return its path. The run may still be going on.
 
     Raises `RunError` where there is no run, `StoreError` when it cannot be written.
     """

@@ -32,7 +32,7 @@ def render(view: RunView) -> RenderableType:
 
 
 def explained(view: RunView) -> RenderableType:
-    """What this moment's words mean: to be shown below one view, not again with each."""
+    """The meaning of the terms in a run's current view, to be shown once below it."""
     return Text(legend(words_in(view)), "dim")
 
 
@@ -42,7 +42,7 @@ PLAIN_CHARS = 240
 
 
 def plain_line(view: RunView) -> str:
-    """What matters most in one line of at most `PLAIN_CHARS` characters: for pipes and logs."""
+    """The most important numbers of a run in one line of at most `PLAIN_CHARS` characters, for pipes and logs."""
     phase = current_phase(view)
     if phase is None:
         return "starting"
@@ -64,7 +64,7 @@ def words_in(view: RunView) -> list[str]:
 
 
 def result_lines(run_dir: Path | str) -> list[str]:
-    """What a finished run has to say, in a few lines."""
+    """The results of a finished run, in a few lines."""
     view = RunView(run_dir)
     summary = summarise_view(view)
     found, spent, sent = summary["heldout"], summary["wall_s"], summary["weights"]

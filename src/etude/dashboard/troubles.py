@@ -1,4 +1,4 @@
-"""What went wrong in a run and was mended, and what of its folder cannot be read: a report says both."""
+"""Lists the failures that a run recovered from, and the damaged files of its folder, for the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATES = {"restart": "was restarted", "hung": "was silent for too long and was k
 
 
 def troubles(view: RunView) -> list[tuple[str, int]]:
-    """(what went wrong, how often), in the order of the first times."""
+    """The failures of a run as (description, number of times), in the order in which they first happened."""
     found: Counter[str] = Counter()
     for event in losses(view):
         found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
@@ -49,7 +49,8 @@ def losses(view: RunView) -> list[Event]:
 
 
 def damage(view: RunView) -> list[str]:
-    """What of a run folder is damaged, so that a view of it is not whole; a file that is not there is none."""
+    """A sentence for each damaged part of a run folder, which its view lacks. A file that does not exist is not
+    damaged."""
     return [*view.unreadable(), *_missing_steps(view), *_damaged_files(view.path)]
 
 

@@ -1,4 +1,4 @@
-"""What a machine may use and how many there are. Torch-free; composed by the loop."""
+"""Settings of machines: what one may use, and how many there are. Imports no torch; part of a run's config."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class MachinesConfig(MachineLimits):
-    """Whose machines, and what one may use."""
+    """The `[machines]` section: the backend, and what one machine may use."""
 
     backend: str = "namespace"  # or "microvm", "gvisor", "remote": see `environments.backends`
     require_memory_bound: bool = True  # false: start all the same; what one process maps is bounded, the sum is not

@@ -1,4 +1,4 @@
-"""What an evaluation found: solve rate with its interval, best of k, costs, and what was invalid. Pure."""
+"""The result of an evaluation: solve rate with its interval, best of k, costs, and invalid rollouts. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EvalResult:
     wall_s: float
 
     def facts(self) -> dict[str, Any]:
-        """As plain data, for `Telemetry.event("eval.result", **result.facts())`."""
+        """The result as plain data, for `Telemetry.event("eval.result", **result.facts())`."""
         return asdict(self)
 
 

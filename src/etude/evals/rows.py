@@ -126,7 +126,9 @@ def read_rows(path: Path) -> list[EvalRow]:
         read = file.read(columns=names, use_threads=False).select(names)
         values: list[dict[str, Any]] = read.cast(pa.schema([_SCHEMA.field(name) for name in names])).to_pylist()
     except FileNotFoundError:
-        raise StoreError(f"no evaluation at {path}", hint="the run has not come so far; see its phases.json") from None
+        raise StoreError(
+            f"no evaluation at {path}", hint="the run has not reached it yet; see its phases.json"
+        ) from None
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise StoreError(f"{path} is not an evaluation", str(error), hint=_HINT_DAMAGED) from None
     if any(v is None for row in values for v in row.values()):

@@ -1,10 +1,10 @@
-"""The ledger: every rollout's state, durable, and what it produced. The conductor is its only writer.
+"""The ledger: a durable record of every rollout's state and results. The conductor is its only writer.
 
-It lives in an SQLite file of the run folder, or in a schema of a PostgreSQL server: the statements are the same.
-A finished rollout and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained"
-means *in the lineage of the current weights*: after a restart `reconcile` is told the lineage and mends the rest.
-Slots are rows of their own (double entry): a rollout in a holding state has exactly one, checked at every commit.
-See `docs/formats/ledger.md`. Knows nothing of how rollouts are run, of weights, or of what a reward means.
+It is an SQLite file in the run folder, or a schema on a PostgreSQL server, by the same statements. A finished rollout
+and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained" means *in the lineage
+of the current weights*: after a restart `reconcile` gets the lineage and corrects the states. Slots are rows of their
+own (double entry): a rollout in a holding state has exactly one, which is checked at every commit. See
+`docs/formats/ledger.md`. Knows nothing of how rollouts are run, of weights, or of what a reward means.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What a restart had to mend, in rollouts."""
+    """The result of `Ledger.reconcile` after a restart: the rollouts whose states were corrected."""
 
     trained: int  # batched, and found in the lineage
     freed: int  # batched or trained, not in the lineage: graded again
@@ -88,9 +88,9 @@ class Ledger(Looking):
     """
 
     def __init__(self, place: Path | str, *, capacity: int, said: Callable[[str], None] = lambda _: None) -> None:
-        """Open or create, at a path or at `postgresql://host/database#run_id`. `capacity` is the number of slots;
-        reopening with another one is a `LedgerError`, as is a place that somebody else writes. `said` is told of a
-        server that was waited for."""
+        """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: the number of slots.
+        `said` is called with a line when a server had to be waited for. Raises `LedgerError` for an existing ledger
+        with another capacity, or one that another process writes."""
         self._capacity = capacity
         self._db = open_database(place, check=self._check_slots, said=said)
         found = self.recall("capacity")
@@ -126,7 +126,8 @@ class Ledger(Looking):
 
     @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """One transition. `LedgerError` when the table forbids it, or when a slot is needed and none is free."""
+        """Move a rollout to another state. Raises `LedgerError` when the table forbids it, or when it needs a slot and
+        none is free."""
         self._move([_Move(self.row(rollout_id), State(to), reason, facts)])
 
     @_atomic
@@ -161,9 +162,9 @@ class Ledger(Looking):
 
     @_atomic
     def start(self, limit: int, *, published: int | None = None) -> list[RolloutSpec]:
-        """The first so many that wait are running from now on: up to the first that demands a later version step than
-        the `published` one (None: whatever they demand). In order of admission demands never fall, so nobody behind
-        that one could start."""
+        """Move the first waiting rollouts, at most `limit`, to running, and return their specs. Stops at the first one
+        that demands a later version step than `published` (None: no such check). Demands never fall in order of
+        admission, so none after that one could start."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:

@@ -1,9 +1,8 @@
-"""From groups to the rows that one optimiser step trains on, in two parts.
+"""Turns groups into the batch of one optimiser step, in two parts.
 
-`plan_batch` gives credit; it needs rewards and counts alone, so whoever plans holds no token. `make_batch` reads the
-planned rollouts and keeps the samples that carry a gradient. Both are pure and deterministic: the same groups give the
-same batch. How a batch is cut to fit memory is the learner's business. Knows nothing of the ledger, of the window, or
-of torch.
+`plan_batch` computes advantages; it needs only rewards and counts, so that the conductor holds no tokens. `make_batch`
+reads the planned rollouts and keeps the samples that carry a gradient. Both are deterministic: the same groups give the
+same batch. The learner splits a batch to fit its memory. Knows nothing of the ledger, of the window, or of torch.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from etude.records.sample import Batch, Sample
 from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
 
 Read = Callable[[RolloutSummary], Rollout]
-"""How the rollout of a summary is read: `RolloutFiles.read`."""
+"""A function that reads the whole rollout of a summary: `RolloutFiles.read`."""
 
 
 def paths(trace: Trace) -> Iterator[Path]:
-    """Every root-to-leaf path, with each sampled token in the loss of exactly one of them.
+    """Yield every path from root to leaf. Each sampled token is in the loss of exactly one path.
 
-    A branch (a summary, a sub-agent) repeats the turns it shares with an earlier one; there they are context.
+    A branch (a summary, a sub-agent) repeats the turns that it shares with an earlier path; there they are context.
     """
     seen: set[int] = set()
     for leaf in trace.leaves():
@@ -53,13 +52,13 @@ def plan_batch(
     beta: float = 0.0,
     full_groups: int = 0,
 ) -> BatchPlan:
-    """The plan of the batch that makes version step `step`, trained at learner step `step - 1`.
+    """Plan the batch that makes version step `step`, trained at learner step `step - 1`.
 
-    Tokens of a lost lineage that are past the bound are masked under either policy: no window can keep a restart from
-    making them stale.
+    Tokens of a lost lineage that are past the bound are masked under either `straggler`: no window can prevent that a
+    restart makes them stale.
 
-    `k1` is Σ log π − log π_ref of each valid rollout that sampled a token, by its id; `beta` times that is taken off
-    its reward.
+    `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token; `beta` times that is
+    subtracted from its reward.
 
     Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser. So a
     batch with little signal has a small gradient, but not a small step: the optimiser divides by the gradient's recent
@@ -105,7 +104,8 @@ def _members(groups: Sequence[Group], given: Mapping[str, float], straggler: Str
 
 
 def make_batch(plan: BatchPlan, read: Read) -> Batch:
-    """The planned batch, whole: samples of non-zero advantage, in order of rollout id."""
+    """Make the planned batch: read its rollouts, and keep the samples with a non-zero advantage, in order of rollout
+    id."""
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.advantage:
@@ -114,7 +114,7 @@ def make_batch(plan: BatchPlan, read: Read) -> Batch:
 
 
 def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
-    """A plan's batch of these samples, which are those of its members in their order."""
+    """Make a plan's batch of samples that were made already: those of its members, in the members' order."""
     group_of = {member.rollout_id: member.group_id for member in plan.members}
     having = len({group_of[sample.rollout_id] for sample in samples})
     return Batch(
@@ -128,7 +128,8 @@ def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
 
 
 def samples_of(plan: BatchPlan, member: Member, found: Sequence[Path]) -> list[Sample]:
-    """The samples of a member, whose rollout has these paths; none without an advantage."""
+    """Make the samples of one member from `found`, the paths of its rollout. Tokens that are too stale are masked.
+    Empty where the advantage is 0, or no token with loss is left."""
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     samples = list[Sample]()
     if member.advantage:
@@ -152,7 +153,7 @@ def teaches(group: Group, *, learner_step: int, max_lag: int) -> bool:
 
 
 def whole_samples(rollouts: Iterable[Rollout]) -> list[Sample]:
-    """Every path of some rollouts, without credit: what a reference model is asked about."""
+    """Make a sample of advantage 0 of every path of these rollouts: the input of a reference model."""
     return [
         Sample(rollout_id=rollout.rollout_id, path=path, advantage=0.0)
         for rollout in rollouts

@@ -100,7 +100,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Index:
-    """What an audit needs of a trace file."""
+    """The part of a trace file that an audit needs."""
 
     path: File
     batch_id: str

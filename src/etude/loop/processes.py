@@ -49,9 +49,9 @@ async def _pass(_: Child) -> None:
 
 
 class Child:
-    """One supervised component. `caller` is its socket when it was started with one; `env` is what its environment
-    should hold where its machine's says nothing. `placement`: where it runs, else on this machine. `devices`: how many
-    accelerators it computes on, where its machine has any."""
+    """One supervised process of a run. `caller`: its socket when it was started with one. `env`: environment variables,
+    set where its machine does not set them. `placement`: decides where it runs; None: on this machine. `devices`: the
+    number of accelerators that it computes on, where its machine has any."""
 
     def __init__(
         self,
@@ -327,7 +327,7 @@ class Supervisor:
             await child.stop()
 
     async def usage(self, with_memory: bool) -> dict[str, dict[str, Any]]:
-        """What this process and the children that run have used, as `usage.sample` has it."""
+        """CPU time and memory of this process and of its running children, as `usage.sample` has them."""
         running = {name: child.process for name, child in self.children.items() if child.process and child.pid}
         return await self.placement.usage(running, with_memory=with_memory)
 

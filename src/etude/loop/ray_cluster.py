@@ -92,7 +92,7 @@ def room(role: str, gpus: int = 0) -> int:
 
 
 def offers() -> str:
-    """What each node takes, for an error message."""
+    """The roles that each node takes, in words for an error."""
     named = [(n, [r for r in (*ROLES, "GPU") if r != "GPU" or n["Resources"].get(r)]) for n in nodes()]
     told = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in names) for n, names in named]
     return "; ".join(told) or f"none of {sum(n['Alive'] for n in ray.nodes())} nodes offers a role"

@@ -1,4 +1,4 @@
-"""One engine and the gateway before it: how a checkpoint, or a run that is still learning, is talked to.
+"""Serves a checkpoint, or a run that is still learning: one engine with the gateway before it.
 
 The engine is a child, supervised as in a run. For a run it follows the chain of weights, so that an answer comes from
 the newest version; for a checkpoint it holds what the directory holds. Or there is no engine of its own: the gateway
@@ -108,7 +108,8 @@ async def serve_fleet(
 
 
 def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
-    """The model in a directory, once its files are seen to hold it. `said` is told of layers that are left out."""
+    """Read the model's config of a directory, and check that its files have all weights. `said` is called with a line
+    on layers that are left out."""
     try:
         config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
     except ValueError as error:

@@ -242,7 +242,7 @@ class GVisorRuntime:
 
     def _must_be_open(self) -> None:
         if self._closed:
-            raise MachineError("the runtime is closed", hint="make another one")
+            raise MachineError("the runtime is closed", hint="make a new runtime")
 
 
 async def _have_work(machine: AgentMachine, image: Image) -> None:

@@ -313,7 +313,11 @@ class _Build:
             _require_success(at, result)
             if not isinstance(machine, Changing):
                 facts = f"machines of {self._runtime.info.name} do not tell what was changed in them"
-                raise MachineError(f"Dockerfile line {at.line}: RUN has no result", facts, hint="use another runtime")
+                raise MachineError(
+                    f"Dockerfile line {at.line}: RUN has no result",
+                    facts,
+                    hint="use a runtime that keeps whole snapshots",
+                )
             await _changes_of(machine, layer, self._store.limits.total_bytes)
         finally:
             await machine.close()
