@@ -205,6 +205,7 @@ class Ledger(Looking):
         moves = []
         for row, finished in ends:
             outcome = finished.outcome
+            judged: dict[str, float | str | None]
             if isinstance(outcome, Graded):
                 to, judged = State.GRADED, {"reward": outcome.reward, "boundary": None}
             else:

@@ -51,8 +51,8 @@ class Probe:
         self, engines: Mapping[str, HttpEngine], published: Published, mine: list[float], *, far: Collection[str] = ()
     ) -> None:
         """Probe every engine with a published version; `mine` are the learner's log-probabilities of the text under it.
-        Waits up to `FETCH_S` for an engine that is adopting the version; an engine that reports trouble has `TROUBLE_S`,
-        or `FAR_TROUBLE_S` where it is in `far`. Raises `ParityError`, and `Unreachable` where no engine that answers can
+        Waits up to `FETCH_S` for an engine that is adopting the version; one that reports trouble has `TROUBLE_S`, or
+        `FAR_TROUBLE_S` where it is in `far`. Raises `ParityError`, and `Unreachable` where no engine that answers can
         adopt the version."""
         asked = (
             self._ask_one(name, engine, published, mine, FAR_TROUBLE_S if name in far else TROUBLE_S)
