@@ -54,6 +54,13 @@ def test_memory_and_disk_that_the_largest_step_does_not_fit_are_told_by_name() -
 
 
 def test_a_plan_that_fits_into_no_call_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"1024 rollouts a step") as refused:
+    with pytest.raises(ConfigError, match=r"64 groups of 16: 1024 rollouts") as refused:
         told(max_frame_bytes=10**6)
     assert "without a token" in refused.value.facts
+
+
+def test_a_step_that_goes_on_for_signal_weighs_what_it_takes_at_most() -> None:
+    picky = replace(CONFIG, experience=ExperienceConfig(groups_per_step=64, group_size=16, signal_groups=64))
+    few, many = (Weight.of(config, MODEL) for config in (CONFIG, picky))
+    assert many.rollouts == picky.experience.window.most * 16 == 4 * few.rollouts
+    assert many.num_bytes == 4 * few.num_bytes
