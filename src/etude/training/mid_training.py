@@ -28,7 +28,7 @@ from etude.errors import CheckpointError, ParityError, RunError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.config import ModelConfig
-from etude.models.naming import hf_views
+from etude.models.naming import hf_biases, hf_views
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
 from etude.sums import prove
@@ -253,7 +253,7 @@ class _Run:
         about = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
         path = self.job.partial / f"step-{self.optimizer.num_steps:06d}"
         with whole_directory(path) as folder:
-            save_tensors(self.optimizer.state(), folder / STATE)
+            save_tensors({**self.optimizer.state(), **hf_biases(self.model)}, folder / STATE)
             (folder / PROGRESS).write_text(json.dumps(about) + "\n")
         for other in self.job.partial.iterdir():
             if other != path:
@@ -271,7 +271,16 @@ class _Run:
                 f"{found[-1]} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
             )
         prove(found[-1], [PROGRESS], kind=CheckpointError)
-        self.optimizer.restore(load_tensors(found[-1] / STATE), live=False)
+        state, biases = load_tensors(found[-1] / STATE), hf_biases(self.model)
+        if not biases.keys() <= state.keys():
+            raise RunError(
+                f"{found[-1]} is the progress of an earlier etude",
+                "it lacks the biases by which experts are balanced",
+                hint=f"delete {self.job.partial} to begin anew",
+            )
+        self.optimizer.restore(state, live=False)
+        for name, bias in biases.items():
+            bias.copy_(state[name])
         self.num_tokens = tokens
 
     def finish(self) -> MidTrained:

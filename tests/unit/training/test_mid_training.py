@@ -79,13 +79,16 @@ def test_it_learns_tells_and_leaves_a_checkpoint(tmp_path: Path, corpus: Path) -
     assert evals[-1]["heldout_loss"] < evals[0]["heldout_loss"]
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_and_ends_with_the_same_bytes(tmp_path: Path, corpus: Path) -> None:
-    whole = mid_train(CONFIG, corpus, tmp_path / "whole", model=SIZES, ranks=1)
+@pytest.mark.parametrize("model", [SIZES, DEEPSEEK], ids=["softmax", "with biases of choosing"])
+def test_a_killed_run_goes_on_from_its_checkpoint_and_ends_with_the_same_bytes(
+    tmp_path: Path, corpus: Path, model: ModelConfig
+) -> None:
+    whole = mid_train(CONFIG, corpus, tmp_path / "whole", model=model, ranks=1)
     with pytest.raises(spawned.Killed):
-        mid_train(CONFIG, corpus, tmp_path / "killed", model=SIZES, ranks=1, copy_probe=partial(spawned.die, [2]))
+        mid_train(CONFIG, corpus, tmp_path / "killed", model=model, ranks=1, copy_probe=partial(spawned.die, [2]))
     assert [p.name for p in (tmp_path / "killed.partial").iterdir()] == ["step-000016"]
     assert not (tmp_path / "killed").exists()
-    resumed = mid_train(CONFIG, corpus, tmp_path / "killed", model=SIZES, ranks=1)
+    resumed = mid_train(CONFIG, corpus, tmp_path / "killed", model=model, ranks=1)
     assert resumed == whole
 
 
