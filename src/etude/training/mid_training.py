@@ -201,6 +201,7 @@ class _Run:
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
+            self.ranks.beat()
             done = self._forward(inputs, lengths)
             again = functools.partial(self._forward, inputs, lengths)
             place = "token {} of a batch".format
@@ -225,6 +226,7 @@ class _Run:
         if len(docs):
             every = pieces(docs, document_tokens=self._longest)
             for inputs, targets, lengths in _forwards(docs, share(every, self.ranks.rank, self.ranks.size)):
+                self.ranks.beat()
                 logits, _ = self.model(inputs, Packed(lengths, self.model.operators))
                 sums += torch.tensor([float(F.cross_entropy(logits, targets, reduction="sum")), float(len(targets))])
         self.ranks.add(sums)
