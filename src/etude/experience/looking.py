@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import Database, marks
+from etude.experience.database import FORMAT, Database, marks, parts
 from etude.experience.groups import Finished, Group
 from etude.experience.lineage import Branches, seen_from
 from etude.experience.rows import COLUMNS, Row, as_row
@@ -79,8 +79,8 @@ class Looking:
 
     def found(self, rollout_ids: Collection[str]) -> list[Row]:
         """The rows of those of some rollouts that there are."""
-        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
-        return [as_row(r) for r in self._db.rows(sql, *rollout_ids)] if rollout_ids else []
+        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
+        return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
 
     def quarantined(self) -> dict[str, Quarantined]:
         """Rollouts that bear a sign of cheating, by looking at all that are kept; by id."""
@@ -96,9 +96,12 @@ class Looking:
 
     def batched_again(self, rollout_ids: Collection[str]) -> set[str]:
         """Those of some rollouts that batches took more than once, of lost lineages included."""
-        mine = f"rollout_id IN ({marks(rollout_ids)})"
-        sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
-        return {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *rollout_ids, State.BATCHED)}
+        again = set[str]()
+        for some in parts(rollout_ids):
+            mine = f"rollout_id IN ({marks(some)})"
+            sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
+            again |= {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *some, State.BATCHED)}
+        return again
 
     def states(self) -> dict[str, int]:
         return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
@@ -154,20 +157,29 @@ class Looking:
     def ready_groups(self, group_ids: Collection[str]) -> set[str]:
         """Those of some groups in which nothing is awaited any more from any member."""
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(SETTLED)}) THEN 1 ELSE 0 END)"
-        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) GROUP BY group_id HAVING {settled}"
-        return {group_id for (group_id,) in self._db.rows(sql, *group_ids, *SETTLED)} if group_ids else set()
+        ready = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) GROUP BY group_id HAVING {settled}"
+            ready |= {group_id for (group_id,) in self._db.rows(sql, *some, *SETTLED)}
+        return ready
 
     def with_signal(self, group_ids: Collection[str]) -> set[str]:
         """Those of some groups whose graded members do not all have the same reward."""
-        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) AND state = ?"
-        sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
-        return {g for (g,) in self._db.rows(sql, *group_ids, State.GRADED)} if group_ids else set()
+        having = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
+            sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
+            having |= {group_id for (group_id,) in self._db.rows(sql, *some, State.GRADED)}
+        return having
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Those of some groups that any batch ever took, one of a lost lineage included."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
-        rows = self._db.rows(f"{sql} AND group_id IN ({marks(group_ids)})", State.BATCHED, *group_ids)
-        return {group_id for (group_id,) in rows}
+        batched = set[str]()
+        for some in parts(group_ids):
+            rows = self._db.rows(f"{sql} AND group_id IN ({marks(some)})", State.BATCHED, *some)
+            batched |= {group_id for (group_id,) in rows}
+        return batched
 
     def group(self, group_id: str) -> Group:
         """The group with what is stored of it, its versions as they are seen from the current weights
