@@ -143,4 +143,5 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
     rollout_ids: tuple[str, ...]
     sampled: frozenset[str]  # ids of the rollouts with a sample
     num_trained: int  # tokens that carry loss
+    num_masked: int  # tokens with an advantage that carry none, as too stale
     digest: str  # SHA-256 of all that a learner reads of it
