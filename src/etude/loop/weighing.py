@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import ConfigError
+from etude.experience.admission import FILL
 from etude.loop.config import RunConfig
 from etude.loop.wire import MAX_FRAME_BYTES
 from etude.models.config import ModelConfig
@@ -20,7 +21,8 @@ WIDE_ROUTES = 255  # experts above which a route takes two bytes
 
 @dataclass(frozen=True)
 class Weight:
-    """The most that a step can be, where each rollout is one path that fills the context."""
+    """The most that a step can be, where each rollout is one path that fills the context, and where a step that looks
+    for signal takes as many groups as it may."""
 
     rollouts: int
     tokens: int
@@ -29,7 +31,8 @@ class Weight:
     @classmethod
     def of(cls, config: RunConfig, model: ModelConfig) -> Weight:
         """With the model that the run trains."""
-        rollouts = config.experience.groups_per_step * config.experience.group_size
+        groups = config.experience.groups_per_step * (FILL if config.experience.signal_groups else 1)
+        rollouts = groups * config.experience.group_size
         tokens = rollouts * config.harness.context_tokens
         routes = model.num_moe_layers * model.top_k * (2 if model.num_experts > WIDE_ROUTES else 1)
         a_token = TOKEN_BYTES + (routes if config.wants_routes else 0)
@@ -51,9 +54,10 @@ def check_step(
     weight = Weight.of(config, model)
     shown = f"a step has at most {weight.tokens:,} tokens, {_gb(weight.num_bytes)}: {weight.rollouts} rollouts of "
     shown += f"harness.context_tokens = {config.harness.context_tokens}"
+    searched = f" * {FILL} (signal_groups)" if config.experience.signal_groups else ""
     if weight.rollouts * PLANNED_BYTES > max_frame_bytes:
         raise ConfigError(
-            f"experience.groups_per_step * experience.group_size = {weight.rollouts} rollouts a step",
+            f"experience.groups_per_step * experience.group_size{searched} = {weight.rollouts} rollouts a step",
             f"their plan takes about {weight.rollouts * PLANNED_BYTES} bytes without a token, a call {max_frame_bytes}",
             hint="make steps smaller",
         )
