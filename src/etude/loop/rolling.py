@@ -95,17 +95,16 @@ async def judge(crew: Crew, rollout: Played) -> Outcome:
 
 
 async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Played, Outcome]:
-    """A rollout that no ledger keeps (an evaluation's), until it has an outcome. Raises `EtudeError` when workers keep
-    dying under it; it is invalid when no engine comes to its version again and again."""
+    """A rollout that no ledger keeps (an evaluation's), until it has an outcome. It is invalid when its workers keep
+    dying under it, or no engine comes to its version again and again: one task ends no evaluation."""
     while True:
         try:
             rollout = await crew.rollout(spec, kept=False)
             return rollout, await judged_once(crew, rollout)
-        except (Lost, EngineBehind) as error:
+        except (Lost, DeadlineExceeded, EngineBehind) as error:
             if spec.attempt + 1 >= crew.config.experience.max_attempts:
-                if isinstance(error, Lost):
-                    raise
-                rollout = Played(summary=summary_of(not_run(spec, Boundary.PROVIDER, error)), task=spec.task)
+                boundary = Boundary.PROVIDER if isinstance(error, EngineBehind) else Boundary.WORKER
+                rollout = Played(summary=summary_of(not_run(spec, boundary, error)), task=spec.task)
                 return rollout, await judge(crew, rollout)
             spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
 
