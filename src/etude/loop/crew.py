@@ -41,8 +41,9 @@ from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
 GRADE_S = 7_200.0
-"""Longer than a grade may take (`MachineGrader`), and some wait for their turn: an agent that makes its grade last
-gets a verdict, not an end by this. A grader that hangs is found by its supervisor."""
+"""Longer than a grade may take (`MachineGrader`): an agent that makes its grade last gets a verdict, not an end by
+this. Graders say when a grade ends, so that waiting for a turn takes as long as it takes. One that hangs is found by
+its supervisor."""
 SCRIPT_S = 600.0
 """For a machine of a scripted rollout to be made and to end, beside its commands: its image may be large."""
 ENGINE_NICE = 5
