@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -28,6 +28,7 @@ from etude.numerics.exact import tree
 from etude.numerics.operators import Operators
 from etude.sums import files_in, prove
 from etude.training.rows import Rows
+from etude.training.totals import rounded, total
 from etude.training.trained import Loading, Trained, load_trained
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ class Group(Protocol):
         """Replace integers by their sum over all ranks."""
         ...
 
-    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
-        """√ of the sum of everybody's squares, by parameter, rounded once: the same whoever holds which."""
+    def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        """√ of the sum of everybody's squares, float64 by parameter, rounded once: the same whoever holds which."""
         ...
 
     def gathered(self, one: T) -> list[T]:
@@ -141,8 +142,8 @@ class One:
     def add(self, counts: torch.Tensor) -> None:
         pass
 
-    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
-        return math.sqrt(math.fsum(x for rows in squares.values() for x in rows))
+    def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        return math.sqrt(rounded([total(torch.cat(list(squares.values())))]))
 
     def gathered(self, one: T) -> list[T]:
         return [one]
