@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.played_run import PlayedRun, Players
+from msgspec.structs import replace
+from tests.played_run import PROMPT, SAMPLED, PlayedRun, Players
+from tests.small_rollouts import Kit
 
 from etude.errors import LedgerError
 from etude.experience import Ledger, read_trace
@@ -21,6 +23,7 @@ from etude.loop.conductor import UNREAD, Conductor
 from etude.loop.places import rollout_files
 from etude.loop.played import Played
 from etude.loop.redoing import redo
+from etude.records.summary import summary_of
 from etude.records.wire import pack
 from etude.telemetry import read_events
 
