@@ -46,7 +46,7 @@ from etude.loop.evaluating import evaluate
 from etude.loop.parity import Defence, Watch
 from etude.loop.places import ledger_place, traces_folder, weights_store
 from etude.loop.probing import Probe, Unreachable
-from etude.loop.retention import keep_within, kept_from
+from etude.loop.retention import goes_back_to, keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
 from etude.numerics.config import Mode
@@ -94,7 +94,7 @@ class Conductor:
         self.trained = 0  # of the live weights: one ahead while their version is on its way
         self._batched = 0  # of the batch that was formed last
         self._taken = 0  # groups that batches of this lineage took
-        self._size = 0  # groups that the step being formed wants, where more must be admitted for it
+        self._size = 0  # groups that the step being formed takes, as far as is known
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
         exact, taken = config.numerics.mode is Mode.EXACT, self.ledger.recall("defence")
@@ -103,7 +103,8 @@ class Conductor:
         self.probe = Probe(chat, config.parity, watch, telemetry, self._defend)
         self._defence_due: Defence | None = None
         self._room = asyncio.Event()  # there may be room in the window
-        self._admitted = asyncio.Event()
+        self._admitted = asyncio.Event()  # rollouts may be there that can start
+        self.rolling.demand = lambda place: self.window.demand(place, self._batched, self._size)
 
     def close(self) -> None:
         """Let the ledger go, after what it was given to write. Idempotent."""
@@ -116,6 +117,7 @@ class Conductor:
         result = str(self.run_folder / "checkpoints" / "final")
         await self._keeping(lambda: self._call("save", type(None), result))
 
+        await self._forget(self.step)
     async def resume(self) -> None:
         """Have a learner hold the newest checkpoint and publish it, and agree with the ledger about what is trained."""
         await self._keeping(_nothing)
@@ -150,6 +152,7 @@ class Conductor:
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = self._batched = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
         self.probe.learner_class = await self._call("parity", str)
+        self._size = 0
         if self.config.numerics.mode is Mode.EXACT:
             self.crew.wants_parity(self.probe.learner_class)
         if (taken := await self.books(self.ledger.recall, "defence")) is not None:
@@ -287,6 +290,7 @@ class Conductor:
             yield batch, groups, time.perf_counter() - began
 
     async def _recorded(self, groups: list[Group]) -> BatchRef:
+            self._admitted.set()  # what waits has moved up
         """The next step's batch, of these groups: read, made and recorded by the learner. Raises `LedgerError` where a
         stored rollout cannot be read."""
         experience, k1 = self.config.experience, None
@@ -339,12 +343,13 @@ class Conductor:
             signal = await self.books(self.ledger.with_signal, ready) if self.window.signal_groups else set[str]()
             if (taken := self.window.take(order, ready, signal)) is not None:
                 return taken
-            if (size := self.window.size(order, ready, signal)) > max(len(order), self._size):
+            if (size := self.window.size(order, ready, signal)) > self._size:
                 self._size = size
                 self._room.set()
             ready |= await self.rolling.progress()
 
     async def _admit(self) -> None:
+                self._admitted.set()
         """Admit groups whenever the window has room, in one transaction with the task cursor."""
         while True:
             self._room.clear()
@@ -414,8 +419,7 @@ class Conductor:
     async def _checkpoint(self) -> None:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
-        await self.books(self.ledger.prune, self.step)
-        await self._drop_files()
+        await self._forget(goes_back_to(self.run_folder))
         freed = await self.books(
             keep_within, self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb
         )
@@ -424,8 +428,8 @@ class Conductor:
             self.telemetry.event("retention", step=self.step, kept_from=kept, freed_bytes=freed)
 
     async def _drop_files(self) -> None:
-        """Delete the files of rollouts that nobody will ask for: consumed before the checkpoint, or of attempts that
-        were given up."""
+        """Delete the files of rollouts that nobody will ask for: of steps that no restart goes back to, or of attempts
+        that were given up."""
         files = self.crew.files
         names = await apart(files.names)  # before the ledger is asked: what is written meanwhile stays
         wanted = await self.books(self.ledger.wanted_files)
@@ -434,6 +438,11 @@ class Conductor:
     async def _saved(self, error: NotFinite) -> NotFinite:
         """An error that ends the run, once the last version's state is on disk; it says where that is."""
         await self._committed()
+    async def _forget(self, step: int) -> None:
+        """Drop records and files of the rollouts that were consumed up to a step, which no restart goes back before."""
+        await self.books(self.ledger.prune, step)
+        await self._drop_files()
+
         with contextlib.suppress(NotFinite):  # the live weights are lost, too: what was saved before is there
             await self._checkpoint()
         at = self._newest_checkpoint()

@@ -20,6 +20,13 @@ NOTE, GONE = "kept_from", ".gone"
 STRETCHES = 2  # that no budget touches
 
 
+def goes_back_to(run: RunFolder) -> int:
+    """The oldest step that a restart may go on from: that of the checkpoint before the newest, which is taken where the
+    newest is damaged. 0, the start, where there are fewer."""
+    steps = sorted(step for step, _ in steps_in(run / "checkpoints", "step-*"))
+    return steps[-STRETCHES] if len(steps) >= STRETCHES else 0
+
+
 def kept_from(ledger: Ledger) -> int:
     """The steps after this one can still be redone; what they need of those up to it may be deleted."""
     return int(ledger.recall(NOTE) or 0)

@@ -1,9 +1,10 @@
 """Rollouts and their grades: tasks → admitted groups → running → judged → ledger.
 
 A group's rollouts start in order of admission, as many at a time as the engines can decode, and none before the
-version step that it demands is published: after a restart from a checkpoint that may be several steps away. A rollout
-whose worker dies is requeued and run again; a grade whose grader dies is asked again; after `max_attempts` it is
-invalid at that boundary, on the evidence of the host. One that no engine could serve because all of them were behind
+version step that it demands is published: after a restart from a checkpoint that may be several steps away. What the
+next steps wait for demands no version behind them, whatever it was admitted with. A rollout whose worker dies is
+requeued and run again; a grade whose grader dies is asked again; after `max_attempts` it is invalid at that boundary,
+on the evidence of the host. One that no engine could serve because all of them were behind
 its version is requeued as often as that happens: nothing is wrong with it. Knows nothing of weights and training.
 
 | | consumes | produces | waits for | unblocked by |
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -143,6 +145,7 @@ class Rolling:
     def __init__(self, ledger: Ledger, books: InOrder, crew: Crew, telemetry: Telemetry) -> None:
         self.ledger, self.books, self.crew, self.telemetry = ledger, books, crew, telemetry
         self.published = 0  # step of the newest version: who demands a later one waits for it
+        self.demand: Callable[[int], int] | None = None  # what an open group demands now: see `Ledger.start`
         self._settled, self._ready = asyncio.Event(), set[str]()
         self._ended: list[_Ended] = []  # to be stored; at most as many as run at once
         self._storing: asyncio.Task[None] | None = None
@@ -173,7 +176,7 @@ class Rolling:
                     tasks.create_task(self._run_one(spec, room, more), name=spec.rollout_id)
 
     async def _start(self, limit: int) -> list[RolloutSpec]:
-        return await self.books(self.ledger.start, limit, published=self.published)
+        return await self.books(self.ledger.start, limit, published=self.published, demand=self.demand)
 
     async def _run_one(self, spec: RolloutSpec, room: Room, more: asyncio.Event) -> None:
         try:

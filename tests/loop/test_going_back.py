@@ -1,0 +1,123 @@
+"""A run whose newest checkpoint is damaged goes on from an older one, with the rollouts that were stored since then.
+
+Conductor, ledger and learner are the real ones; rollouts are made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.played_run import PlayedRun, Players
+
+from etude.dashboard import RunView
+from etude.dashboard.troubles import troubles
+from etude.experience import Ledger
+from etude.loop.conductor import Conductor
+from etude.loop.played import Played
+from etude.records import RolloutSpec
+from etude.stores import DirectoryStore
+from etude.telemetry import read_events
+from etude.weights import lineage
+
+pytestmark = pytest.mark.timeout(120)
+
+GROUPS, SIZE, EVERY = 2, 2, 2
+SETS = (
+    f"experience.groups_per_step={GROUPS}",
+    f"experience.group_size={SIZE}",
+    f"rl.checkpoint_every={EVERY}",
+    "evals.every=50",
+)
+BEFORE = 3 * EVERY  # steps until the run is cut off
+
+
+class Stops(Players):
+    """A crew whose rollouts behind those of the first steps never end."""
+
+    async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
+        if int(spec.group_id[1:]) >= BEFORE * GROUPS:
+            await asyncio.Event().wait()
+        return await super().rollout(spec, kept=kept)
+
+
+def made(game: Any, path: Path, *sets: str, players: type[Players] = Players) -> PlayedRun:
+    run = PlayedRun.create(path, game, *SETS, *sets)
+    return PlayedRun(run.folder, run.config, players=players)
+
+
+def reinforced(run: PlayedRun) -> None:
+    async def main() -> None:
+        async with run.conductor() as conductor, asyncio.timeout(60):
+            await conductor.reinforce()
+
+    asyncio.run(main())
+
+
+def cut_off(run: PlayedRun) -> None:
+    """Train until the checkpoint of step `BEFORE` is behind, and no further."""
+
+    async def main() -> None:
+        behind, checkpoint = asyncio.Event(), Conductor._checkpoint
+
+        async def watched(conductor: Conductor) -> None:
+            await checkpoint(conductor)
+            if conductor.step == BEFORE:
+                behind.set()
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Conductor, "_checkpoint", watched)
+            async with run.conductor() as conductor, asyncio.timeout(60):
+                training = asyncio.create_task(conductor.reinforce())
+                await behind.wait()
+                training.cancel()
+                await asyncio.wait([training])
+
+    asyncio.run(main())
+
+
+def without(run: PlayedRun, *steps: int) -> PlayedRun:
+    """The run after somebody deleted these checkpoints, as their errors advise."""
+    for name in ("final", *(f"step-{step:06d}" for step in steps)):
+        shutil.rmtree(run.folder / "checkpoints" / name, ignore_errors=True)
+    return PlayedRun(run.folder, run.config)
+
+
+
+def digests(run: PlayedRun) -> dict[int, str]:
+    found = lineage(DirectoryStore(run.folder / "weights"), "policy")
+    return {manifest.version.step: manifest.version.digest for manifest in found}
+
+
+def test_from_the_checkpoint_before_the_newest_every_step_is_repeated_to_the_byte(game: Any, tmp_path: Path) -> None:
+    run = made(game, tmp_path / "r", "experience.max_lag=0", "rl.steps=8", players=Stops)
+    cut_off(run)
+    first = digests(run)
+    assert len(set(first.values())) == BEFORE + 1, "every step moved the weights"
+    reinforced(without(run, BEFORE))
+    assert {step: digests(run)[step] for step in first} == first
+    run.assert_sound(8)
+
+
+
+def test_from_an_older_one_lost_records_are_told_of_and_no_step_takes_them(game: Any, tmp_path: Path) -> None:
+    """And none waits for ever: groups that were admitted for later steps are needed for earlier ones now."""
+    run = made(game, tmp_path / "r", "experience.max_lag=1", "rl.steps=8", players=Stops)
+    cut_off(run)
+    reinforced(without(run, BEFORE, BEFORE - EVERY))
+    run.assert_sound(8)
+    begun = [event for event in read_events(run.folder / "events") if event["kind"] == "lineage"][-1]
+    assert (begun["step"], begun["gone"], begun["freed"]) == (EVERY, EVERY * GROUPS * SIZE, EVERY * GROUPS * SIZE)
+    said = dict(troubles(RunView(run.folder.path)))
+    assert said["a rollout of a lost step had no record any more, and is not trained again"] == begun["gone"]
+    ledger = Ledger.reading(run.folder / "ledger.sqlite")
+    gone = [row for row in ledger.rows() if row.state == "quarantined"]
+    ledger.close()
+    assert {row.group_id for row in gone} == {f"g{n:06d}" for n in range(EVERY * GROUPS, 2 * EVERY * GROUPS)}
+    assert {row.reason for row in gone} == {"its record was dropped, and its step lost later"}
+    steps = [event for event in read_events(run.folder / "events") if event["kind"] == "rl.step"]
+    assert all(event["no_signal_share"] == 0 for event in steps), "each step was made of groups with a signal"
+    assert all(int(lag) <= 1 or event["masked_share"] for event in steps for lag in event["token_lag"])
