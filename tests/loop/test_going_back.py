@@ -18,6 +18,7 @@ from etude.dashboard.troubles import troubles
 from etude.experience import Ledger
 from etude.loop.conductor import Conductor
 from etude.loop.played import Played
+from etude.loop.wire import Lost
 from etude.records import RolloutSpec
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
@@ -121,3 +122,24 @@ def test_from_an_older_one_lost_records_are_told_of_and_no_step_takes_them(game:
     steps = [event for event in read_events(run.folder / "events") if event["kind"] == "rl.step"]
     assert all(event["no_signal_share"] == 0 for event in steps), "each step was made of groups with a signal"
     assert all(int(lag) <= 1 or event["masked_share"] for event in steps for lag in event["token_lag"])
+
+
+def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(
+    game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of its step came first, so that no step leads to it again."""
+    run = made(game, tmp_path / "r", "rl.steps=4", "evals.every=2", "evals.during_tasks=2")
+    evaluate, steps = Conductor.evaluate, list[int]()
+
+    async def cut_off_once(conductor: Conductor, *what: Any) -> Any:
+        steps.append(conductor.step)
+        if len(steps) == 1:
+            raise Lost("the learner is gone", hint="another comes")
+        return await evaluate(conductor, *what)
+
+    monkeypatch.setattr(Conductor, "evaluate", cut_off_once)
+    reinforced(run)
+    assert steps == [2, 2]
+    assert [path.name for path in (run.folder / "evals").iterdir()] == ["during-000002.parquet"]
+    reinforced(without(run, 4))
+    assert steps == [2, 2], "what is there is not made again"

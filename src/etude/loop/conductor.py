@@ -42,7 +42,7 @@ from etude.inference import HttpEngine
 from etude.loop.apart import InOrder, apart
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
-from etude.loop.evaluating import evaluate
+from etude.loop.evaluating import evaluate, file_name
 from etude.loop.parity import Defence, Watch
 from etude.loop.places import ledger_place, traces_folder, weights_store
 from etude.loop.probing import Probe, Unreachable
@@ -63,6 +63,7 @@ STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # what a lost lineage still publishes is waited for first
 AT_ONCE = 8  # groups that one transaction admits
 UNREAD = "its stored rollout cannot be read"
+DURING = "during"  # the name of evaluations between steps
 MAX_FRUITLESS = 6  # lineages in a row that end without one step
 T = TypeVar("T")
 
@@ -116,8 +117,8 @@ class Conductor:
         await self._keeping(self._lineage)
         result = str(self.run_folder / "checkpoints" / "final")
         await self._keeping(lambda: self._call("save", type(None), result))
-
         await self._forget(self.step)
+
     async def resume(self) -> None:
         """Have a learner hold the newest checkpoint and publish it, and agree with the ledger about what is trained."""
         await self._keeping(_nothing)
@@ -151,8 +152,8 @@ class Conductor:
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = self._batched = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
-        self.probe.learner_class = await self._call("parity", str)
         self._size = 0
+        self.probe.learner_class = await self._call("parity", str)
         if self.config.numerics.mode is Mode.EXACT:
             self.crew.wants_parity(self.probe.learner_class)
         if (taken := await self.books(self.ledger.recall, "defence")) is not None:
@@ -204,6 +205,8 @@ class Conductor:
                 task.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        if self._lacks_evaluation():
+            await self._evaluate_during()
         late_s = 0.0  # waited for the version of the step before, where nothing may run beside it
         async for batch, groups, wait_s in self._batches():
             began = time.perf_counter()
@@ -233,7 +236,7 @@ class Conductor:
             if checkpoint:
                 await self._checkpoint()
             if evaluation:
-                await self.evaluate("during", Split.VALIDATION, self.config.evals.during_tasks)
+                await self._evaluate_during()
 
     async def _offer(self, rollout_ids: tuple[str, ...]) -> tuple[list[float], float]:
         """Have the learner begin to publish: its own log-probabilities of the probe, taken while it holds that version,
@@ -287,10 +290,10 @@ class Conductor:
             self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
             await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, groups))
             self._room.set()
+            self._admitted.set()  # what waits has moved up
             yield batch, groups, time.perf_counter() - began
 
     async def _recorded(self, groups: list[Group]) -> BatchRef:
-            self._admitted.set()  # what waits has moved up
         """The next step's batch, of these groups: read, made and recorded by the learner. Raises `LedgerError` where a
         stored rollout cannot be read."""
         experience, k1 = self.config.experience, None
@@ -346,10 +349,10 @@ class Conductor:
             if (size := self.window.size(order, ready, signal)) > self._size:
                 self._size = size
                 self._room.set()
+                self._admitted.set()
             ready |= await self.rolling.progress()
 
     async def _admit(self) -> None:
-                self._admitted.set()
         """Admit groups whenever the window has room, in one transaction with the task cursor."""
         while True:
             self._room.clear()
@@ -406,6 +409,14 @@ class Conductor:
             telemetry=self.telemetry,
         )
 
+    async def _evaluate_during(self) -> None:
+        await self.evaluate(DURING, Split.VALIDATION, self.config.evals.during_tasks)
+
+    def _lacks_evaluation(self) -> bool:
+        """Whether the evaluation of the step that a lineage begins with was cut off: its checkpoint came first."""
+        path = self.run_folder / "evals" / file_name(DURING, Split.VALIDATION, self.step)
+        return self.config.evals.is_due(self.step, self.config.rl.steps) and not path.exists()
+
     async def _defend(self, defence: Defence) -> None:
         """Have the learner take a defence from the next step on, and whoever goes on with this run. Not at once: a
         step's trace says with which settings it was trained."""
@@ -427,6 +438,11 @@ class Conductor:
             kept = await self.books(kept_from, self.ledger)
             self.telemetry.event("retention", step=self.step, kept_from=kept, freed_bytes=freed)
 
+    async def _forget(self, step: int) -> None:
+        """Drop records and files of the rollouts that were consumed up to a step, which no restart goes back before."""
+        await self.books(self.ledger.prune, step)
+        await self._drop_files()
+
     async def _drop_files(self) -> None:
         """Delete the files of rollouts that nobody will ask for: of steps that no restart goes back to, or of attempts
         that were given up."""
@@ -438,11 +454,6 @@ class Conductor:
     async def _saved(self, error: NotFinite) -> NotFinite:
         """An error that ends the run, once the last version's state is on disk; it says where that is."""
         await self._committed()
-    async def _forget(self, step: int) -> None:
-        """Drop records and files of the rollouts that were consumed up to a step, which no restart goes back before."""
-        await self.books(self.ledger.prune, step)
-        await self._drop_files()
-
         with contextlib.suppress(NotFinite):  # the live weights are lost, too: what was saved before is there
             await self._checkpoint()
         at = self._newest_checkpoint()
