@@ -18,6 +18,7 @@ from etude.dashboard.troubles import troubles
 from etude.experience import Ledger
 from etude.loop.conductor import Conductor
 from etude.loop.played import Played
+from etude.loop.proving import Found, Proof, steps_of
 from etude.loop.wire import Lost
 from etude.records import RolloutSpec
 from etude.stores import DirectoryStore
@@ -87,6 +88,14 @@ def without(run: PlayedRun, *steps: int) -> PlayedRun:
     return PlayedRun(run.folder, run.config)
 
 
+def proven(run: PlayedRun) -> tuple[list[Found], list[Found]]:
+    """Problems and notices that `etude fsck` finds in stored rollouts."""
+    proof = Proof()
+    for step in steps_of(run.folder.path):
+        step(proof)
+    problems, notices = ([one for one in all_ if "rollouts" in one.place] for all_ in (proof.problems, proof.notices))
+    return problems, notices
+
 
 def digests(run: PlayedRun) -> dict[int, str]:
     found = lineage(DirectoryStore(run.folder / "weights"), "policy")
@@ -102,6 +111,21 @@ def test_from_the_checkpoint_before_the_newest_every_step_is_repeated_to_the_byt
     assert {step: digests(run)[step] for step in first} == first
     run.assert_sound(8)
 
+
+def test_what_a_restart_needs_is_proven_with_the_run(game: Any, tmp_path: Path) -> None:
+    run = made(game, tmp_path / "r", "experience.max_lag=0", "rl.steps=8", players=Stops)
+    cut_off(run)
+    stored = sorted((run.folder / "rollouts").iterdir())
+    assert proven(run) == ([], [])
+    assert len(stored) == EVERY * GROUPS * SIZE
+    damaged, gone, whole = stored[0], stored[1], stored[2].read_bytes()
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    gone.unlink()
+    stored[2].with_name("g000009.0.7.rollout").write_bytes(whole)
+    problems, notices = proven(run)
+    assert [one.place for one in problems] == [f"rollouts/{damaged.name}", f"rollouts/{gone.name}"]
+    assert all("copy it back" in one.hint for one in problems)
+    assert [one.place for one in notices] == ["rollouts/g000009.0.7.rollout"]
 
 
 def test_from_an_older_one_lost_records_are_told_of_and_no_step_takes_them(game: Any, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from etude.experience.rows import COLUMNS, Row, as_row
 from etude.experience.transitions import SETTLED, State
 from etude.records.completion import Version
 from etude.records.rollout import RolloutSpec
+from etude.records.summary import RolloutSummary
 from etude.records.wire import unpack
 
 _HIDDEN = (State.QUARANTINED, State.CANCELLED)
@@ -200,6 +201,19 @@ class Looking:
         stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
         sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
         return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
+
+    def stored(self) -> list[RolloutSummary]:
+        """Of every rollout whose file was stored and is still wanted, by looking at all that are kept. None of a
+        ledger of an earlier etude, in which rollouts lie themselves."""
+        if self.recall("format") != FORMAT:
+            return []
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
+        summaries = (_read(rollout_id, FINISHED, data, Finished).summary for rollout_id, data in found)
+        return [one for one in summaries if one is not None and one.stored is not None]
+
+    def is_kept(self, rollout_id: str) -> bool:
+        """Whether the record of a finished rollout is still wanted."""
+        return self.get(rollout_id, FINISHED) is not None
 
     def cursor(self, split: str) -> int:
         """Index of the next task of a split."""
