@@ -167,3 +167,12 @@ def test_an_evaluation_that_was_cut_off_is_made_when_the_run_goes_on(
     assert [path.name for path in (run.folder / "evals").iterdir()] == ["during-000002.parquet"]
     reinforced(without(run, 4))
     assert steps == [2, 2], "what is there is not made again"
+
+
+def test_what_a_killed_learner_left_of_a_checkpoint_goes_with_the_next_one(game: Any, tmp_path: Path) -> None:
+    run = made(game, tmp_path / "r", "rl.steps=2")
+    half = run.folder / "checkpoints" / ".step-000001.0a1b2c3d"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    reinforced(run)
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["final", "mid", "step-000002"]

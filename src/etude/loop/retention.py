@@ -36,7 +36,7 @@ def keep_within(run: RunFolder, ledger: Ledger, traces: Folder, *, disk_gb: floa
     """Delete the oldest stretches until checkpoints and traces fit; traces in a bucket take no disk, and go with the
     rest of their stretch. Returns the bytes that went. Call it when no
     checkpoint is being written; a kill at any moment leaves what the next call deletes."""
-    for left in (run / "checkpoints").glob(f".*{GONE}"):
+    for left in (run / "checkpoints").glob(".*"):  # half deleted, or half written when its learner was killed
         shutil.rmtree(left)
     checkpoints = dict(sorted(steps_in(run / "checkpoints", "step-*")))
     batches = {step: trace_path(traces, step) for step in recorded(traces)}
