@@ -206,7 +206,7 @@ class Learning:
         return self._learner is not None and not self._learner.is_publishing
 
     def settle(self) -> None:
-        """What rank 0 knows to be published, or to have failed: this rank's part of it is over, too."""
+        """Wait until this rank's part of the last publish is over. Rank 0 knows how it ended, and tells of failures."""
         with contextlib.suppress(EtudeError):
             if self.learner.is_publishing:
                 self.learner.published()

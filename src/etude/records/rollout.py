@@ -55,7 +55,9 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
         A token of epoch 0 attends to keys that its own version computed; one of a later epoch also to those before it,
         back to the last token of epoch 0.
         """
-        stretch = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)  # each lies below the one before: none looks back
+        # A stretch begins at each token of epoch 0. Each lies 2^33 below the one before, so that the running minimum
+        # never reaches back into an earlier stretch.
+        stretch = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)
         oldest: I32 = (np.minimum.accumulate(self.steps - stretch) + stretch).astype(np.int32)
         return oldest
 

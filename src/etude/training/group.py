@@ -104,11 +104,11 @@ class Group(Protocol):
         ...
 
     def together(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each parameter's rows as every rank has them, to the whole parameters that this one is to have."""
+        """Exchange rows: from this rank's rows of each parameter to the whole parameters that this rank gets."""
         ...
 
     def apart(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Back to this rank's rows of every parameter, shaped as `like`."""
+        """The reverse: from the whole parameters that this rank has to its rows of each parameter, shaped as `like`."""
         ...
 
     def reset(self, model: Transformer) -> None:
