@@ -3,8 +3,8 @@
 Works on copies of the repository, `--jobs` at a time: runs the tests of one file as they are, then each of its mutants
 alone, and puts the files back. A mutant whose test passes is printed as SURVIVED; BROKEN is one whose test does not
 pass without it either, or that leaves nothing to run. Either makes the exit code 1. Results are kept (`results`), so
-what was killed before and has not changed since is not run again, but for `--again`. `--only PART` takes the tests
-whose name has PART. `--write` writes the table of all results to docs/lab/mutants.md.
+what was killed before and has not changed since is not run again, but for `--again`. `--only PART ...` takes the
+tests whose name has one of these. `--write` writes the table of all results to docs/lab/mutants.md.
 """
 
 from __future__ import annotations
@@ -120,14 +120,18 @@ def build(copy: Path, mutant: Mutant) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", metavar="PART", help="tests whose name has this in it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="PART", help="tests whose name has one of these in it"
+    )
     parser.add_argument("--again", action="store_true", help="also mutants that are known to be killed")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     args = parser.parse_args()
     table, results = mutants(), Results()
     results.keep(table)
-    chosen = [m for m in table if args.only in m.test and (args.again or results.of(m).found != KILLED)]
+    chosen = [
+        m for m in table if any(part in m.test for part in args.only) and (args.again or results.of(m).found != KILLED)
+    ]
     files: dict[str, list[Mutant]] = {}
     for mutant in chosen:
         files.setdefault(mutant.test.partition("::")[0], []).append(mutant)
