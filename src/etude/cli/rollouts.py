@@ -1,6 +1,6 @@
 """``etude rollouts list | show``: rollouts of training and of evaluations, from wherever the run keeps them.
 
-A rollout's file is kept until a checkpoint lies behind its step; then its trace is, for good, and the evaluations'
+A rollout's file is kept until two checkpoints lie behind its step; then its trace is, for good, and the evaluations'
 files keep theirs. What was never trained on stays in its file.
 """
 

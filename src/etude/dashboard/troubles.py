@@ -24,6 +24,8 @@ def troubles(view: RunView) -> list[tuple[str, int]]:
         found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
     lost = sum(text(event, "state") == "lost" for event in view.of("lineage"))
     found.update({"the learner was lost, and training went on from a checkpoint": lost} if lost else {})
+    gone = sum(int(number(event, "gone") or 0) for event in view.of("lineage"))
+    found.update({"a rollout of a lost step had no record any more, and is not trained again": gone} if gone else {})
     for event in view.of("engine.trouble"):
         found[f"{text(event, 'process')}: {text(event, 'reason')}"] += 1
     for event in view.of("weights.mend"):

@@ -107,8 +107,13 @@ class Window:
     def min_step(self, num_open: int, batched_step: int, published_step: int) -> int:
         """The version step that engines must at least have for a group that starts behind `num_open` open ones:
         `RolloutSpec.min_step`."""
-        trained_at = batched_step + num_open // self.groups_per_step
-        return max(0, min(published_step, trained_at - self.max_lag))
+        return max(0, min(published_step, self.demand(num_open, batched_step)))
+
+    def demand(self, place: int, batched_step: int, size: int = 0) -> int:
+        """The version step that must be published before the open group in this place, counted from 0, may start.
+        `size`: what the step that is being formed takes, as far as is known."""
+        steps_ahead = 0 if place < size else place // self.groups_per_step
+        return batched_step + steps_ahead - self.max_lag
 
     def take(self, order: Sequence[str], ready: Collection[str], signal: Collection[str] = ()) -> list[str] | None:
         """The groups of the next step, or None while one of them is waited for. `order`: every group that no step

@@ -8,7 +8,7 @@ and `postgres` on a server that runs share. The ledger's statements are written 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -20,7 +20,8 @@ FORMAT = 2
 READABLE = ("1",)
 """Earlier formats that can only be read. They hold rollouts in the ledger itself, so such a run cannot be resumed."""
 SERVERS = ("postgresql://", "postgres://")
-AT_ONCE = 1000  # rows of values in one statement: both databases take some 32,000 values
+AT_ONCE = 1000  # rows of values in one statement
+IN_ONE = 5_000  # values in one statement
 
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, position)",
@@ -73,6 +74,18 @@ def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         row = f"({marks(some[0])})"
         values = (value for one in some for value in one)
         db.execute(sql.replace("VALUES ?", f"VALUES {', '.join([row] * len(some))}"), *values)
+
+
+def parts(values: Collection[T]) -> Iterator[tuple[T, ...]]:
+    """Values for several statements, none of which has more than a database takes in one: SQLite 32,766, PostgreSQL
+    65,535. None for no values.
+
+    >>> [len(some) for some in parts(range(12_000))]
+    [5000, 5000, 2000]
+    """
+    values = tuple(values)
+    for first in range(0, len(values), IN_ONE):
+        yield values[first : first + IN_ONE]
 
 
 def marks(values: Collection[Any]) -> str:

@@ -20,8 +20,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
+import msgspec
+
 from etude.errors import LedgerError
-from etude.experience.database import each, marks, open_database
+from etude.experience.database import each, marks, open_database, parts
 from etude.experience.groups import Finished
 from etude.experience.lineage import Lineage, by_step, remembered
 from etude.experience.looking import FINISHED, QUARANTINE, SPEC, Looking, Quarantined
@@ -64,6 +66,7 @@ class Reconciled:
     trained: int  # batched, and found in the lineage
     freed: int  # batched or trained, not in the lineage: graded again
     requeued: int  # were running
+    gone: int  # batched or trained, not in the lineage, and their records were dropped: no step takes them any more
 
 
 def _atomic(method: F) -> F:
@@ -161,16 +164,29 @@ class Ledger(Looking):
         self._put(SPEC, [(spec.rollout_id, pack(spec)) for spec in specs])
 
     @_atomic
-    def start(self, limit: int, *, published: int | None = None) -> list[RolloutSpec]:
+    def start(
+        self, limit: int, *, published: int | None = None, demand: Callable[[int], int] | None = None
+    ) -> list[RolloutSpec]:
         """Move the first waiting rollouts, at most `limit`, to running, and return their specs. Stops at the first one
-        that demands a later version step than `published` (None: no such check). Demands never fall in order of
-        admission, so none after that one could start."""
+        that demands a later version step than `published` (None: no such check), which none overtakes.
+
+        `demand`: the version step that the open group at a place, counted from 0, demands now (`Window.demand`). It
+        counts where it is less than the one that the group was admitted with, which a lost lineage may have made too
+        late: the steps that lead to that version might wait for this very group."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
-            specs = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
+            able = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
+            specs = able if able or demand is None else self._due(specs, published, demand)
         self._move([_Move(row, State.RUNNING) for row in rows[: len(specs)]])
         return specs
+
+    def _due(self, specs: Sequence[RolloutSpec], published: int, demand: Callable[[int], int]) -> list[RolloutSpec]:
+        """The first of some specs whose places among the open groups demand no later version than the published one,
+        as specs that demand no later one either."""
+        places = {group_id: place for place, group_id in enumerate(self.open_groups())} if specs else {}
+        due = itertools.takewhile(lambda spec: demand(places[spec.group_id]) <= published, specs)
+        return [msgspec.structs.replace(spec, min_step=min(spec.min_step, published)) for spec in due]
 
     def finish(self, rollout: RolloutSummary, outcome: Outcome) -> bool:
         """Store the summary of a rollout and how it was judged. False: of an attempt that no longer counts; nothing
@@ -256,27 +272,48 @@ class Ledger(Looking):
         lineage was read: a step up to which the ledger itself stands in for manifests."""
         if head is not None:
             self._published(head)
-        trained, freed, running = 0, 0, self.rows(states=[State.RUNNING])
+        trained, freed, gone, running = 0, 0, 0, self.rows(states=[State.RUNNING])
         self._move([_Move(row, State.REQUEUED, "the run was interrupted") for row in running])
         for step, kept in by_step(lineage, self.steps(), believed=believed):
             rows, wanted = self.rows(step=step), None if kept is None else set(kept)
             trained += self._trained(
                 [row for row in rows if wanted is None or row.rollout_id in wanted], "found in the lineage"
             )
-            freed += self._free(step, [row for row in rows if wanted is not None and row.rollout_id not in wanted])
-        return Reconciled(trained=trained, freed=freed, requeued=len(running))
+            outside = [row for row in rows if wanted is not None and row.rollout_id not in wanted]
+            free, lost = self._free(step, outside)
+            freed, gone = freed + free, gone + lost
+        return Reconciled(trained=trained, freed=freed, requeued=len(running), gone=gone)
 
-    def _free(self, step: int, rows: Sequence[Row]) -> int:
-        """The step that took these is not in the lineage: their groups are open again. How many it had trained."""
+    def _free(self, step: int, rows: Sequence[Row]) -> tuple[int, int]:
+        """The step that took these is not in the lineage: how many of those it had trained are free again, and how many
+        have no record left. Groups with one of those stay closed: nothing of them can be trained."""
         if rows and step <= int(self.recall("pruned") or 0):
             self.remember("pruned", step - 1)  # the steps from here on will be made again
         taken = [row for row in rows if row.state in _LINEAGE]
+        stored = self._stored([row.rollout_id for row in taken])
         self._move([_Move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage") for row in taken])
         again = self.known([row.rollout_id for row in taken])
-        self._move([_Move(row, State.GRADED, "its stored outcome stands") for row in again])
-        sql = "UPDATE rollouts SET batch_id = NULL, step = NULL, has_sample = NULL, version = NULL"
-        each(self._db, f"{sql} WHERE rollout_id IN (VALUES ?)", [(row.rollout_id,) for row in rows])
-        return len(taken)
+        gone = [row for row in again if row.rollout_id not in stored]
+        self._move(
+            [
+                *(_Move(row, State.GRADED, "its stored outcome stands") for row in again if row.rollout_id in stored),
+                *(_Move(row, State.QUARANTINED, "its record was dropped, and its step lost later") for row in gone),
+            ]
+        )
+        closed = {row.group_id for row in gone}
+        for kept, what in ((False, "batch_id = NULL, "), (True, "")):
+            some = [(row.rollout_id,) for row in rows if (row.group_id in closed) is kept]
+            sql = f"UPDATE rollouts SET {what}step = NULL, has_sample = NULL, version = NULL"
+            each(self._db, f"{sql} WHERE rollout_id IN (VALUES ?)", some)
+        return len(taken) - len(gone), len(gone)
+
+    def _stored(self, rollout_ids: Sequence[str]) -> set[str]:
+        """Those of some rollouts that have a record."""
+        found = set[str]()
+        for some in parts(rollout_ids):
+            sql = f"SELECT rollout_id FROM blobs WHERE name = ? AND rollout_id IN ({marks(some)})"
+            found |= {i for (i,) in self._db.rows(sql, FINISHED, *some)}
+        return found
 
     @_atomic
     def prune(self, step: int) -> int:

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import Database, marks
+from etude.experience.database import FORMAT, Database, marks, parts
 from etude.experience.groups import Finished, Group
 from etude.experience.lineage import Branches, seen_from
 from etude.experience.rows import COLUMNS, Row, as_row
 from etude.experience.transitions import SETTLED, State
 from etude.records.completion import Version
 from etude.records.rollout import RolloutSpec
+from etude.records.summary import RolloutSummary
 from etude.records.wire import unpack
 
 _HIDDEN = (State.QUARANTINED, State.CANCELLED)
@@ -79,8 +80,8 @@ class Looking:
 
     def found(self, rollout_ids: Collection[str]) -> list[Row]:
         """The rows of those of these rollouts that exist, in no order."""
-        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
-        return [as_row(r) for r in self._db.rows(sql, *rollout_ids)] if rollout_ids else []
+        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
+        return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
 
     def quarantined(self) -> dict[str, Quarantined]:
         """Rollouts with a sign of cheating, by id. Reads the blobs of all rollouts that are kept."""
@@ -96,9 +97,12 @@ class Looking:
 
     def batched_again(self, rollout_ids: Collection[str]) -> set[str]:
         """Those of these rollouts that batches took more than once, batches of lost lineages included."""
-        mine = f"rollout_id IN ({marks(rollout_ids)})"
-        sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
-        return {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *rollout_ids, State.BATCHED)}
+        again = set[str]()
+        for some in parts(rollout_ids):
+            mine = f"rollout_id IN ({marks(some)})"
+            sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
+            again |= {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *some, State.BATCHED)}
+        return again
 
     def states(self) -> dict[str, int]:
         return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
@@ -154,20 +158,29 @@ class Looking:
     def ready_groups(self, group_ids: Collection[str]) -> set[str]:
         """Those of these groups of which no member is still waited for."""
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(SETTLED)}) THEN 1 ELSE 0 END)"
-        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) GROUP BY group_id HAVING {settled}"
-        return {group_id for (group_id,) in self._db.rows(sql, *group_ids, *SETTLED)} if group_ids else set()
+        ready = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) GROUP BY group_id HAVING {settled}"
+            ready |= {group_id for (group_id,) in self._db.rows(sql, *some, *SETTLED)}
+        return ready
 
     def with_signal(self, group_ids: Collection[str]) -> set[str]:
         """Those of these groups whose graded members do not all have the same reward."""
-        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) AND state = ?"
-        sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
-        return {g for (g,) in self._db.rows(sql, *group_ids, State.GRADED)} if group_ids else set()
+        having = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
+            sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
+            having |= {group_id for (group_id,) in self._db.rows(sql, *some, State.GRADED)}
+        return having
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
         """Those of these groups that any batch ever took, batches of lost lineages included."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
-        rows = self._db.rows(f"{sql} AND group_id IN ({marks(group_ids)})", State.BATCHED, *group_ids)
-        return {group_id for (group_id,) in rows}
+        batched = set[str]()
+        for some in parts(group_ids):
+            rows = self._db.rows(f"{sql} AND group_id IN ({marks(some)})", State.BATCHED, *some)
+            batched |= {group_id for (group_id,) in rows}
+        return batched
 
     def group(self, group_id: str) -> Group:
         """A group with its stored records, versions as seen from the current weights (`lineage.seen_from`). Raises
@@ -188,6 +201,19 @@ class Looking:
         stored = "rollout_id IN (SELECT rollout_id FROM blobs WHERE name = ?)"
         sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
         return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
+
+    def stored(self) -> list[RolloutSummary]:
+        """Of every rollout whose file was stored and is still wanted, by looking at all that are kept. None of a
+        ledger of an earlier etude, in which rollouts lie themselves."""
+        if self.recall("format") != FORMAT:
+            return []
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
+        summaries = (_read(rollout_id, FINISHED, data, Finished).summary for rollout_id, data in found)
+        return [one for one in summaries if one is not None and one.stored is not None]
+
+    def is_kept(self, rollout_id: str) -> bool:
+        """Whether the record of a finished rollout is still wanted."""
+        return self.get(rollout_id, FINISHED) is not None
 
     def cursor(self, split: str) -> int:
         """Index of the next task to draw from a split of the task source; it is 0 at the start."""

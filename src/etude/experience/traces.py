@@ -223,13 +223,16 @@ def record_batch(
         }
 
     _write(trace_path(folder, plan.step), rows(), facts)
-    batch = made()
+    batch = batch_of(plan, samples)
+    num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
+    credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.advantage)
     ref = BatchRef(
         batch_id=plan.batch_id,
         step=plan.step,
         rollout_ids=plan.rollout_ids,
         sampled=batch.sampled,
-        num_trained=sum(int(sample.path.mask.sum()) for sample in samples),
+        num_trained=num_trained,
+        num_masked=credited - num_trained,
         digest=digest(),
     )
     return batch, ref

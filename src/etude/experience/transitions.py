@@ -57,7 +57,9 @@ MOVES = (
     Move(State.REQUEUED, State.RUNNING, "a worker takes it again"),
     Move(State.REQUEUED, State.GRADED, "its step was lost, its stored outcome stands"),
     Move(State.REQUEUED, State.INVALID, "no attempt is left"),
-    Move(State.REQUEUED, State.QUARANTINED, "its stored record cannot be read"),
+    Move(
+        State.REQUEUED, State.QUARANTINED, "its stored record cannot be read, or was dropped before its step was lost"
+    ),
     Move(State.REQUEUED, State.CANCELLED, "the run ends"),
     Move(State.PARKED, State.REQUEUED, "there is room for it again"),
     Move(State.PARKED, State.CANCELLED, "the run ends"),

@@ -58,8 +58,7 @@ async def evaluate(
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await played(crew, specs, one, name=name, telemetry=telemetry, each=each)
     rows = [_row(*one) for one in done]
-    file_name = f"{name}-{step:06d}" if split is Split.VALIDATION else name
-    write_rows(out / f"{file_name}.parquet", rows)
+    write_rows(out / file_name(name, split, step), rows)
     result = sum_up(rows, name=name, split=split, step=step, wall_s=round(time.perf_counter() - began, 3))
     telemetry.event("eval.result", **result.facts())
     return result
@@ -68,6 +67,11 @@ async def evaluate(
 def _row(played: Played, outcome: Outcome) -> EvalRow:
     outcome, signs = outcome_that_counts(played, outcome)
     return make_row(played.summary, outcome, transcript=played.transcript, sign=str(signs[0]) if signs else "")
+
+
+def file_name(name: str, split: Split, step: int) -> str:
+    """Where the rows of an evaluation are, in the run's folder for them."""
+    return f"{name}-{step:06d}.parquet" if split is Split.VALIDATION else f"{name}.parquet"
 
 
 async def played(

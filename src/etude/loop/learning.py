@@ -39,6 +39,7 @@ from etude.records.summary import BatchPlan, BatchRef, RolloutSummary
 from etude.run import RunFolder, host_facts
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
+from etude.training.batches import runs
 from etude.training.group import ONE, Group
 from etude.training.reference import Reference
 from etude.weights import Channel
@@ -52,6 +53,7 @@ if TYPE_CHECKING:  # only a learner of several ranks loads them
     from etude.training.sharded import Sharded
 
 SEE_IT = "every rank has to see the run's traces: its folder, or the bucket of stores.traces"
+K1_TOKENS = 1 << 20  # how many tokens of rollouts are in memory at once to be compared with the reference
 NUM_THREADS = 1  # of torch: with more, matrix products sum in another order
 
 
@@ -209,7 +211,7 @@ class Learning:
         return self._learner is not None and not self._learner.is_publishing
 
     def settle(self) -> None:
-        """End this rank's part of a publish that rank 0 knows to be over. Its error is ignored here."""
+        """Wait until this rank's part of the last publish is over. Rank 0 knows how it ended, and tells of failures."""
         with contextlib.suppress(EtudeError):
             if self.learner.is_publishing:
                 self.learner.published()
@@ -227,9 +229,11 @@ class Learning:
         self.learner.defend(truncate=Defence(defence) is Defence.TRUNCATED)
 
     def k1(self, rollouts: list[RolloutSummary]) -> dict[str, float]:
-        """Σ log π − log π_ref of each stored rollout, against the starting checkpoint."""
-        files = rollout_files(self.run)
-        return self.reference.k1(whole_samples(map(files.read, rollouts)))
+        """Σ log π − log π_ref of each stored rollout, against the starting checkpoint. Read piece by piece."""
+        files, found = rollout_files(self.run), dict[str, float]()
+        for some in runs([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
+            found |= self.reference.k1(whole_samples(map(files.read, rollouts[some])))
+        return found
 
     def save(self, path: str) -> None:
         self.learner.save(path)

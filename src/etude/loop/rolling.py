@@ -1,7 +1,8 @@
 """Runs admitted rollouts, has them graded, and stores them in the ledger.
 
 Rollouts start in order of admission, as many at a time as the engines can decode, and none before the version step that
-it needs is published, which after a restart from a checkpoint may be several steps away. A rollout whose worker dies is
+it needs is published, which after a restart from a checkpoint may be several steps away. Groups of the next steps need
+no version after those steps, whatever they were admitted with. A rollout whose worker dies is
 requeued and run again; a grade whose grader dies is asked for again; after `max_attempts` the rollout is invalid at
 that boundary, on the evidence of the host. A rollout that no engine could serve, as all held older versions, is
 requeued as often as that happens, since it has not failed. Knows nothing of weights and training.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -95,17 +97,16 @@ async def judge(crew: Crew, rollout: Played) -> Outcome:
 
 
 async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Played, Outcome]:
-    """Run and grade a rollout that is not kept in the ledger (an evaluation's). Raises `EtudeError` when its workers
-    die repeatedly; the rollout is invalid when repeatedly no engine reaches its version."""
+    """Run and grade a rollout that is not kept in the ledger (an evaluation's). It is invalid when its workers die
+    repeatedly, or repeatedly no engine reaches its version: one task does not end an evaluation."""
     while True:
         try:
             rollout = await crew.rollout(spec, kept=False)
             return rollout, await judged_once(crew, rollout)
-        except (Lost, EngineBehind) as error:
+        except (Lost, DeadlineExceeded, EngineBehind) as error:
             if spec.attempt + 1 >= crew.config.experience.max_attempts:
-                if isinstance(error, Lost):
-                    raise
-                rollout = Played(summary=summary_of(not_run(spec, Boundary.PROVIDER, error)), task=spec.task)
+                boundary = Boundary.PROVIDER if isinstance(error, EngineBehind) else Boundary.WORKER
+                rollout = Played(summary=summary_of(not_run(spec, boundary, error)), task=spec.task)
                 return rollout, await judge(crew, rollout)
             spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
 
@@ -152,6 +153,7 @@ class Rolling:
     def __init__(self, ledger: Ledger, books: InOrder, crew: Crew, telemetry: Telemetry) -> None:
         self.ledger, self.books, self.crew, self.telemetry = ledger, books, crew, telemetry
         self.published = 0  # step of the newest version: rollouts that need a later one wait
+        self.demand: Callable[[int], int] | None = None  # version step that an open group needs now: see `Ledger.start`
         self._settled, self._ready = asyncio.Event(), set[str]()
         self._ended: list[_Ended] = []  # not stored yet; at most as many as run at once
         self._storing: asyncio.Task[None] | None = None
@@ -182,7 +184,7 @@ class Rolling:
                     tasks.create_task(self._run_one(spec, room, more), name=spec.rollout_id)
 
     async def _start(self, limit: int) -> list[RolloutSpec]:
-        return await self.books(self.ledger.start, limit, published=self.published)
+        return await self.books(self.ledger.start, limit, published=self.published, demand=self.demand)
 
     async def _run_one(self, spec: RolloutSpec, room: Room, more: asyncio.Event) -> None:
         try:

@@ -20,7 +20,8 @@ WIDE_ROUTES = 255  # experts above which a route takes two bytes
 
 @dataclass(frozen=True)
 class Weight:
-    """The largest that a step can be: each rollout is one path that fills the context. `num_bytes` is the batch's."""
+    """The largest that a step can be: each rollout is one path that fills the context, and a step that looks for signal
+    takes as many groups as it may. `num_bytes` is the batch's."""
 
     rollouts: int
     tokens: int
@@ -68,7 +69,7 @@ def check_step(
     if ranks * weight.num_bytes > memory:
         each = f"each of {ranks} ranks" if ranks > 1 else "the learner"
         said(f"{shown}; {each} holds a step, and this machine has {_gb(memory)} of memory")
-    steps = config.experience.max_lag + 1 + config.rl.checkpoint_every
+    steps = config.experience.max_lag + 1 + 2 * config.rl.checkpoint_every  # until two checkpoints lie behind them
     disk = shutil.disk_usage(Path.cwd()).free if disk_bytes is None else disk_bytes
     if steps * weight.num_bytes > disk:
         said(f"{shown}; rollouts of up to {steps} steps lie in the run folder, and {_gb(disk)} of disk are free here")

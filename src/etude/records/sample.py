@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from etude.records.completion import Version
-from etude.records.rollout import Path
+from etude.records.rollout import UNKNOWN, Path
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def single_version(self) -> bool:
         """Whether one version computed and sampled all tokens, so that the ratio must be 1 on its weights."""
-        steps = self.path.steps[self.path.mask | (self.path.steps >= 0)]
+        steps = self.path.steps[self.path.mask | (self.path.steps != UNKNOWN)]
         return bool((steps == steps[0]).all()) and not self.path.kv_epochs.any()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -28,6 +28,7 @@ from etude.numerics.exact import tree
 from etude.numerics.operators import Operators
 from etude.sums import files_in, prove
 from etude.training.rows import Rows
+from etude.training.totals import rounded, total
 from etude.training.trained import Loading, Trained, load_trained
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ class Group(Protocol):
         """Replace integers by their sum over all ranks."""
         ...
 
-    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
-        """√ of the sum of the squares of all ranks, by parameter, rounded once: independent of which rank holds
+    def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        """√ of the sum of all ranks' squares (float64, by parameter), rounded once: independent of which rank holds
         which."""
         ...
 
@@ -104,11 +105,11 @@ class Group(Protocol):
         ...
 
     def together(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each parameter's rows as every rank has them, to the whole parameters that this one is to have."""
+        """Exchange rows: from this rank's rows of each parameter to the whole parameters that this rank gets."""
         ...
 
     def apart(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Back to this rank's rows of every parameter, shaped as `like`."""
+        """The reverse: from the whole parameters that this rank has to its rows of each parameter, shaped as `like`."""
         ...
 
     def reset(self, model: Transformer) -> None:
@@ -142,8 +143,8 @@ class One:
     def add(self, counts: torch.Tensor) -> None:
         pass
 
-    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
-        return math.sqrt(math.fsum(x for rows in squares.values() for x in rows))
+    def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        return math.sqrt(rounded([total(torch.cat(list(squares.values())))]))
 
     def gathered(self, one: T) -> list[T]:
         return [one]

@@ -14,7 +14,6 @@ rounded once. Knows nothing of losses or schedules.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +51,7 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
-        norm: Callable[[Mapping[str, Sequence[float]]], float] = ONE.norm,
+        norm: Callable[[Mapping[str, torch.Tensor]], float] = ONE.norm,
     ) -> None:
         self.betas, self.eps, self.weight_decay, self.grad_clip = betas, eps, weight_decay, grad_clip
         self.num_steps, self._norm, self._model = 0, norm, model
@@ -222,9 +221,8 @@ def places(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict
     return {name: found[name] for name in shapes}, begin, at
 
 
-def _squares(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Of each row of each gradient, the square of its norm: what ranks that have other rows can add up."""
+def _squares(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of each row of each gradient, the square of its norm, float64: what ranks that have other rows can add up."""
     norms = [torch.linalg.vector_norm(g.flatten(1), dim=1) if g.ndim > 1 else g.abs() for g in gradients.values()]
-    squares = torch.cat(norms).double().square_().tolist()
-    starts = itertools.accumulate((len(rows) for rows in norms), initial=0)
-    return {n: squares[at : at + len(rows)] for n, at, rows in zip(gradients, starts, norms, strict=False)}
+    squares = torch.cat(norms).double().square_()
+    return dict(zip(gradients, torch.split(squares, [len(rows) for rows in norms]), strict=True))

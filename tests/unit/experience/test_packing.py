@@ -60,11 +60,14 @@ def test_masking_stragglers_trains_only_their_fresh_spans(kit, tmp_path):
     assert facts["token_lag"] == {"0": 6, "3": 10}
 
 
-def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed(kit):
+def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed_and_told_of(kit, tmp_path):
     groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(0, 4)]))]
-    batch = make_batch(plan_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK), kit.read)
+    plan = plan_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK)
+    batch, ref = record_batch(tmp_path, plan, kit.read)
+    assert batch == make_batch(plan, kit.read)
     assert batch.samples == ()
     assert batch.rollout_ids == ("g000000.0", "g000000.1")
+    assert step_facts(groups, ref)["masked_share"] == 1.0
 
 
 def test_step_facts_count_what_a_step_saw(kit, tmp_path):
