@@ -45,7 +45,11 @@ def test_a_row_has_etude_the_ways_that_were_tried_and_the_best_of_them(monkeypat
     monkeypatch.setitem(engine.MODELS, "tiny", SIZES)
     monkeypatch.setattr(engine, "SAMPLED_TOKENS", 8)
     monkeypatch.setattr(engine, "TRIAL_TOKENS", 4)
-    ways = [engine.Way("eager"), engine.Way("grouped_mm", "bfloat16", "static"), engine.Way("batched_mm", cache="paged")]
+    ways = [
+        engine.Way("eager"),
+        engine.Way("grouped_mm", "bfloat16", "static"),
+        engine.Way("batched_mm", cache="paged"),
+    ]
     row = engine.measure("tiny", 2, 1, ways)
     assert list(row["transformers_tried"]) == [way.name for way in ways]
     assert set(row["transformers"]) == set(engine.promising(row["transformers_tried"]))
