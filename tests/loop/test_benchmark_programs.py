@@ -1,4 +1,4 @@
-"""The programs that benchmarks put in place of a run's worker and learner are still the real ones, and do what they say."""
+"""The programs that benchmarks put in place of a run's worker and learner are the real ones, and do what they say."""
 
 from __future__ import annotations
 
