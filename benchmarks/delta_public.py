@@ -1,8 +1,8 @@
 """What a user's calls cost, all proofs included: `encode`, `apply` into new memory and in place, following.
 
 One child process for each number of cores, held to so many by its affinity, as a user's process is. It measures the
-calls and, in turn with them, *memcpy* (a copy of a snapshot into memory that is there, a part by each core: two cores to
-one of this is the roof of what two cores can gain), *fresh copy* (by one core, into memory that is not there, which
+calls and, in turn with them, *memcpy* (a copy of a snapshot into memory that is there, a part by each core: two cores
+to one of this is the roof of what two cores can gain), *fresh copy* (by one core, into memory that is not there, which
 `apply` into new memory cannot beat) and *scan* (one pass that compares both snapshots, by all cores). GB of snapshot a
 second: on one core by CPU time, and the ratio of two cores to one by wall time, the shortest of `--repeats`. Pairs are
 those of `benchmarks.delta_pairs`, stacked to over 100 MB as in `benchmarks.delta`; every result is compared with the

@@ -14,7 +14,6 @@ from etude.errors import ConfigError, nearest
 from etude.numerics.config import Quantise
 from etude.numerics.formats import FORMATS
 
-
 MATRIX_BYTES: dict[Quantise, float] = {name: form.bits_per_number / 8 for name, form in FORMATS.items()}
 """Of a number in an engine's matrices where these are rounded, with its share of the scales of blocks."""
 

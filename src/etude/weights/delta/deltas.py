@@ -181,7 +181,7 @@ def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, T
         with _of_this_base(entries, held):
             found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
         _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
-        yield {entry.name: written(*pair) for entry, *pair in zip(entries, held, found, strict=True)}
+        yield {entry.name: written(old, one) for entry, old, one in zip(entries, held, found, strict=True)}
 
 
 @dataclass(frozen=True)
