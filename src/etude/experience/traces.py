@@ -223,7 +223,7 @@ def record_batch(
         }
 
     _write(trace_path(folder, plan.step), rows(), facts)
-    batch = batch_of(plan, samples)
+    batch = made()
     num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
     credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.advantage)
     ref = BatchRef(

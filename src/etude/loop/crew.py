@@ -41,9 +41,9 @@ from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
 GRADE_S = 7_200.0
-"""Seconds for one grade. Longer than a grade may take (`MachineGrader`), so that work that is slow to grade still gets a
-verdict. Time spent in the queue does not count: graders report the end of each grade. The supervisor notices a grader
-that hangs."""
+"""Seconds for one grade. Longer than a grade may take (`MachineGrader`), so that work that is slow to grade still gets
+a verdict. Time in the queue does not count: graders report the end of each grade. The supervisor notices a grader that
+hangs."""
 SCRIPT_S = 600.0
 """Seconds to make and end the machine of a scripted rollout, beside its commands: its image may be large."""
 ENGINE_NICE = 5
