@@ -130,7 +130,7 @@ def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, lis
 
 
 def _show_evaluated(run: RunFolder, rollout_id: str, screen: Console) -> Iterator[bool]:
-    """Print a rollout as each evaluation had it; a file that cannot be read is told and passed over."""
+    """Print a rollout of each evaluation that has it; a file that cannot be read is named and skipped."""
     for path in sorted((run / "evals").glob("*.parquet"), key=lambda path: path.stat().st_mtime):
         try:
             rows = [row for row in read_rows(path) if row.rollout_id == rollout_id]

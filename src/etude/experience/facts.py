@@ -1,4 +1,4 @@
-"""What a batch was like: the numbers of an `rl.step` event that experience knows. Pure; decides nothing."""
+"""Statistics of a batch: the numbers of an `rl.step` event that come from the ledger and the plan. Pure."""
 
 from __future__ import annotations
 

@@ -28,14 +28,16 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.errors import EngineError, EtudeError, LedgerError, NotFinite
 from etude.evals import EvalResult
-from etude.experience import SCHEMES, Group, Ledger, Window, plan_batch, step_facts
+from etude.experience import SCHEMES, Group, Ledger, plan_batch, step_facts
+from etude.experience.admission import LittleSignal
 from etude.experience.curriculum import Curriculum, Signals
+from etude.experience.packing import teaches
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
@@ -80,12 +82,8 @@ class Conductor:
         self.run_folder, self.config, self.telemetry = run, config, telemetry
         self.crew, self.source = crew, source
         self.traces = traces_folder(run)
-        self.window = Window(
-            max_lag=config.experience.max_lag,
-            groups_per_step=config.experience.groups_per_step,
-            straggler=config.experience.straggler,
-            signal_groups=config.experience.signal_groups,
-        )
+        self._scales = config.experience.little_signal is LittleSignal.SCALE
+        self.window = config.experience.window
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
         self.books = InOrder("ledger")  # a server may be away for seconds: engines and children are heard meanwhile
@@ -309,6 +307,7 @@ class Conductor:
             straggler=experience.straggler,
             k1=k1,
             beta=experience.kl,
+            full_groups=experience.signal_groups if self._scales else 0,
         )
         return await self._call("record", BatchRef, plan)
 
@@ -339,11 +338,11 @@ class Conductor:
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
-        self._size = 0
+        self._size, seen = 0, dict[str, bool]()
         ready = await self.books(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
         while True:
             order = await self.books(self.ledger.open_groups)
-            signal = await self.books(self.ledger.with_signal, ready) if self.window.signal_groups else set[str]()
+            signal = await self.books(self._with_signal, ready, seen) if self.window.signal_groups else set[str]()
             if (taken := self.window.take(order, ready, signal)) is not None:
                 return taken
             if (size := self.window.size(order, ready, signal)) > self._size:
@@ -351,6 +350,13 @@ class Conductor:
                 self._room.set()
                 self._admitted.set()
             ready |= await self.rolling.progress()
+
+    def _with_signal(self, ready: Collection[str], seen: dict[str, bool]) -> set[str]:
+        """Those of some groups that the next step has a sample of. `seen`: what was found of a group for this step."""
+        found = self.ledger.with_signal(ready)
+        bound = {"learner_step": self.trained, "max_lag": self.config.experience.max_lag}
+        seen |= {group: teaches(self.ledger.group(group), **bound) for group in found - seen.keys()}
+        return {group for group in found if seen[group]}
 
     async def _admit(self) -> None:
         """Admit groups whenever the window has room, in one transaction with the task cursor."""

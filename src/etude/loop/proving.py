@@ -1,11 +1,11 @@
-"""Proves that what a run folder holds is what was written: every file that has a checksum is read and compared.
+"""Compares every file of a run folder that has a checksum with it (`etude fsck`).
 
-It goes by what files are, not by their names (`etude.sums`): directories with SHA256SUMS, Parquet, JSON, event logs;
-the ledger and the chain of weights have checksums of their own, and the ledger has those of stored rollouts. So a file
-that nobody thought of here is proven, or listed as one that is not. Only reads, also beside the run: what a live run
-replaces or deletes meanwhile is no problem, and where a store that moves looks damaged it is looked at again.
+Files are recognised by their kind, not by their names (`etude.sums`): directories with SHA256SUMS, Parquet, JSON, event
+logs; the ledger and the chain of weights have checksums of their own, and the ledger has those of stored rollouts. So
+an unexpected file is either proven, or listed as not proven. It only reads, and may run beside the run: files that a
+live run replaces or deletes meanwhile are no problem, and a store that changes and looks damaged is read again.
 
-Knows nothing of what was trained: that no rollout was lost is `experience.auditing`'s to say.
+Knows nothing of training: `experience.auditing` checks that no rollout was lost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 ROLLOUTS = "rollouts"
 _PLAIN = {"lock", "logs"}
-"""What a run folder holds that nobody reads back: who holds it, and what its processes printed."""
+"""Parts of a run folder that are never read back: the lock, and the output of its processes."""
 _LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
 _WRITTEN_IN_PLACE = {"tokenizer": "corpus", "corpus": "corpus", "checkpoints/mid": "mid-training"}
 """Directories that get their checksums last, and the phase that must have ended before they are whole."""
@@ -59,7 +59,7 @@ _HINTS = (
 
 @dataclass(frozen=True)
 class Found:
-    """One thing that is wrong, or could not be proven."""
+    """One file that is damaged or cannot be proven."""
 
     place: str  # in the run folder
     what: str
@@ -71,7 +71,7 @@ class Found:
 
 @dataclass
 class Proof:
-    """What was read. Sound without `problems`."""
+    """Result of comparing files with their checksums. Sound where `problems` is empty."""
 
     num_files: int = 0
     num_bytes: int = 0
@@ -94,7 +94,7 @@ Step = Callable[[Proof], None]
 
 
 def hint_for(place: str) -> str:
-    """What to do about a damaged file."""
+    """The hint for a damaged file."""
     return next((hint for start, hint in _HINTS if place.startswith(start)), HINT_COPY)
 
 

@@ -1,4 +1,4 @@
-"""Rollouts: one try at a task, its trace, and how it ended."""
+"""Records of rollouts: one try at a task, its trace, and how it ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
-    """A root-to-leaf path: exactly what the model saw and said, as arrays over its T tokens."""
+    """A path from root to leaf of a trace: exactly the tokens that the model read and sampled, as arrays over T
+    tokens."""
 
     token_ids: I32  # [T]
     mask: Bools  # [T] True where the policy sampled the token
@@ -71,7 +72,7 @@ class Trace(msgspec.Struct, frozen=True):
     turns: tuple[Turn, ...]
 
     def leaves(self) -> list[int]:
-        """Indices of the turns nobody continues."""
+        """Indices of the turns that no other turn continues."""
         parents = {t.parent for t in self.turns}
         return [i for i in range(len(self.turns)) if i not in parents]
 

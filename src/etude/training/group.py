@@ -1,4 +1,4 @@
-"""Who shares a learner's work: the seam between the one learner and the ranks that it may be spread over.
+"""The interface between the learner and the group of ranks that it may be spread over.
 
 `One` is a process by itself. `training.sharded` has ranks with FSDP2 and a device mesh. What differs between them is
 what is asked here: which samples are mine, which tensors, how sums and troubles meet, how weights get in and out.
@@ -55,11 +55,11 @@ class Group(Protocol):
         ...
 
     def part(self, rows: Rows) -> Rows:
-        """Of a share's rows what this rank forwards: all, or of each text a part."""
+        """The rows of a share that this rank forwards: all, or a part of each text."""
         ...
 
     def cache(self, rows: Rows, operators: Operators) -> Cache:
-        """Who attends to whom in `part`'s tokens."""
+        """The `Cache` by which the tokens of `part` attend to each other."""
         ...
 
     def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -76,11 +76,12 @@ class Group(Protocol):
         ...
 
     def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
-        """√ of the sum of everybody's squares, float64 by parameter, rounded once: the same whoever holds which."""
+        """√ of the sum of the squares of all ranks, float64 by parameter, rounded once: independent of which rank holds
+        which."""
         ...
 
     def gathered(self, one: T) -> list[T]:
-        """What every rank has, by rank, on every rank."""
+        """The `one` of every rank, in order of rank, on every rank."""
         ...
 
     def load(self, loading: Loading) -> Trained:
@@ -117,7 +118,7 @@ class Group(Protocol):
 
 
 class One:
-    """One process. Nothing is waited for."""
+    """The group of a learner in one process. Its calls never wait."""
 
     rank, size = 0, 1
 

@@ -52,7 +52,7 @@ Probe = Callable[[Transformer], float]
 
 @dataclass(frozen=True)
 class MidTrained:
-    """What mid-training did; also in the result's ``mid_training.json``."""
+    """Result of mid-training; also written to ``mid_training.json``."""
 
     num_steps: int
     num_tokens: int
@@ -125,7 +125,9 @@ def mid_train(
     results = run_ranks(_train, job, ranks=ranks)
     if any(result.digest != results[0].digest for result in results):
         digests = ", ".join(result.digest[:12] for result in results)
-        raise ParityError("the ranks ended with different weights", digests, hint="report this; it must not happen")
+        raise ParityError(
+            "the ranks ended with different weights", digests, hint="this is a defect of etude: report it"
+        )
     shutil.rmtree(job.partial, ignore_errors=True)
     return results[0]
 

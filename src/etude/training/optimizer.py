@@ -7,9 +7,9 @@ One vector for all weights and one for all gradients: a step is one fused pass o
 (1.6 ms at the laptop's size, where separate operations took 4.1), and data-parallel ranks exchange one buffer. Of a
 model that FSDP2 has sharded the vectors hold this rank's rows, and are copied from its gradients and to its shards.
 
-The same numbers whoever holds which: the kernel computes the last few numbers of a vector by other instructions, with
-other bits, so vectors end in room that nobody reads; and the norm is a sum of rows that is rounded once.
-Knows nothing of losses or schedules.
+Results do not depend on which rank holds which numbers: the kernel computes the last few numbers of a vector by other
+instructions, with other bits, so vectors end in padding that is never read; and the norm is a sum of rows that is
+rounded once. Knows nothing of losses or schedules.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class AdamW:
                 p.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint needs beside the model, as views; the accumulated gradient is not part of it."""
+        """The optimiser's state for a checkpoint, as views. The accumulated gradient is not part of it."""
         count = torch.tensor([self.num_steps], dtype=torch.int64)
         return {"master": self.master, "first": self.first, "second": self.second, "num_steps": count}
 
@@ -192,7 +192,7 @@ class AdamW:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: all of one that is no `DTensor`."""
+    """This rank's part of a tensor; all of a tensor that is no `DTensor`."""
     whole: Any = tensor
     return whole.to_local() if _is_sharded(tensor) else tensor.detach()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +23,7 @@ import torch
 from torch import distributed
 
 from etude.errors import DeadlineExceeded, EtudeError, RunError
+from etude.scratch import OwnFolder
 
 START_S = 600.0
 """For every rank to be there: on a busy host `import torch` alone takes minutes."""
@@ -87,13 +87,13 @@ def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, sta
         return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")
     beats = context.Array("q", ranks, lock=False)
-    with tempfile.TemporaryDirectory(prefix="etude-ranks-") as meeting:
+    with OwnFolder("ranks") as meeting:
         processes: list[SpawnProcess] = []
         answers: list[Connection] = []
         try:
             for rank in range(ranks):
                 receive, send = context.Pipe(duplex=False)
-                where = (rank, ranks, Path(meeting) / "store", stall_s)
+                where = (rank, ranks, meeting / "store", stall_s)
                 process = context.Process(target=_main, args=(work, job, where, beats, send), daemon=True)
                 process.start()
                 send.close()

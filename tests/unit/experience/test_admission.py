@@ -240,3 +240,15 @@ def test_rounds_are_as_large_as_the_share_of_signal_says():
 def test_a_wish_for_more_signal_than_a_step_has_groups_is_refused():
     with pytest.raises(ValueError, match="signal_groups = 9 is over groups_per_step = 8"):
         ExperienceConfig(groups_per_step=8, signal_groups=9)
+
+
+@pytest.mark.parametrize(("per_step", "wanted", "share"), [(8, 8, 0.5), (8, 4, 0.3), (4, 4, 0.9), (16, 16, 0.2)])
+def test_the_mean_size_is_that_of_steps_taken_by_the_rules(per_step, wanted, share):
+    window, draw = Window(max_lag=1, groups_per_step=per_step, signal_groups=wanted), random.Random(5)
+    order = [f"g{i}" for i in range(window.most)]
+    sizes = [window.size(order, set(order), {g for g in order if draw.random() < share}) for _ in range(2000)]
+    assert window.mean_size(share) == pytest.approx(sum(sizes) / len(sizes), rel=0.03)
+
+
+def test_without_a_wish_for_signal_every_step_is_as_large_as_the_config_says():
+    assert [Window(max_lag=1, groups_per_step=8).mean_size(share) for share in (0.0, 0.5, 1.0)] == [8.0] * 3

@@ -140,7 +140,7 @@ class Sharded:
         return found
 
     def at_first(self, one: T) -> list[T]:
-        """What every rank has, by rank, on rank 0; elsewhere nothing."""
+        """The values of all ranks, in order of rank, on rank 0; empty on the others."""
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self.waited("weights"):
             distributed.gather_object(one, found, dst=0, group=self.mesh.control)
