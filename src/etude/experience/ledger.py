@@ -168,11 +168,11 @@ class Ledger(Looking):
         self, limit: int, *, published: int | None = None, demand: Callable[[int], int] | None = None
     ) -> list[RolloutSpec]:
         """Move the first waiting rollouts, at most `limit`, to running, and return their specs. Stops at the first one
-        that demands a later version step than `published` (None: no such check): none overtakes it.
+        that demands a later version step than `published` (None: no such check), which none overtakes.
 
         `demand`: the version step that the open group at a place, counted from 0, demands now (`Window.demand`). It
         counts where it is less than the one that the group was admitted with, which a lost lineage may have made too
-        late: the steps up to that version might wait for this very group."""
+        late: the steps that lead to that version might wait for this very group."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:

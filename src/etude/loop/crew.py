@@ -41,8 +41,8 @@ from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
 GRADE_S = 7_200.0
-"""Seconds that a grader may be silent while a grade is waited for. Longer than one grade may take (`MachineGrader`).
-A grader gives a sign whenever a grade ends, so waiting for a turn has no limit. The supervisor notices one that
+"""Seconds for one grade. Longer than a grade may take (`MachineGrader`), so that work that is slow to grade still gets
+a verdict. Time in the queue does not count: graders report the end of each grade. The supervisor notices a grader that
 hangs."""
 SCRIPT_S = 600.0
 """Seconds to make and end the machine of a scripted rollout, beside its commands: its image may be large."""

@@ -64,14 +64,14 @@ async def evaluate(
     return result
 
 
-def file_name(name: str, split: Split, step: int) -> str:
-    """Where the rows of an evaluation are, in the run's folder for them."""
-    return f"{name}-{step:06d}.parquet" if split is Split.VALIDATION else f"{name}.parquet"
-
-
 def _row(played: Played, outcome: Outcome) -> EvalRow:
     outcome, signs = outcome_that_counts(played, outcome)
     return make_row(played.summary, outcome, transcript=played.transcript, sign=str(signs[0]) if signs else "")
+
+
+def file_name(name: str, split: Split, step: int) -> str:
+    """Where the rows of an evaluation are, in the run's folder for them."""
+    return f"{name}-{step:06d}.parquet" if split is Split.VALIDATION else f"{name}.parquet"
 
 
 async def played(

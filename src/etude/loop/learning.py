@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # only a learner of several ranks loads them
     from etude.training.sharded import Sharded
 
 SEE_IT = "every rank has to see the run's traces: its folder, or the bucket of stores.traces"
-K1_TOKENS = 1 << 20  # of the rollouts that are in memory at once to be compared with the reference
+K1_TOKENS = 1 << 20  # how many tokens of rollouts are in memory at once to be compared with the reference
 NUM_THREADS = 1  # of torch: with more, matrix products sum in another order
 
 
@@ -211,7 +211,7 @@ class Learning:
         return self._learner is not None and not self._learner.is_publishing
 
     def settle(self) -> None:
-        """End this rank's part of a publish that rank 0 knows to be over. Its error is ignored here."""
+        """Wait until this rank's part of the last publish is over. Rank 0 knows how it ended, and tells of failures."""
         with contextlib.suppress(EtudeError):
             if self.learner.is_publishing:
                 self.learner.published()

@@ -1,9 +1,9 @@
 """Compares every file of a run folder that has a checksum with it (`etude fsck`).
 
 Files are recognised by their kind, not by their names (`etude.sums`): directories with SHA256SUMS, Parquet, JSON, event
-logs; the ledger and the chain of weights have checksums of their own, and the ledger has those of stored rollouts. So
-an unexpected file is either proven, or listed as not proven. It only reads, and may run beside the run: files that a
-live run replaces or deletes meanwhile are no problem, and a store that changes and looks damaged is read again.
+logs. The ledger has checksums of its own, and those of stored rollouts; so has the chain of weights. An unexpected file
+is either proven, or listed as not proven. It only reads, and may run beside the run: files that a live run replaces or
+deletes meanwhile are no problem, and a store that changes and looks damaged is read again.
 
 Knows nothing of training: `experience.auditing` checks that no rollout was lost.
 """

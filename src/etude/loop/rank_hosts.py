@@ -189,16 +189,31 @@ class Door:
                 self._lost(error, guest.ranks[0] if rank is None else rank)
 
     def _known(self, sock: socket.socket, lines: IO[bytes]) -> _Guest | None:
-        """Who connected, where it has the secret."""
+        """Who connected, where it has the secret. It has so long for all that it says, not for each byte of it."""
         kept_alive(sock).settimeout(GREET_S)
         nonce = secrets.token_hex(16)
+        hung_up = threading.Event()
+        late = threading.Timer(GREET_S, _hang_up, (sock, hung_up))
+        late.daemon = True
+        late.start()
         try:
             _say(sock, {"nonce": nonce})
             said = _unsealed(self._secret, nonce, lines.readline(_MAX_LINE))
+            late.cancel()
+            if hung_up.is_set():
+                return None
             sock.settimeout(None)
             return _Guest(str(said["host"]), max(1, int(said["count"])), str(said["nonce"]), sock)
         except (OSError, ValueError, KeyError):
             return None
+        finally:
+            late.cancel()
+
+
+def _hang_up(sock: socket.socket, hung_up: threading.Event) -> None:
+    hung_up.set()
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _ranks_came(came: int, wanted: int) -> str:
@@ -300,10 +315,14 @@ def _sealed(secret: bytes, nonce: str, body: Mapping[str, Any]) -> dict[str, str
 
 def _unsealed(secret: bytes, nonce: str, line: bytes) -> dict[str, Any]:
     """Raises `ValueError`, `KeyError`."""
-    said = json.loads(line)
-    if not hmac.compare_digest(seal(secret, f"{nonce} {said['text']}".encode()).hex(), str(said["seal"])):
+    try:
+        said = json.loads(line)
+        text, given = str(said["text"]), str(said["seal"])
+    except (TypeError, RecursionError):
+        raise ValueError("nothing that is sealed") from None
+    if not hmac.compare_digest(seal(secret, f"{nonce} {text}".encode()).hex().encode(), given.encode()):
         raise ValueError("not the secret")
-    body: dict[str, Any] = json.loads(said["text"])
+    body: dict[str, Any] = json.loads(text)
     return body
 
 

@@ -1,11 +1,11 @@
 """Runs admitted rollouts, has them graded, and stores them in the ledger.
 
 Rollouts start in order of admission, as many at a time as the engines can decode, and none before the version step that
-it needs is published, which after a restart from a checkpoint may be several steps away. A group that the next steps
-wait for needs no version after them, whatever it was admitted for. A rollout whose worker dies is requeued and run
-again; a grade whose grader dies is asked for again; after `max_attempts` the rollout is invalid at that boundary, on
-the evidence of the host. A rollout that no engine could serve, as all held older versions, is requeued as often as that
-happens, since it has not failed. Knows nothing of weights and training.
+it needs is published, which after a restart from a checkpoint may be several steps away. Groups of the next steps need
+no version after those steps, whatever they were admitted with. A rollout whose worker dies is
+requeued and run again; a grade whose grader dies is asked for again; after `max_attempts` the rollout is invalid at
+that boundary, on the evidence of the host. A rollout that no engine could serve, as all held older versions, is
+requeued as often as that happens, since it has not failed. Knows nothing of weights and training.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -98,7 +98,7 @@ async def judge(crew: Crew, rollout: Played) -> Outcome:
 
 async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Played, Outcome]:
     """Run and grade a rollout that is not kept in the ledger (an evaluation's). It is invalid when its workers die
-    repeatedly, or when repeatedly no engine reaches its version: one task ends no evaluation."""
+    repeatedly, or repeatedly no engine reaches its version: one task does not end an evaluation."""
     while True:
         try:
             rollout = await crew.rollout(spec, kept=False)
@@ -153,7 +153,7 @@ class Rolling:
     def __init__(self, ledger: Ledger, books: InOrder, crew: Crew, telemetry: Telemetry) -> None:
         self.ledger, self.books, self.crew, self.telemetry = ledger, books, crew, telemetry
         self.published = 0  # step of the newest version: rollouts that need a later one wait
-        self.demand: Callable[[int], int] | None = None  # what an open group demands now: see `Ledger.start`
+        self.demand: Callable[[int], int] | None = None  # version step that an open group needs now: see `Ledger.start`
         self._settled, self._ready = asyncio.Event(), set[str]()
         self._ended: list[_Ended] = []  # not stored yet; at most as many as run at once
         self._storing: asyncio.Task[None] | None = None

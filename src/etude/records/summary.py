@@ -146,5 +146,5 @@ class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
     rollout_ids: tuple[str, ...]
     sampled: frozenset[str]  # ids of the rollouts with a sample
     num_trained: int  # tokens with loss
-    num_masked: int  # tokens with an advantage and without loss, as too stale
+    num_masked: int  # tokens with an advantage but without loss, as they are too stale
     digest: str  # SHA-256 of everything in the batch that a learner reads

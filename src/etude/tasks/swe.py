@@ -3,7 +3,7 @@
 A row names a repository and a commit, has two patches (the solution and its tests), the issue's text, and the names of
 tests that fail before and of those that pass both times. The agent finds the tree of the base commit as plain files,
 without history; hidden are the patched test files and the exact names. A row may say where its repository is
-(``repo_path``, relative to the file: a working directory, a bare repository or a bundle); otherwise it is looked for as
+(``repo_path``, below the file's folder: a working directory, a bare repository or a bundle); else it is looked for as
 ``repos/owner__name``, also with ``.git`` or ``.bundle``, beside the file. With ``image`` the tree is in the image, and
 the task has no files of its own. Fields that are not known are left alone: they are for other readers.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from etude.errors import TaskError
-from etude.records.exports import CONFIGURATION
+from etude.records.exports import CONFIGURATION, is_plain
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task
 from etude.scratch import OwnFolder
@@ -240,6 +240,10 @@ def _parsed(raw: bytes, place: str) -> _Row:
             raise ValueError("FAIL_TO_PASS is empty")
         if not re.fullmatch(r"[0-9a-fA-F]{7,64}", row.base_commit):
             raise ValueError(f"base_commit {row.base_commit[:80]!r} is no commit's id")
+        if row.repo_path and not is_plain(row.repo_path):
+            raise ValueError(f"repo_path {row.repo_path[:80]!r} is no plain path below the folder of the file")
+        texts = (row.instance_id, row.repo, row.patch, row.test_patch, row.problem_statement, *_names(row.FAIL_TO_PASS))
+        "".join((*texts, *_names(row.PASS_TO_PASS))).encode()  # JSON can name half of a character, which no task can
         if not 0 < row.test_deadline_s <= 86_400:
             raise ValueError(f"test_deadline_s = {row.test_deadline_s}")
     except (ValueError, RecursionError, TypeError) as error:

@@ -76,7 +76,7 @@ class Group(Protocol):
         ...
 
     def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
-        """√ of the sum of the squares of all ranks, float64 by parameter, rounded once: independent of which rank holds
+        """√ of the sum of all ranks' squares (float64, by parameter), rounded once: independent of which rank holds
         which."""
         ...
 

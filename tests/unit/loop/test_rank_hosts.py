@@ -57,12 +57,33 @@ GUEST = {"host": "there", "count": 1, "nonce": "n"}
         b"\n",
         b"{}\n",
         b"x" * 9000,
+        b"[]\n",
+        b"[" * 4000 + b"\n",
+        b'{"text": "{}", "seal": "\xc3\xa4"}\n',
+        b'{"text": "\\ud800", "seal": ""}\n',
         *(json.dumps({"text": json.dumps(GUEST), "seal": s}).encode() + b"\n" for s in SEALS),
     ],
 )
 def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> None:
     door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
     assert knocked(door.at, said) == b""
+
+
+def test_who_says_it_byte_by_byte_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_hosts, "GREET_S", 1.0)
+    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
+    with socket.create_connection(split(door.at), timeout=0.2) as sock:
+        assert json.loads(sock.makefile("rb").readline())["nonce"]
+        for _ in range(60):
+            try:
+                sock.sendall(b"x")
+                if not sock.recv(1):
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+        raise AssertionError("it is still listened to")
 
 
 def test_where_ranks_are_met_is_told_to_the_runs_owner_alone(run: Path) -> None:
