@@ -1,12 +1,12 @@
-"""The product's door: OpenAI's chat and text completions over one `Policy`.
+"""The gateway for a product: serves OpenAI's chat and text completions from one `Policy`.
 
     request → key → size → checks → a place → tokens (known ones, then what is new) → room → policy → answer
 
-Every step can refuse, and says so in OpenAI's shape. A text is tokenised in a thread once its request has one of the
-bounded places, and refused by its length where it cannot fit. The tokens of a conversation live here: a client sends
-text, and the model is shown exactly the tokens it has seen and sampled before. A stream is sent as the policy samples
-(all at once from one that cannot stream); a client that goes away takes its request back. Knows nothing of engines,
-weights or tools: calls go to the client.
+Every step can refuse a request, with an error in OpenAI's format. A text is tokenised in a thread once its request has
+one of a bounded number of places, and refused by its length where it cannot fit. The gateway keeps the tokens of
+conversations: a client sends text, and the model gets exactly the tokens that it read and sampled before. A stream is
+sent as the policy samples (all at once from a policy that cannot stream). When a client disconnects, its request is
+cancelled. Knows nothing of engines, weights or tools: the client carries out tool calls.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """Where a completion belongs in a conversation: what `TokenTree` is told."""
+    """The place of a completion in a conversation, for `TokenTree`."""
 
     asked: ChatRequest
     known: Node | None  # the deepest completion that the gateway remembers
@@ -282,7 +282,7 @@ class Gateway:
         )
 
     def _told(self, asking: Asking, completion: Completion) -> Answer:
-        """What a client is told of a completion; a conversation's is remembered before."""
+        """Make the client's answer of a completion. A completion of a conversation is remembered first."""
         if completion.stop_reason is StopReason.CANCELLED:
             raise Refused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
         answer = make_answer(

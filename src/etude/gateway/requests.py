@@ -1,8 +1,9 @@
-"""Bytes of a request → a checked `ChatRequest` or `TextRequest`, or `Refused`. Nothing else, whatever goes in.
+"""Parses the bytes of a request into a checked `ChatRequest` or `TextRequest`. Raises `Refused` for all other bytes,
+and nothing else.
 
-A parameter that would change the answer and cannot be honoured is refused by its name, unless it holds its neutral
-value; so is one that nobody knows. Those that change no answer (`HARMLESS`) are accepted and not used. In messages,
-which clients send back with what other servers put there, unknown fields are skipped.
+A parameter that would change the answer and is not supported is refused by its name, unless it has its neutral value.
+Unknown parameters are refused too. Parameters that change no answer (`HARMLESS`) are accepted and ignored. Unknown
+fields in messages are ignored, since clients send back what other servers put there.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ TEXT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What every request for a completion says."""
+    """The fields that all requests for a completion share."""
 
     model: str
     max_tokens: int | None
@@ -117,7 +118,7 @@ class ChatRequest(Asked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest(Asked):
-    """What comes after a text, given as such or as token ids."""
+    """A request to continue a prompt, given as text or as token ids."""
 
     prompt: str | list[int]
 

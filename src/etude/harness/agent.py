@@ -49,7 +49,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """What an agent did. `ending` is None exactly when `failure` says what broke outside its reach."""
+    """The result of an agent's run. `ending` is None exactly when `failure` is set: something outside its reach
+    broke."""
 
     trace: Trace
     messages: list[Message]
@@ -182,7 +183,7 @@ class _Talk:
 
 
 def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
-    """What was said, in OpenAI's shape; the arguments stay a mapping."""
+    """The assistant's message in OpenAI's format, except that a call's arguments stay a mapping."""
     message: Message = {"role": "assistant", "content": text}
     if call is not None:
         function = {"name": call.name, "arguments": call.arguments}

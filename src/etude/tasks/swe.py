@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ from etude.errors import TaskError
 from etude.records.exports import CONFIGURATION, is_plain
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task
+from etude.scratch import OwnFolder
 from etude.tasks.lines import lines_of
 from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
@@ -112,7 +112,7 @@ class SweSource:
         lost = [path for path in fixed if is_test(path) and path in hidden]
         if not fixed or lost:
             facts = f"its patch changes {lost[0]}, as its test_patch does" if lost else "its patch leaves no file"
-            raise TaskError(f"{row.instance_id} has no solution that can be told from its tests", facts, hint="drop it")
+            raise TaskError(f"{row.instance_id} has no solution apart from its tests", facts, hint="leave the row out")
         hidden |= {path: text for path, text in changed.items() if path not in fixed and path not in hidden}
         names = [*_names(row.FAIL_TO_PASS), *_names(row.PASS_TO_PASS)]
         runner, exact = exact_names(names, hidden, row.instance_id)
@@ -155,16 +155,16 @@ class SweSource:
         places = [folder / row.repo_path] if row.repo_path else beside
         place = next((one for one in places if one.exists()), None)
         if place is None:
-            hint = f"clone it to {beside[1]} (`git clone --mirror`), or say repo_path in the row"
+            hint = f"clone it to {beside[1]} (`git clone --mirror`), or set repo_path in the row"
             raise TaskError(f"{row.instance_id}: {row.repo} is not there", f"looked at {places[0]}", hint=hint)
         if place not in self._repositories:
             self._repositories[place] = Repository(place if place.is_dir() else self._unbundled(place))
         return self._repositories[place]
 
     def _unbundled(self, bundle: Path) -> Path:
-        folder = tempfile.TemporaryDirectory(prefix="etude-swe-", ignore_cleanup_errors=True)
-        weakref.finalize(self, folder.cleanup)
-        target = Path(folder.name) / "repository.git"
+        folder = OwnFolder("swe")
+        weakref.finalize(self, folder.close)
+        target = folder.path / "repository.git"
         command = ["git", "clone", "--bare", "--quiet", "--no-hardlinks", str(bundle.resolve()), str(target)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=CLONE_S, check=False)

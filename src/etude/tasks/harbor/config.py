@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 @dataclass(frozen=True)
 class HarborConfig:
-    """What a ``task.toml`` says, of what matters here."""
+    """The fields of a Harbor ``task.toml`` that etude uses."""
 
     name: str
     docker_image: str

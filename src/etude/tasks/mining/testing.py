@@ -78,7 +78,7 @@ def _needs_pytest(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Ran:
-    """What the tests of some files did on a tree."""
+    """The results of the tests of some files on a tree."""
 
     passed: frozenset[str]  # their names
     reads: frozenset[tuple[str, str]] = frozenset()  # (by which file, which file), of the tree; no modules

@@ -27,7 +27,7 @@ from etude.weights.files.safetensors_file import Place, parse_header
 
 @dataclass(frozen=True)
 class Applied:
-    """What a delta file led to."""
+    """Result of applying a delta file."""
 
     num_tensors: int
     num_changed: int  # of them, those that an object covers
