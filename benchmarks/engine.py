@@ -5,9 +5,10 @@ example's; prompts of 64 tokens, 128 sampled tokens each. The reference engine i
 asyncio face, log-probabilities, routes, spans. The others sample alone:
 
 - transformers: plain batched `generate` (all prompts are equally long: nothing is padded) with a dynamic and a static
-  cache and compiled, and `generate_batch` (continuous batching); in float32 and bfloat16; with each implementation of
-  the experts. Every way samples `TRIAL_TOKENS` of each sequence once for each batch size, after a warm-up. The two best
-  ways by CPU time and the best one by wall time are then measured in full.
+  cache, and `generate_batch` (continuous batching); in float32 and bfloat16; with each implementation of the experts.
+  Every way samples `TRIAL_TOKENS` of each sequence once for each batch size, after a warm-up; one that is a third as
+  fast as another in a shorter trial has that one alone. So does the best one with a static cache under torch.compile.
+  The two best ways by CPU time and the best one by wall time are then measured in full.
 - vLLM's CPU build (`--vllm DIR`, an environment of its own, made where there is none; `--install` does that alone): in
   float32 and bfloat16, eager and compiled, on one core.
 
@@ -49,7 +50,7 @@ from etude.models import ModelConfig, Transformer
 from etude.models.checkpoint import save_model
 from etude.records import CompletionRequest, Sampling, Version
 
-PROMPT_TOKENS, SAMPLED_TOKENS, TRIAL_TOKENS = 64, 128, 32
+PROMPT_TOKENS, SAMPLED_TOKENS, TRIAL_TOKENS, SHORT_TOKENS = 64, 128, 32, 4
 BIG = {"vocab_size": 4096, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "num_experts": 16, "top_k": 4}
 MODELS = {
     "9.2M, 4 layers of 256": ModelConfig(**BIG, hidden_size=256, num_layers=4, expert_size=128),
@@ -58,7 +59,7 @@ MODELS = {
 }
 EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' implementations of the mixture
 PAGE_TOKENS = 64  # of continuous batching
-OURS = "etude"
+OURS, SHORT = "etude", "tokens_per_cpu_s_in_the_short_trial"
 VLLM_LIMIT_S = 900.0  # of one process, compiling included
 
 Run = Callable[[int, int], None]
@@ -80,7 +81,6 @@ class Way:
 
 WAYS = [
     *(Way(e, dtype, cache) for dtype in ("float32", "bfloat16") for cache in ("dynamic", "static") for e in EXPERTS),
-    *(Way(e, dtype, "compiled") for dtype in ("float32", "bfloat16") for e in EXPERTS if e != "eager"),  # it branches
     *(Way(e, cache="paged") for e in EXPERTS),
 ]
 
@@ -117,7 +117,7 @@ def theirs(sizes: ModelConfig, folder: Path, way: Way) -> Run:
     ).eval()
     options: dict[str, Any] = {}
     if way.cache in ("static", "compiled"):
-        options["cache_implementation"] = "static"
+        options |= {"cache_implementation": "static", "max_cache_len": PROMPT_TOKENS + SAMPLED_TOKENS}  # one shape
     if way.cache == "compiled":
         options["compile_config"] = transformers.CompileConfig(mode="default")
         options["compile_config"]._compile_all_devices = True  # on a CPU it compiles only when it is told to
@@ -179,25 +179,50 @@ def speeds(wall: float, cpu: float) -> dict[str, float]:
     return {"tokens_per_s": round(wall, 1), "tokens_per_cpu_s": round(cpu, 1)}
 
 
-def measure(model: str, batch: int, repeats: int, ways: Sequence[Way]) -> dict[str, Any]:
-    """etude and transformers at one batch size."""
+def measure(model: str, batch: int, repeats: int, ways: Sequence[Way], compiles: bool) -> dict[str, Any]:
+    """etude and transformers at one batch size; `compiles`: also the best way that can be compiled."""
     sizes = MODELS[model]
     made = Transformer(sizes, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         save_model(made, Path(folder) / "model", dtype="f32")
         runs, tried = {OURS: ours(sizes, made)}, dict[str, Any]()
-        for way in ways:
+        for way in (*ways, *([None] if compiles else [])):
+            way = way or compiled(ways, tried)
             runs[way.name] = theirs(sizes, Path(folder) / "model", way)
-            timed(runs[way.name], batch, TRIAL_TOKENS)
-            tried[way.name] = speeds(*timed(runs[way.name], batch, TRIAL_TOKENS))
+            tried[way.name] = tried_out(runs[way.name], batch, best_of(tried))
         kept = {name: runs[name] for name in [OURS, *promising(tried)]}
-        timed(kept[OURS], batch, TRIAL_TOKENS)
+        for run in kept.values():
+            timed(run, batch, SAMPLED_TOKENS)
         seen: dict[str, list[tuple[float, float]]] = {name: [] for name in kept}
         for _ in range(repeats):
             for name, run in kept.items():
                 seen[name].append(timed(run, batch, SAMPLED_TOKENS))
     best = {name: speeds(max(w for w, _ in found), max(c for _, c in found)) for name, found in seen.items()}
     return {**best.pop(OURS), "transformers": best, "transformers_tried": tried}
+
+
+def tried_out(run: Run, batch: int, best_cpu: float) -> dict[str, float]:
+    """The speed of a way in a trial, after a short one that warms it up (and compiles it): that one alone where it was
+    several times slower than `best_cpu`, the best short one so far, in tokens a CPU second."""
+    timed(run, batch, SHORT_TOKENS)
+    short = timed(run, batch, SHORT_TOKENS)
+    if short[1] < best_cpu / 3:
+        return {**speeds(*short), SHORT: round(short[1], 1)}
+
+    return {**speeds(*timed(run, batch, TRIAL_TOKENS)), SHORT: round(short[1], 1)}
+
+
+def compiled(ways: Sequence[Way], tried: Mapping[str, Mapping[str, float]]) -> Way:
+    """The way to try with torch.compile: the best one with a static cache, by CPU time. Experts in a loop, whose length
+    hangs on the data, cannot be compiled as one graph."""
+    able = [way for way in ways if way.cache == "static" and way.experts != "eager"]
+    best = max(able, key=lambda way: tried[way.name]["tokens_per_cpu_s"])
+    return Way(best.experts, best.dtype, "compiled")
+
+
+def best_of(tried: Mapping[str, Mapping[str, float]]) -> float:
+    """The best short trial, in tokens a CPU second."""
+    return max((found[SHORT] for found in tried.values()), default=0.0)
 
 
 def promising(tried: Mapping[str, Mapping[str, float]]) -> list[str]:
@@ -233,6 +258,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vllm", type=Path, help="vLLM's virtual environment")
     parser.add_argument("--install", action="store_true", help="make that environment, and nothing else")
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile, which takes a minute a row")
     parser.add_argument("--fresh", action="store_true", help="measure again what was measured before")
     args = parser.parse_args()
     python = make_environment(args.vllm) if args.vllm else None
@@ -251,8 +277,8 @@ def main() -> None:
                     one["tokens_per_s"], one["tokens_per_cpu_s"]
                 )
         for batch in batches:
-            key = {"model": model, "batch": batch, "repeats": args.repeats}
-            row = journal.once(key, partial(measure, model, batch, args.repeats, WAYS))
+            key = {"model": model, "batch": batch, "repeats": args.repeats, "compiled": not args.no_compile}
+            row = journal.once(key, partial(measure, model, batch, args.repeats, WAYS, not args.no_compile))
             rows.append(against({"model": model, "batch": batch, **row, "vllm": others[batch]}))
     facts = {"threads": 1, "torch": torch.__version__, "transformers": transformers.__version__, "dtype": "float32"}
     report("engine", {**facts, "prompt_tokens": PROMPT_TOKENS, "sampled_tokens": SAMPLED_TOKENS, "rows": rows})

@@ -276,7 +276,8 @@ pub unsafe extern "C" fn etude_list(
         let done = threads::over(checked.threads, tiles.len(), Decoder::default, |decoder, i| {
             let (checked, payloads, lists) = (&checked, &payloads, &*lists);
             let (classes, pieces) = &checked.tiles[i];
-            let (places, codes) = (lists.places.wrapping_add(starts[i]), lists.codes.cast::<T>().wrapping_add(starts[i]));
+            let (places, codes) =
+                (lists.places.wrapping_add(starts[i]), lists.codes.cast::<T>().wrapping_add(starts[i]));
             let (bytes, room) = (unsafe { payloads.bytes(i) }, counts[i] as usize);
             let found = unsafe { of_tile(lists.found, &tiles[i]) };
             let outcome = unsafe {

@@ -354,7 +354,9 @@ mod tests {
     fn every_level_sums_any_number_of_words_from_any_address() {
         let bytes: Vec<u8> = (0..BLOCK_BYTES + 8).map(|i| (mixed(9, i as u64) & 255) as u8).collect();
         for level in [Level::Portable, Level::Avx2, Level::Avx512].into_iter().filter(|&level| level <= Level::best()) {
-            for (offset, first, count) in [(0, 0, 1024), (3, 0, 1023), (1, 5, 1019), (0, 1017, 7), (2, 9, 0), (5, 1, 12)] {
+            for (offset, first, count) in
+                [(0, 0, 1024), (3, 0, 1023), (1, 5, 1019), (0, 1017, 7), (2, 9, 0), (5, 1, 12)]
+            {
                 let words = unsafe { bytes.as_ptr().add(offset) }.cast();
                 let found = unsafe { level::sums(level, words, first, count) };
                 assert_eq!(found, unsafe { of_words(words, first, count) });

@@ -1,5 +1,7 @@
 //! A tile's bytes and its old codes to the new ones.
 
+use std::ptr::null;
+
 use crate::bits::{Bytes, LowBits, PADDING, Plane, Refused, rice};
 use crate::checksum::{self, BLOCK_BYTES, Part, Sums};
 use crate::kind::{Code, Kind, MAX_CLASSES, Step};
@@ -12,6 +14,7 @@ use crate::tile::{
 pub trait Sink<T> {
     /// Whether every window of a tile is opened, also where nothing changes.
     const ALL: bool;
+    type Pen: Pen<T>;
 
     /// So many more codes will change. Refused where there is no room for them.
     fn expect(&mut self, count: usize) -> Result<(), Refused>;
@@ -22,14 +25,21 @@ pub trait Sink<T> {
     /// Its old codes are readable, and the machine has the instructions of `S`.
     unsafe fn open<S: Scan>(&mut self, window: &Run<T>);
 
-    /// The code at a place of the window, and what it becomes.
-    ///
-    /// # Safety
-    /// The change was expected, and for `InPlace` the window's new memory is writable.
-    unsafe fn put(&mut self, at: usize, old: T, new: T);
+    /// What puts changes of the window. It is given back, with the number of changes, before the next one is taken.
+    fn pen(&self) -> Self::Pen;
+    fn take(&mut self, pen: Self::Pen, count: usize);
 
     /// The tile has no more changes. Refused where fewer came than are wanted.
     fn close(&mut self) -> Result<(), Refused>;
+}
+
+/// Puts changes. A value of its own: what it holds stays in registers.
+pub trait Pen<T> {
+    /// The change of this number, from 0 on, in any order: the code at a place of the window, and what it becomes.
+    ///
+    /// # Safety
+    /// It was expected, and for `InPlace` the window's new memory is writable.
+    unsafe fn put(&mut self, number: usize, at: usize, old: T, new: T);
 }
 
 /// Writes into the pieces' new memory at once. What is refused half-way leaves it half-written.
@@ -43,6 +53,7 @@ impl<T> Default for InPlace<T> {
 
 impl<T: Code> Sink<T> for InPlace<T> {
     const ALL: bool = false;
+    type Pen = *mut T;
 
     fn expect(&mut self, _: usize) -> Result<(), Refused> {
         Ok(())
@@ -54,12 +65,22 @@ impl<T: Code> Sink<T> for InPlace<T> {
     }
 
     #[inline(always)]
-    unsafe fn put(&mut self, at: usize, _: T, new: T) {
-        unsafe { self.0.add(at).write(new) };
+    fn pen(&self) -> *mut T {
+        self.0
     }
+
+    #[inline(always)]
+    fn take(&mut self, _: *mut T, _: usize) {}
 
     fn close(&mut self) -> Result<(), Refused> {
         Ok(())
+    }
+}
+
+impl<T> Pen<T> for *mut T {
+    #[inline(always)]
+    unsafe fn put(&mut self, _: usize, at: usize, _: T, new: T) {
+        unsafe { self.add(at).write(new) };
     }
 }
 
@@ -69,6 +90,7 @@ struct Counted(usize);
 
 impl<T> Sink<T> for Counted {
     const ALL: bool = false;
+    type Pen = ();
 
     fn expect(&mut self, count: usize) -> Result<(), Refused> {
         self.0 += count;
@@ -77,11 +99,17 @@ impl<T> Sink<T> for Counted {
 
     unsafe fn open<S: Scan>(&mut self, _: &Run<T>) {}
 
-    unsafe fn put(&mut self, _: usize, _: T, _: T) {}
+    fn pen(&self) {}
+
+    fn take(&mut self, _: (), _: usize) {}
 
     fn close(&mut self) -> Result<(), Refused> {
         Ok(())
     }
+}
+
+impl<T> Pen<T> for () {
+    unsafe fn put(&mut self, _: usize, _: usize, _: T, _: T) {}
 }
 
 /// What becomes of a piece: how many of its codes change, and what it adds to the checksum of its tensor.
@@ -93,23 +121,24 @@ pub struct Found {
 }
 
 /// Lists of places and of the new codes there, in memory of the caller's. `SUMMED`: with what each piece adds to the
-/// checksum of its tensor, in which `Piece::first` is then its first code: the old codes are summed while they are near.
+/// checksum of its tensor, in which `Piece::first` is then its first code: codes are summed while they are near.
 pub struct Listed<'a, T, const SUMMED: bool> {
     places: *mut u32,
     codes: *mut T,
     /// Changes that there is room for and that nobody expects yet.
     room: usize,
     found: &'a mut [Found],
-    window: Option<Opened>,
+    window: Opened,
 }
 
 /// The window that a list is at.
+#[derive(Clone, Copy, Default)]
 struct Opened {
     piece: usize,
     /// Its first place.
     first: usize,
-    /// Where in the lists its changes begin.
-    list: *mut u32,
+    /// Changes that were put.
+    count: usize,
     /// Its first byte in its block, and the block's number.
     byte: usize,
     block: u64,
@@ -118,18 +147,27 @@ struct Opened {
     more: [u64; 2],
 }
 
+/// Where the changes of a window are listed.
+pub struct Lines<T, const SUMMED: bool> {
+    places: *mut u32,
+    codes: *mut T,
+    first: usize,
+    byte: usize,
+    more: [u64; 2],
+}
+
 impl<'a, T, const SUMMED: bool> Listed<'a, T, SUMMED> {
     /// # Safety
-    /// Both lists have room for so many changes.
+    /// Both lists have room for so many changes, and `found` is of the tile's pieces.
     pub unsafe fn new(places: *mut u32, codes: *mut T, room: usize, found: &'a mut [Found]) -> Self {
-        Self { places, codes, room, found, window: None }
+        Self { places, codes, room, found, window: Opened::default() }
     }
 
     #[inline(always)]
     fn shut(&mut self) {
-        let Some(window) = self.window.take() else { return };
-        let found = &mut self.found[window.piece];
-        found.count += unsafe { self.places.offset_from(window.list) } as u64;
+        let window = self.window;
+        let Some(found) = self.found.get_mut(window.piece) else { return };
+        found.count += window.count as u64;
         if SUMMED {
             found.sums.add_block(window.block, window.old, window.more);
         }
@@ -138,6 +176,7 @@ impl<'a, T, const SUMMED: bool> Listed<'a, T, SUMMED> {
 
 impl<T: Code + Part, const SUMMED: bool> Sink<T> for Listed<'_, T, SUMMED> {
     const ALL: bool = SUMMED;
+    type Pen = Lines<T, SUMMED>;
 
     fn expect(&mut self, count: usize) -> Result<(), Refused> {
         self.room = self.room.checked_sub(count).ok_or("more changes than there is room for")?;
@@ -147,41 +186,45 @@ impl<T: Code + Part, const SUMMED: bool> Sink<T> for Listed<'_, T, SUMMED> {
     #[inline(always)]
     unsafe fn open<S: Scan>(&mut self, window: &Run<T>) {
         self.shut();
-        let mut opened = Opened {
-            piece: window.piece,
-            first: window.first,
-            list: self.places,
-            byte: 0,
-            block: 0,
-            old: [0; 2],
-            more: [0; 2],
-        };
+        self.window = Opened { piece: window.piece, first: window.first, ..Opened::default() };
         if SUMMED {
             let start = window.first * T::BYTES;
-            (opened.byte, opened.block) = (start % BLOCK_BYTES, (start / BLOCK_BYTES) as u64);
-            let upto = opened.byte + window.count * T::BYTES;
+            let (block, byte) = (start / BLOCK_BYTES, start % BLOCK_BYTES);
             let sums = |words, first, count| unsafe { S::sums(words, first, count) };
-            opened.old = unsafe { checksum::of_bytes(window.old.cast(), opened.byte, upto, sums) };
+            let old = unsafe { checksum::of_bytes(window.old.cast(), byte, byte + window.count * T::BYTES, sums) };
+            (self.window.block, self.window.byte, self.window.old) = (block as u64, byte, old);
         }
-        self.window = Some(opened);
     }
 
     #[inline(always)]
-    unsafe fn put(&mut self, at: usize, old: T, new: T) {
-        let window = unsafe { self.window.as_mut().unwrap_unchecked() };
-        unsafe {
-            self.places.write((window.first + at) as u32);
-            self.codes.write(new);
-        }
-        (self.places, self.codes) = (self.places.wrapping_add(1), self.codes.wrapping_add(1));
-        if SUMMED {
-            window.more = checksum::sum(window.more, checksum::of_change(window.byte + at * T::BYTES, old, new));
-        }
+    fn pen(&self) -> Lines<T, SUMMED> {
+        let Self { places, codes, window: Opened { first, byte, more, .. }, .. } = *self;
+        Lines { places, codes, first, byte, more }
+    }
+
+    #[inline(always)]
+    fn take(&mut self, pen: Lines<T, SUMMED>, count: usize) {
+        (self.places, self.codes) = (self.places.wrapping_add(count), self.codes.wrapping_add(count));
+        self.window.count += count;
+        self.window.more = pen.more;
     }
 
     fn close(&mut self) -> Result<(), Refused> {
         self.shut();
         if self.room == 0 { Ok(()) } else { Err("fewer changes than there is room for") }
+    }
+}
+
+impl<T: Code + Part, const SUMMED: bool> Pen<T> for Lines<T, SUMMED> {
+    #[inline(always)]
+    unsafe fn put(&mut self, number: usize, at: usize, old: T, new: T) {
+        unsafe {
+            self.places.add(number).write((self.first + at) as u32);
+            self.codes.add(number).write(new);
+        }
+        if SUMMED {
+            self.more = checksum::sum(self.more, checksum::of_change(self.byte + at * T::BYTES, old, new));
+        }
     }
 }
 
@@ -213,9 +256,6 @@ struct Changes {
     /// Ranks of the listed elements: the changed ones, or where inverted the others.
     listed: Vec<u32>,
     steps: Vec<Step>,
-    /// Listed ranks and steps that were used.
-    next_listed: usize,
-    next_step: usize,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -246,6 +286,14 @@ impl Header {
     }
 }
 
+/// How far a class's lists were used.
+#[derive(Clone, Copy)]
+struct Used {
+    listed: *const u32,
+    step: *const Step,
+    steps_end: *const Step,
+}
+
 /// Working memory of one thread.
 pub struct Decoder {
     chunk: Box<Chunk>,
@@ -255,6 +303,7 @@ pub struct Decoder {
     inverted: u32,
     /// The next listed rank of each class; `u32::MAX`: there is none.
     next: [u32; MAX_CLASSES],
+    used: [Used; MAX_CLASSES],
     /// The tile's bytes, and `PADDING` behind them.
     padded: Vec<u8>,
     numbers: Vec<u32>,
@@ -278,6 +327,7 @@ impl Default for Decoder {
             classes: Default::default(),
             inverted: 0,
             next: [u32::MAX; MAX_CLASSES],
+            used: [Used { listed: null(), step: null(), steps_end: null() }; MAX_CLASSES],
             padded: Vec::new(),
             numbers: Vec::new(),
             others: Vec::new(),
@@ -350,7 +400,6 @@ impl Decoder {
         let mut left = elements;
         for changes in &mut *all {
             changes.header = header(&mut bytes, &mut left)?;
-            (changes.next_listed, changes.next_step) = (0, 0);
         }
         let headers = all.iter().map(|changes| changes.header);
         let total = |bits: fn(Header) -> u64| headers.clone().map(bits).sum::<u64>();
@@ -414,6 +463,8 @@ impl Decoder {
             changes.listed.push(u32::MAX);
             self.inverted |= (changes.header.inverted as u32) << c;
             self.next[c] = changes.listed[0];
+            let steps = changes.steps.as_ptr_range();
+            self.used[c] = Used { listed: changes.listed.as_ptr(), step: steps.start, steps_end: steps.end };
         }
     }
 
@@ -430,18 +481,23 @@ impl Decoder {
         for window in windows(pieces) {
             unsafe { sink.open::<S>(&window) };
             let Run { old, new, count, position, .. } = window;
+            let (mut pen, before) = (sink.pen(), next);
             while let Some(&rank) = listed.get(next)
                 && (rank as usize) < position + count
             {
                 let at = rank as usize - position;
-                if !K::ALL && let Some(&ahead) = listed.get(next + AHEAD_CHANGES) {
+                if !K::ALL
+                    && let Some(&ahead) = listed.get(next + AHEAD_CHANGES)
+                {
                     S::fetch(old.wrapping_add((ahead as usize).wrapping_sub(position)));
                     S::fetch(new.wrapping_add((ahead as usize).wrapping_sub(position)));
                 }
                 let code = unsafe { *old.add(at) };
-                unsafe { sink.put(at, code, T::narrow(classes.kind.moved(code.widen(), steps[next]))) };
+                let moved = T::narrow(classes.kind.moved(code.widen(), steps[next]));
+                unsafe { pen.put(next - before, at, code, moved) };
                 next += 1;
             }
+            sink.take(pen, next - before);
         }
         if next == listed.len() { Ok(()) } else { Err(PAST_THE_END) }
     }
@@ -449,7 +505,7 @@ impl Decoder {
     /// The changed elements of the chunk's blocks, from the listed ranks, into `chunk.changed`.
     #[inline(always)]
     unsafe fn mark<S: Scan>(&mut self, blocks: usize) {
-        let Self { chunk, classes: all, inverted, next, .. } = self;
+        let Self { chunk, used, inverted, next, .. } = self;
         let Chunk { masks, ranks, changed } = &mut **chunk;
         for (changed, masks) in changed.iter_mut().zip(&*masks).take(blocks) {
             *changed = 0;
@@ -462,13 +518,15 @@ impl Decoder {
         }
         let ends = ranks[blocks];
         for c in bits(unsafe { S::below(next, &ends) }) {
-            let changes = &mut all[c];
+            let used = &mut used[c];
             while next[c] < ends[c] {
                 let block = block_of(ranks, c, next[c]);
                 changed[block] ^= unsafe { S::nth_bit(masks[block][c], next[c] - ranks[block][c]) };
-                changes.next_listed += 1;
                 // behind the last one lies a sentinel, beyond all ends
-                next[c] = unsafe { *changes.listed.get_unchecked(changes.next_listed) };
+                unsafe {
+                    used.listed = used.listed.add(1);
+                    next[c] = *used.listed;
+                }
             }
         }
     }
@@ -482,23 +540,29 @@ impl Decoder {
         at: usize,
         sink: &mut K,
     ) -> Result<(), Refused> {
-        let Self { chunk, places, classes: all, .. } = self;
+        let Self { chunk, places, used, .. } = self;
         let count = unsafe { S::places(&chunk.changed[..span.blocks], places) };
-        for &place in &places[..count] {
+        let mut pen = sink.pen();
+        for (number, &place) in places[..count].iter().enumerate() {
             let old = unsafe { *span.old.add(place as usize) };
             let c = classes.kind.class(old.widen(), classes.high, classes.count) & (MAX_CLASSES - 1);
-            let changes = &mut all[c];
-            let step = *changes.steps.get(changes.next_step).ok_or("more elements changed than have a step")?;
-            changes.next_step += 1;
-            unsafe { sink.put(at + place as usize, old, T::narrow(classes.kind.moved(old.widen(), step))) };
+            let used = &mut used[c];
+            if used.step == used.steps_end {
+                return Err("more elements changed than have a step");
+            }
+            let step = unsafe { *used.step };
+            used.step = used.step.wrapping_add(1);
+            unsafe { pen.put(number, at + place as usize, old, T::narrow(classes.kind.moved(old.widen(), step))) };
         }
+        sink.take(pen, count);
         Ok(())
     }
 
     /// Whether everything that the bytes told was used.
     fn end(&self, classes: Classes) -> Result<(), Refused> {
-        let mut used = self.classes[..classes.count as usize].iter();
-        if used.all(|c| c.next_listed + 1 == c.listed.len() && c.next_step == c.steps.len()) {
+        let mut all = self.classes[..classes.count as usize].iter().zip(&self.used);
+        // a sentinel is listed behind the last one
+        if all.all(|(c, used)| used.listed == &c.listed[c.listed.len() - 1] && used.step == used.steps_end) {
             Ok(())
         } else {
             Err(PAST_THE_END)
@@ -551,7 +615,9 @@ unsafe fn place_raw<T: Code, S: Scan, K: Sink<T>>(
             let old = unsafe { *window.old.add(at) };
             if old != code {
                 sink.expect(1)?;
-                unsafe { sink.put(at, old, code) };
+                let mut pen = sink.pen();
+                unsafe { pen.put(0, at, old, code) };
+                sink.take(pen, 1);
             }
         }
     }
@@ -568,10 +634,15 @@ fn bits(mut set: u32) -> impl Iterator<Item = usize> {
     })
 }
 
-/// The block of a chunk that holds a rank of class `c`: the last one that begins at or below it.
+/// The block of a chunk that holds a rank of class `c`: the last one that begins at or below it. By halves: compared with
+/// all of them at once, they would be gathered, which takes longer.
 #[inline(always)]
 fn block_of(ranks: &[[u32; MAX_CLASSES]; CHUNK + 1], c: usize, rank: u32) -> usize {
-    ranks[1..CHUNK].iter().map(|ranks| (ranks[c] <= rank) as usize).sum()
+    let mut block = 0;
+    for half in [CHUNK / 2, CHUNK / 4, CHUNK / 8] {
+        block += if ranks[block + half][c] <= rank { half } else { 0 };
+    }
+    block
 }
 
 /// `left`: elements of the tile that no class before has claimed as changed.

@@ -37,17 +37,22 @@ pub unsafe fn scatter(rows: &[RawScatter], threads: usize) -> bool {
         .enumerate()
         .flat_map(|(i, row)| (0..row.count as usize).step_by(PART).map(move |from| (i, from)))
         .collect();
-    let inside = threads::over(threads, parts.len(), || (), |(), i| {
-        let (i, from) = parts[i];
-        let row = rows[i];
-        let part = RawScatter {
-            places: row.places.wrapping_add(from),
-            codes: row.codes.wrapping_byte_add(from * row.width as usize),
-            count: (row.count - from as u64).min(PART as u64),
-            ..row
-        };
-        unsafe { scatter_one(&part) }
-    });
+    let inside = threads::over(
+        threads,
+        parts.len(),
+        || (),
+        |(), i| {
+            let (i, from) = parts[i];
+            let row = rows[i];
+            let part = RawScatter {
+                places: row.places.wrapping_add(from),
+                codes: row.codes.wrapping_byte_add(from * row.width as usize),
+                count: (row.count - from as u64).min(PART as u64),
+                ..row
+            };
+            unsafe { scatter_one(&part) }
+        },
+    );
     inside.into_iter().all(|inside| inside)
 }
 

@@ -45,12 +45,13 @@ def test_a_row_has_etude_the_ways_that_were_tried_and_the_best_of_them(monkeypat
     monkeypatch.setitem(engine.MODELS, "tiny", SIZES)
     monkeypatch.setattr(engine, "SAMPLED_TOKENS", 8)
     monkeypatch.setattr(engine, "TRIAL_TOKENS", 4)
+    monkeypatch.setattr(engine, "SHORT_TOKENS", 2)
     ways = [
         engine.Way("eager"),
         engine.Way("grouped_mm", "bfloat16", "static"),
         engine.Way("batched_mm", cache="paged"),
     ]
-    row = engine.measure("tiny", 2, 1, ways)
+    row = engine.measure("tiny", 2, 1, ways, compiles=False)
     assert list(row["transformers_tried"]) == [way.name for way in ways]
     assert set(row["transformers"]) == set(engine.promising(row["transformers_tried"]))
     assert engine.against({**row, "vllm": {}})["ratio_to_best_peer"]["tokens_per_s"] > 0
@@ -61,3 +62,12 @@ def test_a_row_has_etude_the_ways_that_were_tried_and_the_best_of_them(monkeypat
 def test_each_cache_of_transformers_samples_as_many_tokens_as_it_is_asked(tmp_path, cache):
     save_model(Transformer(SIZES, seed=0), tmp_path, dtype="f32")
     engine.theirs(SIZES, tmp_path, engine.Way("eager", cache=cache))(2, 3)
+
+
+def test_compiled_is_the_best_way_with_a_static_cache_that_can_be():
+    ways = [engine.Way(e, d, c) for e in engine.EXPERTS for d in ("float32", "bfloat16") for c in ("dynamic", "static")]
+    tried = {way.name: speed(1, 10) for way in ways}
+    tried[engine.Way("eager", "float32", "static").name] = speed(9, 90)
+    tried[engine.Way("grouped_mm", "float32", "dynamic").name] = speed(9, 80)
+    tried[engine.Way("grouped_mm", "bfloat16", "static").name] = speed(5, 70)
+    assert engine.compiled(ways, tried) == engine.Way("grouped_mm", "bfloat16", "compiled")

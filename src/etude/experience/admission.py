@@ -143,7 +143,7 @@ class Window:
         8.0
         >>> picky = Window(max_lag=1, groups_per_step=8, signal_groups=8)
         >>> [round(picky.mean_size(share)) for share in (1.0, 0.5, 0.0)]
-        [8, 17, 32]
+        [8, 20, 32]
         """
         rng = np.random.default_rng(0)
         size = np.full(DRAWS, self.groups_per_step)

@@ -29,7 +29,7 @@ class Weight:
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelConfig) -> Weight:
-        """With the model that the run trains."""
+        """The largest step of a config with the model that it trains."""
         rollouts = config.experience.window.most * config.experience.group_size
         tokens = rollouts * config.harness.context_tokens
         routes = model.num_moe_layers * model.top_k * (2 if model.num_experts > WIDE_ROUTES else 1)
@@ -59,7 +59,8 @@ def check_step(
         raise ConfigError(
             f"a step takes up to {config.experience.window.most} groups of {config.experience.group_size}: "
             f"{weight.rollouts} rollouts",
-            f"their plan takes about {weight.rollouts * PLANNED_BYTES} bytes without a token, a call {max_frame_bytes}",
+            f"their plan takes about {weight.rollouts * PLANNED_BYTES} bytes, without tokens; one call holds "
+            f"{max_frame_bytes}",
             hint="make experience.groups_per_step or experience.group_size smaller"
             + (", or leave experience.signal_groups out" if config.experience.signal_groups else ""),
         )

@@ -339,9 +339,10 @@ def test_rollouts_that_a_step_samples_in_search_of_signal_are_counted(tmp_path, 
     plain = planned(config, capsys, *half)
     picky = planned(config, capsys, *half, "--set", "experience.signal_groups=16")
     assert plain["shape"]["groups"] == 16
-    assert 32 <= picky["shape"]["groups"] <= 36  # half have a signal: a second round, and some of a third
+    assert 34 <= picky["shape"]["groups"] <= 40  # half have a signal: a second round, and often a third
     more = picky["shape"]["groups"] / 16
-    assert picky["plan"]["engines_s"] == pytest.approx(more * plain["plan"]["engines_s"], rel=0.05)
+    assert picky["plan"]["learner_device_s"] == pytest.approx(more * plain["plan"]["learner_device_s"])
+    assert picky["plan"]["engines_s"] > plain["plan"]["engines_s"]
     assert planned(config, capsys, "--set", "experience.signal_groups=16")["shape"]["groups"] == 16  # all have one
 
 
