@@ -11,7 +11,7 @@ import sys
 
 QUICK = (
     ["delta", "--pairs", "*/adamw-1e-6/1", "--repeats", "5"],
-    ["engine", "--batches", "16,64", "--repeats", "1"],
+    ["engine", "--models", "laptop", "--batches", "16", "--repeats", "1", "--fresh"],
     ["machines"],
     ["swap_client"],
 )

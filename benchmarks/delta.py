@@ -13,8 +13,9 @@ run, and what speeds are divided by. Snapshots are repeated to over 100 MB, so t
 one shape stacked, since those of large models are large. Both modes take turns, `--repeats` times,
 and the shortest counts. 2 threads ÷ 1 is of wall time, kernels alone; beside it that of the scan, which only reads:
 where this is below 2 it is the memory that has no more to give. Peers are to be compared with *codec*, and those
-that can write in place, there with *kernels*; ZipNN runs where it can be imported (`pip install --target DIR --no-deps
-zipnn`, and DIR in PYTHONPATH).
+that can write in place, there with *kernels*. At the pair that has goals every setting of every peer runs, elsewhere
+each peer as its users run it; those that are too slow for it run once, on the snapshots as they are. `python -m
+benchmarks.delta_peers` installs the packages that some of them need.
 `python -m benchmarks.delta [--pairs 'bf16/adamw-1e-6/*' ...] [--repeats N]`
 """
 
@@ -39,7 +40,7 @@ from rich.table import Table
 
 from benchmarks import delta_pairs
 from benchmarks.delta_pairs import Pair, changed_share
-from benchmarks.delta_peers import Peer, Side, peers, side
+from benchmarks.delta_peers import Peer, Side, peers, side, versions
 from benchmarks.report import report
 from etude.weights import Tensor, apply, encode
 from etude.weights.delta import codec, native
@@ -57,6 +58,9 @@ LEVELS = ("kernels", "codec", "public", "small")
 MODES: tuple[Mode, ...] = get_args(Mode)
 GOAL_PAIR = "bf16/adamw-1e-6/1"
 """p is about .012: where speeds have goals."""
+
+COMPARED = ("encode_codec", "apply_codec", "apply_kernels")
+"""Speeds that peers have, too."""
 
 GOALS = {
     "best": {"of_bound": 0.95, "encode_of_scan": 0.45, "apply_of_memcpy": 0.5, "two_threads": 1.7},
@@ -254,12 +258,13 @@ def _density(size: int, num_bytes: int, bound: float) -> dict[str, float]:
 
 
 def _peer(peer: Peer, pair: Pair, bound: float, large: tuple[Side, Side], repeats: int) -> dict[str, Any]:
-    """Bytes of the pair as it is, speeds over the same memory as ours."""
+    """Bytes of the pair as it is, speeds over the same memory as ours; of slow ones over the pair as it is, once."""
     if peer.why_not:
         return {"missing": peer.why_not}
-    old, new = large
+    small = side(pair.old), side(pair.new)
+    old, new = small if peer.slow else large
     num_bytes, clock = sum(codes.nbytes for codes in new), Clock()
-    for _ in range(repeats):
+    for _ in range(1 if peer.slow else repeats):
         coded = clock.cpu("encode", peer.encode, old, new)
         made = clock.cpu("apply", peer.decode, coded, old)
         _same(made, new)
@@ -268,7 +273,7 @@ def _peer(peer: Peer, pair: Pair, bound: float, large: tuple[Side, Side], repeat
                 np.copyto(live, codes)
             clock.cpu("write", peer.write, coded, made)
             _same(made, new)
-    size = sum(map(len, peer.encode(side(pair.old), side(pair.new))))
+    size = sum(map(len, coded if peer.slow else peer.encode(*small)))
     levels = {"encode": "encode_codec", "apply": "apply_codec", "write": "apply_kernels"}
     speeds = {levels[what]: {"gb_per_s": round(num_bytes / 1e9 / s, 3)} for what, s in clock.shortest.items()}
     return {**_density(size, pair.num_bytes, bound), **speeds}
@@ -288,7 +293,7 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             }
     for row in rows:
         if row["pair"] == GOAL_PAIR:
-            found["ahead_of_every_peer"] = _ahead(row["coders"])
+            found["ahead_of_peers"] = ahead(row["coders"])
             for mode, wanted in GOALS.items():
                 coder = row["coders"][mode]
                 for what, by in ("encode", "of_scan"), ("apply", "of_memcpy"):
@@ -299,16 +304,39 @@ def goals(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _ahead(coders: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """How far each mode is before the best of its peers, in each of what is compared."""
-    others = [coder for name, coder in coders.items() if name not in MODES and "missing" not in coder]
-    found: dict[str, dict[str, float]] = {}
+def ahead(coders: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """How far each mode is ahead of its peers: of the one with the best ratio, in ratio and speeds; in each speed of
+    the fastest of all, and of the fastest of those with at least the mode's ratio (None: there is none)."""
+    others = {name: coder for name, coder in coders.items() if name not in MODES and "missing" not in coder}
+    found: dict[str, dict[str, Any]] = {}
     for mode in MODES if others else ():
-        found[mode] = {"ratio": round(coders[mode]["ratio"] / max(coder["ratio"] for coder in others), 2)}
-        for what in "encode_codec", "apply_codec", "apply_kernels":
-            most = max(coder[what]["gb_per_s"] for coder in others if what in coder)
-            found[mode][what] = round(coders[mode][what]["gb_per_s"] / most, 2)
+        mine, dense = coders[mode], max(others, key=lambda name: others[name]["ratio"])
+        found[mode] = {
+            "best_ratio": {
+                "peer": dense,
+                "ratio": round(mine["ratio"] / others[dense]["ratio"], 2),
+                **{what: _times(mine, others[dense], what) for what in COMPARED if what in others[dense]},
+            },
+            "fastest": {what: _fastest(mine, others, what) for what in COMPARED},
+            "fastest_of_our_ratio": {
+                what: _fastest(mine, {n: c for n, c in others.items() if c["ratio"] >= mine["ratio"]}, what)
+                for what in COMPARED
+            },
+        }
     return found
+
+
+def _times(mine: Mapping[str, Any], other: Mapping[str, Any], what: str) -> float:
+    return round(mine[what]["gb_per_s"] / other[what]["gb_per_s"], 2)
+
+
+def _fastest(mine: Mapping[str, Any], others: Mapping[str, Any], what: str) -> dict[str, Any] | None:
+    able = [name for name in others if what in others[name]]
+    if not able:
+        return None
+    peer = max(able, key=lambda name: others[name][what]["gb_per_s"])
+    ratio = round(mine["ratio"] / others[peer]["ratio"], 2)
+    return {"peer": peer, "times": _times(mine, others[peer], what), "ratio": ratio}
 
 
 def _promised(row: Mapping[str, Any]) -> bool:
@@ -362,13 +390,20 @@ def main() -> None:
         raise SystemExit(native.why_not())
     names = [name for name in delta_pairs.names() if any(fnmatch.fnmatch(name, pattern) for pattern in args.pairs)]
     others = [] if args.no_peers else peers()
+    usual = [peer for peer in others if peer.usual]
     rows = [
-        measure(delta_pairs.load(name, args.folder), others, repeats=args.repeats, least_bytes=args.least_bytes)
+        measure(
+            delta_pairs.load(name, args.folder),
+            others if name == GOAL_PAIR else usual,
+            repeats=args.repeats,
+            least_bytes=args.least_bytes,
+        )
         for name in names
     ]
     Console(stderr=True, width=240).print(table(rows))
     one = NativeKernels(threads=1)
-    report("delta", {"kernels": one.level, "repeats": args.repeats, "goals": goals(rows), "rows": rows})
+    facts = {"kernels": one.level, "repeats": args.repeats, "peers": versions() if others else {}}
+    report("delta", {**facts, "goals": goals(rows), "rows": rows})
 
 
 if __name__ == "__main__":

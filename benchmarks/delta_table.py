@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.delta import GOAL_PAIR, MODES
+from benchmarks.delta import COMPARED, GOAL_PAIR, MODES, ahead
 from benchmarks.report import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "deltas.md"
 FROM, TO = "<!-- results/delta.json -->\n", "<!-- end -->\n"
+SPEEDS = dict(zip(COMPARED, ("encode", "decode into new memory", "in place"), strict=True))
 
 
 def tables(result: Mapping[str, Any]) -> str:
@@ -32,8 +33,15 @@ def tables(result: Mapping[str, Any]) -> str:
         f"The same and what others do, at `{GOAL_PAIR}`; in place where a coder can:",
         "",
         *markdown(
-            ["coder", "ratio", "÷ bound", "encode", "decode into new memory", "in place"],
+            ["coder", "ratio", "÷ bound", *SPEEDS.values()],
             (_coder(name, coder) for name, coder in at_goal["coders"].items()),
+        ),
+        "",
+        "Ours ÷ theirs, of the one with the best ratio and of the fastest in each:",
+        "",
+        *markdown(
+            ["etude", "beside", "its name", "ratio", *SPEEDS.values()],
+            (row for mode, found in ahead(at_goal["coders"]).items() for row in _beside(mode, found)),
         ),
         "",
     ])  # fmt: skip
@@ -57,6 +65,19 @@ def _coder(name: str, coder: Mapping[str, Any]) -> list[str]:
     speeds = (coder.get(level) for level in ("encode_codec", "apply_codec", "apply_kernels"))
     told = (f"{speed['gb_per_s']:.2f}" if speed else "–" for speed in speeds)
     return [f"etude, {name}" if name in MODES else name, _ratio(coder["ratio"]), f"{coder['of_bound']:.3f}", *told]
+
+
+def _beside(mode: str, found: Mapping[str, Any]) -> Iterable[list[str]]:
+    best = found["best_ratio"]
+    yield [mode, "best ratio", best["peer"], f"{best['ratio']:.2f}", *(_factor(best.get(what)) for what in SPEEDS)]
+    for what, name in SPEEDS.items():
+        if fastest := found["fastest"][what]:
+            times = (_factor(fastest["times"] if other == what else None) for other in SPEEDS)
+            yield ["", f"fastest: {name}", fastest["peer"], f"{fastest['ratio']:.2f}", *times]
+
+
+def _factor(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _ratio(ratio: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from typing import Any
 
 from etude.run import host_facts
 
+HOME = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+MEASURED = ("src", "benchmarks", "examples")
+"""Folders whose files decide what a benchmark measures."""
 
 
 def report(name: str, numbers: Mapping[str, Any]) -> None:
@@ -37,8 +41,23 @@ def _placeless(word: str) -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out; "+" is added when files differ from it."""
+    """The commit that is checked out; "+" is added when files other than results differ from it."""
     folder = Path(__file__).parent
     head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True)
-    changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=folder, capture_output=True, text=True)
+    where = [":(top)", ":(top,exclude)benchmarks/results"]
+    argv = ["git", "status", "--porcelain", "-uno", "--", *where]
+    changed = subprocess.run(argv, cwd=folder, capture_output=True, text=True)
     return (head.stdout.strip() or "unknown") + ("+" if changed.stdout.strip() else "")
+
+
+def code(home: Path = HOME) -> str:
+    """12 hex digits of the SHA-256 of every file that decides what is measured: of `MEASURED`, built libraries among
+    them, results and caches aside. Unlike a commit it stays the same when results or documents are committed."""
+    digest = hashlib.sha256()
+    for folder in MEASURED:
+        for path in sorted((home / folder).rglob("*")):
+            place = path.relative_to(home)
+            if path.is_file() and "__pycache__" not in place.parts and place.parts[:2] != ("benchmarks", "results"):
+                digest.update(f"{place.as_posix()}\0{path.stat().st_size}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]

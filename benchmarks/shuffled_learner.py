@@ -12,8 +12,7 @@ import numpy as np
 from etude.loop import child, learning
 from etude.records import Batch
 from etude.records.sample import StepReport
-from etude.run import RunFolder
-from etude.telemetry import Telemetry
+from etude.training import TorchLearner
 
 
 def shuffled(batch: Batch) -> Batch:
@@ -24,16 +23,13 @@ def shuffled(batch: Batch) -> Batch:
     return msgspec.structs.replace(batch, samples=tuple(samples))
 
 
-async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
-    found = await learning.handlers(run, name, telemetry)
-    kinds, real = found["forward_backward"]
+class ShuffledLearner(TorchLearner):
+    """Accumulates the gradient of each batch with its advantages permuted."""
 
-    async def forward_backward(batch: Batch) -> StepReport:
-        report: StepReport = await real(shuffled(batch))  # type: ignore[assignment]
-        return report
-
-    return found | {"forward_backward": (kinds, forward_backward)}
+    def forward_backward(self, batch: Batch) -> StepReport:
+        return super().forward_backward(shuffled(batch))
 
 
 if __name__ == "__main__":
-    child.main(handlers)
+    learning.TorchLearner = ShuffledLearner  # type: ignore[misc]  # in this process, which is the learner
+    child.main(learning.handlers, "ranks-at", "ranks-away")

@@ -25,6 +25,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
+from benchmarks.rewards import Rewards
 from etude.config import load
 from etude.environments import MachineGrader, NamespaceRuntime, prepare, take_exports
 from etude.harness import Call, ChatFormat, standard_tools
@@ -171,10 +172,12 @@ def tokenizer(start: Path, world: World) -> ChatTokenizer:
 
 
 class Progress(TrainerCallback):
-    """Leaves a checkpoint and the CPU seconds so far every few steps; ends when they are spent."""
+    """Leaves a checkpoint and the CPU seconds so far every few steps; ends at one where the training rewards are high
+    enough, or when the CPU seconds are spent."""
 
-    def __init__(self, out: Path, start: Path, *, every: int, budget_s: float) -> None:
+    def __init__(self, out: Path, start: Path, *, every: int, budget_s: float, rewards: Rewards, enough: float) -> None:
         self.out, self.start, self.every, self.budget_s = out, start, every, budget_s
+        self.rewards, self.enough = rewards, enough
         self.rows: list[dict[str, float]] = []
         self.spared_s = 0.0  # CPU of checkpoints, which is not training's
 
@@ -184,7 +187,8 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.rows and logs and "reward" in logs:
             self.rows[-1]["reward"] = float(logs["reward"])
-            (self.out / "progress.json").write_text(json.dumps(self.rows))
+            self.rewards.add(float(logs["reward"]))
+        (self.out / "progress.json").write_text(json.dumps(self.rows))
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         spent = Processes().cpu_s(os.getpid()) - self.began_s - self.spared_s
@@ -198,21 +202,27 @@ class Progress(TrainerCallback):
             for name in ("tokenizer.json", "chat_template.jinja"):
                 shutil.copy(self.start / name, folder / name)
             self.spared_s += time.process_time() - began
+            if self.rewards.reached(self.enough):
+                control.should_training_stop = True
         if spent > self.budget_s:
             control.should_training_stop = True
 
 
-def settings(out: Path, config: RunConfig, *, steps: int, lr: float, rows: int) -> GRPOConfig:
-    """etude's recipe in TRL's words. Its defaults would be lr 1e-6, bf16, gradient checkpointing, scaled rewards."""
+def settings(
+    out: Path, config: RunConfig, *, steps: int, lr: float, rows: int, updates: int, passes: int
+) -> GRPOConfig:
+    """etude's recipe in TRL's words. Its defaults would be lr 1e-6, bf16, gradient checkpointing, scaled rewards.
+    `updates` of the optimiser with each generation, `passes` over it; `rows` of one forward."""
     experience, learner, harness = config.experience, config.learner, config.harness
     batch = experience.groups_per_step * experience.group_size
     return GRPOConfig(
         output_dir=str(out / "trainer"),
         max_steps=steps,
         per_device_train_batch_size=rows,
-        gradient_accumulation_steps=batch // rows,
+        gradient_accumulation_steps=batch // updates // rows,
         num_generations=experience.group_size,
         steps_per_generation=batch // rows,
+        num_iterations=passes,
         max_completion_length=harness.context_tokens - 16,
         generation_kwargs={"max_new_tokens": harness.turn_tokens},
         max_tool_calling_iterations=harness.max_turns - 1,
@@ -251,8 +261,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=1e9, help="CPU seconds")
+    parser.add_argument("--enough", type=float, default=1e9, help="mean training reward at which it ends")
+    parser.add_argument("--window", type=int, default=256, help="rollouts that the mean is of")
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--rows", type=int, default=128, help="of one forward")
+    parser.add_argument("--updates", type=int, default=1, help="of the optimiser with each generation")
+    parser.add_argument("--passes", type=int, default=1, help="over each generation")
     parser.add_argument("--experts", default="grouped_mm", help="transformers' implementation of the mixture")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -264,14 +278,20 @@ def main() -> None:
     indices = list(range(args.steps * config.experience.groups_per_step))
     tasks = (world.source.task(Split.TRAIN, index) for index in indices)
     prompts = [[{"role": "user", "content": task.instruction}] for task in tasks]
+    recipe = {"lr": args.lr, "rows": args.rows, "updates": args.updates, "passes": args.passes}
+    rewards = Rewards(config.experience.groups_per_step * config.experience.group_size, args.window)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=reward,
-        args=settings(args.out, config, steps=args.steps, lr=args.lr, rows=args.rows),
+        args=settings(args.out, config, steps=args.steps, **recipe),
         train_dataset=Dataset.from_dict({"prompt": prompts, "index": indices}),
         processing_class=tokenizer(args.start, world),
         environment_factory=lambda: Repair(world),
-        callbacks=[Progress(args.out, args.start, every=args.every, budget_s=args.budget_s)],
+        callbacks=[
+            Progress(
+                args.out, args.start, every=args.every, budget_s=args.budget_s, rewards=rewards, enough=args.enough
+            )
+        ],
     )
     trainer.train()
 

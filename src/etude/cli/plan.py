@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -39,6 +38,7 @@ from etude.plan import (
     plan,
 )
 from etude.plan.hardware import MATRIX_BYTES
+from etude.scratch import OwnFolder
 from etude.training.config import LiveWeights, OptimizerKind
 
 CALIBRATE_S = 300.0
@@ -277,13 +277,14 @@ def _training(config: RunConfig) -> Training:
 
 def _calibrated(config: RunConfig) -> Measured:
     """Constants of this machine, measured by a program of its own: it loads torch."""
-    with tempfile.TemporaryDirectory(prefix="etude-plan-") as scratch:
-        path = Path(scratch) / "config.toml"
+    with OwnFolder("plan") as scratch:
+        path = scratch / "config.toml"
         path.write_text(to_toml(config))
         print("measuring this machine, some ten seconds", file=sys.stderr)
         argv = [sys.executable, "-m", "etude.loop.calibrating", "--config", str(path)]
+        env = os.environ | {"TMPDIR": str(scratch)}  # what it leaves when it is killed goes with this folder
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=CALIBRATE_S)
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=CALIBRATE_S, env=env)
         except subprocess.TimeoutExpired:
             raise EtudeError(
                 f"waited {CALIBRATE_S:g} s for this machine to be measured", hint="name hardware: --hardware h200"

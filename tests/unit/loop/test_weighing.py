@@ -9,6 +9,7 @@ import pytest
 from tests.small_rollouts import Kit
 
 from etude.errors import ConfigError
+from etude.experience import Window
 from etude.experience.config import ExperienceConfig
 from etude.harness import HarnessConfig
 from etude.loop.config import RunConfig
@@ -39,6 +40,19 @@ def test_the_largest_step_has_every_rollout_fill_its_context_with_routes_where_e
     wide = replace(MODEL, num_experts=256)
     assert Weight.of(config, wide).num_bytes == tokens * (TOKEN_BYTES + 2 * routes)
     assert np.iinfo(np.uint8).max == 255
+
+
+def test_a_step_that_looks_for_signal_weighs_as_many_groups_as_it_may_take() -> None:
+    picky = replace(CONFIG, experience=replace(CONFIG.experience, signal_groups=64))
+    assert Weight.of(picky, MODEL).rollouts == Window(2, 64, signal_groups=64).most * 16 == 4 * 64 * 16
+    with pytest.raises(ConfigError, match="up to 256 groups of 16: 4096 rollouts"):
+        told(picky, max_frame_bytes=4 * 10**6)
+
+
+def test_what_lies_on_the_disk_is_counted_until_two_checkpoints_lie_behind_it() -> None:
+    every, lag = CONFIG.rl.checkpoint_every, CONFIG.experience.max_lag
+    [disk] = told(disk_bytes=10**6)
+    assert f"rollouts of up to {lag + 1 + 2 * every} steps" in disk
 
 
 def test_a_step_that_fits_is_not_spoken_of() -> None:

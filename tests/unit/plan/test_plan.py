@@ -371,8 +371,7 @@ def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
     printed, error = capsys.readouterr()
     assert "$" not in printed
     assert "error: this does not fit: a rank of the learner holds" in error
-    assert "learner.ranks = 16 and learner.recompute = true" in error
-    assert "adapters: learner.lora_rank = 32" in error
+    assert "would fit: learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32" in error
     assert "a device of an engine holds" in error
     assert "--engine-ranks " in error
     argv += ["--learner-ranks", "16", "--set", "learner.recompute=true", "--engine-ranks", "4"]

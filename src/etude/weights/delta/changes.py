@@ -1,4 +1,5 @@
-"""What becomes of a tensor, as a list: where its elements change, and to what. Made of what tiles say of items."""
+"""Changes of a tensor as a list: the positions of the elements that change, and their new codes. Made from the changed
+items of tiles."""
 
 from __future__ import annotations
 
@@ -70,9 +71,10 @@ def rising(changes: Changes) -> Changes:
 
 
 def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
-    """What tiles found in one tensor, in order of its elements; `old` is the tensor's items.
+    """Make the changes of a tensor from those that were found in its tiles, in order. `old`: the items of the old
+    tensor.
 
-    Where one half of a code changes the other is the old one.
+    Where one item of a code changes, the code's other item is taken from `old`.
     """
     positions = np.concatenate([narrow(np.empty(0, np.int64), old.size), *(where for where, _ in found)])
     items = rising(Changes(positions, np.concatenate([np.empty(0, kind.items), *(part for _, part in found)])))

@@ -39,7 +39,7 @@ def checksum(codes: Codes) -> str:
 
 
 def checksums(old: Codes, new: Codes) -> tuple[str, str]:
-    """Of two arrays of one dtype and size, read in one pass."""
+    """The checksums of two arrays of one dtype and size, read in one pass."""
     sums = _sums(old, new)
     return as_text(sums[:2]), as_text(sums[2:])
 

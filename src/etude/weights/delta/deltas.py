@@ -52,9 +52,10 @@ def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mo
 def parts(
     old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best", *, note: bytes = b""
 ) -> Iterator[bytes]:
-    """The same bytes piece by piece, for a file: beside what is mapped, one object's tensors are in memory at a time.
+    """As `encode`, but yields the bytes piece by piece, for a file. Beside mapped arrays, only the tensors of one
+    object are in memory at a time.
 
-    `note` is kept in the file for whoever reads it there. Every array is read twice.
+    `note`: bytes of your own that are kept in the file. Every array is read twice.
     """
     check_mode(mode)
     before, after = _sides(old, new, dtypes)

@@ -1,8 +1,10 @@
-"""The kernels in Rust (`native/`), called through ctypes without the interpreter's lock: the same bytes as numpy's.
+"""Calls the codec's kernels in Rust (`native/`) through ctypes, with the GIL released. Their bytes are those of the
+numpy kernels.
 
-The library lies beside this file: the package's build puts it there where a Rust toolchain is, and wheels carry it.
-Where it is missing, `load` says why and `NumpyKernels` serves. Only addresses cross the border: nothing is copied but
-what is made. Knows nothing of the format; `native/src/abi.rs` is the other side.
+The library lies beside this file: wheels contain it, and the package's build puts it there where a Rust toolchain is
+installed. Where it is missing `load` returns None, `why_not` gives the reason, and `NumpyKernels` is used. Only
+addresses are passed, so inputs are not copied. Knows nothing of the format. `native/src/abi.rs` is the Rust side of the
+calls.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from etude.weights.tensors import Codes, DType
 
 ABI_VERSION = 4
 LEVELS = ("portable", "avx2", "avx512")
-"""Instructions that the kernels may use; a later one is faster."""
+"""Instruction sets that the kernels may use, the slowest first."""
 
 _SUFFIX = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
 LIBRARY = Path(__file__).with_name(f"libetude_native.{_SUFFIX}")
@@ -84,11 +86,11 @@ class _Refusal(ctypes.Structure):
 
 
 class NativeKernels:
-    """`layout.Kernels` in Rust. Safe between threads.
+    """`layout.Kernels` in Rust. Thread-safe.
 
-    `threads`: over which tiles are spread; None: as many as this process may use cores. `level`: the instructions to
-    use, None: the best there are. Raises `OSError` where the library is missing or of another version, `ValueError`
-    for a level that this machine lacks.
+    `threads`: number of threads that tiles are spread over; None: the number of cores that this process may use.
+    `level`: one of `LEVELS`; None: the fastest of this machine. Raises `OSError` where the library is missing or of
+    another version, `ValueError` for a level that this machine lacks.
     """
 
     def __init__(self, threads: int | None = None, level: str | None = None, library: Path = LIBRARY) -> None:
@@ -101,7 +103,7 @@ class NativeKernels:
 
     @property
     def level(self) -> str:
-        """One of `LEVELS`."""
+        """The instruction set in use: one of `LEVELS`."""
         return LEVELS[self._level]
 
     @property
@@ -188,9 +190,10 @@ class NativeKernels:
         new: Sequence[Codes],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Write the changes into `new`, which holds the old items or *is* `old`, without a list between.
+        """Decode the changes and write them into `new`, which holds the old items or *is* `old`, without making a list
+        of them.
 
-        Raises `WeightsError` for bytes that no writer made; then `new` is neither old nor new: not for live weights.
+        Raises `WeightsError` for bytes that no encoder wrote; then `new` is partly written, so never pass live weights.
         """
         for items in new:
             assert items.flags.writeable
@@ -201,10 +204,10 @@ class NativeKernels:
     def scatter(
         self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]], *, threads: int = 1
     ) -> Callable[[], None]:
-        """A call that writes, for each (memory, places, codes), codes to places of the flat memory.
+        """Return a function that writes, for each row (memory, places, codes), the codes to these places of the flat
+        memory, in `threads` threads. It can be called repeatedly. In several threads no two rows may be of one memory.
 
-        Everything is checked here, `ValueError` for a place outside; the call can be made again and again. In several
-        threads no two rows are of one memory.
+        All checks are made here: raises `ValueError` for arrays that do not fit or a place outside of the memory.
         """
         for memory, places, codes in rows:
             flat = all(
@@ -212,7 +215,7 @@ class NativeKernels:
             )
             same = memory.dtype == codes.dtype and len(places) == len(codes) and places.dtype == np.uint32
             if not (flat and same and memory.flags.writeable):
-                raise ValueError(f"{codes.dtype} {codes.shape} do not go to {places.dtype} places of {memory.dtype}")
+                raise ValueError(f"{codes.dtype} {codes.shape} do not fit {places.dtype} places of {memory.dtype}")
             if len(places) and int(places.max()) >= len(memory):
                 raise ValueError(f"place {places.max()} lies outside of {len(memory)}")
         table = np.array(
@@ -233,12 +236,13 @@ class NativeKernels:
         changes: tuple[npt.NDArray[np.uint32], Codes] | None = None,
         first_block: int = 0,
     ) -> tuple[int, ...]:
-        """The two sums of `checksums` of the old codes, then those of the new ones: of `new`, or of `old` with changes
-        (rising places, codes) written in. Raises `ValueError` for places that do not rise or lie outside."""
+        """Four numbers: the two sums of `checksums` for the old codes, then the two for the new ones: `new`, or `old`
+        with `changes` (ascending places, codes) applied. `first_block`: the number of the first block of `old`, where
+        it is a part of a tensor. Raises `ValueError` for places that do not ascend or lie outside."""
         _aligned(old, *(() if new is None else (new,)))
         places, codes = changes or (np.empty(0, np.uint32), np.empty(0, old.dtype))
         if (new is not None and new.nbytes != old.nbytes) or codes.dtype != old.dtype or places.dtype != np.uint32:
-            raise ValueError(f"{codes.dtype} at {places.dtype} places do not go into {old.dtype}")
+            raise ValueError(f"{codes.dtype} codes at {places.dtype} places do not fit into {old.dtype} codes")
         places, codes = np.ascontiguousarray(places), np.ascontiguousarray(codes)
         asked = _Summed(
             old.ctypes.data, old.nbytes, None if new is None else new.ctypes.data,
@@ -250,7 +254,7 @@ class NativeKernels:
         return tuple(found.tolist())
 
     def count_changed(self, old: Codes, new: Codes) -> int:
-        """Items that differ: one pass over both, which encoding is measured against. One thread."""
+        """Number of codes that differ, in one pass and one thread. Benchmarks compare encoding with it."""
         _aligned(old, new)
         count: int = self._library.etude_count_changed(old.ctypes.data, new.ctypes.data, old.size, old.itemsize)
         return count
@@ -258,22 +262,22 @@ class NativeKernels:
 
 @cache
 def load() -> NativeKernels | None:
-    """The native kernels of this process; None where there is no library for it (`why_not`)."""
+    """The native kernels of this process; None where they cannot be loaded (`why_not` gives the reason)."""
     return None if why_not() else NativeKernels()
 
 
 @cache
 def why_not() -> str:
-    """Why the native kernels do not serve here, in words; empty where they do."""
+    """Why the native kernels cannot be loaded here, as a sentence; empty where they can."""
     try:
         _open(LIBRARY)
     except OSError as error:
-        return f"no native kernels ({error}): numpy serves, with the same bytes and some 20 times slower"
+        return f"no native kernels ({error}): numpy is used, with the same bytes and some 20 times slower"
     return ""
 
 
 class _Asked:
-    """A request and the tables that it points to, which must outlive the call.
+    """The arguments of a call, and the tables that they point to, which must outlive the call.
 
     `in_tensors`: places of changes count in their tensor, else in their tile."""
 
@@ -320,7 +324,7 @@ class _Asked:
 
 
 class _Told:
-    """The table of payloads, and the bytes it points to."""
+    """The table of payloads, and the bytes that it points to."""
 
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         self._held = [np.frombuffer(payload, np.uint8) for payload in payloads]
@@ -351,7 +355,7 @@ def _aligned(*arrays: Codes) -> None:
 
 
 def _open(path: Path) -> Any:
-    """The library with its signatures. Raises `OSError`."""
+    """Load the library and declare its functions' signatures. Raises `OSError`."""
     library = ctypes.CDLL(str(path))
     try:
         version = library.etude_abi_version()
