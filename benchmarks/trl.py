@@ -63,7 +63,7 @@ class Setting:
     updates: int = 1  # of the optimiser with them, each with its part
     passes: int = 1  # over them
     rows: int = 64  # of one forward
-    experts: str = "grouped_mm"  # transformers' implementation of the mixture
+    experts: str = "grouped_mm"  # transformers' implementation of the mixture: its fastest here (benchmarks.engine)
 
     @property
     def cycle(self) -> int:
@@ -80,7 +80,6 @@ SETTINGS = {
     "two updates": Setting(updates=2, rows=32),
     "double generation": Setting(lr=7e-4, groups=16, updates=2),
     "two passes": Setting(passes=2),
-    "batched experts": Setting(experts="batched_mm"),
 }
 """Half and double batches change how often the policy is updated; two updates and double generation decode more rows at
 once for updates of the same size; two passes use each rollout twice."""

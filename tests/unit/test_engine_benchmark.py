@@ -71,3 +71,8 @@ def test_compiled_is_the_best_way_with_a_static_cache_that_can_be():
     tried[engine.Way("grouped_mm", "float32", "dynamic").name] = speed(9, 80)
     tried[engine.Way("grouped_mm", "bfloat16", "static").name] = speed(5, 70)
     assert engine.compiled(ways, tried) == engine.Way("grouped_mm", "bfloat16", "compiled")
+
+
+def test_what_copies_the_experts_of_each_token_is_tried_where_there_are_few():
+    assert engine.ways_for(1) == engine.WAYS
+    assert {way.experts for way in engine.ways_for(16)} == {"grouped_mm", "eager"}

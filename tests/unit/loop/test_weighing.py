@@ -70,7 +70,7 @@ def test_memory_and_disk_that_the_largest_step_does_not_fit_are_told_by_name() -
 def test_a_plan_that_fits_into_no_call_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"64 groups of 16: 1024 rollouts") as refused:
         told(max_frame_bytes=10**6)
-    assert "without a token" in refused.value.facts
+    assert "without tokens" in refused.value.facts
 
 
 def test_a_step_that_goes_on_for_signal_weighs_what_it_takes_at_most() -> None:

@@ -28,6 +28,7 @@ from etude.weights.chain.manifest import Manifest
 from etude.weights.delta import codec
 from etude.weights.delta.changes import Changes, narrow
 from etude.weights.delta.checksums import checksum, checksums_around
+from etude.weights.delta.rooms import give_back
 from etude.weights.follow.follower import Update
 from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
 from etude.weights.follow.parts import split
@@ -109,7 +110,10 @@ class LiveFollower:
         self._coming = self._head.follow(
             self._held, lambda target: self._update(target, started), at_least=at_least, exactly=exactly
         )
-        return self._coming[0] if self._coming else None
+        if self._coming is None:
+            return None
+        give_back()  # now, as nobody waits yet: what was fetched, and what is left of the update before
+        return self._coming[0]
 
     def adopted(self, update: Update) -> None:
         """The live memory now holds what `prepare` gave last. Raises `WeightsError` for another update."""
