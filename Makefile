@@ -48,7 +48,7 @@ test-all: lint
 	$(BIN)/pytest
 
 mutants: $(VENV)/.dev
-	$(BIN)/python -m tests.mutants
+	$(BIN)/python -m tests.mutants --write
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks

@@ -1,8 +1,9 @@
 """What a user's calls cost, all proofs included: `encode`, `apply` into new memory and in place, following.
 
 One child process for each number of cores, held to so many by its affinity, as a user's process is. It measures the
-calls and, in turn with them, *memcpy* (a copy of a snapshot into memory that is there), *fresh copy* (into memory that
-is not, which `apply` into new memory cannot beat) and *scan* (one pass that compares both snapshots). GB of snapshot a
+calls and, in turn with them, *memcpy* (a copy of a snapshot into memory that is there, a part by each core: two cores
+to one of this is the roof of what two cores can gain), *fresh copy* (by one core, into memory that is not there, which
+`apply` into new memory cannot beat) and *scan* (one pass that compares both snapshots, by all cores). GB of snapshot a
 second: on one core by CPU time, and the ratio of two cores to one by wall time, the shortest of `--repeats`. Pairs are
 those of `benchmarks.delta_pairs`, stacked to over 100 MB as in `benchmarks.delta`; every result is compared with the
 target. *update* is `LiveFollower.prepare`, `Target.prepare` and `Swap.apply` over one published version. *of bound* is
@@ -36,6 +37,8 @@ CALLS = ("encode", "apply new", "apply in place", "update")
 
 def measure(name: str, repeats: int) -> dict[str, Any]:
     """One pair, in this process, on the cores that it has."""
+    from concurrent.futures import ThreadPoolExecutor
+
     import numpy as np
 
     from benchmarks import delta_pairs
@@ -64,13 +67,13 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
 
     kernels, width = NativeKernels(), old.codes[0].itemsize
     flat = [side.bytes[: side.bytes.size // width * width].view(f"u{width}") for side in (old, new)]
-    halves = [np.array_split(one, kernels._threads) for one in flat]
 
-    def scan() -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(kernels._threads) as pool:
-            list(pool.map(kernels.count_changed, *halves))
+    def by_threads(work: Callable[..., Any], *sides: Any) -> None:
+        if kernels.threads == 1:
+            work(*sides)
+            return
+        with ThreadPoolExecutor(kernels.threads) as pool:
+            list(pool.map(work, *(np.array_split(one, kernels.threads) for one in sides)))
 
     store, names = MemoryStore(), [*live.named()]
     channel = Channel(store)
@@ -89,9 +92,9 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
 
     files: dict[str, bytes] = {}
     for _ in range(repeats):
-        took("memcpy", lambda: np.copyto(spare, old.bytes))
+        took("memcpy", partial(by_threads, np.copyto, spare, old.bytes))
         took("fresh copy", lambda: old.bytes.copy())
-        took("scan", scan)
+        took("scan", partial(by_threads, kernels.count_changed, *flat))
         for mode in MODES:
             files[mode] = took(f"{mode} encode", partial(encode, _tensors(old), _tensors(new), mode=mode))
             made = took(f"{mode} apply new", partial(apply, _tensors(old), files[mode]))

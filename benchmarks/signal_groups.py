@@ -4,7 +4,8 @@ Groups whose members all got the same reward teach nothing, and late in the lapt
 run trains from one mid-trained checkpoint at a constant learning rate until RL has taken so many CPU seconds, machines
 and graders included (`--budget-s`, looked at after each step), and is then evaluated on held-out tasks. `any` takes
 `groups_per_step` groups, whatever they hold; `half` and `all` go on until half or all of that number have a signal
-(`experience.signal_groups`), for at most four times as many groups. Seeds are pooled, with 95 % intervals.
+(`experience.signal_groups`), for at most four times as many groups; `scaled` takes the share of the learning
+rate that has a signal. Seeds are pooled, with 95 % intervals.
 
 `python -m benchmarks.signal_groups --start CHECKPOINT [--seeds 0 1 2] [--budget-s 150] [--most RUNS]`
 Two minutes a run on two cores. Rows are kept in `runs/`, so it goes on where it broke off; `--most 0` reports them.
@@ -29,7 +30,8 @@ from etude.dashboard.read import RunView
 from etude.evals.intervals import wilson
 from etude.loop.config import RunConfig
 
-WAYS = {"any": 0.0, "half": 0.5, "all": 1.0}  # the share of groups_per_step that a step wants with a signal
+WAYS = {"any": (0.0, "fill"), "half": (0.5, "fill"), "all": (1.0, "fill"), "scaled": (1.0, "scale")}
+"""The share of groups_per_step that a step wants with a signal, and what it does where fewer have one."""
 FOREVER = 1000  # steps: far more than the budget allows, so that no learning rate comes to its tail
 Row = dict[str, Any]
 
@@ -44,7 +46,9 @@ def one(way: str, seed: int, start: Path, budget_s: float, heldout: int) -> Row:
     ]
     settings = [f"start={start.resolve()}", f"seed={seed}", *never]
     per_step = load(LAPTOP, RunConfig, []).experience.groups_per_step
-    config = load(LAPTOP, RunConfig, [*settings, f"experience.signal_groups={round(WAYS[way] * per_step)}"])
+    share, policy = WAYS[way]
+    settings += [f"experience.signal_groups={round(share * per_step)}", f"experience.little_signal={policy}"]
+    config = load(LAPTOP, RunConfig, settings)
     folder = new_folder(f"signal-{way}-{seed}")
 
     def spent(step: Mapping[str, Any]) -> bool:

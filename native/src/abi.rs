@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::bits::Refused;
-use crate::checksum::{self, RawSummed};
-use crate::decode::{Decoder, InPlace, Listed};
+use crate::checksum::{self, Part, RawSummed};
+use crate::decode::{Decoder, Found, InPlace, Listed, num_changes};
 use crate::encode::Encoder;
 use crate::kind::{Code, Kind, MAX_CLASSES};
 use crate::level;
@@ -16,7 +16,7 @@ use crate::threads;
 use crate::tile::{MAX_ELEMENTS, Piece, num_elements};
 
 /// Changes whenever a signature or a structure here does.
-pub const ABI_VERSION: u32 = 3;
+pub const ABI_VERSION: u32 = 4;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -28,7 +28,8 @@ pub struct RawKind {
     pub width: u32,
 }
 
-/// Rows of codes. `stride` counts elements.
+/// Rows of codes. `stride` counts elements. In a list of changes the first code is at the place `first`, and each row
+/// `step` places behind the one before.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct RawPiece {
@@ -37,6 +38,8 @@ pub struct RawPiece {
     pub rows: u64,
     pub cols: u64,
     pub stride: u64,
+    pub first: u64,
+    pub step: u64,
 }
 
 #[repr(C)]
@@ -79,35 +82,6 @@ pub struct Refusal {
 
 pub struct EncodedTiles(Vec<Vec<u8>>);
 
-pub enum ListedTiles {
-    Bytes(Vec<Listed<u8>>),
-    Halves(Vec<Listed<u16>>),
-    Words(Vec<Listed<u32>>),
-}
-
-/// What may be asked of a list of any width.
-trait Wrap: Code {
-    fn wrap(lists: Vec<Listed<Self>>) -> ListedTiles;
-}
-
-impl Wrap for u8 {
-    fn wrap(lists: Vec<Listed<u8>>) -> ListedTiles {
-        ListedTiles::Bytes(lists)
-    }
-}
-
-impl Wrap for u16 {
-    fn wrap(lists: Vec<Listed<u16>>) -> ListedTiles {
-        ListedTiles::Halves(lists)
-    }
-}
-
-impl Wrap for u32 {
-    fn wrap(lists: Vec<Listed<u32>>) -> ListedTiles {
-        ListedTiles::Words(lists)
-    }
-}
-
 /// A request whose numbers were checked.
 struct Checked<T> {
     level: Level,
@@ -118,6 +92,10 @@ struct Checked<T> {
 unsafe impl<T> Sync for Checked<T> {}
 
 const BAD_REQUEST: Refused = "the request is not one";
+const FAILED: Refused = "the decoder failed";
+
+/// Done, or the first tile that was refused and why.
+type Outcome = Result<(), (u64, Refused)>;
 
 unsafe fn checked<T: Code>(request: &Request) -> Result<Checked<T>, Refused> {
     let RawKind { bits, shift, exponent_mask, width } = request.kind;
@@ -150,6 +128,8 @@ fn piece<T>(raw: &RawPiece) -> Piece<T> {
         rows: raw.rows as usize,
         cols: raw.cols as usize,
         stride: raw.stride as usize,
+        first: raw.first as usize,
+        step: raw.step as usize,
     }
 }
 
@@ -223,71 +203,101 @@ pub unsafe extern "C" fn etude_encoded_take(tiles: *mut EncodedTiles, mut out: *
     }
 }
 
-/// Decode every tile to lists. `counts` gets the changes of each; the result is to be taken with `etude_listed_take`.
-/// Null: refused, as `refusal` says, and nothing was made.
+/// How many codes each tile changes, into `counts`, as its bytes tell it: `etude_list` lists so many. 0:
+/// done; 1: refused, as `refusal` says.
 ///
 /// # Safety
 /// The request's `old` memory is readable, the payloads too; there is a payload and a count for each tile.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn etude_decode(
+pub unsafe extern "C" fn etude_count(
     request: *const Request,
     payloads: *const RawPayload,
     counts: *mut u64,
     refusal: *mut Refusal,
-) -> *mut ListedTiles {
-    unsafe fn run<T: Wrap>(request: &Request, payloads: *const RawPayload) -> Result<ListedTiles, (u64, Refused)> {
+) -> u32 {
+    unsafe fn run<T: Code>(request: &Request, payloads: *const RawPayload, counts: *mut u64) -> Outcome {
         let checked = unsafe { checked::<T>(request) }.map_err(|why| (0, why))?;
         let payloads = Payloads(unsafe { slice(payloads, request.num_tiles) });
-        let lists = threads::over(checked.threads, checked.tiles.len(), Decoder::default, |decoder, i| {
-            let (checked, payloads) = (&checked, &payloads);
-            let (classes, pieces) = &checked.tiles[i];
-            let mut listed = Listed { positions: Vec::new(), codes: Vec::new() };
-            let bytes = unsafe { payloads.bytes(i) };
-            unsafe { level::decode(checked.level, decoder, *classes, pieces, bytes, &mut listed) }
-                .map(|()| listed)
-                .map_err(|why| (i as u64, why))
-        });
-        Ok(T::wrap(lists.into_iter().collect::<Result<_, _>>()?))
+        for (i, (classes, pieces)) in checked.tiles.iter().enumerate() {
+            let count = unsafe { num_changes(*classes, pieces, payloads.bytes(i)) }.map_err(|why| (i as u64, why))?;
+            unsafe { *counts.add(i) = count as u64 };
+        }
+        Ok(())
     }
-    let outcome = shielded(Err((0, "the decoder failed")), || unsafe {
+    let outcome = shielded(Err((0, FAILED)), || unsafe {
         let request = &*request;
-        by_width!(request.kind.width, run(request, payloads), else Err((0, BAD_REQUEST)))
+        by_width!(request.kind.width, run(request, payloads, counts), else Err((0, BAD_REQUEST)))
     });
-    match outcome {
-        Ok(lists) => {
-            for (i, count) in lists.counts().into_iter().enumerate() {
-                unsafe { *counts.add(i) = count };
-            }
-            Box::into_raw(Box::new(lists))
-        }
-        Err(why) => {
-            unsafe { refuse(refusal, why) };
-            std::ptr::null_mut()
-        }
-    }
+    unsafe { told(outcome, refusal) }
 }
 
-/// Copy the lists, tile after tile, and free them.
+/// Where lists go: those of all tiles one after another.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct RawLists {
+    /// Changes of each tile, by `etude_count`.
+    pub counts: *const u64,
+    /// The sum of them of places, and of codes of the request's width.
+    pub places: *mut u32,
+    pub codes: *mut c_void,
+    /// What becomes of each piece of the request; zeros before.
+    pub found: *mut Found,
+    /// 1: with what pieces add to their tensors' checksums; then `first` and `step` of a piece count in its tensor.
+    pub summed: u64,
+}
+
+unsafe impl Sync for RawLists {}
+
+/// Decode every tile to lists: of each piece the places that change, rising, and the new codes there. 0: done; 1:
+/// refused, as `refusal` says, and what lies in the lists is of no use.
 ///
 /// # Safety
-/// `lists` comes from `etude_decode` and was not taken; the buffers have room for the sum of its counts.
+/// The request's `old` memory is readable, the payloads too, one for each tile; the lists have the room that they state;
+/// no two tiles have a piece in common.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn etude_listed_take(lists: *mut ListedTiles, positions: *mut u32, codes: *mut c_void) {
-    unsafe fn copy<T: Code>(lists: &[Listed<T>], mut positions: *mut u32, mut codes: *mut T) {
-        for list in lists {
-            unsafe {
-                positions = copy_to(&list.positions, positions);
-                codes = copy_to(&list.codes, codes);
-            }
-        }
+pub unsafe extern "C" fn etude_list(
+    request: *const Request,
+    payloads: *const RawPayload,
+    lists: *const RawLists,
+    refusal: *mut Refusal,
+) -> u32 {
+    unsafe fn run<T: Code + Part>(request: &Request, payloads: *const RawPayload, lists: &RawLists) -> Outcome {
+        let checked = unsafe { checked::<T>(request) }.map_err(|why| (0, why))?;
+        let payloads = Payloads(unsafe { slice(payloads, request.num_tiles) });
+        let (tiles, counts) =
+            unsafe { (slice(request.tiles, request.num_tiles), slice(lists.counts, request.num_tiles)) };
+        let starts: Vec<usize> = std::iter::once(&0)
+            .chain(counts)
+            .scan(0, |start, &count| {
+                *start += count as usize;
+                Some(*start)
+            })
+            .collect();
+        let done = threads::over(checked.threads, tiles.len(), Decoder::default, |decoder, i| {
+            let (checked, payloads, lists) = (&checked, &payloads, &*lists);
+            let (classes, pieces) = &checked.tiles[i];
+            let (places, codes) =
+                (lists.places.wrapping_add(starts[i]), lists.codes.cast::<T>().wrapping_add(starts[i]));
+            let (bytes, room) = (unsafe { payloads.bytes(i) }, counts[i] as usize);
+            let found = unsafe { of_tile(lists.found, &tiles[i]) };
+            let outcome = unsafe {
+                if lists.summed == 1 {
+                    let mut sink = Listed::<T, true>::new(places, codes, room, found);
+                    level::decode(checked.level, decoder, *classes, pieces, bytes, &mut sink)
+                } else {
+                    let mut sink = Listed::<T, false>::new(places, codes, room, found);
+                    level::decode(checked.level, decoder, *classes, pieces, bytes, &mut sink)
+                }
+            };
+            outcome.map_err(|why| (i as u64, why))
+        });
+        done.into_iter().collect()
     }
-    unsafe {
-        match *Box::from_raw(lists) {
-            ListedTiles::Bytes(lists) => copy(&lists, positions, codes.cast()),
-            ListedTiles::Halves(lists) => copy(&lists, positions, codes.cast()),
-            ListedTiles::Words(lists) => copy(&lists, positions, codes.cast()),
-        }
-    }
+    let outcome = shielded(Err((0, FAILED)), || unsafe {
+        let (request, lists) = (&*request, &*lists);
+        by_width!(request.kind.width, run(request, payloads, lists), else Err((0, BAD_REQUEST)))
+    });
+    unsafe { told(outcome, refusal) }
 }
 
 /// Decode every tile into the pieces' `new` memory, which may be the old one. 0: done. 1: refused, as `refusal` says;
@@ -302,29 +312,24 @@ pub unsafe extern "C" fn etude_apply(
     payloads: *const RawPayload,
     refusal: *mut Refusal,
 ) -> u32 {
-    unsafe fn run<T: Code>(request: &Request, payloads: *const RawPayload) -> Result<(), (u64, Refused)> {
+    unsafe fn run<T: Code>(request: &Request, payloads: *const RawPayload) -> Outcome {
         let checked = unsafe { checked::<T>(request) }.map_err(|why| (0, why))?;
         let payloads = Payloads(unsafe { slice(payloads, request.num_tiles) });
         let done = threads::over(checked.threads, checked.tiles.len(), Decoder::default, |decoder, i| {
             let (checked, payloads) = (&checked, &payloads);
             let (classes, pieces) = &checked.tiles[i];
             let bytes = unsafe { payloads.bytes(i) };
-            unsafe { level::decode(checked.level, decoder, *classes, pieces, bytes, &mut InPlace) }
+            let mut sink = InPlace::default();
+            unsafe { level::decode(checked.level, decoder, *classes, pieces, bytes, &mut sink) }
                 .map_err(|why| (i as u64, why))
         });
         done.into_iter().collect()
     }
-    let outcome = shielded(Err((0, "the decoder failed")), || unsafe {
+    let outcome = shielded(Err((0, FAILED)), || unsafe {
         let request = &*request;
         by_width!(request.kind.width, run(request, payloads), else Err((0, BAD_REQUEST)))
     });
-    match outcome {
-        Ok(()) => 0,
-        Err(why) => {
-            unsafe { refuse(refusal, why) };
-            1
-        }
-    }
+    unsafe { told(outcome, refusal) }
 }
 
 /// Elements, and changed ones, by exponent of the old code, in every `stride`th block of 64; a last, shorter block
@@ -391,13 +396,14 @@ pub unsafe extern "C" fn etude_count_changed(old: *const c_void, new: *const c_v
     unsafe { by_width!(width, run(old, new, count), else 0) }
 }
 
-/// Write codes to places of live memory. 0: done; 1: a place was outside, or a width is none.
+/// Write codes to places of live memory, in so many threads at most. 0: done; 1: a place was outside, or there is no such
+/// width.
 ///
 /// # Safety
 /// As `scatter::scatter`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn etude_scatter(rows: *const RawScatter, num_rows: u64) -> u32 {
-    shielded(1, || unsafe { !scatter::scatter(slice(rows, num_rows)) as u32 })
+pub unsafe extern "C" fn etude_scatter(rows: *const RawScatter, num_rows: u64, threads: u32) -> u32 {
+    shielded(1, || unsafe { !scatter::scatter(slice(rows, num_rows), threads as usize) as u32 })
 }
 
 /// The checksum of codes as they are (the first two of `sums`) and as they will be. 0: done; 1: the arguments make no
@@ -436,19 +442,6 @@ impl Payloads<'_> {
     }
 }
 
-impl ListedTiles {
-    fn counts(&self) -> Vec<u64> {
-        fn of<T>(lists: &[Listed<T>]) -> Vec<u64> {
-            lists.iter().map(|list| list.positions.len() as u64).collect()
-        }
-        match self {
-            ListedTiles::Bytes(lists) => of(lists),
-            ListedTiles::Halves(lists) => of(lists),
-            ListedTiles::Words(lists) => of(lists),
-        }
-    }
-}
-
 /// Where the next one goes.
 unsafe fn copy_to<T: Copy>(from: &[T], to: *mut T) -> *mut T {
     unsafe {
@@ -462,4 +455,19 @@ unsafe fn refuse(refusal: *mut Refusal, (tile, why): (u64, Refused)) {
     let count = why.len().min(63);
     text[..count].copy_from_slice(&why.as_bytes()[..count]);
     unsafe { *refusal = Refusal { tile, why: text } };
+}
+
+/// 0, or 1 and why.
+unsafe fn told(outcome: Outcome, refusal: *mut Refusal) -> u32 {
+    let Err(why) = outcome else { return 0 };
+    unsafe { refuse(refusal, why) };
+    1
+}
+
+/// What becomes of a tile's pieces.
+unsafe fn of_tile<'a>(found: *mut Found, tile: &RawTile) -> &'a mut [Found] {
+    if tile.num_pieces == 0 {
+        return &mut [];
+    }
+    unsafe { std::slice::from_raw_parts_mut(found.add(tile.first_piece as usize), tile.num_pieces as usize) }
 }

@@ -13,7 +13,7 @@ use crate::threads;
 
 /// Words of 64 bits in a block.
 pub const WORDS: usize = 1024;
-const BLOCK_BYTES: usize = 8 * WORDS;
+pub const BLOCK_BYTES: usize = 8 * WORDS;
 /// How far the keys of the second sum lie behind those of the first, in 64-bit words.
 const SHIFT: usize = 8;
 /// Blocks that a thread sums at a time.
@@ -43,29 +43,50 @@ pub struct RawSummed {
 unsafe impl Sync for RawSummed {}
 
 /// Both sums, of the bytes as they are and as they will be.
+#[repr(C)]
 #[derive(Clone, Copy, Default, PartialEq, Debug)]
 pub struct Sums {
     pub old: [u64; 2],
     pub new: [u64; 2],
 }
 
-/// Keys of the low and of the high half of each word.
-pub struct Keys {
-    low: [u64; WORDS + SHIFT],
-    high: [u64; WORDS + SHIFT],
+impl Sums {
+    /// Add a block of this number: its old bytes have the sums `old`, and its changes add `more`.
+    #[inline(always)]
+    pub fn add_block(&mut self, number: u64, old: [u64; 2], more: [u64; 2]) {
+        for i in 0..2 {
+            let factor = mixed(BLOCK_SEED, number.wrapping_mul(2).wrapping_add(i as u64)) | 1;
+            self.old[i] = self.old[i].wrapping_add(factor.wrapping_mul(old[i]));
+            self.new[i] = self.new[i].wrapping_add(factor.wrapping_mul(old[i].wrapping_add(more[i])));
+        }
+    }
+
+    pub fn add(&mut self, other: &Sums) {
+        self.old = sum(self.old, other.old);
+        self.new = sum(self.new, other.new);
+    }
 }
+
+#[inline(always)]
+pub fn sum(a: [u64; 2], b: [u64; 2]) -> [u64; 2] {
+    [a[0].wrapping_add(b[0]), a[1].wrapping_add(b[1])]
+}
+
+/// Keys of the low halves of words, and of the high ones; at the start of cache lines, as they are read by lines.
+#[repr(align(64))]
+struct Keys([[u64; WORDS + SHIFT]; 2]);
 
 static KEYS: Keys = keys();
 
 const fn keys() -> Keys {
-    let mut keys = Keys { low: [0; WORDS + SHIFT], high: [0; WORDS + SHIFT] };
+    let mut keys = [[0; WORDS + SHIFT]; 2];
     let mut i = 0;
     while i < WORDS + SHIFT {
-        keys.low[i] = mixed(WORD_SEED, 2 * i as u64);
-        keys.high[i] = mixed(WORD_SEED, 2 * i as u64 + 1);
+        keys[0][i] = mixed(WORD_SEED, 2 * i as u64);
+        keys[1][i] = mixed(WORD_SEED, 2 * i as u64 + 1);
         i += 1;
     }
-    keys
+    Keys(keys)
 }
 
 /// The `i`th number of the splitmix64 sequence of a seed.
@@ -76,44 +97,64 @@ const fn mixed(seed: u64, i: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The sums of one block.
-pub fn of_block(words: &[u64; WORDS]) -> [u64; 2] {
-    let (mut first, mut second) = (0u64, 0u64);
-    for (at, &word) in words.iter().enumerate() {
-        let (low, high) = (word & u32::MAX as u64, word >> 32);
-        first = first.wrapping_add(low.wrapping_mul(KEYS.low[at])).wrapping_add(high.wrapping_mul(KEYS.high[at]));
-        let at = at + SHIFT;
-        second = second.wrapping_add(low.wrapping_mul(KEYS.low[at])).wrapping_add(high.wrapping_mul(KEYS.high[at]));
-    }
-    [first, second]
+/// What half a word adds: `half` 0 is its low 32 bits, 1 its high ones.
+#[inline(always)]
+fn of_half(value: u64, word: usize, half: usize) -> [u64; 2] {
+    let keys = &KEYS.0[half & 1];
+    let word = word % WORDS;
+    [value.wrapping_mul(keys[word]), value.wrapping_mul(keys[word + SHIFT])]
+}
+
+#[inline(always)]
+fn of_word(value: u64, word: usize) -> [u64; 2] {
+    sum(of_half(value & u32::MAX as u64, word, 0), of_half(value >> 32, word, 1))
+}
+
+/// The sums of `count` words from the one of number `first` of a block on; `words` points at it, aligned or not.
+///
+/// # Safety
+/// They are readable, and end with the block or before.
+pub unsafe fn of_words(words: *const u64, first: usize, count: usize) -> [u64; 2] {
+    (0..count).fold([0; 2], |sums, i| {
+        let word = u64::from_le_bytes(unsafe { words.add(i).cast::<[u8; 8]>().read() });
+        sum(sums, of_word(word, first + i))
+    })
 }
 
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
-    use super::{KEYS, SHIFT, WORDS};
+    use super::{KEYS, SHIFT, WORDS, sum};
     use std::arch::x86_64::*;
 
     /// The same, eight words at a time.
     ///
     /// # Safety
-    /// The processor has AVX-512F and AVX-512DQ.
+    /// As `of_words`; the processor has AVX-512F and AVX-512DQ.
     #[target_feature(enable = "avx512f,avx512dq")]
-    pub unsafe fn of_block_512(words: &[u64; WORDS]) -> [u64; 2] {
-        let at = |from: *const u64, i: usize| unsafe { _mm512_loadu_si512(from.add(i).cast()) };
+    pub unsafe fn of_words_512(words: *const u64, first: usize, count: usize) -> [u64; 2] {
+        debug_assert!(first + count <= WORDS);
         let half = _mm512_set1_epi64(u32::MAX as i64);
-        let mut sums = [_mm512_setzero_si512(); 4];
-        for i in (0..WORDS).step_by(8) {
-            let word = at(words.as_ptr(), i);
-            let (low, high) = (_mm512_and_si512(word, half), _mm512_srli_epi64::<32>(word));
-            let products = [
-                _mm512_mullo_epi64(low, at(KEYS.low.as_ptr(), i)),
-                _mm512_mullo_epi64(high, at(KEYS.high.as_ptr(), i)),
-                _mm512_mullo_epi64(low, at(KEYS.low.as_ptr(), i + SHIFT)),
-                _mm512_mullo_epi64(high, at(KEYS.high.as_ptr(), i + SHIFT)),
-            ];
-            for (sum, product) in sums.iter_mut().zip(products) {
-                *sum = _mm512_add_epi64(*sum, product);
+        let load = |from: *const u64, i: usize, some: __mmask8| unsafe {
+            _mm512_maskz_loadu_epi64(some, from.wrapping_add(i).cast())
+        };
+        let keys = |i: usize, some: __mmask8| [load(KEYS.0[0].as_ptr(), i, some), load(KEYS.0[1].as_ptr(), i, some)];
+        // the keys of the second sum are those that the first one has for the next eight words
+        let (mut now, mut sums) = (keys(first, 0xFF), [_mm512_setzero_si512(); 4]);
+        let mut add = |i: usize, some: __mmask8| {
+            let (word, next) = (load(words, i, some), keys(first + i + SHIFT, some));
+            let halves = [_mm512_and_si512(word, half), _mm512_srli_epi64::<32>(word)];
+            for which in 0..2 {
+                sums[which] = _mm512_add_epi64(sums[which], _mm512_mullo_epi64(halves[which], now[which]));
+                sums[2 + which] = _mm512_add_epi64(sums[2 + which], _mm512_mullo_epi64(halves[which], next[which]));
             }
+            now = next;
+        };
+        let whole = count - count % 8;
+        for i in (0..whole).step_by(8) {
+            add(i, 0xFF);
+        }
+        if whole < count {
+            add(whole, (1 << (count - whole)) - 1);
         }
         let total = |a, b| _mm512_reduce_add_epi64(_mm512_add_epi64(a, b)) as u64;
         [total(sums[0], sums[1]), total(sums[2], sums[3])]
@@ -122,42 +163,71 @@ pub mod x86 {
     /// The same, four words at a time: a product modulo 2^64 is two of 32 bits by 32.
     ///
     /// # Safety
-    /// The processor has AVX2.
+    /// As `of_words`; the processor has AVX2.
     #[target_feature(enable = "avx2")]
-    pub unsafe fn of_block_256(words: &[u64; WORDS]) -> [u64; 2] {
+    pub unsafe fn of_words_256(words: *const u64, first: usize, count: usize) -> [u64; 2] {
+        debug_assert!(first + count <= WORDS);
         let at = |from: *const u64, i: usize| unsafe { _mm256_loadu_si256(from.add(i).cast()) };
         // of each sum what goes to the low end, and what goes 32 bits higher
         let mut sums = [[_mm256_setzero_si256(); 2]; 2];
-        for i in (0..WORDS).step_by(4) {
-            let low = at(words.as_ptr(), i);
+        let whole = count - count % 4;
+        for i in (0..whole).step_by(4) {
+            let low = at(words, i);
             let high = _mm256_srli_epi64::<32>(low);
             for (which, [sum, raised]) in sums.iter_mut().enumerate() {
-                for (half, keys) in [(low, &KEYS.low), (high, &KEYS.high)] {
-                    let key = at(keys.as_ptr(), i + SHIFT * which);
+                for (half, keys) in [(low, &KEYS.0[0]), (high, &KEYS.0[1])] {
+                    let key = at(keys.as_ptr(), first + i + SHIFT * which);
                     *sum = _mm256_add_epi64(*sum, _mm256_mul_epu32(half, key));
                     *raised = _mm256_add_epi64(*raised, _mm256_mul_epu32(half, _mm256_srli_epi64::<32>(key)));
                 }
             }
         }
-        sums.map(|[sum, raised]| {
+        let sums = sums.map(|[sum, raised]| {
             let all = _mm256_add_epi64(sum, _mm256_slli_epi64::<32>(raised));
             let mut lanes = [0u64; 4];
             unsafe { _mm256_storeu_si256(lanes.as_mut_ptr().cast(), all) };
-            lanes.iter().fold(0, |total: u64, lane| total.wrapping_add(*lane))
-        })
+            lanes.iter().fold(0u64, |sum, &lane| sum.wrapping_add(lane))
+        });
+        sum(sums, unsafe { super::of_words(words.wrapping_add(whole), first + whole, count - whole) })
     }
 }
 
+/// The sums of the bytes `from` to `upto` of a block; `start` points at the first of them. `words` sums the whole words
+/// among them, as `of_words` does.
+///
+/// # Safety
+/// They are readable; `from <= upto <= BLOCK_BYTES`.
+#[inline(always)]
+pub unsafe fn of_bytes(
+    start: *const u8,
+    from: usize,
+    upto: usize,
+    words: impl Fn(*const u64, usize, usize) -> [u64; 2],
+) -> [u64; 2] {
+    let first = from.next_multiple_of(8).min(upto);
+    let last = first + (upto - first) / 8 * 8;
+    let mut sums = words(start.wrapping_add(first - from).cast(), first / 8, (last - first) / 8);
+    for (a, b) in [(from, first), (last, upto)] {
+        if a < b {
+            let mut bytes = [0u8; 8];
+            let part = &mut bytes[a % 8..a % 8 + (b - a)];
+            unsafe { std::ptr::copy_nonoverlapping(start.add(a - from), part.as_mut_ptr(), b - a) };
+            sums = sum(sums, of_word(u64::from_le_bytes(bytes), a / 8));
+        }
+    }
+    sums
+}
+
 /// A code of a changed element, as the words of 32 bits that it is part of see it.
-trait Part: Copy {
-    fn widen(self) -> u64;
+pub trait Part: Copy {
+    fn bits(self) -> u64;
 }
 
 macro_rules! part {
     ($type:ty) => {
         impl Part for $type {
             #[inline(always)]
-            fn widen(self) -> u64 {
+            fn bits(self) -> u64 {
                 self as u64
             }
         }
@@ -169,28 +239,15 @@ part!(u16);
 part!(u32);
 part!(u64);
 
-/// What changes add to the sums of a block: `from` is the block's first element, as `places` count.
+/// What the change of the code at a byte of a block adds to the block's sums.
 #[inline(always)]
-unsafe fn of_changes<T: Part>(old: *const T, places: &[u32], codes: &[T], from: usize) -> [u64; 2] {
-    let (mut first, mut second) = (0u64, 0u64);
-    let mut add = |word: usize, high: bool, moved: u64| {
-        let keys = if high { &KEYS.high } else { &KEYS.low };
-        first = first.wrapping_add(moved.wrapping_mul(keys[word]));
-        second = second.wrapping_add(moved.wrapping_mul(keys[word + SHIFT]));
-    };
-    for (&place, &code) in places.iter().zip(codes) {
-        let at = place as usize;
-        let (before, after) = (unsafe { *old.add(at) }.widen(), code.widen());
-        let byte = (at - from) * size_of::<T>();
-        let word = byte / 8 % WORDS;
-        if size_of::<T>() == 8 {
-            add(word, false, (after & u32::MAX as u64).wrapping_sub(before & u32::MAX as u64));
-            add(word, true, (after >> 32).wrapping_sub(before >> 32));
-        } else {
-            add(word, byte & 4 != 0, after.wrapping_sub(before) << (8 * (byte & 3)));
-        }
+pub fn of_change<T: Part>(byte: usize, before: T, after: T) -> [u64; 2] {
+    let (word, before, after) = (byte / 8, before.bits(), after.bits());
+    if size_of::<T>() < 8 {
+        return of_half(after.wrapping_sub(before) << (8 * (byte & 3)), word, byte >> 2);
     }
-    [first, second]
+    let low = (after & u32::MAX as u64).wrapping_sub(before & u32::MAX as u64);
+    sum(of_half(low, word, 0), of_half((after >> 32).wrapping_sub(before >> 32), word, 1))
 }
 
 /// Sums over all blocks. Refused where a place lies outside, or places do not rise.
@@ -232,28 +289,23 @@ unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, 
             let mut next = places.partition_point(|&place| (place as usize) < first * per_block);
             for block in first..blocks.min(first + BATCH) {
                 let old = unsafe { sums_at(level, asked.start, block, asked.num_bytes) };
-                let mut new = old;
+                let mut more = [0; 2];
                 if !asked.other.is_null() {
-                    new = unsafe { sums_at(level, asked.other, block, asked.num_bytes) };
+                    let new = unsafe { sums_at(level, asked.other, block, asked.num_bytes) };
+                    more = [new[0].wrapping_sub(old[0]), new[1].wrapping_sub(old[1])];
                 } else if next < count {
                     let end = elements.min((block + 1) * per_block);
-                    let some = next;
                     while next < count && (places[next] as usize) < end {
                         if next > 0 && places[next] <= places[next - 1] {
                             return Err("places do not rise");
                         }
+                        let at = places[next] as usize;
+                        let before = unsafe { *asked.start.cast::<T>().add(at) };
+                        more = sum(more, of_change(at % per_block * size_of::<T>(), before, codes[next]));
                         next += 1;
                     }
-                    let (places, codes) = (&places[some..next], &codes[some..next]);
-                    let more = unsafe { of_changes(asked.start.cast::<T>(), places, codes, block * per_block) };
-                    new = [new[0].wrapping_add(more[0]), new[1].wrapping_add(more[1])];
                 }
-                let number = asked.first_block.wrapping_add(block as u64);
-                for i in 0..2 {
-                    let factor = mixed(BLOCK_SEED, number.wrapping_mul(2).wrapping_add(i as u64)) | 1;
-                    sums.old[i] = sums.old[i].wrapping_add(factor.wrapping_mul(old[i]));
-                    sums.new[i] = sums.new[i].wrapping_add(factor.wrapping_mul(new[i]));
-                }
+                sums.add_block(asked.first_block.wrapping_add(block as u64), old, more);
             }
             Ok((sums, next))
         },
@@ -262,10 +314,7 @@ unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, 
     let mut used = 0;
     for part in parts {
         let (sums, next) = part?;
-        for i in 0..2 {
-            all.old[i] = all.old[i].wrapping_add(sums.old[i]);
-            all.new[i] = all.new[i].wrapping_add(sums.new[i]);
-        }
+        all.add(&sums);
         used = used.max(next);
     }
     if count > 0 && used < count {
@@ -278,10 +327,54 @@ unsafe fn over<T: Part + Sync>(asked: &RawSummed, level: Level) -> Result<Sums, 
 unsafe fn sums_at(level: Level, start: *const u8, block: usize, num_bytes: u64) -> [u64; 2] {
     let from = unsafe { start.add(block * BLOCK_BYTES) };
     let left = num_bytes as usize - block * BLOCK_BYTES;
-    if left >= BLOCK_BYTES && from.align_offset(align_of::<u64>()) == 0 {
-        return unsafe { level::sums_of_block(level, &*from.cast()) };
+    unsafe { of_bytes(from, 0, left.min(BLOCK_BYTES), |words, first, count| level::sums(level, words, first, count)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_block_have_the_sums_of_the_whole_wherever_it_is_cut() {
+        let bytes: Vec<u8> = (0..BLOCK_BYTES).map(|i| (mixed(7, i as u64) & 255) as u8).collect();
+        let words = |words, first, count| unsafe { of_words(words, first, count) };
+        let whole = unsafe { of_bytes(bytes.as_ptr(), 0, BLOCK_BYTES, words) };
+        for cut in [0, 1, 7, 8, 9, 20, 4095, 8191, 8192] {
+            for end in [cut, (cut + 3).min(BLOCK_BYTES), BLOCK_BYTES] {
+                let parts = [(0, cut), (cut, end), (end, BLOCK_BYTES)];
+                let found = parts.iter().fold([0; 2], |sums, &(from, upto)| {
+                    sum(sums, unsafe { of_bytes(bytes.as_ptr().add(from), from, upto, words) })
+                });
+                assert_eq!(found, whole);
+            }
+        }
     }
-    let mut words = [0u64; WORDS];
-    unsafe { std::ptr::copy_nonoverlapping(from, words.as_mut_ptr().cast::<u8>(), left.min(BLOCK_BYTES)) };
-    unsafe { level::sums_of_block(level, &words) }
+
+    #[test]
+    fn every_level_sums_any_number_of_words_from_any_address() {
+        let bytes: Vec<u8> = (0..BLOCK_BYTES + 8).map(|i| (mixed(9, i as u64) & 255) as u8).collect();
+        for level in [Level::Portable, Level::Avx2, Level::Avx512].into_iter().filter(|&level| level <= Level::best()) {
+            for (offset, first, count) in
+                [(0, 0, 1024), (3, 0, 1023), (1, 5, 1019), (0, 1017, 7), (2, 9, 0), (5, 1, 12)]
+            {
+                let words = unsafe { bytes.as_ptr().add(offset) }.cast();
+                let found = unsafe { level::sums(level, words, first, count) };
+                assert_eq!(found, unsafe { of_words(words, first, count) });
+            }
+        }
+    }
+
+    #[test]
+    fn a_change_adds_what_the_new_bytes_have_more() {
+        let mut block = [0u16; BLOCK_BYTES / 2];
+        block.iter_mut().enumerate().for_each(|(i, code)| *code = mixed(3, i as u64) as u16);
+        let words = |words, first, count| unsafe { of_words(words, first, count) };
+        let sums = |block: &[u16; BLOCK_BYTES / 2]| unsafe { of_bytes(block.as_ptr().cast(), 0, BLOCK_BYTES, words) };
+        for at in [0, 1, 2, 3, 4000, 4095] {
+            let before = sums(&block);
+            let more = of_change(2 * at, block[at], !block[at]);
+            block[at] = !block[at];
+            assert_eq!(sum(before, more), sums(&block));
+        }
+    }
 }

@@ -1,56 +1,252 @@
 //! A tile's bytes and its old codes to the new ones.
 
+use std::ptr::null;
+
 use crate::bits::{Bytes, LowBits, PADDING, Plane, Refused, rice};
+use crate::checksum::{self, BLOCK_BYTES, Part, Sums};
 use crate::kind::{Code, Kind, MAX_CLASSES, Step};
-use crate::scan::{BLOCK, CHUNK, Chunk, Classes, Places, Scan};
+use crate::scan::{BLOCK, CHUNK, Chunk, Classes, Places, Portable, Scan};
 use crate::tile::{
-    CODED, Escapes, INVERTED, NumbersIn, Piece, RAW, Run, Span, complement, num_elements, runs, scan_classes, spans,
+    CODED, Escapes, INVERTED, NumbersIn, Piece, RAW, Run, Span, complement, num_elements, scan_classes, spans, windows,
 };
 
 /// Where the new codes go.
 pub trait Sink<T> {
-    /// `position` counts in the tile; `at` is where the code belongs in the pieces' new memory.
+    /// Whether every window of a tile is opened, also where nothing changes.
+    const ALL: bool;
+    type Pen: Pen<T>;
+
+    /// So many more codes will change. Refused where there is no room for them.
+    fn expect(&mut self, count: usize) -> Result<(), Refused>;
+
+    /// What is put from here on lies in this window.
     ///
     /// # Safety
-    /// `at` is writable, where it is used.
-    unsafe fn put(&mut self, position: usize, at: *mut T, code: T);
+    /// Its old codes are readable, and the machine has the instructions of `S`.
+    unsafe fn open<S: Scan>(&mut self, window: &Run<T>);
 
-    /// So many come next.
-    fn expect(&mut self, count: usize);
+    /// What puts changes of the window. It is given back, with the number of changes, before the next one is taken.
+    fn pen(&self) -> Self::Pen;
+    fn take(&mut self, pen: Self::Pen, count: usize);
+
+    /// The tile has no more changes. Refused where fewer came than are wanted.
+    fn close(&mut self) -> Result<(), Refused>;
 }
 
-/// A list of positions in the tile, rising, and their new codes.
-#[derive(Default)]
-pub struct Listed<T> {
-    pub positions: Vec<u32>,
-    pub codes: Vec<T>,
-}
-
-impl<T> Sink<T> for Listed<T> {
-    #[inline(always)]
-    unsafe fn put(&mut self, position: usize, _: *mut T, code: T) {
-        self.positions.push(position as u32);
-        self.codes.push(code);
-    }
-
-    #[inline(always)]
-    fn expect(&mut self, count: usize) {
-        self.positions.reserve(count);
-        self.codes.reserve(count);
-    }
+/// Puts changes. A value of its own: what it holds stays in registers.
+pub trait Pen<T> {
+    /// The change of this number, from 0 on, in any order: the code at a place of the window, and what it becomes.
+    ///
+    /// # Safety
+    /// It was expected, and for `InPlace` the window's new memory is writable.
+    unsafe fn put(&mut self, number: usize, at: usize, old: T, new: T);
 }
 
 /// Writes into the pieces' new memory at once. What is refused half-way leaves it half-written.
-pub struct InPlace;
+pub struct InPlace<T>(*mut T);
 
-impl<T> Sink<T> for InPlace {
-    #[inline(always)]
-    unsafe fn put(&mut self, _: usize, at: *mut T, code: T) {
-        unsafe { at.write(code) };
+impl<T> Default for InPlace<T> {
+    fn default() -> Self {
+        Self(std::ptr::null_mut())
+    }
+}
+
+impl<T: Code> Sink<T> for InPlace<T> {
+    const ALL: bool = false;
+    type Pen = *mut T;
+
+    fn expect(&mut self, _: usize) -> Result<(), Refused> {
+        Ok(())
     }
 
     #[inline(always)]
-    fn expect(&mut self, _: usize) {}
+    unsafe fn open<S: Scan>(&mut self, window: &Run<T>) {
+        self.0 = window.new;
+    }
+
+    #[inline(always)]
+    fn pen(&self) -> *mut T {
+        self.0
+    }
+
+    #[inline(always)]
+    fn take(&mut self, _: *mut T, _: usize) {}
+
+    fn close(&mut self) -> Result<(), Refused> {
+        Ok(())
+    }
+}
+
+impl<T> Pen<T> for *mut T {
+    #[inline(always)]
+    unsafe fn put(&mut self, _: usize, at: usize, _: T, new: T) {
+        unsafe { self.add(at).write(new) };
+    }
+}
+
+/// Counts the changes.
+#[derive(Default)]
+struct Counted(usize);
+
+impl<T> Sink<T> for Counted {
+    const ALL: bool = false;
+    type Pen = ();
+
+    fn expect(&mut self, count: usize) -> Result<(), Refused> {
+        self.0 += count;
+        Ok(())
+    }
+
+    unsafe fn open<S: Scan>(&mut self, _: &Run<T>) {}
+
+    fn pen(&self) {}
+
+    fn take(&mut self, _: (), _: usize) {}
+
+    fn close(&mut self) -> Result<(), Refused> {
+        Ok(())
+    }
+}
+
+impl<T> Pen<T> for () {
+    unsafe fn put(&mut self, _: usize, _: usize, _: T, _: T) {}
+}
+
+/// What becomes of a piece: how many of its codes change, and what it adds to the checksum of its tensor.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct Found {
+    pub count: u64,
+    pub sums: Sums,
+}
+
+/// Lists of places and of the new codes there, in memory of the caller's. `SUMMED`: with what each piece adds to the
+/// checksum of its tensor, in which `Piece::first` is then its first code: codes are summed while they are near.
+pub struct Listed<'a, T, const SUMMED: bool> {
+    places: *mut u32,
+    codes: *mut T,
+    /// Changes that there is room for and that nobody expects yet.
+    room: usize,
+    found: &'a mut [Found],
+    window: Opened,
+}
+
+/// The window that a list is at.
+#[derive(Clone, Copy, Default)]
+struct Opened {
+    piece: usize,
+    /// Its first place.
+    first: usize,
+    /// Changes that were put.
+    count: usize,
+    /// Its first byte in its block, and the block's number.
+    byte: usize,
+    block: u64,
+    /// The sums of its old codes, and what its changes add.
+    old: [u64; 2],
+    more: [u64; 2],
+}
+
+/// Where the changes of a window are listed.
+pub struct Lines<T, const SUMMED: bool> {
+    places: *mut u32,
+    codes: *mut T,
+    first: usize,
+    byte: usize,
+    more: [u64; 2],
+}
+
+impl<'a, T, const SUMMED: bool> Listed<'a, T, SUMMED> {
+    /// # Safety
+    /// Both lists have room for so many changes, and `found` is of the tile's pieces.
+    pub unsafe fn new(places: *mut u32, codes: *mut T, room: usize, found: &'a mut [Found]) -> Self {
+        Self { places, codes, room, found, window: Opened::default() }
+    }
+
+    #[inline(always)]
+    fn shut(&mut self) {
+        let window = self.window;
+        let Some(found) = self.found.get_mut(window.piece) else { return };
+        found.count += window.count as u64;
+        if SUMMED {
+            found.sums.add_block(window.block, window.old, window.more);
+        }
+    }
+}
+
+impl<T: Code + Part, const SUMMED: bool> Sink<T> for Listed<'_, T, SUMMED> {
+    const ALL: bool = SUMMED;
+    type Pen = Lines<T, SUMMED>;
+
+    fn expect(&mut self, count: usize) -> Result<(), Refused> {
+        self.room = self.room.checked_sub(count).ok_or("more changes than there is room for")?;
+        Ok(())
+    }
+
+    #[inline(always)]
+    unsafe fn open<S: Scan>(&mut self, window: &Run<T>) {
+        self.shut();
+        self.window = Opened { piece: window.piece, first: window.first, ..Opened::default() };
+        if SUMMED {
+            let start = window.first * T::BYTES;
+            let (block, byte) = (start / BLOCK_BYTES, start % BLOCK_BYTES);
+            let sums = |words, first, count| unsafe { S::sums(words, first, count) };
+            let old = unsafe { checksum::of_bytes(window.old.cast(), byte, byte + window.count * T::BYTES, sums) };
+            (self.window.block, self.window.byte, self.window.old) = (block as u64, byte, old);
+        }
+    }
+
+    #[inline(always)]
+    fn pen(&self) -> Lines<T, SUMMED> {
+        let Self { places, codes, window: Opened { first, byte, more, .. }, .. } = *self;
+        Lines { places, codes, first, byte, more }
+    }
+
+    #[inline(always)]
+    fn take(&mut self, pen: Lines<T, SUMMED>, count: usize) {
+        (self.places, self.codes) = (self.places.wrapping_add(count), self.codes.wrapping_add(count));
+        self.window.count += count;
+        self.window.more = pen.more;
+    }
+
+    fn close(&mut self) -> Result<(), Refused> {
+        self.shut();
+        if self.room == 0 { Ok(()) } else { Err("fewer changes than there is room for") }
+    }
+}
+
+impl<T: Code + Part, const SUMMED: bool> Pen<T> for Lines<T, SUMMED> {
+    #[inline(always)]
+    unsafe fn put(&mut self, number: usize, at: usize, old: T, new: T) {
+        unsafe {
+            self.places.add(number).write((self.first + at) as u32);
+            self.codes.add(number).write(new);
+        }
+        if SUMMED {
+            self.more = checksum::sum(self.more, checksum::of_change(self.byte + at * T::BYTES, old, new));
+        }
+    }
+}
+
+/// How many codes change, as a tile's bytes tell it: a coded tile by its headers alone.
+///
+/// # Safety
+/// The pieces' old memory is readable.
+pub unsafe fn num_changes<T: Code>(classes: Classes, pieces: &[Piece<T>], coded: &[u8]) -> Result<usize, Refused> {
+    let mut counted = Counted::default();
+    match coded.split_first() {
+        None => {}
+        Some((&CODED, rest)) => {
+            let (mut bytes, mut left) = (Bytes(rest), num_elements(pieces));
+            for _ in 0..classes.count {
+                counted.0 += header(&mut bytes, &mut left)?.changed;
+            }
+            bytes.plane(counted.0 as u64)?; // each has a sign, at least
+        }
+        Some((&RAW, rest)) => unsafe { place_raw::<T, Portable, Counted>(classes.kind, pieces, rest, &mut counted)? },
+        _ => return Err(UNKNOWN_MODE),
+    }
+    Ok(counted.0)
 }
 
 /// One class's changes as the bytes tell them.
@@ -60,9 +256,6 @@ struct Changes {
     /// Ranks of the listed elements: the changed ones, or where inverted the others.
     listed: Vec<u32>,
     steps: Vec<Step>,
-    /// Listed ranks and steps that were used.
-    next_listed: usize,
-    next_step: usize,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -93,6 +286,14 @@ impl Header {
     }
 }
 
+/// How far a class's lists were used.
+#[derive(Clone, Copy)]
+struct Used {
+    listed: *const u32,
+    step: *const Step,
+    steps_end: *const Step,
+}
+
 /// Working memory of one thread.
 pub struct Decoder {
     chunk: Box<Chunk>,
@@ -102,6 +303,7 @@ pub struct Decoder {
     inverted: u32,
     /// The next listed rank of each class; `u32::MAX`: there is none.
     next: [u32; MAX_CLASSES],
+    used: [Used; MAX_CLASSES],
     /// The tile's bytes, and `PADDING` behind them.
     padded: Vec<u8>,
     numbers: Vec<u32>,
@@ -110,6 +312,7 @@ pub struct Decoder {
 }
 
 const TOO_LONG: Refused = "a step is longer than the scale";
+const UNKNOWN_MODE: Refused = "a tile of an unknown mode";
 const PAST_THE_END: Refused = "a position lies past the end";
 /// So many changes before it is used a code is fetched: each lies in another cache line.
 const AHEAD_CHANGES: usize = 48;
@@ -124,6 +327,7 @@ impl Default for Decoder {
             classes: Default::default(),
             inverted: 0,
             next: [u32::MAX; MAX_CLASSES],
+            used: [Used { listed: null(), step: null(), steps_end: null() }; MAX_CLASSES],
             padded: Vec::new(),
             numbers: Vec::new(),
             others: Vec::new(),
@@ -137,30 +341,47 @@ impl Decoder {
     /// The pieces' old memory is readable, for `InPlace` the new one is writable, and the machine has the
     /// instructions of `S`.
     #[inline(always)]
-    pub unsafe fn decode<T: Code, S: Scan>(
+    pub unsafe fn decode<T: Code, S: Scan, K: Sink<T>>(
         &mut self,
         classes: Classes,
         pieces: &[Piece<T>],
         coded: &[u8],
-        sink: &mut impl Sink<T>,
+        sink: &mut K,
     ) -> Result<(), Refused> {
-        match coded.first() {
-            None => return Ok(()),
-            Some(&CODED) => {}
-            Some(&RAW) => return unsafe { place_raw(classes.kind, pieces, &coded[1..], sink) },
-            _ => return Err("a tile of an unknown mode"),
+        match coded.split_first() {
+            None => unsafe { see_all::<T, S, K>(pieces, sink) },
+            Some((&CODED, rest)) => unsafe { self.place_coded::<T, S, K>(classes, pieces, rest, sink)? },
+            Some((&RAW, rest)) => unsafe { place_raw::<T, S, K>(classes.kind, pieces, rest, sink)? },
+            _ => return Err(UNKNOWN_MODE),
         }
-        self.parse(classes, num_elements(pieces), &coded[1..])?;
-        if classes.count == 1 && !self.classes[0].header.inverted {
-            return unsafe { self.place_one::<T, S>(classes, pieces, sink) };
+        sink.close()
+    }
+
+    #[inline(always)]
+    unsafe fn place_coded<T: Code, S: Scan, K: Sink<T>>(
+        &mut self,
+        classes: Classes,
+        pieces: &[Piece<T>],
+        coded: &[u8],
+        sink: &mut K,
+    ) -> Result<(), Refused> {
+        self.parse(classes, num_elements(pieces), coded)?;
+        let all = &self.classes[..classes.count as usize];
+        sink.expect(all.iter().map(|changes| changes.header.changed).sum())?;
+        if classes.count == 1 && !all[0].header.inverted {
+            return unsafe { self.place_one::<T, S, K>(classes, pieces, sink) };
         }
         self.start(classes);
-        for run in runs(pieces) {
-            for span in spans(run) {
+        for window in windows(pieces) {
+            unsafe { sink.open::<S>(&window) };
+            for span in spans(window) {
+                if K::ALL {
+                    fetch_next_block::<T, S>(&span);
+                }
                 unsafe {
                     scan_classes::<T, S>(&span, classes, &mut self.chunk);
                     self.mark::<S>(span.blocks);
-                    self.place::<T, S>(classes, &span, sink)?;
+                    self.place::<T, S, K>(classes, &span, span.position - window.position, sink)?;
                 }
                 self.chunk.ranks[0] = self.chunk.ranks[span.blocks];
             }
@@ -179,7 +400,6 @@ impl Decoder {
         let mut left = elements;
         for changes in &mut *all {
             changes.header = header(&mut bytes, &mut left)?;
-            (changes.next_listed, changes.next_step) = (0, 0);
         }
         let headers = all.iter().map(|changes| changes.header);
         let total = |bits: fn(Header) -> u64| headers.clone().map(bits).sum::<u64>();
@@ -243,31 +463,41 @@ impl Decoder {
             changes.listed.push(u32::MAX);
             self.inverted |= (changes.header.inverted as u32) << c;
             self.next[c] = changes.listed[0];
+            let steps = changes.steps.as_ptr_range();
+            self.used[c] = Used { listed: changes.listed.as_ptr(), step: steps.start, steps_end: steps.end };
         }
     }
 
     /// One class and its list of changed positions: no other code is looked at.
     #[inline(always)]
-    unsafe fn place_one<T: Code, S: Scan>(
+    unsafe fn place_one<T: Code, S: Scan, K: Sink<T>>(
         &mut self,
         classes: Classes,
         pieces: &[Piece<T>],
-        sink: &mut impl Sink<T>,
+        sink: &mut K,
     ) -> Result<(), Refused> {
         let Changes { listed, steps, .. } = &self.classes[0];
         let mut next = 0;
-        for Run { old, new, count, position } in runs(pieces) {
-            let until = next + listed[next..].partition_point(|&rank| (rank as usize) < position + count);
-            for i in next..until {
-                let at = listed[i] as usize - position;
-                if let Some(&ahead) = listed[..until].get(i + AHEAD_CHANGES) {
-                    S::fetch(old.wrapping_add(ahead as usize - position));
-                    S::fetch(new.wrapping_add(ahead as usize - position));
+        for window in windows(pieces) {
+            unsafe { sink.open::<S>(&window) };
+            let Run { old, new, count, position, .. } = window;
+            let (mut pen, before) = (sink.pen(), next);
+            while let Some(&rank) = listed.get(next)
+                && (rank as usize) < position + count
+            {
+                let at = rank as usize - position;
+                if !K::ALL
+                    && let Some(&ahead) = listed.get(next + AHEAD_CHANGES)
+                {
+                    S::fetch(old.wrapping_add((ahead as usize).wrapping_sub(position)));
+                    S::fetch(new.wrapping_add((ahead as usize).wrapping_sub(position)));
                 }
-                let code = unsafe { (*old.add(at)).widen() };
-                unsafe { sink.put(position + at, new.wrapping_add(at), T::narrow(classes.kind.moved(code, steps[i]))) };
+                let code = unsafe { *old.add(at) };
+                let moved = T::narrow(classes.kind.moved(code.widen(), steps[next]));
+                unsafe { pen.put(next - before, at, code, moved) };
+                next += 1;
             }
-            next = until;
+            sink.take(pen, next - before);
         }
         if next == listed.len() { Ok(()) } else { Err(PAST_THE_END) }
     }
@@ -275,7 +505,7 @@ impl Decoder {
     /// The changed elements of the chunk's blocks, from the listed ranks, into `chunk.changed`.
     #[inline(always)]
     unsafe fn mark<S: Scan>(&mut self, blocks: usize) {
-        let Self { chunk, classes: all, inverted, next, .. } = self;
+        let Self { chunk, used, inverted, next, .. } = self;
         let Chunk { masks, ranks, changed } = &mut **chunk;
         for (changed, masks) in changed.iter_mut().zip(&*masks).take(blocks) {
             *changed = 0;
@@ -288,45 +518,51 @@ impl Decoder {
         }
         let ends = ranks[blocks];
         for c in bits(unsafe { S::below(next, &ends) }) {
-            let changes = &mut all[c];
+            let used = &mut used[c];
             while next[c] < ends[c] {
                 let block = block_of(ranks, c, next[c]);
                 changed[block] ^= unsafe { S::nth_bit(masks[block][c], next[c] - ranks[block][c]) };
-                changes.next_listed += 1;
                 // behind the last one lies a sentinel, beyond all ends
-                next[c] = unsafe { *changes.listed.get_unchecked(changes.next_listed) };
+                unsafe {
+                    used.listed = used.listed.add(1);
+                    next[c] = *used.listed;
+                }
             }
         }
     }
 
-    /// The marked elements, each moved by its class's next step.
+    /// The marked elements, each moved by its class's next step. `at`: where in its window the span begins.
     #[inline(always)]
-    unsafe fn place<T: Code, S: Scan>(
+    unsafe fn place<T: Code, S: Scan, K: Sink<T>>(
         &mut self,
         classes: Classes,
         span: &Span<T>,
-        sink: &mut impl Sink<T>,
+        at: usize,
+        sink: &mut K,
     ) -> Result<(), Refused> {
-        let Self { chunk, places, classes: all, .. } = self;
+        let Self { chunk, places, used, .. } = self;
         let count = unsafe { S::places(&chunk.changed[..span.blocks], places) };
-        sink.expect(count);
-        for &place in &places[..count] {
-            let at = place as usize;
-            let old = unsafe { (*span.old.add(at)).widen() };
-            let changes = &mut all[classes.kind.class(old, classes.high, classes.count) & (MAX_CLASSES - 1)];
-            let step = *changes.steps.get(changes.next_step).ok_or("more elements changed than have a step")?;
-            changes.next_step += 1;
-            unsafe {
-                sink.put(span.position + at, span.new.wrapping_add(at), T::narrow(classes.kind.moved(old, step)))
-            };
+        let mut pen = sink.pen();
+        for (number, &place) in places[..count].iter().enumerate() {
+            let old = unsafe { *span.old.add(place as usize) };
+            let c = classes.kind.class(old.widen(), classes.high, classes.count) & (MAX_CLASSES - 1);
+            let used = &mut used[c];
+            if used.step == used.steps_end {
+                return Err("more elements changed than have a step");
+            }
+            let step = unsafe { *used.step };
+            used.step = used.step.wrapping_add(1);
+            unsafe { pen.put(number, at + place as usize, old, T::narrow(classes.kind.moved(old.widen(), step))) };
         }
+        sink.take(pen, count);
         Ok(())
     }
 
     /// Whether everything that the bytes told was used.
     fn end(&self, classes: Classes) -> Result<(), Refused> {
-        let mut used = self.classes[..classes.count as usize].iter();
-        if used.all(|c| c.next_listed + 1 == c.listed.len() && c.next_step == c.steps.len()) {
+        let mut all = self.classes[..classes.count as usize].iter().zip(&self.used);
+        // a sentinel is listed behind the last one
+        if all.all(|(c, used)| used.listed == &c.listed[c.listed.len() - 1] && used.step == used.steps_end) {
             Ok(())
         } else {
             Err(PAST_THE_END)
@@ -334,15 +570,37 @@ impl Decoder {
     }
 }
 
+/// Opens every window of a tile in which nothing changes, for a sink that sees them all.
+///
+/// # Safety
+/// As `Decoder::decode`.
+#[inline(always)]
+unsafe fn see_all<T: Code, S: Scan, K: Sink<T>>(pieces: &[Piece<T>], sink: &mut K) {
+    if K::ALL {
+        windows(pieces).for_each(|window| unsafe { sink.open::<S>(&window) });
+    }
+}
+
+/// Have the codes ready soon that lie a block of the checksum behind a span's: the next window is summed before
+/// anything else is done with it, and would wait for them.
+#[inline(always)]
+fn fetch_next_block<T: Code, S: Scan>(span: &Span<T>) {
+    let next = span.old.cast::<u8>().wrapping_add(BLOCK_BYTES);
+    for line in (0..span.blocks * BLOCK * T::BYTES).step_by(64) {
+        S::fetch(next.wrapping_add(line));
+    }
+}
+
 /// All codes of the tile as they are.
 ///
 /// # Safety
 /// As `Decoder::decode`.
-unsafe fn place_raw<T: Code>(
+#[inline(always)]
+unsafe fn place_raw<T: Code, S: Scan, K: Sink<T>>(
     kind: Kind,
     pieces: &[Piece<T>],
     raw: &[u8],
-    sink: &mut impl Sink<T>,
+    sink: &mut K,
 ) -> Result<(), Refused> {
     if raw.len() as u64 != num_elements(pieces) * T::BYTES as u64 {
         return Err("a raw tile has another length");
@@ -351,10 +609,15 @@ unsafe fn place_raw<T: Code>(
     if codes.clone().any(|code| !kind.holds(code.widen())) {
         return Err("a code has more bits than its dtype");
     }
-    for Run { old, new, count, position } in runs(pieces) {
-        for (at, code) in (0..count).zip(&mut codes) {
-            if unsafe { *old.add(at) } != code {
-                unsafe { sink.put(position + at, new.wrapping_add(at), code) };
+    for window in windows(pieces) {
+        unsafe { sink.open::<S>(&window) };
+        for (at, code) in (0..window.count).zip(&mut codes) {
+            let old = unsafe { *window.old.add(at) };
+            if old != code {
+                sink.expect(1)?;
+                let mut pen = sink.pen();
+                unsafe { pen.put(0, at, old, code) };
+                sink.take(pen, 1);
             }
         }
     }
@@ -371,10 +634,15 @@ fn bits(mut set: u32) -> impl Iterator<Item = usize> {
     })
 }
 
-/// The block of a chunk that holds a rank of class `c`: the last one that begins at or below it.
+/// The block of a chunk that holds a rank of class `c`: the last one that begins at or below it. By halves: compared with
+/// all of them at once, they would be gathered, which takes longer.
 #[inline(always)]
 fn block_of(ranks: &[[u32; MAX_CLASSES]; CHUNK + 1], c: usize, rank: u32) -> usize {
-    ranks[1..CHUNK].iter().map(|ranks| (ranks[c] <= rank) as usize).sum()
+    let mut block = 0;
+    for half in [CHUNK / 2, CHUNK / 4, CHUNK / 8] {
+        block += if ranks[block + half][c] <= rank { half } else { 0 };
+    }
+    block
 }
 
 /// `left`: elements of the tile that no class before has claimed as changed.

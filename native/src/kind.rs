@@ -104,6 +104,17 @@ impl Kind {
 
     #[inline(always)]
     pub fn moved(self, old: u32, step: Step) -> u32 {
+        // where the sign stays the code itself moves, of a negative number the other way
+        let top = 1 << (self.bits - 1);
+        let up = (old & top == 0) != step.down();
+        let size = step.less() + 1;
+        let new = old.wrapping_add(if up { size } else { size.wrapping_neg() });
+        let stays = (new ^ old) & !(top - 1) == 0;
+        if stays && self.exponent_mask != 0 { new } else { self.moved_in_order(old, step) }
+    }
+
+    #[inline(never)]
+    fn moved_in_order(self, old: u32, step: Step) -> u32 {
         let size = (step.less() + 1) << self.unused();
         let down = (step.0 as i32) << 31 >> 31;
         self.in_code(self.in_order(old).wrapping_add((size as i32 ^ down).wrapping_sub(down) as u32))

@@ -1,13 +1,12 @@
 //! The generic code compiled once for each level of instructions, and the choice between them.
 
 use crate::bits::Refused;
-use crate::checksum;
 use crate::decode::{Decoder, Sink};
 use crate::encode::Encoder;
 use crate::kind::Code;
 #[cfg(target_arch = "x86_64")]
 use crate::scan::{Avx2, Avx512};
-use crate::scan::{Classes, Level, Portable};
+use crate::scan::{Classes, Level, Portable, Scan};
 use crate::tile::Piece;
 
 /// # Safety
@@ -45,7 +44,7 @@ pub unsafe fn decode<T: Code>(
             Level::Avx512 => decode_avx512(decoder, classes, pieces, coded, sink),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => decode_avx2(decoder, classes, pieces, coded, sink),
-            _ => decoder.decode::<T, Portable>(classes, pieces, coded, sink),
+            _ => decoder.decode::<T, Portable, _>(classes, pieces, coded, sink),
         }
     }
 }
@@ -73,7 +72,7 @@ unsafe fn decode_avx512<T: Code>(
     coded: &[u8],
     sink: &mut impl Sink<T>,
 ) -> Result<(), Refused> {
-    unsafe { decoder.decode::<T, Avx512>(classes, pieces, coded, sink) }
+    unsafe { decoder.decode::<T, Avx512, _>(classes, pieces, coded, sink) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -85,7 +84,7 @@ unsafe fn decode_avx2<T: Code>(
     coded: &[u8],
     sink: &mut impl Sink<T>,
 ) -> Result<(), Refused> {
-    unsafe { decoder.decode::<T, Avx2>(classes, pieces, coded, sink) }
+    unsafe { decoder.decode::<T, Avx2, _>(classes, pieces, coded, sink) }
 }
 
 /// # Safety
@@ -118,17 +117,19 @@ pub unsafe fn count_changed<T: Code>(level: Level, old: &[T], new: &[T]) -> u64 
     }
 }
 
+/// What `checksum::of_words` gives.
+///
 /// # Safety
-/// The machine has the level.
-pub unsafe fn sums_of_block(level: Level, words: &[u64; checksum::WORDS]) -> [u64; 2] {
+/// As there; the machine has the level.
+pub unsafe fn sums(level: Level, words: *const u64, first: usize, count: usize) -> [u64; 2] {
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_unsafe))]
     unsafe {
         match level {
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => checksum::x86::of_block_512(words),
+            Level::Avx512 => Avx512::sums(words, first, count),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => checksum::x86::of_block_256(words),
-            _ => checksum::of_block(words),
+            Level::Avx2 => Avx2::sums(words, first, count),
+            _ => Portable::sums(words, first, count),
         }
     }
 }

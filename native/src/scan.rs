@@ -4,6 +4,7 @@
 //! moves that class's rank on. One portable body, compiled for the machine's baseline and again for AVX2; AVX-512 has
 //! its own. All three give the same masks.
 
+use crate::checksum;
 use crate::kind::{Code, Kind, MAX_CLASSES};
 
 pub const BLOCK: usize = 64;
@@ -108,6 +109,12 @@ pub trait Scan {
         all.fold(0, |set, (c, (number, limit))| set | ((number < limit) as u32) << c)
     }
 
+    /// What `checksum::of_words` gives.
+    ///
+    /// # Safety
+    /// As there, and as the trait says.
+    unsafe fn sums(words: *const u64, first: usize, count: usize) -> [u64; 2];
+
     /// Have the cache line of an address ready soon. Any address will do.
     fn fetch<T>(_: *const T) {}
 }
@@ -170,6 +177,11 @@ impl Scan for Portable {
             mask &= mask.wrapping_sub(1);
         }
         mask & mask.wrapping_neg()
+    }
+
+    #[inline(always)]
+    unsafe fn sums(words: *const u64, first: usize, count: usize) -> [u64; 2] {
+        unsafe { checksum::of_words(words, first, count) }
     }
 }
 
@@ -249,6 +261,11 @@ mod x86 {
         }
 
         #[inline(always)]
+        unsafe fn sums(words: *const u64, first: usize, count: usize) -> [u64; 2] {
+            unsafe { checksum::x86::of_words_256(words, first, count) }
+        }
+
+        #[inline(always)]
         fn fetch<T>(at: *const T) {
             unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
         }
@@ -320,6 +337,11 @@ mod x86 {
         #[inline(always)]
         unsafe fn nth_bit(mask: u64, n: u32) -> u64 {
             unsafe { _pdep_u64(1 << n, mask) }
+        }
+
+        #[inline(always)]
+        unsafe fn sums(words: *const u64, first: usize, count: usize) -> [u64; 2] {
+            unsafe { checksum::x86::of_words_512(words, first, count) }
         }
 
         #[inline(always)]

@@ -1,6 +1,7 @@
 //! A tile: which codes it covers, and the parts of its encoding that both directions share.
 
 use crate::bits::{BitWriter, Bytes, CAP, End, LowBits, Plane, Refused, Unary};
+use crate::checksum::BLOCK_BYTES;
 use crate::kind::Code;
 use crate::scan::{BLOCK, CHUNK, Classes, Scan};
 
@@ -21,15 +22,35 @@ pub struct Piece<T> {
     pub cols: usize,
     /// Elements from one row to the next.
     pub stride: usize,
+    /// The place of the first code in a list of changes, and how many places later a row begins than the one before.
+    pub first: usize,
+    pub step: usize,
 }
 
-/// Neighbouring codes of a tile: `count` of them, the first at `position` in the tile.
+/// Neighbouring codes of a tile: `count` of them, the first at `position` in the tile and at the place `first`.
 #[derive(Clone, Copy)]
 pub struct Run<T> {
     pub old: *const T,
     pub new: *mut T,
     pub count: usize,
     pub position: usize,
+    pub first: usize,
+    /// Number of its piece.
+    pub piece: usize,
+}
+
+impl<T> Run<T> {
+    /// Without its first codes.
+    fn after(self, count: usize) -> Self {
+        Self {
+            old: self.old.wrapping_add(count),
+            new: self.new.wrapping_add(count),
+            count: self.count - count,
+            position: self.position + count,
+            first: self.first + count,
+            piece: self.piece,
+        }
+    }
 }
 
 /// Some blocks of a run, or its last, partial block.
@@ -63,19 +84,37 @@ pub fn runs<T: Code>(pieces: &[Piece<T>]) -> impl Iterator<Item = Run<T>> {
     let mut position = 0;
     pieces
         .iter()
-        .flat_map(|piece| {
-            let whole = piece.stride == piece.cols || piece.rows == 1;
+        .enumerate()
+        .flat_map(|(number, piece)| {
+            let whole = piece.rows == 1 || (piece.stride == piece.cols && piece.step == piece.cols);
             let (rows, cols) = if whole { (1, piece.rows * piece.cols) } else { (piece.rows, piece.cols) };
-            (0..rows).map(move |row| {
-                let at = row * piece.stride;
-                (piece.old.wrapping_add(at), piece.new.wrapping_add(at), cols)
-            })
+            (0..rows).map(move |row| (number, piece, row, cols))
         })
-        .map(move |(old, new, count)| {
-            let run = Run { old, new, count, position };
+        .map(move |(number, piece, row, count)| {
+            let run = Run {
+                old: piece.old.wrapping_add(row * piece.stride),
+                new: piece.new.wrapping_add(row * piece.stride),
+                count,
+                position,
+                first: piece.first + row * piece.step,
+                piece: number,
+            };
             position += count;
             run
         })
+}
+
+/// The same, cut at places where a block of the checksum ends.
+pub fn windows<T: Code>(pieces: &[Piece<T>]) -> impl Iterator<Item = Run<T>> {
+    let most = BLOCK_BYTES / T::BYTES;
+    runs(pieces).flat_map(move |mut left| {
+        std::iter::from_fn(move || {
+            let count = left.count.min(most - left.first % most);
+            let window = Run { count, ..left };
+            left = left.after(count);
+            (count > 0).then_some(window)
+        })
+    })
 }
 
 /// A run in spans of at most a chunk.
@@ -86,10 +125,7 @@ pub fn spans<T: Code>(mut run: Run<T>) -> impl Iterator<Item = Span<T>> {
         let rest = if blocks == 0 { run.count } else { 0 };
         let span = Span { old: run.old, new: run.new, blocks: blocks.max(1), position: run.position, rest };
         let count = blocks * BLOCK + rest;
-        run.old = run.old.wrapping_add(count);
-        run.new = run.new.wrapping_add(count);
-        run.count -= count;
-        run.position += count;
+        run = run.after(count);
         (count > 0).then_some(span)
     })
 }

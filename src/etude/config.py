@@ -44,7 +44,7 @@ def read(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raw = tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no config at {path}", hint="give the path of a config.toml; see examples/laptop") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
         raise ConfigUnreadable(f"{path} is not TOML", str(error), hint="mend the line it names") from None
     except OSError as error:
         hint = "give the path of a config.toml that may be read; see examples/laptop"
@@ -79,7 +79,7 @@ def _override(raw: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override!r}", "not of the form a.b=value", hint="write e.g. --set rl.steps=10")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text  # a bare word is a string
     *parents, last = key.split(".")
     at = raw

@@ -12,23 +12,23 @@ from collections.abc import Iterable
 
 
 class Exit(enum.IntEnum):
-    """What a command's exit code says; the guide has the same table."""
+    """The exit codes of commands, as in the guide's table."""
 
     DONE = 0
-    FAILED = 1  # a failure that has a name
-    BAD_INPUT = 2  # an argument or a config that cannot be what was meant
-    OTHER_RUN = 3  # a run that is in use, or of other settings
+    FAILED = 1  # an `EtudeError` that is none of the others
+    BAD_INPUT = 2  # an argument or a config that is not valid
+    OTHER_RUN = 3  # a run that is in use, or was made with other settings
     INTERRUPTED = 130  # the run can be resumed
 
 
 EXITS = {
     Exit.DONE: "done",
-    Exit.FAILED: "a failure that has a name: the command did not come to what it is for",
-    Exit.BAD_INPUT: "bad input: an argument or a setting that cannot be",
-    Exit.OTHER_RUN: "a run that is in use, or of other settings, or of another etude",
+    Exit.FAILED: "the command failed; its error says why",
+    Exit.BAD_INPUT: "bad input: an argument that names nothing that exists, or an invalid setting",
+    Exit.OTHER_RUN: "a run that is in use, or was made with other settings or by another etude",
     Exit.INTERRUPTED: "interrupted; a run can be resumed",
 }
-"""Each code in words, as `etude --help` has them."""
+"""The meaning of each exit code, as `etude --help` prints it."""
 
 
 class EtudeError(Exception):
@@ -57,17 +57,17 @@ def _rebuild(kind: type[EtudeError], what: str, facts: str, hint: str) -> EtudeE
 
 
 class InputError(EtudeError):
-    """What a command was given: it names nothing that is there, or is not of a kind that the command takes."""
+    """A command's argument that names nothing that exists, or something that the command does not take."""
 
     exit_code = Exit.BAD_INPUT
 
 
 class ConfigError(InputError):
-    """An unknown key, a wrong type, a value out of range, a missing file that a config names."""
+    """A config with an unknown key, a value of the wrong type or out of range, or a named file that does not exist."""
 
 
 class ConfigUnreadable(ConfigError):
-    """A config whose text is no TOML, or cannot be had at all: nothing is known of its settings."""
+    """A config file that cannot be read or is not TOML, so that none of its settings are known."""
 
 
 class RunError(EtudeError):
@@ -75,11 +75,11 @@ class RunError(EtudeError):
 
 
 class NoRun(RunError, InputError):
-    """A path that was named as a run and is none, or one for a new run where there is something already."""
+    """A path that is no run though a command needs one, or a path for a new run that exists already."""
 
 
 class RunRefused(RunError):
-    """A run that is in use, or of other settings or another etude than would go on with it."""
+    """A run that cannot be resumed: it is in use, or was made with other settings or by another etude."""
 
     exit_code = Exit.OTHER_RUN
 
@@ -89,35 +89,37 @@ class CheckpointError(EtudeError):
 
 
 class NoCheckpoint(CheckpointError, InputError):
-    """A path that was named as a checkpoint and is none."""
+    """A path that is no checkpoint though a command needs one."""
 
 
 class TaskError(EtudeError):
-    """A task source that is damaged, or a task that does not prove itself."""
+    """A task source that is damaged, or a task whose reference solution does not score 1 or whose untouched state does
+    not score 0."""
 
 
 class NoSource(TaskError, InputError):
-    """A task source whose name is unknown, or at whose path there is none, or no task."""
+    """A task source whose name is unknown, or whose path has no tasks."""
 
 
 class MachineError(EtudeError):
-    """A machine that could not be made or that died. Never caused by what the agent ran in it."""
+    """A machine that could not be made, or that died. Never raised for what the agent ran in it."""
 
 
 class StoreError(EtudeError):
-    """A blob store or a disk that refused, is full, or returned something else than was put."""
+    """A blob store or a disk that refused a request, is full, or returned other bytes than were written."""
 
 
 class WeightsError(EtudeError):
-    """A delta, manifest or pointer that is damaged, does not fit, or lost a race."""
+    """A delta, manifest or pointer that is damaged or does not fit its base, or a write that lost against another
+    writer."""
 
 
 class EngineError(EtudeError):
-    """An engine that is gone, refused, hung past its deadline, or failed its probe."""
+    """An engine that is gone, refuses a request, makes no progress until a deadline, or cannot be used."""
 
 
 class EngineBehind(EngineError):
-    """The engine holds an older version than the request demands (HTTP 409); another engine may serve it."""
+    """The engine holds an older version than the request demands (HTTP 409). Another engine may serve the request."""
 
 
 class ContextFull(EngineError):
@@ -125,27 +127,28 @@ class ContextFull(EngineError):
 
 
 class LedgerError(EtudeError):
-    """A transition that the table forbids, or an audit that found a lost or doubly trained rollout."""
+    """A ledger that is damaged or missing, a transition that its table forbids, or an audit that found a rollout lost
+    or trained twice."""
 
 
 class ParityError(EtudeError):
-    """Sampler and trainer disagree where they must agree."""
+    """The probabilities of engine and learner differ by more than the parity budget allows."""
 
 
 class NotFinite(EtudeError):
-    """NaN or an infinity in weights, logits or gradients: `what` names it, and the step."""
+    """NaN or an infinity in weights, logits, loss or gradients; `what` names the place and the step."""
 
 
 class NothingLearnt(EtudeError):
-    """A run that came to its end and had nothing to learn from: in no group did one rollout do better than another."""
+    """A run that ended without learning: in no group did the rewards of two rollouts differ."""
 
 
 class DeadlineExceeded(EtudeError):
-    """A wait that ended without what it waited for; `what` names it."""
+    """A wait that reached its deadline; `what` names what it waited for."""
 
 
 def nearest(word: str, known: Iterable[str], section: str = "") -> str:
-    """The nearest match for an unknown key, as the end of a hint. `section`: where `known` are, to name them whole.
+    """The end of a hint for an unknown key: the nearest of `known`, or all of them. `section`: put before each key.
 
     >>> nearest("stpes", ["steps", "lr"])
     "did you mean 'steps'?"

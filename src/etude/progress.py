@@ -1,7 +1,7 @@
-"""Signs of life of long work: whoever does it says so where it gets on, and whoever waits looks at the count.
+"""A counter of progress in this process: long work counts it up, and code that waits for the work reads it.
 
-A deadline on a whole piece of work is a guess about its size; a deadline on silence is not. The count is the process's:
-work in any of its threads counts.
+A deadline on a whole piece of work is a guess about its size; a deadline on the time without progress is not. There is
+one counter per process: work in any of its threads counts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ _last = 0
 
 
 def made() -> None:
-    """Some part of the work at hand is done: a row of a batch, a tensor, a file. Cheap; from any thread."""
+    """Count one part of the current work as done: a row of a batch, a tensor, a file. Cheap; may be called from any
+    thread."""
     global _last
     _last = next(_ticks)
 

@@ -84,7 +84,7 @@ class RunFolder:
         return run
 
     def identity(self) -> dict[str, Any]:
-        """What run.json says."""
+        """The content of run.json."""
         result = json.loads((self.path / "run.json").read_text())
         if not isinstance(result, dict):
             raise ValueError("run.json is not an object")
@@ -205,7 +205,7 @@ def write_durably(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def host_facts() -> dict[str, Any]:
-    """What numbers of this run were measured on."""
+    """Facts of the host, to be recorded beside measured numbers."""
     cpu = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

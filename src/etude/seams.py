@@ -1,8 +1,8 @@
-"""Every seam of etude: the Protocols that an implementation can stand behind. No torch; of implementation only what all
-would write alike: `told`, which makes one of `Streaming` of what may be one.
+"""The interfaces of etude: the Protocols that implementations are written for. Imports no torch. The one function here,
+`told`, streams a completion from any policy or engine.
 
-Each has at most six methods, a fake in `etude.testing`, and a contract suite in `tests/contracts` that an
-implementation joins in one line. Deadlines are in seconds; each method that waits says what for in its error.
+Each Protocol has at most six methods, a fake in `etude.testing`, and a contract suite in `tests/contracts` that an
+implementation joins in one line. Deadlines are in seconds; a method that waits names what it waited for in its error.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from etude.records.task import Answer, Split, Task
 
 @runtime_checkable
 class TaskSource(Protocol):
-    """What to learn. Random access by (split, index), so a cursor is one integer per split and always resumable."""
+    """The tasks to learn from. Random access by (split, index), so that one integer per split is enough to resume."""
 
     name: str
 
     def size(self, split: Split) -> int | None:
-        """Number of tasks in the split; None when they are generated without end."""
+        """Number of tasks in the split; None when the source generates them without end."""
         ...
 
     def task(self, split: Split, index: int) -> Task:
-        """The same task for the same arguments, in any process. Raises `TaskError` past the end."""
+        """Task `index` (from 0) of a split: the same for the same arguments, in any process. Raises `TaskError` past
+        the end."""
         ...
 
     def answer(self, task: Task) -> Answer:
-        """The hidden side. Called in grader processes only."""
+        """The hidden answer of a task. Called in grader processes only."""
         ...
 
 
@@ -47,68 +48,72 @@ class Machine(Protocol):
     async def exec(
         self, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]
     ) -> ExecResult:
-        """Run a command, beside others that run. The same `key` never runs twice: whoever repeats it gets the record.
+        """Run a command; others may run at the same time. A `key` never runs twice: a repeated call gets the recorded
+        result.
 
-        It ends with its first process; what that left in the background lives on. At the deadline everything it ever
-        started is dead. What it may be given is in `ExecOptions`. Cancelling the caller does not stop the command: it
-        runs to its end or its deadline, and whoever asks with the same key gets the record.
+        The command ends with its first process; processes that this left in the background live on. At the deadline
+        everything that the command started is killed. `ExecOptions` has the options. Cancelling the caller does not
+        stop the command: it runs to its end or its deadline, and a later call with the same key gets the result.
 
-        Whatever the command does is a result: not found is 127, not runnable 126, killed 128 + signal. `MachineError`
-        is for what it could not have caused; `ValueError` for a command that cannot be one."""
+        Whatever the command does is a result: exit code 127 where it is not found, 126 where it cannot be run, 128 +
+        signal where it was killed. Raises `MachineError` for failures that the command cannot have caused, `ValueError`
+        for arguments that are no command."""
         ...
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
-        """A regular file's content, no link followed. `FileNotFoundError`, `IsADirectoryError`, or `ValueError` for a
-        link, something that is not a file, and past max_bytes."""
+        """The content of a regular file; links are not followed. Raises `FileNotFoundError`, `IsADirectoryError`, or
+        `ValueError` for a link, anything else that is not a file, and more than max_bytes."""
         ...
 
     async def write(self, path: str, data: bytes) -> None:
-        """Create or replace a file, parents included. `ValueError` for a path that leaves the working directory;
-        `OSError` where the machine's disk is full."""
+        """Create or replace a file, and create its parent folders. Raises `ValueError` for a path that leaves the
+        working directory, `OSError` where the machine's disk is full."""
         ...
 
     async def freeze(self) -> None:
-        """Stop everything in it for good; files can still be read, and `snapshot` taken. Idempotent."""
+        """Stop all processes of the machine for good; files can still be read and `snapshot` called. Idempotent."""
         ...
 
     async def snapshot(self) -> str:
-        """Its state as a new snapshot, whose id is returned; the machine goes on. `RuntimeInfo.forks_memory` says
-        whether the state is the files alone or the running processes as well, all of them stopped at one moment.
-        `OSError` where nothing is left of it, `ValueError` where that cannot be kept, `MachineError`."""
+        """Take a snapshot of the machine's state, and return its id; the machine goes on. Where
+        `RuntimeInfo.forks_memory` is set the snapshot has the running processes too, all stopped at one moment; else it
+        has the files alone. Raises `OSError` where nothing of the state is left, `ValueError` where it cannot be kept,
+        and `MachineError`."""
         ...
 
     async def close(self) -> None:
-        """Kill everything in it and free what it held. Idempotent."""
+        """Kill all processes of the machine and free its resources. Idempotent."""
         ...
 
 
 class RuntimeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a runtime is and can do here."""
+    """What a runtime is, and what it can do on this host."""
 
     name: str  # "namespace", "microvm", "gvisor", "remote", "memory"
     isolation: str  # what stands between a machine and its host: "shared kernel", "own kernel", "none"
-    users: tuple[str, ...]  # whom commands can run as; the first is the default of an image that names none
+    users: tuple[str, ...]  # users that commands can run as; the first is the default of an image that names none
     images: bool = False  # whether machines can have a root filesystem other than the runtime's own
     forks_memory: bool = False  # whether a snapshot of a machine in use holds its running processes
     whole_snapshots: bool = True  # whether a snapshot of an image's machine holds more than its working directory
-    notes: tuple[str, ...] = ()  # what is weaker here than it could be, and why: "no control groups: memory ..."
+    notes: tuple[str, ...] = ()  # what is weaker on this host than it could be, and why: "no control groups: ..."
 
 
 @runtime_checkable
 class Runtime(Protocol):
-    """Where machines come from."""
+    """Makes machines: `prepare` a snapshot, then `fork` machines from it."""
 
     @property
     def info(self) -> RuntimeInfo: ...
 
     async def prepare(self, files: Mapping[str, bytes], *, image: Image | None = None) -> str:
-        """Prepare these files in the working directory of an image (None: the runtime's own root filesystem); returns
-        a snapshot id, content-addressed. Cheap when known. `ValueError` for files that cannot be a tree there,
-        `MachineError` where images cannot be had."""
+        """Put files (path to content) into the working directory of an image (None: the runtime's own root filesystem).
+        Returns the id of the snapshot, which follows from the content; a repeated call is cheap. Raises `ValueError`
+        for files that cannot be a tree there, `MachineError` where the runtime cannot get the image."""
         ...
 
     async def fork(self, snapshot: str, n: int, *, deadline_s: float = 30.0) -> list[Machine]:
-        """n identical machines in the snapshot's state; all of them or none. `MachineError`; `ValueError` for n < 1."""
+        """Make n identical machines in the snapshot's state: all of them, or none and `MachineError`. Raises
+        `ValueError` for n < 1."""
         ...
 
     async def close(self) -> None:
@@ -118,64 +123,65 @@ class Runtime(Protocol):
 
 @runtime_checkable
 class Portable(Protocol):
-    """What a runtime may be beside: one whose snapshots go to another runtime of its kind, in another process."""
+    """An optional part of a `Runtime`: snapshots can be sent to a runtime of the same kind in another process."""
 
     async def pack(self, snapshot: str, *, max_bytes: int) -> bytes:
-        """The snapshot as bytes, or bytes that say where the other finds it. `ValueError` past max_bytes,
-        `MachineError` for one that is not held here."""
+        """Write a snapshot as bytes, or as bytes that say where the other runtime finds it. Raises `ValueError` past
+        max_bytes, `MachineError` for a snapshot that is not held here."""
         ...
 
     async def unpack(self, packed: bytes) -> str:
-        """The id, here, of the snapshot that `pack` gave there. `ValueError` for bytes that are none."""
+        """Read a snapshot from the bytes of `pack`; returns its id in this runtime. Raises `ValueError` for other
+        bytes."""
         ...
 
 
 @runtime_checkable
 class Holding(Protocol):
-    """What a runtime may be beside: one that can be told which snapshots it must not let go of."""
+    """An optional part of a `Runtime`: snapshots can be held, so that the runtime does not drop them."""
 
     def hold(self, snapshot: str) -> int:
-        """Keep it, whatever else is asked to be kept, until it was released as often; how many bytes it takes.
-        `MachineError` for one that is not held here."""
+        """Keep a snapshot until it was released as often as it was held. Returns its size in bytes. Raises
+        `MachineError` for a snapshot that is not here."""
         ...
 
     def release(self, snapshot: str) -> None:
-        """One hold fewer."""
+        """Undo one `hold`."""
         ...
 
 
 @runtime_checkable
 class Grader(Protocol):
-    """Judges exported files; never runs in, or is forked into, a process the agent's code is in."""
+    """Grades exported files. Never runs in a process, or a fork of one, that has run the agent's code."""
 
     async def grade(self, task: Task, answer: Answer, exports: Mapping[str, bytes]) -> Graded | Invalid: ...
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """The one call through which everything asks a model: rollouts, evaluations, the gateway."""
+    """Asks a model for completions. Rollouts, evaluations and the gateway all use this one call."""
 
     async def complete(self, request: CompletionRequest) -> Completion:
-        """Raises `EngineError` when nothing happened with it for the request's `deadline_s`, or no engine can serve it;
-        `EngineBehind` when none came up to its version in all the time that it waits for one."""
+        """Have an engine answer a request. Raises `EngineError` when the request made no progress for its `deadline_s`,
+        or no engine can serve it; `EngineBehind` when no engine reached its `min_step` in the time that it may wait."""
         ...
 
 
 @runtime_checkable
 class Streaming(Protocol):
-    """What a policy or an engine may be beside: one that tells tokens while it samples them."""
+    """An optional part of a `Policy` or an `Engine`: returns tokens while it samples them."""
 
     def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """The ids that were sampled since the last part, part after part; at the end the `Completion`, whose tokens
-        they are. Raises what `complete` or `generate` raises; closed early, the request is cancelled."""
+        """Yield the token ids sampled since the last part, and at the end the whole `Completion` of the same tokens.
+        Raises what `complete` or `generate` raises. Closing the generator early cancels the request."""
         ...
 
 
 async def told(
     source: object, whole: Callable[[CompletionRequest], Awaitable[Completion]], request: CompletionRequest
 ) -> AsyncGenerator[list[int] | Completion]:
-    """What a policy or an engine tells of a completion, as `Streaming` does; at once from one that cannot stream, by
-    `whole`, its method that answers in one piece."""
+    """Stream a completion from a policy or an engine, as `Streaming.stream` does. From one that cannot stream, get it
+    in one piece by its method `whole`."""
     if isinstance(source, Streaming):
         async with aclosing(source.stream(request)) as parts:
             async for part in parts:
@@ -191,28 +197,30 @@ class BlobStore(Protocol):
     """Immutable objects under keys, and pointers that move by compare-and-swap. Keys are relative posix paths."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Durable when it returns. The same key with the same bytes is a no-op; with others, `StoreError`."""
+        """Write an object; it is durable when this returns. Nothing happens where the key has the same bytes already.
+        Raises `StoreError` where it has others."""
         ...
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """The bytes [start, stop). `KeyError` when there is no such object."""
+        """Read the bytes [start, stop) of an object or a pointer. Raises `KeyError` when it does not exist."""
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Sorted keys under a prefix. Raises `StoreError` for a prefix that no key can begin with."""
+        """The keys that begin with a prefix, sorted. Raises `StoreError` for a prefix that no key can have."""
         ...
 
     def delete(self, key: str) -> None:
-        """Idempotent."""
+        """Delete an object. Nothing happens where it does not exist."""
         ...
 
     def compare_and_swap(self, key: str, expected: bytes | None, data: bytes) -> bool:
-        """Atomically replace a pointer's bytes if they are `expected` (None: absent). False: somebody else won."""
+        """Atomically replace a pointer's bytes if they are `expected` (None: the pointer is absent). False where they
+        are others."""
         ...
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine is and does at this moment."""
+    """State and load of an engine at this moment."""
 
     name: str
     version: Version | None  # None: no weights yet
@@ -223,8 +231,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int
     kv_tokens_free: int
     capabilities: tuple[str, ...]  # "routes", "spans", "stream", "pause-keep", "adopt", "verify", "exact"
-    parity: str = ""  # parity class: who has the same one computes the same bits of the same weights; "": unknown
-    trouble: str = ""  # why the latest adoption failed; "" when it did not, or is under way
+    parity: str = ""  # parity class: processes of one class compute the same bits from the same weights; "": unknown
+    trouble: str = ""  # why the latest adoption failed; "" when it did not fail, or is under way
 
 
 @runtime_checkable
@@ -232,60 +240,65 @@ class Engine(Protocol):
     """One inference server, reached by its URL."""
 
     async def generate(self, request: CompletionRequest) -> Completion:
-        """`EngineBehind` (409), `ContextFull` (413), `EngineError` for anything else that is not the caller's."""
+        """Sample a completion. Raises `EngineBehind` (HTTP 409), `ContextFull` (413), `EngineError` for anything else
+        that is not the caller's fault."""
         ...
 
     async def pause(self) -> None:
-        """Stop decoding between two tokens; requests in flight keep their KV and wait."""
+        """Stop decoding between two tokens. Requests in flight keep their KV cache and wait for `resume`."""
         ...
 
     async def resume(self) -> None: ...
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Be at version step `min_step` or later by the deadline: the engine pulls the bytes itself."""
+        """Wait until the engine holds step `min_step` or a later version, which it fetches by itself; returns that
+        version. Raises `EngineError` at the deadline."""
         ...
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo: ...
 
     async def verify(self, token_ids: Sequence[int]) -> tuple[Version, list[float]]:
-        """The probe: the version in the live memory and the log-probabilities it gives a fixed text's tokens
-        (len(token_ids) - 1 of them). An update that answers 200 has proven nothing until this agrees."""
+        """Score a fixed text: the version in live memory, and the log-probabilities of its tokens (len(token_ids) - 1
+        numbers). An update is proven only when these agree with the learner's."""
         ...
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """Holds the weights and changes them."""
+    """Holds the weights, trains them and publishes them."""
 
     def forward_backward(self, batch: Batch) -> StepReport:
         """Accumulate the gradient of the batch's loss. Raises `ParityError` where the ratio must be 1 and is not."""
         ...
 
     def optim_step(self) -> Mapping[str, float]:
-        """Apply and clear the gradient; the step counts up by one. Returns grad_norm, lr."""
+        """Apply and clear the gradient, and count the step up by one. Returns "grad_norm" and "lr"."""
         ...
 
     def save(self, path: str) -> None:
-        """A checkpoint directory that `load` and Hugging Face read; complete or absent, never half."""
+        """Write a checkpoint directory that `load` and Hugging Face's transformers read. It appears whole or not at
+        all."""
         ...
 
     def load(self, path: str) -> None: ...
 
     def publish(self, rollout_ids: Sequence[str]) -> Published:
-        """Bytes, then manifest (it lists the rollouts), then pointer: that is the commit."""
+        """Publish the weights: write their bytes, then the manifest, which lists the rollouts, then move the pointer.
+        The version counts as published once the pointer has moved."""
         ...
 
 
 @runtime_checkable
 class ExperienceStore(Protocol):
-    """The durable record of every rollout: the ledger and what was produced."""
+    """The durable record of every rollout: its state in the ledger, and its data."""
 
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """One transition; `LedgerError` when the table forbids it."""
+        """Move a rollout to another state. Raises `LedgerError` when the table of transitions forbids it."""
         ...
 
     def put(self, rollout_id: str, name: str, data: bytes) -> None:
-        """Keep what belongs to a rollout, durably, before the transition that relies on it."""
+        """Store data of a rollout under a name; durable when this returns. Call it before the transition that needs the
+        data."""
         ...
 
     def get(self, rollout_id: str, name: str) -> bytes | None: ...
@@ -295,12 +308,12 @@ class ExperienceStore(Protocol):
         ...
 
     def transaction(self, work: Callable[[], None]) -> None:
-        """All of `work`'s moves and puts, or none."""
+        """Run `work` as one transaction: all of its moves and puts happen, or none."""
         ...
 
 
 class Sink(Protocol):
-    """Where metrics also go: TensorBoard, W&B."""
+    """A further receiver of metrics, such as TensorBoard or W&B."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 

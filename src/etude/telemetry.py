@@ -1,8 +1,9 @@
-"""Events: one append-only JSON-lines file per process, merged by readers through their times.
+"""Writes events: one append-only JSON-lines file per process. Readers merge the files by the events' times.
 
-`Telemetry.event` writes a line; `Telemetry.span` writes one with its duration and CPU seconds. State is passed,
-never ambient: whoever measures is handed a `Telemetry`. Writing never raises into the caller after start: a full
-disk costs events (counted), not the run. Knows nothing of what the events mean; `docs/formats/run.md` does.
+`Telemetry.event` writes a line; `Telemetry.span` writes one with its duration and CPU seconds. There is no global
+state: code that writes events gets a `Telemetry` as an argument. After the start, writing never raises: on a full disk
+events are lost (and counted), and the run goes on. Knows nothing of the meaning of events; `docs/formats/run.md` has
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Telemetry:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def event(self, kind: str, **facts: Any) -> None:
-        """One line, one write, so that lines of several writers never mix."""
+        """Write one event as one line, in one write, so that the lines of several writers never mix."""
         line = json.dumps({"t": round(time.time(), 4), "process": self.process, "kind": kind, **facts}, default=str)
         try:
             os.write(self._file, sealed_line(line.encode()) + b"\n")

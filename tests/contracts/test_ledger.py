@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,9 +13,10 @@ import pytest
 from tests.small_rollouts import Kit, finishing, read
 
 from etude.errors import LedgerError
-from etude.experience import Finished, Ledger, make_batch, plan_batch
+from etude.experience import Finished, Ledger, Window, make_batch, plan_batch
 from etude.experience.database import NoLedger, open_database
 from etude.experience.transitions import HOLDING, MOVES, TERMINAL, State
+from etude.records.summary import BatchRef
 from etude.records.wire import unpack
 from etude.seams import ExperienceStore
 
@@ -431,3 +434,64 @@ def test_what_demands_a_later_version_waits_and_nobody_overtakes_it(ledger: Ledg
     assert ledger.states() == {"running": 2, "admitted": 2}
     assert [spec.min_step for spec in ledger.start(1, published=2)] == [2]
     assert [spec.min_step for spec in ledger.start(4)] == [2]
+
+
+def test_what_the_next_step_waits_for_starts_whatever_version_it_was_admitted_for(ledger: Ledger) -> None:
+    """After a lost lineage the steps up to the version that it demands may wait for it."""
+    window = Window(max_lag=1, groups_per_step=2)
+    steps = [5, 5, 5, 6]
+    ledger.admit(*[msgspec.structs.replace(Kit.spec(f"g00000{i}.0"), min_step=step) for i, step in enumerate(steps)])
+    assert ledger.start(8, published=3) == []
+    assert ledger.start(8, published=3, demand=lambda place: window.demand(place, batched_step=5)) == []
+    started = ledger.start(8, published=3, demand=lambda place: window.demand(place, batched_step=4))
+    assert [(spec.group_id, spec.min_step) for spec in started] == [("g000000", 3), ("g000001", 3)]
+    assert ledger.start(8, published=3, demand=lambda place: window.demand(place, batched_step=4)) == []
+    started = ledger.start(8, published=3, demand=lambda place: window.demand(place, batched_step=4, size=3))
+    assert [(spec.group_id, spec.min_step) for spec in started] == [("g000002", 3)]
+    assert [spec.min_step for spec in ledger.start(8, published=6)] == [6]
+
+
+def test_a_lost_step_whose_records_were_dropped_leaves_nothing_to_train_and_says_so(ledger, kit, finish_group):
+    for step in (1, 2):
+        finish_group(f"g00000{step}", [1.0, 0.0, None])
+        batch = batch_of(ledger, f"g00000{step}", step=step)
+        ledger.batch(batch)
+        ledger.commit(batch.rollout_ids, kit.version(step))
+    ledger.prune(1)
+    mended = ledger.reconcile([])
+    assert (mended.gone, mended.freed, mended.trained) == (2, 2, 0)
+    assert ledger.states() == {"quarantined": 2, "graded": 2, "invalid": 2}
+    assert ledger.open_groups() == ["g000002"], "no batch takes the others"
+    assert ledger.row("g000001.0").reason == "its record was dropped, and its step lost later"
+    assert ledger.slots() == (2, 8)
+    again = batch_of(ledger, "g000002", step=1)
+    ledger.batch(again)
+    ledger.commit(again.rollout_ids, kit.version(1))
+    assert ledger.reconcile([(1, again.rollout_ids)]).gone == 0
+    assert ledger.states() == {"quarantined": 2, "trained": 2, "invalid": 2}
+
+
+def test_a_step_may_have_more_rollouts_than_a_statement_takes_values(place: Path | str, kit: Kit) -> None:
+    """SQLite takes 32,766 at most, and here 8,000, so that the test is quick."""
+    many = 8_500
+    with contextlib.closing(Ledger(place, capacity=many)) as ledger:
+        if isinstance(place, Path):
+            ledger._db._connection.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 8_000)  # type: ignore[attr-defined]
+        groups = [[f"g{group:06d}.{i}" for i in range(100)] for group in range(many // 100)]
+        for ids in groups:
+            ledger.admit(*map(kit.spec, ids))
+        ids = [i for group in groups for i in group]
+        while ledger.start(1_000):
+            pass
+        for first in range(0, many, 500):
+            ledger.finish_all([(kit.summary(i), kit.graded(float(n % 2))) for n, i in enumerate(ids[first:][:500])])
+        names = ledger.open_groups()
+        assert ledger.ready_groups(names) == ledger.with_signal(names) == set(names)
+        batch = BatchRef(
+            batch_id="b", step=1, rollout_ids=tuple(ids), sampled=frozenset(ids), num_trained=1, num_masked=0, digest=""
+        )
+        ledger.batch(batch)
+        ledger.commit(ids, kit.version(1))
+        assert ledger.states() == {"trained": many}
+        assert ledger.reconcile([]).freed == many
+        assert ledger.batched_again(ids) == set()

@@ -243,6 +243,24 @@ def test_nothing_is_left_when_it_is_closed(place: Open, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["ray"], indirect=True)
+def test_an_actor_that_is_killed_is_one_loss(place: Open, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with Placed(place, tmp_path) as placed:
+            _, actor = await placed.call("pids", tuple[int, int])
+            os.kill(actor, signal.SIGKILL)
+            await placed.until_up(2)
+        assert placed.states()[:5] == ["start", "ready", "exit", "restart", "start"]
+        assert placed.states().count("restart") == 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("place", ["ray"], indirect=True)
+def test_connecting_changes_nothing_of_what_a_sigterm_does(place: Open) -> None:
+    assert not callable(signal.getsignal(signal.SIGTERM)), "Ray has a handler that exits at once"
+
+
+@pytest.mark.parametrize("place", ["ray"], indirect=True)
 def test_who_finds_no_room_waits_and_takes_the_room_that_becomes_free(place: Open, tmp_path: Path) -> None:
     async def main() -> None:
         placed = Placed(place, tmp_path)

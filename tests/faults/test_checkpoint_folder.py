@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.errors import StoreError, WeightsError
+from etude.errors import InputError, StoreError, WeightsError
 from etude.records.completion import Version
 from etude.weights import Tensor, content_digest, tensor_digest
 from etude.weights.files.checkpoint import INDEX, CheckpointWriter, index_of, layout, read_checkpoint
-from etude.weights.files.folder import JOURNAL, NEXT, STATE, CheckpointFolder
+from etude.weights.files.folder import JOURNAL, LOCK, NEXT, STATE, CheckpointFolder
 from etude.weights.files.journal import Change, Journal, read_journal, write_journal
 from etude.weights.tensors import same_bits
 
@@ -178,7 +178,72 @@ def test_a_journal_that_the_disk_altered_is_not_followed(tmp_path: Path, spoil) 
     assert (folder / "config.json").exists()
 
 
-@pytest.mark.parametrize("text", [b"{", b"[]", b'{"format": 1}'])
+@pytest.mark.parametrize("part", ["changes", "moves", "removes"])
+@pytest.mark.parametrize("name", ["../theirs", "..", ""])
+def test_a_journal_that_names_what_is_outside_is_not_followed(tmp_path: Path, part: str, name: str) -> None:
+    folder = sharded(tmp_path / "m", tensors(0))
+    (folder / NEXT).mkdir()
+    for place in (folder / "theirs", tmp_path / "theirs"):
+        place.write_text(str(place))
+    parts = {
+        "changes": Journal(version(1, {}), [Change(name, 0, None, np.zeros(2, np.uint16))]),
+        "moves": Journal(version(1, {}), [], [name]),
+        "removes": Journal(version(1, {}), [], [], [name]),
+    }
+    (folder / JOURNAL).write_bytes(write_journal(parts[part]))
+    with pytest.raises(StoreError, match="is damaged") as caught:
+        CheckpointFolder(folder)
+    assert "no file of the folder itself" in caught.value.facts
+    assert all(place.read_text() == str(place) for place in (folder / "theirs", tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("places", [[5], [-1], [1, 0], [1 << 40]])
+def test_a_journal_that_names_places_a_file_does_not_have_is_not_followed(tmp_path: Path, places: list[int]) -> None:
+    folder = sharded(tmp_path / "m", tensors(0))
+    (folder / "short").write_bytes(b"12345678")
+    change = Change("short", 0, np.array(places, np.int64), np.zeros(len(places), np.uint16))
+    (folder / JOURNAL).write_bytes(write_journal(Journal(version(1, {}), [change])))
+    with pytest.raises(StoreError, match="is damaged"):
+        CheckpointFolder(folder)
+    assert (folder / "short").read_bytes() == b"12345678"
+
+
+def test_weights_that_are_links_are_refused_and_what_they_lead_to_stays(tmp_path: Path) -> None:
+    cache = sharded(tmp_path / "cache", tensors(0))
+    before = {file.name: file.read_bytes() for file in cache.iterdir()}
+    (tmp_path / "m").mkdir()
+    for name in before:
+        (tmp_path / "m" / name).symlink_to(cache / name)
+    with pytest.raises(InputError, match="is a link") as caught:
+        adopt(tmp_path / "m", 1)
+    assert "cp -rL" in caught.value.hint
+    change = Change("model-00001-of-00003.safetensors", 0, None, np.zeros(4, np.uint16))
+    (tmp_path / "m" / JOURNAL).write_bytes(write_journal(Journal(version(1, {}), [change])))
+    with pytest.raises(StoreError, match="cannot be recovered"):
+        CheckpointFolder(tmp_path / "m")
+    assert {file.name: file.read_bytes() for file in cache.iterdir()} == before
+
+
+def test_no_link_where_a_keeper_writes_is_followed(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", tensors(0))
+    elsewhere = sharded(tmp_path / "elsewhere", tensors(3))
+    before = {file.name: file.read_bytes() for file in elsewhere.iterdir()}
+    (folder / NEXT).symlink_to(elsewhere)
+    (folder / f"{STATE}.tmp").symlink_to(elsewhere / "config.json")
+    (folder / f"{JOURNAL}.tmp").symlink_to(elsewhere / "config.json")
+    (folder / JOURNAL).write_bytes(write_journal(Journal(version(0, tensors(0)), [], ["config.json"])))
+    adopt(folder, 1)
+    assert_holds(folder, 1)
+    assert {file.name: file.read_bytes() for file in elsewhere.iterdir()} == before
+    (tmp_path / "n").mkdir()
+    (tmp_path / "n" / LOCK).symlink_to(tmp_path / "made")
+    with pytest.raises(StoreError, match="cannot be kept") as caught:
+        CheckpointFolder(tmp_path / "n")
+    assert "a link is there" in caught.value.hint
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"format": 1}', b'{"a": "\xff"}', b"[" * 5000])
 def test_a_version_that_the_disk_altered_is_named(tmp_path: Path, text: bytes) -> None:
     (tmp_path / STATE).write_bytes(text)
     with pytest.raises(StoreError, match="is damaged"):

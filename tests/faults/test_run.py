@@ -105,7 +105,7 @@ def refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         ("experience.group_size=1", "from 2 to 1024"),
         ("experience.credit=grop", "did you mean 'grpo'"),
         ("harness.tools=['edti']", "did you mean 'edit'"),
-        ("harness.tools=['ls']", "nobody could submit"),
+        ("harness.tools=['ls']", "no rollout could submit"),
         ("harness.context_tokens=4096", "does not fit"),
         ("engine.context_tokens=512", "positions for 128"),
         ("learner.expert_parallel=2", "do not fill a mesh"),

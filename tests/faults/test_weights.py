@@ -325,7 +325,7 @@ def test_a_check_names_an_object_that_is_whole_where_its_manifest_says_another_h
     assert holds(follower, 1)
     (finding,) = verify(store).found
     assert (finding.version, finding.facts) == (manifest.version, item.key)
-    assert "who reads a part refuses it" in finding.hint
+    assert "readers of a part refuse it" in finding.hint
     with pytest.raises(WeightsError, match="header"):
         PartFollower(store, {"b"}.__contains__).advance()
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.played_run import PlayedRun, Players
+from msgspec.structs import replace
+from tests.played_run import PROMPT, SAMPLED, PlayedRun, Players
+from tests.small_rollouts import Kit
 
 from etude.errors import LedgerError
 from etude.experience import Ledger, read_trace
@@ -21,6 +23,7 @@ from etude.loop.conductor import UNREAD, Conductor
 from etude.loop.places import rollout_files
 from etude.loop.played import Played
 from etude.loop.redoing import redo
+from etude.records.summary import summary_of
 from etude.records.wire import pack
 from etude.telemetry import read_events
 
@@ -75,28 +78,52 @@ def test_a_step_larger_than_a_frame_is_trained_and_redone_to_the_bit(game: Any, 
     run = made(game, tmp_path / "r", Wide, "experience.group_size=8", max_frame_bytes=FRAME)
     reinforced(run)
     run.assert_sound(2)
-    stored = [path.stat().st_size for path in rollout_files(run.folder).folder.iterdir()]
-    assert not stored, "the last step's checkpoint lies behind them all"
     batch = read_trace(trace_path(run.folder / "traces", 2)).batch
     assert len(pack(batch)) > 2 * FRAME
     assert redo(run.folder, 2, start=Path("mid")).equal
 
 
-def test_the_files_of_a_step_stay_until_a_checkpoint_lies_behind_it(game: Any, tmp_path: Path) -> None:
-    run = made(game, tmp_path / "r", Players)
-    kept = list[int]()
+def test_the_files_of_a_step_stay_until_two_checkpoints_lie_behind_it(game: Any, tmp_path: Path) -> None:
+    run = made(game, tmp_path / "r", Players, "rl.steps=4", "rl.checkpoint_every=1")
+    groups, kept = run.config.experience.groups_per_step, list[set[int]]()
     checkpoint = Conductor._checkpoint
 
-    async def counted(conductor: Conductor) -> None:
-        kept.append(len(conductor.crew.files.names()))
+    async def watched(conductor: Conductor) -> None:
         await checkpoint(conductor)
+        stored = {int(name[1:7]) for name in conductor.crew.files.names()}
+        kept.append({group for group in stored if group < conductor.step * groups})
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Conductor, "_checkpoint", counted)
+        patched.setattr(Conductor, "_checkpoint", watched)
         reinforced(run)
-    a_step = run.config.experience.groups_per_step * run.config.experience.group_size
-    assert kept == [2 * a_step]
-    assert rollout_files(run.folder).names() == []
+    assert kept == [set(range(step * groups, (step + 1) * groups)) for step in range(4)]
+    assert rollout_files(run.folder).names() == [], "RL has ended: nothing is trained again"
+
+
+def test_rollouts_are_compared_with_the_reference_piece_by_piece_and_come_out_the_same(
+    game: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from etude.loop import learning  # torch
+    from etude.telemetry import Telemetry
+
+    run = made(game, tmp_path / "r", Players)
+    spec = Kit.spec("g000000.0")
+    rollouts = [Players.made(Players, replace(spec, rollout_id=f"g.{i}", seed=i)) for i in range(6)]  # type: ignore[arg-type]
+    summaries = [summary_of(rollout, rollout_files(run.folder).write(rollout)) for rollout in rollouts]
+    with contextlib.closing(Telemetry(run.folder / "events" / "other.jsonl", process="other")) as telemetry:
+        rank = learning.Learning(run.folder, run.config, telemetry)
+        whole, pieces, compare = rank.k1(summaries), list[int](), rank.reference.k1
+
+        def counted(samples: Any) -> dict[str, float]:
+            pieces.append(len(samples))
+            return compare(samples)
+
+        monkeypatch.setattr(rank.reference, "k1", counted)
+        monkeypatch.setattr(learning, "K1_TOKENS", 2 * (PROMPT + SAMPLED))
+        found = rank.k1(summaries)
+    assert pieces == [2] * (len(summaries) // 2)
+    assert found.keys() == {summary.rollout_id for summary in summaries}
+    assert found == pytest.approx(whole)
 
 
 def test_a_stored_rollout_that_was_damaged_is_set_aside_and_the_step_goes_on(game: Any, tmp_path: Path) -> None:

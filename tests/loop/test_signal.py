@@ -14,7 +14,7 @@ from tests.played_run import PlayedRun, Players
 from etude.experience import Ledger
 from etude.loop.played import Played
 from etude.loop.redoing import redo
-from etude.records import Graded
+from etude.records import Graded, Rollout, RolloutSpec
 from etude.stores import DirectoryStore
 from etude.telemetry import read_events
 from etude.weights import lineage
@@ -66,6 +66,7 @@ def played(this: PlayedRun) -> dict[str, Any]:
     return {
         "groups": [e["num_groups"] for e in steps],
         "no_signal": [e["no_signal_share"] for e in steps],
+        "lr": [e["lr"] for e in steps],
         "lag": {int(lag) for e in steps for lag in e["token_lag"]},
         "digests": [one.version.digest for one in versions],
         "states": states,
@@ -107,3 +108,27 @@ def test_where_no_group_has_a_signal_a_step_ends_at_four_times_its_groups_and_mo
     assert found["groups"] == [16, 16, 16]
     assert len(set(found["digests"])) == 1
     assert set(found["states"]) == {"no-signal"}
+
+
+def test_a_step_with_little_signal_takes_that_share_of_the_learning_rate_and_is_redone_to_the_bit(
+    run: Callable[..., PlayedRun],
+) -> None:
+    whole = played(run("whole", "experience.max_lag=0", "experience.signal_groups=0"))
+    scaled = played(run("scaled", "experience.max_lag=0", "experience.little_signal=scale"))
+    assert whole["groups"] == scaled["groups"] == [GROUPS] * STEPS, "it takes no more groups"
+    assert scaled["lr"] == [0.5 * lr for lr in whole["lr"]], "1 of 4 has a signal, of 2 that are wanted"
+    assert scaled["digests"][0] == whole["digests"][0]
+    assert not set(scaled["digests"][1:]) & set(whole["digests"][1:])
+
+
+def test_a_step_that_takes_more_groups_does_not_count_one_whose_tokens_are_all_past_the_bound(
+    run: Callable[..., PlayedRun],
+) -> None:
+    class Stale(Players):
+        def made(self, spec: RolloutSpec) -> Rollout:
+            """Every other group was sampled by the first version."""
+            is_stale = int(spec.group_id[1:]) % 2
+            return super().made(replace(spec, min_step=0) if is_stale else spec)
+
+    settings = ("experience.max_lag=0", "experience.straggler=mask", f"experience.signal_groups={GROUPS}")
+    assert played(run("r", *settings, players=Stale))["groups"] == [GROUPS, 2 * GROUPS, 2 * GROUPS]

@@ -1,8 +1,10 @@
 """Break each promise on purpose and see that its test fails: `make mutants`.
 
-Works on copies of the repository, two at a time: applies one mutant, runs the one test, puts the file back. A mutant
-whose test passes is printed as SURVIVED, and the exit code is 1. `--only PART` takes the tests whose name has PART.
-The table goes to docs/lab/mutants.md (`--write`).
+Works on copies of the repository, `--jobs` at a time: runs the tests of one file as they are, then each of its mutants
+alone, and puts the files back. A mutant whose test passes is printed as SURVIVED; BROKEN is one whose test does not
+pass without it either, or that leaves nothing to run. Either makes the exit code 1. Results are kept (`results`), so
+what was killed before and has not changed since is not run again, but for `--again`. `--only PART ...` takes the
+tests whose name has one of these. `--write` writes the table of all results to docs/lab/mutants.md.
 """
 
 from __future__ import annotations
@@ -10,17 +12,19 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants.table import ROOT, Mutant, mutants, promises
+from tests.mutants.results import BROKEN, KILLED, NOT_RUN, PAGE, SURVIVED, Result, Results, inputs_of, page
+from tests.mutants.table import ROOT, Mutant, mutants
 
-PAGE = ROOT / "docs" / "lab" / "mutants.md"
 TEST_S = 900.0
 """Longest run of one test; a mutant whose test hangs until then has been found."""
 BUILT = {
@@ -43,37 +47,64 @@ def copy_of_repository(folder: Path) -> Path:
     return folder
 
 
-def run(copy: Path, test: str) -> tuple[int, str]:
+def run(copy: Path, *words: str, deadline_s: float = TEST_S) -> tuple[int, str]:
     """Exit code of pytest and the end of its output."""
     env = os.environ | {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-rs", "-p", "no:cacheprovider", "-m", "", test]
-    try:
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=TEST_S, check=False)
-    except subprocess.TimeoutExpired:
-        return 1, f"did not end in {TEST_S:.0f} s"
-    return done.returncode, done.stdout[-1500:] + done.stderr[-500:]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "", *words]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=copy, env=env, start_new_session=True, **streams) as process:
+        try:
+            said, _ = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return 1, f"did not end in {deadline_s:.0f} s"
+    return process.returncode, said[-2000:]
+
+
+class Baseline:
+    """The tests of one file, without any mutant."""
+
+    def __init__(self, copy: Path, tests: list[str]) -> None:
+        with tempfile.TemporaryDirectory(prefix="etude-mutants-") as folder:
+            report = Path(folder) / "report.xml"
+            _, self._said = run(copy, f"--junitxml={report}", *tests, deadline_s=TEST_S * len(tests))
+            cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+            self._cases = [(_node(case), case) for case in cases]
+
+    def verdict(self, test: str) -> tuple[str, str]:
+        """("", "") where a test passes; else "not run here" or "BROKEN", and why."""
+        of_test = [case for node, case in self._cases if node == test or node.startswith((f"{test}[", f"{test}::"))]
+        whole = test.partition("::")[0]
+        found = of_test or [case for node, case in self._cases if node == whole]  # skipped, or broken, as a whole
+        failures = [each for case in found for kind in ("failure", "error") for each in case.iter(kind)]
+        if failures or not found:
+            text = "\n".join(each.text or each.get("message", "") for each in failures) or self._said
+            return BROKEN, f"the test fails without the mutant:\n{text[-2000:]}"
+        skips = [skip for case in found for skip in case.iter("skipped")]
+        return (NOT_RUN, skips[0].get("message", "")) if len(skips) == len(found) else ("", "")
+
+
+def _node(case: ElementTree.Element) -> str:
+    """The name of a test in a report as pytest takes it; a file's where the file was skipped or broken as a whole."""
+    module, name = case.get("classname", ""), case.get("name", "")
+    return f"{module.replace('.', '/')}.py::{name}" if module else f"{name.replace('.', '/')}.py"
 
 
 def verdict(copy: Path, mutant: Mutant) -> tuple[str, str]:
-    """ "killed", "SURVIVED", "not run" (skipped here) or "BROKEN" (the test does not even pass without the mutant, or
-    nothing can be collected with it), and what pytest printed."""
-    code, said = run(copy, mutant.test)
-    if code != 0:
-        return "BROKEN", f"the test fails without the mutant:\n{said}"
-    if " passed" not in said:
-        return "not run", said
+    """ "killed", "SURVIVED" or "BROKEN" (nothing can be collected with it), and what pytest printed."""
     before = {change.file: (copy / change.file).read_text() for change in mutant.changes}
     try:
         for change in mutant.changes:
             path = copy / change.file
             path.write_text(change.applied(path.read_text()))
         build(copy, mutant)
-        code, said = run(copy, mutant.test)
+        code, said = run(copy, "-x", mutant.test)
     finally:
         for file, text in before.items():
             (copy / file).write_text(text)
         build(copy, mutant)
-    return {0: "SURVIVED", 1: "killed"}.get(code, "BROKEN"), said
+    return {0: SURVIVED, 1: KILLED}.get(code, BROKEN), said
 
 
 def build(copy: Path, mutant: Mutant) -> None:
@@ -89,54 +120,56 @@ def build(copy: Path, mutant: Mutant) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", metavar="PART", help="tests whose name has this in it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="PART", help="tests whose name has one of these in it"
+    )
+    parser.add_argument("--again", action="store_true", help="also mutants that are known to be killed")
     parser.add_argument("--jobs", type=int, default=2, metavar="N")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     args = parser.parse_args()
-    chosen = [m for m in mutants() if args.only in m.test]
-    of_test = {name: number for number, names in promises().items() for name in names}
-    rows: list[tuple[int, Mutant, str, float]] = []
+    table, results = mutants(), Results()
+    results.keep(table)
+    chosen = [
+        m for m in table if any(part in m.test for part in args.only) and (args.again or results.of(m).found != KILLED)
+    ]
+    files: dict[str, list[Mutant]] = {}
+    for mutant in chosen:
+        files.setdefault(mutant.test.partition("::")[0], []).append(mutant)
+    found = list[str]()
     with tempfile.TemporaryDirectory(prefix="etude-mutants-") as scratch:
         copies: SimpleQueue[Path] = SimpleQueue()
-        for job in range(args.jobs):
+        for job in range(min(args.jobs, len(files))):
             copies.put(copy_of_repository(Path(scratch) / str(job)))
 
-        def one(mutant: Mutant) -> None:
-            copy, began = copies.get(), time.perf_counter()
-            try:
-                found, said = verdict(copy, mutant)
-            finally:
-                copies.put(copy)
+        def one(copy: Path, mutant: Mutant, baseline: Baseline) -> None:
+            began = time.perf_counter()
+            inputs = inputs_of(mutant, copy)
+            kind, said = baseline.verdict(mutant.test)
+            if not kind:
+                kind, said = verdict(copy, mutant)
+            results.put(mutant, Result(mutant.test, kind, said if kind == NOT_RUN else "", inputs))
+            found.append(kind)
             seconds = time.perf_counter() - began
-            rows.append((of_test.get(mutant.promised, 0), mutant, found, seconds))
-            print(f"{len(rows):4d}/{len(chosen)}  {found:8s} {seconds:6.1f} s  {mutant.test}", flush=True)
-            if found in ("SURVIVED", "BROKEN"):
+            print(f"{len(found):4d}/{len(chosen)}  {kind:12s} {seconds:6.1f} s  {mutant.test}", flush=True)
+            if kind in (SURVIVED, BROKEN):
                 print(said, flush=True)
 
+        def all_of(file: str) -> None:
+            copy = copies.get()
+            try:
+                baseline = Baseline(copy, sorted({mutant.test for mutant in files[file]}))
+                for mutant in files[file]:
+                    one(copy, mutant, baseline)
+            finally:
+                copies.put(copy)
+
         with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(one, chosen))
+            list(pool.map(all_of, files))
     if args.write:
-        PAGE.write_text(page(rows))
-    bad = sum(found in ("SURVIVED", "BROKEN") for _, _, found, _ in rows)
-    print(f"{len(rows)} mutants, {sum(f == 'killed' for _, _, f, _ in rows)} killed, {bad} survived or broken")
-    return 1 if bad else 0
-
-
-def page(rows: list[tuple[int, Mutant, str, float]]) -> str:
-    """The table as a page."""
-    lines = [
-        "# Mutants",
-        "",
-        "Each promise broken on purpose, and whether the test that it names fails then. Made by `make mutants`; the",
-        "changes are in `tests/mutants/*.toml`.",
-        "",
-        "| promise | test | changed | found |",
-        "| --- | --- | --- | --- |",
-    ]
-    for number, mutant, found, _ in sorted(rows, key=lambda row: (row[0], row[1].test)):
-        files = ", ".join(sorted({change.file.removeprefix("src/etude/") for change in mutant.changes}))
-        lines.append(f"| {number} | `{mutant.test}` | {files} | {found} |")
-    return "\n".join(lines) + "\n"
+        PAGE.write_text(page(table, results))
+    known = [results.of(mutant).found for mutant in table]
+    print(f"{len(found)} mutants run; of {len(known)} in the table {known.count(KILLED)} are known to be killed")
+    return 1 if {SURVIVED, BROKEN} & set(found) else 0
 
 
 if __name__ == "__main__":

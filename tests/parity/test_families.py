@@ -98,7 +98,7 @@ VARIANTS = {
         DeepseekV3ForCausalLM, DEEPSEEK, 2, norm_topk_prob=False, tie_word_embeddings=True, n_shared_experts=1
     ),
     "kimi k2's layout": variant(
-        DeepseekV3ForCausalLM, DEEPSEEK, 2, n_group=1, topk_group=1, n_routed_experts=9,
+        DeepseekV3ForCausalLM, DEEPSEEK, 2, n_group=1, topk_group=1, n_routed_experts=9, routed_scaling_factor=2.827,
         rope_parameters={**DEEPSEEK_YARN, "beta_fast": 1.0, "beta_slow": 1.0},
     ),
     "deepseek-v3 two bytes a route": variant(
@@ -176,7 +176,7 @@ def test_greedy_tokens_with_a_cache_are_those_of_transformers(saved: dict[str, P
     assert asyncio.run(story()) == expected[0, 20:].tolist()
 
 
-@pytest.mark.parametrize("name", [*FEW, "kimi k2's layout"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_what_we_save_is_theirs_again_and_saved_twice_it_is_the_same_bytes(
     saved: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
@@ -187,3 +187,4 @@ def test_what_we_save_is_theirs_again_and_saved_twice_it_is_the_same_bytes(
     with torch.no_grad():
         before, after = (theirs(folder)(TOKENS[None]).logits for folder in (saved[name], tmp_path / "ours"))
     assert torch.equal(before, after)
+    assert load_model(tmp_path / "ours").config == load_model(saved[name]).config

@@ -1,6 +1,6 @@
-"""The command line: parse and hand over. Each command's work is a function of the folder that owns it.
+"""The command line `etude`: parses the arguments and calls the command's function, which lives in another folder.
 
-Exit codes are those of `etude.errors.Exit`; every error's class has one.
+Exit codes are those of `etude.errors.Exit`; every error class has one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from etude import __version__
-from etude.cli._interrupted import interrupted  # noqa: F401  first: the others take most of a second
+from etude.cli._interrupted import sigterm_interrupts  # first: the others take most of a second
 from etude.cli.arguments import (
     LOCAL,
     Commands,
@@ -34,7 +34,7 @@ from etude.cli.arguments import (
 )
 from etude.cli.engine_commands import engine_commands
 from etude.cli.fleet_commands import fleet_commands
-from etude.cli.machine_commands import backend_and_jobs, machine_commands
+from etude.cli.machine_commands import accepts_unbounded, backend_and_jobs, machine_commands
 from etude.cli.parity import arguments as parity_arguments
 from etude.errors import EXITS, EtudeError, Exit, InputError, StoreError
 
@@ -62,8 +62,14 @@ _REFUSALS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors that have an explanation are printed in three parts, and so is a path that the operating
-    system refuses; all others keep their traceback."""
+    """Run one command and return its exit code. SIGTERM ends it as Ctrl-C does."""
+    with sigterm_interrupts():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    """Errors that have an explanation are printed in three parts, and so is a path that the operating system refuses;
+    all others keep their traceback."""
     try:
         args = _parser().parse_args(argv)
         code = int(_command(args.command)(args) or 0)
@@ -261,6 +267,7 @@ def _task_commands(commands: Commands[Parser]) -> None:
     )
     check.add_argument("--images", type=Path, metavar="STORE", help="where tasks' images are; missing ones are built")
     backend_and_jobs(check)
+    accepts_unbounded(check)
     show.add_argument("--split", choices=splits, default="train")
     show.add_argument("--index", type=int, default=0)
     show.add_argument("--answer", action="store_true", help="show the hidden side, too")
@@ -272,6 +279,7 @@ def _task_commands(commands: Commands[Parser]) -> None:
     mine.add_argument("--module", action="append", default=[], metavar="PATH", help="whose functions (repeatable)")
     mine.add_argument("--deadline", type=positive, default=60, metavar="S", help="of each run of tests, in seconds")
     backend_and_jobs(mine)
+    accepts_unbounded(mine)
 
 
 def _weights_commands(commands: Commands[Parser]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from etude.inference.foreign.environment import MAKES, VLLM, environment
 from etude.inference.foreign.install import install, size_bytes
 from etude.inference.started import started
 from etude.records.completion import CompletionRequest, Sampling
+from etude.scratch import OwnFolder
 
 MOST_APART = 1e-3  # of a log-probability in float32, of a model of two layers
 
@@ -53,8 +53,8 @@ def check(args: argparse.Namespace) -> None:
         where = environment(args.folder, MAKES[kind])
         where.require()
         arguments = ["--environment", str(where.folder)]
-    with tempfile.TemporaryDirectory(prefix="etude-check-") as folder:
-        asyncio.run(_check(kind, arguments, Path(folder)))
+    with OwnFolder("check") as folder:
+        asyncio.run(_check(kind, arguments, folder))
 
 
 async def _check(kind: EngineKind, where: Sequence[str], folder: Path) -> None:

@@ -20,7 +20,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """Solve rate of a checkpoint or of a run's newest one; JSON on stdout, which says what was evaluated."""
     from etude.harness import ChatFormat
     from etude.loop.limits import check_limits, first_tasks
-    from etude.loop.preflight import check_start, check_tasks
+    from etude.loop.preflight import check_machines, check_start, check_tasks
     from etude.loop.standalone import evaluate_checkpoint, version_of
 
     place = existing(args.checkpoint)
@@ -47,6 +47,7 @@ def evaluate(args: argparse.Namespace) -> int:
     split = Split(args.split)
     source = check_tasks(config, [split])
     check_limits(config.harness, ChatFormat.load(checkpoint), first_tasks(source, [split]), said)
+    check_machines(config)
     size = source.size(split)
     total = args.tries * (args.tasks if size is None else min(args.tasks, size))
     print(f"evaluating {checkpoint} on {total} rollouts; starting its engines", file=sys.stderr, flush=True)

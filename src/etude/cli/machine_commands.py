@@ -13,6 +13,12 @@ def backend_and_jobs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, metavar="N", help="how many machines at once (default: two a core)")
 
 
+def accepts_unbounded(parser: argparse.ArgumentParser) -> None:
+    """For commands in whose machines code runs that is not etude's own."""
+    what = "go on where nothing bounds the memory of a whole machine"
+    parser.add_argument("--unbounded-memory", action="store_true", help=what)
+
+
 def machine_commands(commands: Commands[Parser]) -> None:
     machines = commands.add_parser("machines", help="isolated machines").add_subparsers(
         required=True, metavar="COMMAND"
@@ -26,6 +32,7 @@ def machine_commands(commands: Commands[Parser]) -> None:
     serve.add_argument("--templates", type=Path, metavar="FILE", help="what machines are made from, beside `base`")
     serve.add_argument("--domain", default="", help="machines are at 49983-ID.DOMAIN, through a proxy of yours")
     serve.add_argument("--drain", type=duration, default="30s", metavar="TIME", help="left to machines after SIGTERM")
+    accepts_unbounded(serve)
     check = add(machines, "check", "machines_check:check", "try every cheat for real; exit code 1 when one succeeds")
     backend_and_jobs(check)
     check.add_argument("--only", action="append", default=[], metavar="NAME", help="a cheat or a row (repeatable)")
@@ -71,6 +78,7 @@ def _try_commands(machines: Commands[Parser]) -> None:
         )
         parser.add_argument("--files", type=Path, metavar="DIR", help="what lies in its working directory")
         parser.add_argument("--user", default="", help="who does it (default: the first that the machine has)")
+        accepts_unbounded(parser)
     run.add_argument("--deadline", type=duration, default="10m", metavar="TIME", help="(default: %(default)s)")
     run.add_argument("words", nargs="+", metavar="WORD", help="the command, after --")
     bench = add(machines, "bench", "machines_probe:bench", "what forking machines and running commands costs here")
@@ -96,6 +104,7 @@ def _image_commands(machines: Commands[Parser]) -> None:
     build.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="an ARG of it (repeatable)")
     build.add_argument("--target", default="", metavar="STAGE", help="which stage of it (default: the last)")
     build.add_argument("--backend", default="namespace", metavar="B", help="whose machines do its RUNs")
+    accepts_unbounded(build)
     build.add_argument(
         "--allow", action="append", default=[], metavar="HOST", help="what RUN may reach, logged (repeatable)"
     )

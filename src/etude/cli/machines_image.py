@@ -6,13 +6,12 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from etude.dashboard.words import size
-from etude.environments.backends import open_runtime
+from etude.environments.backends import open_bounded
 from etude.environments.images import ImageRecord, ImageStore, build_from_directory, default_store
 from etude.environments.images.building import build_from_dockerfile
 from etude.environments.images.debian import build_from_debian
@@ -80,8 +79,11 @@ def _from_dockerfile(store: ImageStore, args: argparse.Namespace) -> ImageRecord
 
     async def main() -> ImageRecord:
         runtime: Runtime | None = None
-        with suppress(MachineError):  # only a RUN needs one, and says so then
-            runtime = open_runtime(args.backend, images=store)
+        refused = ""
+        try:
+            runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
+        except MachineError as error:  # only a RUN needs one, and says so then
+            refused = str(error)
         try:
             return await build_from_dockerfile(
                 store,
@@ -90,6 +92,7 @@ def _from_dockerfile(store: ImageStore, args: argparse.Namespace) -> ImageRecord
                 arguments=given,
                 target=args.target,
                 runtime=runtime,
+                refused=refused,
                 outlets=outlets_of(store.path, args.allow),
             )
         finally:

@@ -18,15 +18,15 @@ RUNS = Path("runs")
 
 
 def open_run(path: Path | None) -> RunFolder:
-    """The run that was named, by path or by its name under runs/; the newest when none was. Raises `NoRun`."""
+    """Open the run at `path`, or of that name under runs/; the newest run when `path` is None. Raises `NoRun`."""
     if path is None:
         return newest_run()
     return RunFolder.open(path if path.exists() or not (RUNS / path).exists() else RUNS / path)
 
 
 def open_ledger(run: RunFolder) -> Ledger:
-    """A run's ledger, to be read. Raises `RunError` where it is gone, `LedgerError` where it is damaged or not there
-    yet."""
+    """Open a run's ledger for reading. Raises `RunError` where the file was deleted, `NoLedger` where the run has not
+    created it yet, `LedgerError` where it is damaged."""
     from etude.experience.database import NoLedger
     from etude.loop.places import read_ledger
     from etude.loop.preflight import check_ledger
@@ -40,7 +40,8 @@ def open_ledger(run: RunFolder) -> Ledger:
 
 
 def existing(path: Path) -> Path:
-    """A checkpoint or a run by path, or by its name under runs/. Raises `NoCheckpoint` when there is neither."""
+    """The folder of a checkpoint or a run: `path` itself, or that name under runs/. Raises `NoCheckpoint` when neither
+    exists."""
     for place in (path, RUNS / path):
         if place.exists():
             return place
@@ -49,14 +50,14 @@ def existing(path: Path) -> Path:
 
 
 def console() -> Console:
-    """Where tables go: as wide as the terminal, and wide enough for any row when piped."""
+    """The console that tables are printed to: as wide as the terminal, or wide enough for any row when piped."""
     screen = Console(highlight=False)
     return screen if screen.is_terminal else Console(highlight=False, width=200)
 
 
 def newest_run() -> RunFolder:
-    """The newest run that can be read; a newer one that cannot is named on stderr. Raises `NoRun` where there is none,
-    or what is wrong with the newest where none can be read."""
+    """Open the newest run that can be read; newer ones that cannot be read are named on stderr. Raises `NoRun` where
+    there is no run, or the error of the newest run where none can be read."""
     wrong: list[RunError] = []
     for path in sorted(RUNS.glob("*/run.json"), key=_written, reverse=True):
         try:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -23,7 +22,7 @@ from etude.loop.limits import configured
 from etude.loop.measured import Steps
 from etude.models.config import ModelConfig
 from etude.models.headers import check_rank
-from etude.numerics.config import Mode, Quantise
+from etude.numerics.config import Mode
 from etude.plan import (
     DEVICES,
     Device,
@@ -38,12 +37,11 @@ from etude.plan import (
     learner_remedies,
     plan,
 )
+from etude.plan.hardware import MATRIX_BYTES
+from etude.scratch import OwnFolder
 from etude.training.config import LiveWeights, OptimizerKind
 
 CALIBRATE_S = 300.0
-
-
-BYTES_OF = {Quantise.MXFP8: 1 + 1 / 32, Quantise.NVFP4: 0.5 + 1 / 16, Quantise.MXFP4: 0.5 + 1 / 32}
 
 
 def planned(args: argparse.Namespace) -> int:
@@ -171,7 +169,10 @@ def _model(config: RunConfig) -> ModelConfig:
 
 
 def _shape(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> Shape:
-    """As given; else as the run's; else from the harness's limits: half of its turns and of its context."""
+    """As given; else as the run's; else from the harness's limits: half of its turns and of its context.
+
+    Groups are those that a step takes on average where it goes on until some have a signal.
+    """
     limits = config.harness
     turns = limits.max_turns / 2
     sampled = min(turns * limits.turn_tokens, limits.context_tokens / 4)
@@ -186,7 +187,10 @@ def _shape(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> 
     given = {name: getattr(args, name) for name in ("turns", "prompt_tokens", "sampled_tokens", "tool_tokens")}
     given |= {name: getattr(args, name) for name in ("tool_s", "signal_share", "solved_share")}
     shape = steps.shape if steps is not None else guess
-    return replace(shape, **{name: value for name, value in given.items() if value is not None})
+    shape = replace(shape, **{name: value for name, value in given.items() if value is not None})
+    if steps is None or args.signal_share is not None:
+        shape = replace(shape, groups=config.experience.window.mean_size(shape.signal_share))
+    return shape
 
 
 def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) -> Layout:
@@ -212,7 +216,7 @@ def _layout(args: argparse.Namespace, config: RunConfig, steps: Steps | None) ->
         changed_share=changed,
         evaluated=steps.evaluated if steps is not None else beside,
         dtype_bytes=dtype_bytes,
-        matrix_bytes=BYTES_OF.get(config.numerics.quantise, float(dtype_bytes)),
+        matrix_bytes=MATRIX_BYTES.get(config.numerics.quantise, float(dtype_bytes)),
         training=_training(config),
     )
 
@@ -273,13 +277,14 @@ def _training(config: RunConfig) -> Training:
 
 def _calibrated(config: RunConfig) -> Measured:
     """Constants of this machine, measured by a program of its own: it loads torch."""
-    with tempfile.TemporaryDirectory(prefix="etude-plan-") as scratch:
-        path = Path(scratch) / "config.toml"
+    with OwnFolder("plan") as scratch:
+        path = scratch / "config.toml"
         path.write_text(to_toml(config))
         print("measuring this machine, some ten seconds", file=sys.stderr)
         argv = [sys.executable, "-m", "etude.loop.calibrating", "--config", str(path)]
+        env = os.environ | {"TMPDIR": str(scratch)}  # what it leaves when it is killed goes with this folder
         try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=CALIBRATE_S)
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=CALIBRATE_S, env=env)
         except subprocess.TimeoutExpired:
             raise EtudeError(
                 f"waited {CALIBRATE_S:g} s for this machine to be measured", hint="name hardware: --hardware h200"
@@ -306,7 +311,7 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     rollout = f"{shape.turns:.1f} turns, {shape.context:.0f} tokens, {shape.sampled_tokens:.0f} of them sampled"
     price = ", ".join(f"{part} ${dollars:.4f}" for part, dollars in found.dollars.items())
     table = Table("what", "planned", "of")
-    table.add_row("step", _seconds(found.step_s), f"bound by {found.bound_by}; {shape.rollouts} rollouts")
+    table.add_row("step", _seconds(found.step_s), f"bound by {found.bound_by}; {_rollouts(shape)}")
     table.add_row("learner", _seconds(found.learner_s), _learner(layout))
     if found.communication_s:
         table.add_row("communication", _seconds(found.communication_s), "of a rank: weights, and tokens to experts")
@@ -323,6 +328,11 @@ def _table(found: Plan, shape: Shape, layout: Layout, hardware: Device | Measure
     table.add_row("a step", f"${found.step_dollars:.4f}", price)
     table.add_row("a million sampled tokens", f"${found.million_tokens_dollars:.2f}", "training and tools among it")
     return table
+
+
+def _rollouts(shape: Shape) -> str:
+    """In words."""
+    return f"{shape.rollouts:,.0f} rollouts: {shape.groups:,.4g} groups of {shape.group_size}"
 
 
 def _learner(layout: Layout) -> str:

@@ -1,6 +1,6 @@
 """``etude rollouts list | show``: rollouts of training and of evaluations, from wherever the run keeps them.
 
-A rollout's file is kept until a checkpoint lies behind its step; then its trace is, for good, and the evaluations'
+A rollout's file is kept until two checkpoints lie behind its step; then its trace is, for good, and the evaluations'
 files keep theirs. What was never trained on stays in its file.
 """
 
@@ -130,7 +130,7 @@ def _kept(run: RunFolder, ledger: Ledger, row: Row) -> tuple[Outcome | None, lis
 
 
 def _show_evaluated(run: RunFolder, rollout_id: str, screen: Console) -> Iterator[bool]:
-    """Print a rollout as each evaluation had it; a file that cannot be read is told and passed over."""
+    """Print a rollout of each evaluation that has it; a file that cannot be read is named and skipped."""
     for path in sorted((run / "evals").glob("*.parquet"), key=lambda path: path.stat().st_mtime):
         try:
             rows = [row for row in read_rows(path) if row.rollout_id == rollout_id]

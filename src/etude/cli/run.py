@@ -136,8 +136,7 @@ async def _watched(folder: RunFolder, config: RunConfig, *, on: str) -> bool:
         stopped = True
         work.cancel()
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stop)
+    loop.add_signal_handler(signal.SIGINT, stop)
     view = asyncio.create_task(_show(folder), name="view")
     try:
         await work
@@ -196,7 +195,7 @@ def _state(folder: RunFolder, holder: int | None) -> str:
 
 
 async def _until_ended(folder: RunFolder) -> None:
-    """Show a run until nobody holds it any more."""
+    """Show a run's view until no process holds the run any more."""
     view = asyncio.create_task(_show(folder), name="view")
     try:
         while folder.holder() is not None and not view.done():  # noqa: ASYNC110  another process holds it

@@ -33,8 +33,7 @@ async def _serve(
 
     work = asyncio.current_task()
     assert work is not None, "runs in a task"
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, work.cancel)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, work.cancel)
     checkpoint, store, numerics, engine = parts_of(model)
     if public_key is not None and (store is None or fleet):
         raise InputError(

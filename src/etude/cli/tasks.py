@@ -18,7 +18,7 @@ from rich.table import Table
 
 from etude.cli.task_progress import Steps
 from etude.environments import MachineGrader, exports_of
-from etude.environments.backends import open_runtime
+from etude.environments.backends import open_bounded
 from etude.environments.images import ImageStore
 from etude.errors import InputError, StoreError, TaskError
 from etude.loop.task_images import num_images, with_images
@@ -75,7 +75,7 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
     counts = {split: _count(source, split, args.num) for split in splits}
     splits = [split for split in splits if counts[split]] or splits[:1]
     store = None if args.images is None else ImageStore(args.images)
-    runtime = open_runtime(args.backend, images=store)
+    runtime = open_bounded(args.backend, accepts_unbounded=args.unbounded_memory, images=store)
     try:
         if store is not None and isinstance(source, HarborSource):
             with Steps("images built", num_images(source)) as steps:

@@ -1,4 +1,5 @@
-"""``etude weights log | diff | verify | repair | key``. What needs no run is in `weights_files` and `weights_store`."""
+"""The commands ``etude weights log | diff | verify | repair | key``. Those for files and stores without a run are in
+`weights_files` and `weights_store`."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def _store(text: str | None) -> BlobStore:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """What changed between two checkpoints, or between two versions of a run or a store, by tensor."""
+    """Print the differences between two checkpoints, or between two versions of a run or a store, by tensor."""
     if weights_files.are_checkpoints(args.a, args.b):
         return weights_files.diff(args)
     if args.plot:
@@ -99,7 +100,7 @@ def verify(args: argparse.Namespace) -> int:
         return weights_files.verify(args.run, args.base)
     if args.run is not None and args.run.is_file():
         raise InputError(
-            f"{args.run} is a file", hint=f"say what it applies to: etude weights verify {args.run} --base CHECKPOINT"
+            f"{args.run} is a file", hint=f"name its base: etude weights verify {args.run} --base CHECKPOINT"
         )
     run = open_run(args.run)
     check = fsck.verify(places.weights_store(run, readonly=True))

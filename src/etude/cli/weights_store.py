@@ -218,7 +218,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def tell(found: fsck.Check) -> None:
-    """What a check found, a line each, and how much it read."""
+    """Print what a check found, one finding per line, and how much it read."""
     for finding in found.found:
         print(finding)
     for finding in found.notices:

@@ -1,4 +1,4 @@
-"""What the words of a run's views mean, in one line each; `docs/concepts/words.md` has the same rows."""
+"""The meaning of each term in the views of a run, in one line; `docs/concepts/words.md` has the same rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 GLOSSARY = {
     "solve rate": "mean reward of a step's rollouts: 1.0 when each solved its task",
     "validation": "solve rate on tasks that are never trained on, while the run goes on: settings are chosen by it",
-    "held-out": "tasks, or documents, that nothing is trained on or chosen by: the result is told on them",
+    "held-out": "tasks, or documents, that nothing is trained on or chosen by: the result is measured on them",
     "copies": "share of held-out texts in which the model finds the words that it has to copy from its context",
     "lag": "optimiser steps from the version of a rollout's oldest token to the one trained, by their common ancestor",
     "idle": "share of the RL phase in which a process did not compute",
@@ -22,7 +22,7 @@ GLOSSARY = {
 
 
 def legend(names: Iterable[str]) -> str:
-    """One line on the words among `names`.
+    """One line that explains those of `names` that the glossary has.
 
     >>> legend(["lag", "invalid"])
     "lag: optimiser steps from the version of a rollout's oldest token to the one trained, by their common ancestor"
@@ -31,5 +31,5 @@ def legend(names: Iterable[str]) -> str:
 
 
 def meaning(text: str) -> str:
-    """What the words in a label mean, one a line; empty when all are plain."""
+    """The meaning of each glossary term in a label, one per line; empty where there is none."""
     return "\n".join(f"{word}: {said}" for word, said in GLOSSARY.items() if word in text)

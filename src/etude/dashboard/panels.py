@@ -59,7 +59,7 @@ def learning(view: RunView) -> Panel | None:
 
 
 def lag_histogram(view: RunView) -> Panel | None:
-    """How stale the experience was."""
+    """How many steps behind the learner the trained rollouts and tokens were sampled."""
     steps = view.by_step("rl.step")
     rollouts, tokens = (_shares(steps, key) for key in ("lag", "token_lag"))
     lags = sorted({*rollouts, *tokens})
@@ -77,7 +77,7 @@ def lag_histogram(view: RunView) -> Panel | None:
 
 
 def utilisation(view: RunView) -> Panel | None:
-    """Who worked when."""
+    """CPU share of each process over time."""
     found, began, now = lanes(view), view.began, view.now
     if not any(lane.samples for lane in found.values()) or began is None or now is None:
         return None
@@ -95,16 +95,16 @@ def utilisation(view: RunView) -> Panel | None:
 
 
 def fleet(view: RunView) -> Panel | None:
-    """Engines from elsewhere, where some joined."""
+    """State, load and version of each engine that joined the run from outside; None where none did."""
     found, began, now = regions.engines(view), view.began, view.now
     if not found or began is None or now is None:
         return None
     spans = [(s.name, s.start - began, (s.end or now) - began) for s in view.phases()]
     return Panel(
         "Regions",
-        "Engines that joined from elsewhere, three lanes each. Its state: full while it was given work, half while it "
-        "caught up or stood by, empty while it was lost. Its running requests, a full bar being all its room. The step "
-        "of the version that it held, the run's last one being full.",
+        "Engines that joined from elsewhere, three lanes each. State: full while the engine was given work, half while "
+        "it caught up or stood by, empty while it was lost. Running requests: a full bar is its capacity. Version: the "
+        "step of the weights that it held; full is the run's last step.",
         lane_chart(
             regions.rows(found, began, now),
             spans,
@@ -133,7 +133,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 
 def deltas(view: RunView) -> Panel | None:
-    """What each version's delta weighed, against the bound."""
+    """Bytes of each version's delta, against the bound."""
     events = view.by_step("weights.publish")
     small = [event for event in events if is_delta(event)]
     sent, bound = _points(small, "object_bytes"), _points(small, "bound_bytes")
@@ -183,7 +183,7 @@ def pauses(view: RunView) -> Panel | None:
 
 
 def parity(view: RunView) -> Panel | None:
-    """How well samplers and trainer agree, on a logarithmic scale, and what the run did where they did not."""
+    """How far probabilities of engines and learner differ, on a logarithmic scale, and what the run did about it."""
     steps = view.by_step("rl.step")
     kinds = (("fresh rollouts", "fresh_ratio_max", 2), ("all, 99th percentile", "ratio_p99", 4), ("k3", "k3", 3))
     probes: dict[float, float] = {}
@@ -199,7 +199,7 @@ def parity(view: RunView) -> Panel | None:
 
 
 def _zeros(series: Sequence[Series]) -> str:
-    """Which numbers are 0, and so not on a logarithmic scale, as a sentence; empty where none is."""
+    """A sentence on the values that are 0 and so cannot be drawn on a logarithmic scale; empty where there are none."""
     said = []
     for one in series:
         zeros, what = sum(y == 0 for _, y in one.points), "versions" if one.label == "probe" else "steps"
@@ -210,7 +210,7 @@ def _zeros(series: Sequence[Series]) -> str:
 
 
 def _alarms(view: RunView) -> str:
-    """What was done about engines over their budget, as a sentence; empty where none was."""
+    """A sentence on the engines that exceeded their budget and what the run did; empty where there were none."""
     alarms = view.of("parity.alarm")
     taken = [f"to {text(e, 'defence')} at step {e.get('step')}" for e in alarms if text(e, "defence")]
     if taken:
@@ -219,7 +219,7 @@ def _alarms(view: RunView) -> str:
 
 
 def replay(view: RunView) -> Panel | None:
-    """What replaying the engines' experts buys."""
+    """Difference between engines and learner with and without replay of the engines' experts."""
     steps = view.by_step("rl.step")
     if not _points(steps, "live_k3"):
         return None
@@ -236,7 +236,7 @@ def replay(view: RunView) -> Panel | None:
 
 
 def _disagreement(title: str, note: str, series: Sequence[Series]) -> Panel | None:
-    """A panel of small numbers by step, those over 0 drawn; words alone where none is."""
+    """A panel of small numbers by step on a logarithmic scale; only the note where no number is above 0."""
     drawn = [replace(one, points=_positive(one.points)) for one in series if _positive(one.points)]
     if not drawn:
         return Panel(title, note, "") if any(one.points for one in series) else None
@@ -249,13 +249,13 @@ def _disagreement(title: str, note: str, series: Sequence[Series]) -> Panel | No
 
 
 def correction(view: RunView) -> Panel | None:
-    """What a correction of importance weights costs; nothing to show where none cut anything."""
+    """Shares of importance weights and tokens that the loss's correction cut off; None where it cut nothing."""
     cut = [event for event in view.by_step("rl.step") if number(event, "cut_share") or number(event, "dropped_share")]
     return _corrected(view) if cut else None
 
 
 def mid_training(view: RunView) -> Panel | None:
-    """Loss before RL."""
+    """Training loss and held-out loss of mid-training, by tokens."""
     trained, held = (
         _points(view.of("mid.step"), "loss", "tokens"),
         _points(view.of("mid.eval"), "heldout_loss", "tokens"),
@@ -264,7 +264,7 @@ def mid_training(view: RunView) -> Panel | None:
         return None
     return Panel(
         "Mid-training loss",
-        "Nats a token, on the training corpus and on held-out text.",
+        "Nats per token, on the training corpus and on held-out text.",
         line_chart(
             [Series("training", trained, 1), Series("held-out", held, 2)],
             title="Mid-training loss by tokens",
@@ -277,13 +277,14 @@ def mid_training(view: RunView) -> Panel | None:
 
 
 def copy_probe(view: RunView) -> Panel | None:
-    """The skill whose lack the loss hides."""
+    """Share of exact edits in the copy probe during mid-training: a skill that the loss does not show."""
     points = _points(view.of("mid.eval"), "copy_probe", "tokens")
     if not points:
         return None
     return Panel(
         "Copy probe",
-        "Share of edits right to the token, shown the complaint and the file: what RL needs, and the loss hides.",
+        "Share of edits that are right to the last token, given the error message and the file. RL needs this skill; "
+        "the loss does not show it.",
         line_chart(
             [Series("copied", points, 3)],
             title="Copy probe by tokens",
@@ -297,7 +298,7 @@ def copy_probe(view: RunView) -> Panel | None:
 def _step_panel(
     title: str, note: str, *keys: tuple[str, str], shown: Callable[[float], str] = significant
 ) -> Callable[[RunView], Panel | None]:
-    """A panel of plain numbers of each step."""
+    """A function that makes a panel of one number, or a few, of each step."""
 
     def panel(view: RunView) -> Panel | None:
         steps = view.by_step("rl.step")
@@ -310,7 +311,7 @@ def _step_panel(
     return panel
 
 
-entropy = _step_panel("Entropy", "Nats a sampled token; a sudden fall is a collapse.", ("entropy", "entropy"))
+entropy = _step_panel("Entropy", "Nats per sampled token; a sudden fall is a collapse.", ("entropy", "entropy"))
 gradient = _step_panel("Gradient norm", "Before clipping.", ("gradient norm", "grad_norm"))
 no_signal = _step_panel(
     "Groups without signal",
@@ -327,13 +328,14 @@ shares = _step_panel(
 )
 _corrected = _step_panel(
     "What corrections cut",
-    "Shares of the importance weights that a correction takes off, and of tokens whose weight it makes 0: a bias.",
+    "Share of the importance weights that the correction cuts off, and share of tokens whose weight it sets to 0. Both "
+    "bias the gradient.",
     ("cut weights", "cut_share"),
     ("dropped tokens", "dropped_share"),
     shown=percent,
 )
 lengths = _step_panel(
-    "Length of a rollout", "Turns a rollout, mean over a step.", ("turns", "turns_mean"), shown=significant
+    "Length of a rollout", "Turns per rollout, mean over a step.", ("turns", "turns_mean"), shown=significant
 )
 waiting = _step_panel(
     "Where a step's time goes",

@@ -1,7 +1,7 @@
-"""A run folder as it stands: its events merged, its phases, its newest numbers. Reads, never writes.
+"""Reads a run folder: its events from all files merged, its phases, its newest numbers. Writes nothing.
 
-Everything here may be half-written, from a killed process, or of a later etude: what cannot be read is skipped, what
-is missing is None, and no look at a run ever fails for what the run wrote. Knows nothing of how anything is drawn.
+A file here may be half-written, left by a killed process, or written by a later etude. Events that cannot be read are
+skipped, missing values are None, and no content of a run folder raises an error. Knows nothing of drawing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASES = ("corpus", "mid-training", "eval-before", "rl", "eval-after", "report")
 
 
 def number(facts: Mapping[str, Any], key: str) -> float | None:
-    """A finite number under `key`, or None.
+    """The finite number under `key`; None where there is none.
 
     >>> number({"loss": 1}, "loss"), number({"loss": "1"}, "loss"), number({"loss": float("nan")}, "loss")
     (1.0, None, None)
@@ -38,13 +38,13 @@ def number(facts: Mapping[str, Any], key: str) -> float | None:
 
 
 def text(facts: Mapping[str, Any], key: str) -> str:
-    """A string under `key`, or the empty one."""
+    """The string under `key`; "" where there is none."""
     value = facts.get(key)
     return value if isinstance(value, str) else ""
 
 
 def counts(facts: Mapping[str, Any], key: str) -> dict[str, float]:
-    """An object of numbers under `key`; what is not one is left out."""
+    """The finite numbers of the object under `key`, by name; other values are left out."""
     value = facts.get(key)
     if not isinstance(value, Mapping):
         return {}
@@ -53,12 +53,12 @@ def counts(facts: Mapping[str, Any], key: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A phase that has begun. One that was broken off and gone on with has several parts, one a session."""
+    """A phase that has begun. A phase that was interrupted and resumed has several parts, one per session."""
 
     name: str
     start: float  # unix seconds, of its last part
-    end: float | None  # None: under way, or killed
-    wall_s: float | None  # of all its parts, once it has ended
+    end: float | None  # unix seconds; None: it goes on, or was killed
+    wall_s: float | None  # sum over its parts; None until it has ended
 
 
 class RunView:
@@ -70,7 +70,7 @@ class RunView:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise NoRun(f"no run at {self.path}", hint="see runs/ for what there is")
+            raise NoRun(f"no run at {self.path}", hint="runs/ has the runs of this directory")
         self._events: dict[str, list[Event]] = {}
         self._offsets: dict[Path, int] = {}
         self._unreadable: Counter[str] = Counter()  # lines, by file
@@ -78,7 +78,7 @@ class RunView:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what was written since. A line without its end is left for the next time."""
+        """Read the lines written since the last call. A line without its end is left for the next call."""
         touched: set[str] = set()
         for path in sorted((self.path / "events").glob("*.jsonl")):
             for event in self._new_events(path):
@@ -104,7 +104,8 @@ class RunView:
         return found
 
     def unreadable(self) -> list[str]:
-        """What of the events cannot be read. The last line of a process that writes now may be cut off, too."""
+        """A sentence for each event file with unreadable lines, or without an end of line. The latter also happens
+        while a process writes."""
         counts = sorted((name, count) for name, count in self._unreadable.items() if count)
         found = [f"events/{name}: {count} line{'s' * (count > 1)} cannot be read" for name, count in counts]
         return found + [f"events/{name} ends within a line" for name in sorted(self._cut)]
@@ -118,7 +119,8 @@ class RunView:
         return self._events[kind][-1] if kind in self._events else None
 
     def by_step(self, kind: str) -> list[Event]:
-        """Events of a kind with a `step`, one a step, by step. A step done again after a restart counts once."""
+        """The events of a kind that have a `step`, one per step, ascending. Of a step that was repeated after a restart
+        the newest event is taken."""
         found = {int(step): event for event in self.of(kind) if (step := number(event, "step")) is not None}
         return [found[step] for step in sorted(found)]
 
@@ -129,12 +131,13 @@ class RunView:
 
     @property
     def now(self) -> float | None:
-        """Unix seconds of the last event: a view needs no clock, and that of a dead run stands still."""
+        """Unix seconds of the newest event; None before the first. It is the view's clock: it stands still when the run
+        is dead."""
         return max((float(events[-1]["t"]) for events in self._events.values()), default=None)
 
     @property
     def wall_s(self) -> float:
-        """Seconds of all sessions so far. What lay between one's last sign of life and the next is not among them."""
+        """Seconds of all sessions so far, without the time between a session's last event and the next session."""
         if self.began is None or self.now is None:
             return 0.0
         starts = {_time(event) for event in self.of("session")}
@@ -148,7 +151,7 @@ class RunView:
             if isinstance(one, Mapping)
         }
         spans: dict[str, PhaseSpan] = {}
-        broken_off: dict[str, float] = {}  # seconds of the parts before
+        broken_off: dict[str, float] = {}  # seconds of the earlier parts, by phase
         for event in self.of("phase"):
             name, t = text(event, "phase"), float(event["t"])
             if text(event, "state") == "start":
@@ -164,7 +167,8 @@ class RunView:
         return list(spans.values())
 
     def _broken_off_at(self, start: float) -> float:
-        """The last sign of life of the session that was under way at `start`; `start` where no session came after."""
+        """The time of the last event of the session that was under way at `start`; `start` where no session
+        followed."""
         after = min((t for event in self.of("session") if (t := _time(event)) > start), default=None)
         if after is None:
             return start
@@ -176,7 +180,7 @@ class RunView:
         return max((_time(events[i - 1]) for events, i in before if i), default=t)
 
     def phase(self, name: str) -> PhaseSpan | None:
-        """A phase that has begun, by name."""
+        """The phase of this name; None where it has not begun."""
         return next((span for span in self.phases() if span.name == name), None)
 
     def evaluation(self, name: str) -> Event | None:
@@ -185,7 +189,7 @@ class RunView:
         return found[-1] if found else None
 
     def evaluations_during(self) -> list[Event]:
-        """Evaluations during RL, one a step."""
+        """The results of evaluations during RL, one per step, ascending."""
         found = {
             int(step): event
             for event in self.of("eval.result")
@@ -211,7 +215,7 @@ def _event(line: bytes) -> Event | None:
 
 
 def read_json(path: Path, kind: type[T]) -> T:
-    """A JSON file that holds a `kind`; an empty one of it when it is missing or damaged."""
+    """Read a JSON file that holds a value of type `kind`; `kind()` when it is missing or damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -29,7 +29,7 @@ Row = tuple[str, ...]
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write report.html into a run folder and return its path; also of a run that is under way.
+    """Write report.html into a run folder and return its path. The run may still be going on.
 
     Raises `RunError` where there is no run, `StoreError` when it cannot be written.
     """
@@ -105,12 +105,13 @@ def _headline(summary: Mapping[str, Any]) -> Mapping[str, str] | None:
         if one["low"] is not None and one["high"] is not None:
             facts[f"{name}_interval"] = f"{one['low']:.3f} to {one['high']:.3f}"
     tasks = [str(one["num_tasks"]) for one in shown.values() if one["num_tasks"] is not None]
-    problems = words.of_problems(list(shown.values())[-1])
+    last = list(shown.values())[-1]
+    problems = words.of_problems(last) + words.of_cheats(last)
     return {**facts, "num_tasks": tasks[-1] if tasks else "?", "problems": problems}
 
 
 def _rate(one: Mapping[str, Any]) -> str:
-    return f"{one['rate']:.2f} [{one['low']:.2f}, {one['high']:.2f}]"
+    return f"{one['rate']:.2f} [{one['low']:.2f}, {one['high']:.2f}]{words.of_cheats(one)}"
 
 
 def _tiles(summary: Mapping[str, Any]) -> Iterator[Row]:

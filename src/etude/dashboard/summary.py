@@ -1,6 +1,6 @@
 """summary.json: a run in numbers, as `docs/formats/run.md` has them. Pure functions of a view.
 
-A number that the run did not come to is null, never zero.
+A number that the run has not measured is null, never zero.
 """
 
 from __future__ import annotations
@@ -16,17 +16,28 @@ from etude.dashboard.read import Event, RunView, counts, number, read_json, text
 from etude.dashboard.utilisation import cpu_s, idle, peak_memory_bytes
 
 FORMAT = 1
-_HELDOUT = ("num_tasks", "num_problems", "solved", "rate", "low", "high", "best_of_k", "turns_mean", "sampled_mean")
+_HELDOUT = (
+    "num_tasks",
+    "num_problems",
+    "solved",
+    "cheats",
+    "rate",
+    "low",
+    "high",
+    "best_of_k",
+    "turns_mean",
+    "sampled_mean",
+)
 
 
 def summarise(run_dir: Path | str, *, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """summary.json of a run folder, also of one that is under way. `rollouts`: by state, of a ledger that is not in the
-    folder. Raises `NoRun` where there is none."""
+    """Compute summary.json of a run folder; the run may still be going on. `rollouts`: number of rollouts by state,
+    where the ledger is not in the folder. Raises `NoRun` where the folder holds no run."""
     return summarise_view(RunView(run_dir), rollouts)
 
 
 def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """summary.json of a view."""
+    """Compute summary.json from a view; `rollouts` as in `summarise`."""
     identity = view.identity()
     ended = {span.name for span in view.phases() if span.end is not None}
     return {
@@ -54,8 +65,8 @@ def summarise_view(view: RunView, rollouts: Mapping[str, int] | None = None) -> 
 
 
 def nothing_learnt(view: RunView) -> str | None:
-    """Why a run's steps had nothing to learn from, in one line; None where one had, or before there is a step. A group
-    is learned from where its rewards differ."""
+    """One line on why no step of a run could learn; None where a step could, or before the first step. The policy
+    learns from a group only where the rewards within it differ."""
     steps = view.by_step("rl.step")
     if not steps or any(number(event, "no_signal_share") != 1.0 for event in steps):
         return None
@@ -126,20 +137,21 @@ def lag(steps: Sequence[Event]) -> dict[str, Any]:
 
 
 MOST_CHANGE = 0.5
-"""Mean share of weights that a version changes, from which on changes are no longer single ones."""
+"""Where versions change this share of the weights or more (mean), `share_of_bound` is None: the bound is of a code of
+single changes, and says nothing where most weights change."""
 
 
 def is_delta(event: Event) -> bool:
-    """Whether a `weights.publish` event is of a delta; the first version of a run is a snapshot, bounded by itself."""
+    """Whether a `weights.publish` event is of a delta. False for a run's first version, which is a whole snapshot."""
     bound, whole = number(event, "bound_bytes"), number(event, "snapshot_bytes")
     return bound is not None and whole is not None and bound < whole
 
 
 def weights(view: RunView) -> dict[str, Any]:
-    """What travelled. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the bound's ratio, 1 is at it) are
-    over deltas, and None where no weight changed in any. The bound is of a code of single changes: where most weights
-    change, as adapters' do, it says nothing, and there is no share of it. Pauses are of the engines that had requests
-    in flight when they swapped."""
+    """Bytes of published weights and pauses of engines. `ratio` (snapshot ÷ delta) and `share_of_bound` (ratio ÷ the
+    bound's ratio; 1 is at the bound) are over deltas, and None where no weight changed in any. The bound is of a code
+    of single changes: where most weights change, as with adapters, `share_of_bound` is None. Pauses are of the engines
+    that had requests in flight when they swapped."""
     published = view.of("weights.publish")
     deltas = [event for event in published if is_delta(event)]
     sent, bound = _total(deltas, "object_bytes"), _total(deltas, "bound_bytes")
@@ -158,7 +170,7 @@ def weights(view: RunView) -> dict[str, Any]:
 
 
 def parity(view: RunView) -> dict[str, float | None]:
-    """How well samplers and trainer agree."""
+    """How far the probabilities of engines and learner differ: largest probe ratios, mean k3, mean share of flips."""
     steps = view.by_step("rl.step")
     return {
         "probe_ratio_max": max(_values(view.of("engine.probe"), "ratio_max"), default=None),
@@ -169,7 +181,7 @@ def parity(view: RunView) -> dict[str, float | None]:
 
 
 def invalid(view: RunView) -> dict[str, int]:
-    """Invalid rollouts of training by boundary."""
+    """Number of invalid training rollouts by boundary."""
     found: Counter[str] = Counter()
     for event in view.by_step("rl.step"):
         found.update({name: int(n) for name, n in counts(event, "invalid").items()})
@@ -177,13 +189,14 @@ def invalid(view: RunView) -> dict[str, int]:
 
 
 def quarantined(view: RunView) -> int:
-    """Rollouts with signs of cheating: they earned nothing, and were trained on as that."""
+    """Number of rollouts with signs of cheating. Their reward was set to 0, and they were trained on with it."""
     signs = (event for event in view.of("rollout.signs") if text(event, "state") == "quarantined")
     return len({text(event, "rollout_id") for event in signs})
 
 
 def rollout_states(ledger: Path) -> dict[str, int]:
-    """Rollouts by state, read beside the ledger's writer; empty when there is no sound ledger."""
+    """Number of rollouts by state, read from the ledger's file while it may be written; empty when there is no sound
+    ledger."""
     try:
         connection = sqlite3.connect(f"{ledger.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)
     except sqlite3.Error:
@@ -207,7 +220,7 @@ def _rl(steps: Sequence[Event]) -> dict[str, Any]:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The smallest value that at least `share` of the ascending values do not exceed; None of nothing.
+    """The smallest of `ordered` (ascending) that at least `share` of the values do not exceed; None where it is empty.
 
     >>> quantile([1.0, 2.0, 3.0, 4.0], 0.5), quantile([], 0.5)
     (2.0, None)
@@ -217,7 +230,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
 
 def _pick(event: Event, names: Iterable[str]) -> dict[str, float | int | None]:
     found = {name: number(event, name) for name in names}
-    whole = {"step", "num_tasks", "num_problems", "solved"}
+    whole = {"step", "num_tasks", "num_problems", "solved", "cheats"}
     return {name: int(v) if name in whole and v is not None else v for name, v in found.items()}
 
 

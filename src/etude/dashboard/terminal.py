@@ -17,7 +17,7 @@ from etude.dashboard.glossary import GLOSSARY, legend
 from etude.dashboard.progress import current_phase, progress
 from etude.dashboard.read import PHASES, Event, RunView, number, text
 from etude.dashboard.summary import heldout, invalid, is_delta, lag, summarise_view, weights
-from etude.dashboard.troubles import STATES
+from etude.dashboard.troubles import STATES, losses
 from etude.dashboard.utilisation import idle
 
 
@@ -32,7 +32,7 @@ def render(view: RunView) -> RenderableType:
 
 
 def explained(view: RunView) -> RenderableType:
-    """What this moment's words mean: to be shown below one view, not again with each."""
+    """The meaning of the terms in a run's current view, to be shown once below it."""
     return Text(legend(words_in(view)), "dim")
 
 
@@ -42,7 +42,7 @@ PLAIN_CHARS = 240
 
 
 def plain_line(view: RunView) -> str:
-    """What matters most in one line of at most `PLAIN_CHARS` characters: for pipes and logs."""
+    """The most important numbers of a run in one line of at most `PLAIN_CHARS` characters, for pipes and logs."""
     phase = current_phase(view)
     if phase is None:
         return "starting"
@@ -64,7 +64,7 @@ def words_in(view: RunView) -> list[str]:
 
 
 def result_lines(run_dir: Path | str) -> list[str]:
-    """What a finished run has to say, in a few lines."""
+    """The results of a finished run, in a few lines."""
     view = RunView(run_dir)
     summary = summarise_view(view)
     found, spent, sent = summary["heldout"], summary["wall_s"], summary["weights"]
@@ -94,13 +94,17 @@ def _verdict(found: Mapping[str, Any]) -> str:
     return (
         f"held-out solve rate {before['rate']:.3f} [{before['low']:.3f}, {before['high']:.3f}] → "
         f"{after['rate']:.3f} [{after['low']:.3f}, {after['high']:.3f}] on {after['num_tasks']} tasks"
-        f"{words.of_problems(after)}"
+        f"{words.of_problems(after)}{words.of_cheats(after)}"
     )
 
 
 def _transfer(found: Mapping[str, Any]) -> Iterator[str]:
     """The solve rate on kinds of tasks that were never trained on, if it was measured."""
-    rates = [f"{one['rate']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for one in found.values() if one]
+    rates = [
+        f"{one['rate']:.3f} [{one['low']:.3f}, {one['high']:.3f}]{words.of_cheats(one)}"
+        for one in found.values()
+        if one
+    ]
     if rates:
         yield f"on kinds of tasks never trained on: {' → '.join(rates)}"
 
@@ -194,11 +198,17 @@ def _mid_training(view: RunView) -> Iterator[tuple[str, Text]]:
 def _evaluations(view: RunView) -> Iterator[tuple[str, Text]]:
     during = view.evaluations_during()
     if during and (rate := number(during[-1], "rate")) is not None:
-        yield "validation", Text(f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}")
+        yield (
+            "validation",
+            Text(f"{rate:.2f}{_interval(during[-1])} at step {during[-1].get('step')}{words.of_cheats(during[-1])}"),
+        )
     found = heldout(view)
     known = [(name, one) for name in ("before", "after") if (one := found[name]) and one["rate"] is not None]
     if known:
-        yield "held-out", Text(" → ".join(f"{one['rate']:.2f}{_interval(one)} {name}" for name, one in known))
+        yield (
+            "held-out",
+            Text(" → ".join(f"{one['rate']:.2f}{_interval(one)} {name}{words.of_cheats(one)}" for name, one in known)),
+        )
 
 
 def _starting(view: RunView) -> Iterator[tuple[str, Text]]:
@@ -270,8 +280,7 @@ def _delta(view: RunView) -> Iterator[tuple[str, Text]]:
 
 def _trouble(view: RunView) -> Iterator[tuple[str, Text]]:
     """The newest thing that went wrong and was mended."""
-    processes = [e for e in view.of("process") if text(e, "state") in STATES]
-    said = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in processes]
+    said = [(float(e["t"]), f"{text(e, 'name')} {STATES[text(e, 'state')]}") for e in losses(view)]
     said += [(float(e["t"]), f"{text(e, 'process')}: {text(e, 'reason')}") for e in view.of("engine.trouble")]
     said += [(float(e["t"]), f"mended in the weights: {text(e, 'reason')}") for e in view.of("weights.mend")]
     said += [(float(e["t"]), _alarm(e)) for e in view.of("parity.alarm")]

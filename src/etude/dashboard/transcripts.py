@@ -19,7 +19,7 @@ _MAX_CHARS = 20_000
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a transcript. `role` "" is text of no known form."""
+    """One message of a transcript. Its `role` is "" for text in no known chat format."""
 
     role: str
     text: str

@@ -1,4 +1,4 @@
-"""What went wrong in a run and was mended, and what of its folder cannot be read: a report says both."""
+"""Lists the failures that a run recovered from, and the damaged files of its folder, for the report."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from etude.dashboard.read import RunView, number, text
+from etude.dashboard.read import Event, RunView, number, text
 
 STATES = {"restart": "was restarted", "hung": "was silent for too long and was killed"}
 
 
 def troubles(view: RunView) -> list[tuple[str, int]]:
-    """(what went wrong, how often), in the order of the first times."""
+    """The failures of a run as (description, number of times), in the order in which they first happened."""
     found: Counter[str] = Counter()
-    for event in view.of("process"):
-        if text(event, "state") in STATES:
-            found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
+    for event in losses(view):
+        found[f"{text(event, 'name')} {STATES[text(event, 'state')]}"] += 1
     lost = sum(text(event, "state") == "lost" for event in view.of("lineage"))
     found.update({"the learner was lost, and training went on from a checkpoint": lost} if lost else {})
+    gone = sum(int(number(event, "gone") or 0) for event in view.of("lineage"))
+    found.update({"a rollout of a lost step had no record any more, and is not trained again": gone} if gone else {})
     for event in view.of("engine.trouble"):
         found[f"{text(event, 'process')}: {text(event, 'reason')}"] += 1
     for event in view.of("weights.mend"):
@@ -34,8 +35,24 @@ def troubles(view: RunView) -> list[tuple[str, int]]:
     return list(found.items())
 
 
+def losses(view: RunView) -> list[Event]:
+    """One `process` event for each time that a component was lost: of one that was killed for its silence the kill, of
+    any other its restart."""
+    found, killed = list[Event](), set[str]()
+    for event in view.of("process"):
+        name, state = text(event, "name"), text(event, "state")
+        if state in STATES and name not in killed:
+            found.append(event)
+        if state == "hung":
+            killed.add(name)
+        elif state in ("restart", "ready"):
+            killed.discard(name)
+    return found
+
+
 def damage(view: RunView) -> list[str]:
-    """What of a run folder is damaged, so that a view of it is not whole; a file that is not there is none."""
+    """A sentence for each damaged part of a run folder, which its view lacks. A file that does not exist is not
+    damaged."""
     return [*view.unreadable(), *_missing_steps(view), *_damaged_files(view.path)]
 
 

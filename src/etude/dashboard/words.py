@@ -30,7 +30,8 @@ def clock(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """
+    """A number of bytes as text, with three significant digits and a decimal unit.
+
     >>> size(812), size(214_300), size(3_070_000_000)
     ('812 B', '214 kB', '3.07 GB')
     """
@@ -75,10 +76,22 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def of_problems(one: Mapping[str, Any]) -> str:
-    """How many different problems the tasks of an evaluation are, where they are variants of fewer.
+    """Text on the number of different problems in an evaluation; "" where each task is a problem of its own.
 
     >>> of_problems({"num_tasks": 512, "num_problems": 127}), of_problems({"num_tasks": 5, "num_problems": 5})
     (' (127 different problems)', '')
     """
     tasks, problems = one.get("num_tasks"), one.get("num_problems")
     return f" ({problems} different problems)" if tasks and problems and problems < tasks else ""
+
+
+def of_cheats(one: Mapping[str, Any]) -> str:
+    """How many rollouts of an evaluation bear signs of cheating, where any do.
+
+    >>> of_cheats({"cheats": 3}), of_cheats({"cheats": 0}), of_cheats({})
+    (' (3 cheats, not counted as solved)', '', '')
+    """
+    number = one.get("cheats")
+    if not isinstance(number, int | float) or number <= 0:
+        return ""
+    return f" ({number:.0f} cheat{'' if number == 1 else 's'}, not counted as solved)"

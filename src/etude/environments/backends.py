@@ -45,6 +45,13 @@ def open_runtime(name: str, limits: MachineLimits | None = None, *, images: Imag
     return cast(Runtime, getattr(import_module(module), attribute)(limits, **store))
 
 
+def open_bounded(name: str, *, accepts_unbounded: bool = False, images: ImageStore | None = None) -> Runtime:
+    """`open_runtime` for code that is not etude's own: where nothing bounds the memory of a machine it is refused, as a
+    run is, unless the user `accepts_unbounded`. Raises `InputError`, `MachineError`."""
+    limits = None if name == "remote" or accepts_unbounded else MachineLimits(require_memory_bound=True)
+    return open_runtime(name, limits, images=images)
+
+
 def runtime_of(config: MachinesConfig) -> Runtime:
     """The runtime of a config. Raises what `open_runtime` does; `InputError` for limits that nobody would keep."""
     images = ImageStore(Path(config.images)) if config.images else None

@@ -1,4 +1,4 @@
-"""What a machine may use and how many there are. Torch-free; composed by the loop."""
+"""Settings of machines: what one may use, and how many there are. Imports no torch; part of a run's config."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class MachinesConfig(MachineLimits):
-    """Whose machines, and what one may use."""
+    """The `[machines]` section: the backend, and what one machine may use."""
 
     backend: str = "namespace"  # or "microvm", "gvisor", "remote": see `environments.backends`
     require_memory_bound: bool = True  # false: start all the same; what one process maps is bounded, the sum is not
@@ -49,5 +49,5 @@ def require_bound(limits: MachineLimits, controllers: Collection[str]) -> None:
             "nothing bounds the memory of a machine here",
             "there is no memory control group that this process may divide: machines could take all of the host's",
             hint="run it where one is delegated (systemd-run --user --scope -p Delegate=yes ...), use backend microvm, "
-            "or accept it: [machines] require_memory_bound = false",
+            "or accept it: [machines] require_memory_bound = false in a config, --unbounded-memory of a command",
         )

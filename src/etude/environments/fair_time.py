@@ -1,18 +1,19 @@
-"""Deadlines that count what a host took from a machine: a command that waited for a busy host gets the time back.
+"""Deadlines that allow for a busy host: a command gets back the time that its machine waited for a core.
 
-A command's deadline is seconds of wall time on a host that gives its machine the cores it may use. While others keep
-the host's cores busy, its processes stand in the run queue. That time, `lost`, is added to the deadline.
+A command's deadline is in seconds of wall time on a host that gives its machine all the cores it may use. While other
+processes keep the host's cores busy, those of the machine stand in the run queue. That time, `lost`, is added to the
+deadline.
 
-What is lost in a stretch of time is the smaller of two things:
+The time lost in an interval is the smaller of two things:
 
-- what others took: the cores that the machine may use, less what was left of the host's beside the CPU time of
-  everything that is not the machine. The machine's own CPU time comes from its control group, where nothing that runs
-  in it can hide any; so it cannot make others look busy, however many processes it starts;
+- what others took: the cores that the machine may use, less the cores that were left on the host beside the CPU time of
+  everything outside the machine. The machine's own CPU time comes from its control group, where its processes cannot
+  hide any; so it cannot make others look busy, however many processes it starts;
 - how long its own threads stood in the run queue. A command that sleeps stands in none.
 
 So a machine alone on its host loses nothing, whatever it does, and one on a busy host gets at most what it was owed.
-A deadline grows to `PATIENCE` times its length at most; past that the command has timed out like any other: a slow host
-never makes an ending invalid, so no agent can make one.
+A deadline grows to `PATIENCE` times its length at most; past that the command has timed out like any other. A slow host
+alone never makes a rollout invalid, so no agent can make its rollout invalid that way.
 """
 
 from __future__ import annotations
@@ -26,32 +27,32 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 PATIENCE = 10.0
-_TICKS = 32  # how often in a deadline it is looked
+_TICKS = 32  # how often the clock is read within one deadline
 _SHORTEST_S = 0.1
 _HZ = os.sysconf("SC_CLK_TCK")
 T = TypeVar("T")
 
 
 class Use(NamedTuple):
-    """What a machine has had of its host up to now."""
+    """CPU time and waiting time of a machine up to now, as `Measure` reads them."""
 
-    cpu_s: float  # CPU time of all that ever ran in it
+    cpu_s: float  # CPU time of everything that ever ran in it
     waits: dict[int, float]  # by thread: seconds in the run queue
 
 
 class Host(NamedTuple):
-    """What a host has done up to now."""
+    """CPU time of a host up to now."""
 
-    busy_s: float  # CPU time of everything on it, of all cores, and what its hypervisor took
+    busy_s: float  # CPU time of everything on it, over all cores, with what its hypervisor took (steal)
     cores: int
 
 
 Measure = Callable[[], Use | None]
-"""What a machine has had; None where it cannot be told."""
+"""Reads a machine's `Use`; None where it cannot be read."""
 
 
 class FairClock:
-    """The clock of one command: wall time, less what it lost. `cores`: what its machine may use at once.
+    """The clock of one command: wall time, less the time that its machine lost. `cores`: how many the machine may use.
 
     >>> host, use = iter([Host(0.0, 2), Host(20.0, 2)]), iter([Use(0.0, {7: 0.0}), Use(1.0, {7: 9.0})])
     >>> now = iter([0.0, 10.0])
@@ -75,24 +76,25 @@ class FairClock:
 
     @property
     def counts(self) -> bool:
-        """Whether what is lost can be told here."""
+        """Whether lost time can be measured here."""
         return self._use is not None and self._busy is not None
 
     def look(self) -> None:
-        """Count what was lost since the last look."""
+        """Add what was lost since the last call to `lost_s`."""
         at, use, host = self._now(), self._measure(), self._host()
         if self._use is not None and use is not None and self._busy is not None and host is not None:
             self.lost_s += lost(at - self._at, self._use, use, self._busy, host, self._cores)
         self._at, self._use, self._busy = at, use, host
 
     def left_s(self, deadline_s: float) -> float:
-        """Until the deadline, as far as is known now."""
+        """Seconds until the deadline, with the time lost up to the last `look`."""
         end = self.began + min(deadline_s + self.lost_s, deadline_s * PATIENCE)
         return end - self._now()
 
 
 def lost(wall_s: float, use: Use, later: Use, host: Host, host_later: Host, cores: float) -> float:
-    """Seconds of a stretch of `wall_s` that others took from a machine which may use so many cores.
+    """Seconds that others took, in an interval of `wall_s` seconds, from a machine that may use `cores` cores. `use`
+    and `host` were read at its beginning, `later` and `host_later` at its end.
 
     >>> quiet, full = Host(0.0, 2), Host(20.0, 2)
     >>> lost(10.0, Use(0.0, {1: 0.0}), Use(20.0, {1: 50.0}), quiet, full, 1.0)  # its own processes filled the host
@@ -112,9 +114,8 @@ def lost(wall_s: float, use: Use, later: Use, host: Host, host_later: Host, core
 async def fairly(
     ended: asyncio.Future[T], clock: FairClock, deadline_s: float, kill: Callable[[], None]
 ) -> tuple[bool, float]:
-    """Wait until a command has ended, or its deadline is over: then `kill` is called, once. (late, seconds lost)
-
-    Raises nothing of the command's: `ended` has it."""
+    """Wait until a command has ended; call `kill` once when its deadline is over first. Returns (whether it was killed,
+    seconds lost). An error of the command stays in `ended` and is not raised."""
     tick_s = max(_SHORTEST_S, deadline_s / _TICKS)
     while not ended.done():
         left_s = clock.left_s(deadline_s)
@@ -130,7 +131,7 @@ async def fairly(
 
 
 def read_host() -> Host | None:
-    """This host's CPU time so far, of all cores; None where it cannot be read."""
+    """This host's CPU time up to now, over all cores; None where it cannot be read."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/stat", encoding="ascii") as file:
         user, nice, system, _, _, irq, softirq, steal = map(int, file.readline().split()[1:9])
         return Host((user + nice + system + irq + softirq + steal) / _HZ, os.cpu_count() or 1)
@@ -138,8 +139,9 @@ def read_host() -> Host | None:
 
 
 def of_group(accounts: str, threads: str, *, also: Iterable[int] = ()) -> Measure:
-    """Measure a control group by two of its files: its CPU time (``cpuacct.usage`` or ``cpu.stat``) and its threads.
-    `also`: processes outside of it whose waiting counts too, such as the one that starts its commands."""
+    """A function that reads the `Use` of a control group from two of its files: `accounts`, its CPU time
+    (``cpuacct.usage`` or ``cpu.stat``), and `threads`. `also`: processes outside the group whose waiting counts too,
+    such as the one that starts its commands."""
     others = tuple(also)
 
     def measure() -> Use | None:

@@ -17,7 +17,7 @@ MIN_SHARED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What `etude compare` says. Differences are b - a."""
+    """The result of `etude compare`. Differences are b - a."""
 
     a: EvalResult
     b: EvalResult

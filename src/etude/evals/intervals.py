@@ -23,7 +23,7 @@ Z95 = 1.959964
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A value and the interval around it."""
+    """An estimate and its confidence interval [low, high], of 95 % unless another quantile was given."""
 
     value: float
     low: float
@@ -35,7 +35,7 @@ class Interval:
 
 
 def wilson(solved: float, n: float, z: float = Z95) -> Interval:
-    """The Wilson score interval of `solved` out of `n`; of nothing, everything is possible.
+    """The Wilson score interval of `solved` out of `n`; [0, 1] where n is 0.
 
     >>> wilson(9, 10)  # doctest: +ELLIPSIS
     Interval(value=0.9, low=0.5958..., high=0.9821...)
@@ -55,7 +55,7 @@ def wilson(solved: float, n: float, z: float = Z95) -> Interval:
 
 
 def clustered_rate(solved: Sequence[float], problems: Sequence[Hashable]) -> Interval:
-    """The mean of `solved` (in [0, 1], one value a rollout) and its Wilson interval at the effective number of
+    """The mean of `solved` (one value in [0, 1] per rollout) and its Wilson interval at the effective number of
     independent rollouts. `problems[i]` is the cluster of rollout i.
 
     >>> clustered_rate([1, 1, 0, 0], ["a", "b", "c", "d"]).low > clustered_rate([1, 1, 0, 0], ["a", "a", "b", "b"]).low
@@ -80,8 +80,8 @@ def difference(a: Interval, b: Interval) -> Interval:
 
 
 def paired_difference(differences: Sequence[float], problems: Sequence[Hashable]) -> Interval:
-    """The mean of per-task differences in [-1, 1], with one pseudo-task each way (Bonett and Price), at the effective
-    number of independent tasks. `problems[i]` is the cluster of task i.
+    """The mean of per-task differences in [-1, 1] and its interval by Bonett and Price, who add one pseudo-task in each
+    direction, at the effective number of independent tasks. `problems[i]` is the cluster of task i.
 
     >>> paired_difference([], [])
     Interval(value=0.0, low=-1.0, high=1.0)
@@ -113,8 +113,8 @@ def mean_over_seeds(values: Sequence[float]) -> Interval:
 
 
 def over_seeds(rates: Sequence[float]) -> Interval:
-    """The mean of the rates of several training seeds, with Student's t interval of the variance between them: what
-    another seed of the same recipe may be expected to average. Needs at least two rates.
+    """The mean of the rates of several training seeds, and Student's t interval from the variance between them: the
+    interval for the expected rate of the recipe over seeds. Raises `ValueError` for fewer than two rates.
 
     >>> over_seeds([0.92, 0.95, 0.95])  # doctest: +ELLIPSIS
     Interval(value=0.94, low=0.896..., high=0.983...)

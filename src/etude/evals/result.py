@@ -1,4 +1,4 @@
-"""What an evaluation found: solve rate with its interval, best of k, costs, and what was invalid. Pure."""
+"""The result of an evaluation: solve rate with its interval, best of k, costs, and invalid rollouts. Pure."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class EvalResult:
     num_problems: int  # different problems among them: variants of one problem are not independent
     tries: int  # most tries at one task
     solved: int  # valid rollouts with reward 1
+    cheats: int  # valid rollouts that bear signs of cheating; none of them is solved
     rate: float
     low: float
     high: float
@@ -33,7 +34,7 @@ class EvalResult:
     wall_s: float
 
     def facts(self) -> dict[str, Any]:
-        """As plain data, for `Telemetry.event("eval.result", **result.facts())`."""
+        """The result as plain data, for `Telemetry.event("eval.result", **result.facts())`."""
         return asdict(self)
 
 
@@ -60,6 +61,7 @@ def evaluate(rows: Iterable[EvalRow], *, name: str, split: str, step: int, wall_
         num_problems=len(set(problems)),
         tries=tries,
         solved=solved,
+        cheats=sum(bool(r.sign) for r in valid),
         rate=solved / n if n else 0.0,
         low=interval.low,
         high=interval.high,

@@ -20,6 +20,7 @@ from etude.records.summary import RolloutSummary
 from etude.sums import PARQUET_KEY, prove_parquet, seal_parquet
 
 MAX_ROWS = 10_000_000
+LATER = {"sign"}  # columns that files of an earlier etude lack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class EvalRow:
     wall_s: float
     tool_s: float
     transcript: str  # the whole context for people
+    sign: str = ""  # of cheating, the gravest; "": none, or a file of an etude that did not look
 
     @property
     def valid(self) -> bool:
@@ -66,13 +68,14 @@ _SCHEMA = pa.schema(
         ("wall_s", pa.float64()),
         ("tool_s", pa.float64()),
         ("transcript", pa.string()),
+        ("sign", pa.string()),
     ],
     metadata={PARQUET_KEY: "1"},
 )
 
 
-def make_row(rollout: RolloutSummary, outcome: Outcome, *, transcript: str) -> EvalRow:
-    """The row of a rollout and its outcome."""
+def make_row(rollout: RolloutSummary, outcome: Outcome, *, transcript: str, sign: str = "") -> EvalRow:
+    """The row of a rollout and its outcome. `sign`: of cheating, for which `outcome` is no reward any more."""
     graded = isinstance(outcome, Graded)
     return EvalRow(
         task_id=rollout.task_id,
@@ -89,6 +92,7 @@ def make_row(rollout: RolloutSummary, outcome: Outcome, *, transcript: str) -> E
         wall_s=rollout.wall_s,
         tool_s=rollout.tool_s,
         transcript=transcript,
+        sign=sign,
     )
 
 
@@ -111,18 +115,20 @@ def write_rows(path: Path, rows: Iterable[EvalRow]) -> None:
 
 def read_rows(path: Path) -> list[EvalRow]:
     """The rows of a file; columns it has besides are skipped. Raises `StoreError` for a missing or damaged one."""
-    names = [f.name for f in fields(EvalRow)]
     try:
         with path.open("rb") as handle:
             prove_parquet(handle, path, kind=StoreError)
         file = pq.ParquetFile(path, pre_buffer=False)  # and no threads: one may abort the interpreter at its end
         if file.metadata.num_rows > MAX_ROWS:
             raise StoreError(f"{path} has {file.metadata.num_rows} rows", hint=f"at most {MAX_ROWS} are read")
-        values: list[dict[str, Any]] = (
-            file.read(columns=names, use_threads=False).select(names).cast(_SCHEMA).to_pylist()
-        )
+        lacking = LATER - set(file.schema_arrow.names)
+        names = [f.name for f in fields(EvalRow) if f.name not in lacking]
+        read = file.read(columns=names, use_threads=False).select(names)
+        values: list[dict[str, Any]] = read.cast(pa.schema([_SCHEMA.field(name) for name in names])).to_pylist()
     except FileNotFoundError:
-        raise StoreError(f"no evaluation at {path}", hint="the run has not come so far; see its phases.json") from None
+        raise StoreError(
+            f"no evaluation at {path}", hint="the run has not reached it yet; see its phases.json"
+        ) from None
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise StoreError(f"{path} is not an evaluation", str(error), hint=_HINT_DAMAGED) from None
     if any(v is None for row in values for v in row.values()):

@@ -1,10 +1,10 @@
-"""The audit: was any rollout lost, or trained twice? Recomputed, not believed.
+"""The audit of a ledger: recomputes whether any rollout was lost or trained twice.
 
 What was trained comes from the lineage (the rollout ids that the manifests of the current weights list) and from the
-traces; what is stored comes from the stored bytes themselves. The ledger's own states are the thing under audit. It
-goes step by step and keeps nothing of a sound one, so a run of any length is audited in the same memory; `after` a step
-up to which an audit was sound before, it looks at what is new and at open work alone. Knows nothing of manifests: the
-lineage is handed in as plain steps.
+traces; what is stored comes from the stored bytes. The ledger's own states are what is audited. It goes step by step
+and keeps nothing of a sound step, so that a run of any length is audited in the same memory. With `after`, a step up to
+which an earlier audit was sound, it reads only later steps and open work. Knows nothing of manifests: the lineage is
+given as plain steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etude.records.wire import unpack
 
 @dataclass(frozen=True)
 class Report:
-    """What the audit found; every tuple is empty in a sound run."""
+    """Result of an audit. In a sound run every tuple is empty."""
 
     num_rollouts: int
     num_consumed: int  # rollouts that steps of the lineage consumed
@@ -44,7 +44,7 @@ class Report:
         return not (self.lost or self.twice or self.ungraded or self.leaked or self.missing)
 
     def require_sound(self) -> None:
-        """Raise `LedgerError` with the counts and the first names."""
+        """Raise `LedgerError` with the counts and the first names where the report is not sound."""
         if self.sound:
             return
         kinds = ("lost", "twice", "ungraded", "leaked", "missing")
@@ -68,13 +68,13 @@ def audit(
     before: Lineage = (),
     files: RolloutFiles | None = None,
 ) -> Report:
-    """Recompute. `traces` is where the trace files are; `lineage` the rollout ids of each step; `deleted` the last step
-    whose traces may have been deleted on purpose: where one was, its manifest is believed. `after`: only steps after
-    this one, of a run that an audit found sound up to there; `before` are the others, which are read only where a
-    rollout was taken twice, in a lost lineage or not. `files`: where the rollouts lie that no version has learned from;
-    each is read and proven.
+    """Audit a ledger. `traces`: the folder of the trace files; `lineage`: the rollout ids of each step; `deleted`: the
+    last step whose traces may have been deleted on purpose, for which the manifest is trusted instead. `after`: read
+    only steps after this one, of a run that an audit found sound up to it; `before` are the earlier steps, which are
+    read only where a rollout was taken more than once, in a lost lineage or not. `files`: the stored rollouts that no
+    version has learned from; each is read and proven.
 
-    Damaged traces count as missing. Run it on a run that stands still; a batch in flight is no fault.
+    Damaged traces count as missing. Audit a run that stands still; a batch in flight is no fault.
     """
     found = _Found(held={row.rollout_id for row in ledger.rows(states=HOLDING)})
     steps: set[int] = set()
@@ -93,7 +93,7 @@ def audit(
         lost=tuple(row.rollout_id for row in found.spare if _is_lost(ledger, row, files)),
         twice=_sorted(found.twice | _counted(_whole(lineage, before, after), found.elsewhere)),
         ungraded=_sorted(found.ungraded),
-        # A step whose version is out has no claim on a slot, whatever the ledger's state says.
+        # Rollouts of a step whose version is published must not hold a slot, whatever the ledger's state says.
         leaked=_sorted(set(ledger.slot_holders()) ^ found.held),
         missing=(*found.without_trace, *_sorted(found.unknown)),
     )
@@ -101,7 +101,7 @@ def audit(
 
 @dataclass
 class _Found:
-    """What an audit has met so far: in a sound run, open work."""
+    """What an audit has found so far. In a sound run this is open work alone."""
 
     held: set[str]  # in a state that holds a slot, and in no step met
     num_consumed: int = 0
@@ -116,7 +116,7 @@ class _Found:
 def _look(
     ledger: Ledger, index: Index | None, step: int, ids: Collection[str], found: _Found, *, deleted: bool
 ) -> None:
-    """One step: the manifest's rollouts beside the ledger's and the trace's."""
+    """Compare the rollouts of one step in its manifest, the ledger and the trace."""
     wanted, rows = set(ids), {row.rollout_id: row for row in ledger.rows(step=step)}
     strangers = wanted - rows.keys()
     known = {row.rollout_id for row in ledger.found(strangers)}
@@ -136,12 +136,12 @@ def _again(ids: Collection[str]) -> set[str]:
 
 
 def _whole(lineage: Lineage, before: Lineage, after: int) -> Lineage:
-    """Both, each step once, whatever they have in common."""
+    """The steps of both lineages, each once."""
     return chain((one for one in lineage if one[0] > after), (one for one in before if one[0] <= after))
 
 
 def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:
-    """Which of some rollouts more than one step consumed."""
+    """Those of these rollouts that more than one step consumed."""
     if not suspects:
         return set()
     met = Counter(i for _, ids in lineage for i in suspects.intersection(ids))
@@ -149,8 +149,7 @@ def _counted(lineage: Lineage, suspects: set[str]) -> set[str]:
 
 
 def steps_of(traces: Folder, step: int) -> Iterator[tuple[int, list[str]]]:
-    """The rollout ids of each step up to a version step, by the traces: what stands in for manifests that are
-    damaged."""
+    """The rollout ids of each step up to `step`, from the traces: used instead of manifests that are damaged."""
     for at in recorded(traces):
         index = _index(traces, at) if at <= step else None
         if index is not None:
@@ -158,7 +157,8 @@ def steps_of(traces: Folder, step: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:
-    """Not consumed by the lineage: it must still be runnable, trainable, or ended for a reason of its own."""
+    """Whether a rollout that the lineage did not consume is lost: it can neither be run nor trained on, and did not end
+    for a reason of its own."""
     if row.state in (State.TRAINED, State.NO_SIGNAL):
         return True
     if row.state in (State.GRADED, State.BATCHED):
@@ -168,7 +168,7 @@ def _is_lost(ledger: Ledger, row: Row, files: RolloutFiles | None) -> bool:
 
 
 def _is_stored(data: bytes, files: RolloutFiles) -> bool:
-    """Whether the file of a finished rollout holds what was stored."""
+    """Whether the file of a finished rollout has the bytes that were stored."""
     try:
         summary = unpack(data, Finished).summary
     except ValueError:
@@ -177,7 +177,7 @@ def _is_stored(data: bytes, files: RolloutFiles) -> bool:
 
 
 def _index(traces: Folder, step: int, ids: Collection[str] | None = None) -> Index | None:
-    """What the trace of a step says, where there is a sound one, of these very rollouts."""
+    """The index of a step's trace; None where there is no sound trace of exactly these rollouts."""
     try:
         index = read_index(trace_path(traces, step))
     except LedgerError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etude.config import ranged
-from etude.experience.admission import Straggler
+from etude.experience.admission import LittleSignal, Straggler, Window
 from etude.experience.credit import Credit
 from etude.experience.curriculum import Curriculum
 from etude.experience.database import check_url
@@ -16,7 +16,8 @@ class ExperienceConfig:
     """The `[experience]` section."""
 
     groups_per_step: int = ranged(16, low=1, high=4096)
-    signal_groups: int = ranged(0, low=0, high=4096)  # a step takes groups until so many differ inside; 0: any will do
+    signal_groups: int = ranged(0, low=0, high=4096)  # so many of a step's groups are to have a signal; 0: any will do
+    little_signal: LittleSignal = LittleSignal.FILL  # where fewer have: take more groups, or scale the learning rate
     group_size: int = ranged(8, low=2, high=1024)
     ledger: str = ""  # a file in the run folder; or a server that runs share: "postgresql://host/database"
     max_lag: int = ranged(2, low=0, high=64)
@@ -38,3 +39,9 @@ class ExperienceConfig:
                 f"signal_groups = {self.signal_groups} is over groups_per_step = {self.groups_per_step}: "
                 "a step takes at least groups_per_step, and goes on where too few of them have a signal"
             )
+
+    @property
+    def window(self) -> Window:
+        """Who may start, and which groups a step takes."""
+        fills = self.little_signal is LittleSignal.FILL
+        return Window(self.max_lag, self.groups_per_step, self.straggler, self.signal_groups if fills else 0)

@@ -1,8 +1,8 @@
-"""Credit: what each sibling's reward says about it, as one small pure function a scheme.
+"""Credit schemes: each is a pure function from the rewards of a group to advantages.
 
-A scheme maps the rewards of the *valid* siblings of a group to their advantages. Fewer than two valid siblings, or
-rewards that are all the same, teach nothing: `advantages` gives zeros. A scheme that divides by a deviation takes that
-of the rewards as they were graded: a penalty is no reason to magnify itself. Knows nothing of tokens.
+A scheme gets the rewards of the *valid* siblings of a group. With fewer than two valid siblings, or rewards that are
+all the same, there is no signal: `advantages` gives zeros. A scheme that divides by a deviation takes the deviation of
+the rewards as they were graded, before penalties, so that a penalty alone is not magnified. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GRPO_EPSILON = 1e-6
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
-    """r − mean(r): no division by the deviation, which would favour groups that are nearly solved or nearly hopeless.
+    """r − mean(r). It does not divide by the deviation, which would favour groups that are nearly solved or hopeless.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective" (arXiv 2503.20783).
 
@@ -29,9 +29,10 @@ def dr_grpo(rewards: Sequence[float]) -> list[float]:
 
 
 def grpo(rewards: Sequence[float], raw: Sequence[float] | None = None) -> list[float]:
-    """(r − mean(r)) / std(raw), the population's deviation of the rewards before any penalty (None: of `rewards`).
+    """(r − mean(r)) / std(raw): the population standard deviation of the rewards before penalties (None: of
+    `rewards`).
 
-    Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), where the divergence is in the loss, and in no deviation.
+    Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300). There the KL penalty is in the loss, so no penalty is in std.
 
     >>> [round(a, 3) for a in grpo([1.0, 0.0])]
     [1.0, -1.0]
@@ -56,7 +57,7 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
 
 class Credit(enum.StrEnum):
-    """The schemes by name, for configs."""
+    """Names of the credit schemes, for configs."""
 
     DR_GRPO = "dr-grpo"
     GRPO = "grpo"
@@ -69,8 +70,9 @@ SCHEMES: Mapping[Credit, Scheme] = {Credit.DR_GRPO: dr_grpo, Credit.GRPO: grpo, 
 def advantages(
     rewards: Sequence[float], scheme: Scheme = dr_grpo, *, raw: Sequence[float] | None = None
 ) -> list[float]:
-    """The scheme's advantages, or zeros where the group has no signal. `raw`: the rewards before a penalty, where there
-    is one. `grpo` has no signal where those are all the same; a scheme that divides by nothing passes the penalty on.
+    """The scheme's advantages, one per reward; zeros where the group has no signal. `raw`: the rewards before a
+    penalty, where there is one. With `grpo` a group has no signal where all of `raw` are the same; schemes that do not
+    divide use the penalised rewards.
 
     >>> advantages([1.0, 1.0, 1.0]), advantages([1.0]), advantages([])
     ([0.0, 0.0, 0.0], [0.0], [])
@@ -85,8 +87,9 @@ def advantages(
 
 
 def with_k1_penalty(reward: float, k1: float, *, beta: float) -> float:
-    """The reward minus `beta` times the k1 estimate of KL(policy ‖ reference): Σ log π − log π_ref over a rollout's
-    sampled tokens. In the reward, where its gradient is right in expectation; as a loss k1 has none.
+    """The reward minus `beta` times the k1 estimate of KL(policy ‖ reference): Σ log π − log π_ref over a
+    rollout's sampled tokens. As part of the reward its gradient is right in expectation; as a loss k1 has no gradient
+    in expectation.
 
     Schulman 2020, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); Ouyang et al. 2022
     (arXiv 2203.02155, eq. 2).

@@ -1,10 +1,11 @@
-"""Which tasks are worth their rollouts: families that teach are drawn more often, solved and hopeless ones seldom.
+"""Chooses training tasks: families whose groups still give a signal are drawn more often, solved and hopeless ones
+seldom.
 
-A group whose members all got the same reward moves nothing, and it costs as much as any other. Late in training most
+A group whose members all got the same reward changes no weight, and costs as much as any other. Late in training most
 groups are of that kind, while one family of tasks may still be half solved. So each family keeps the share of its
 recent groups that had a signal, and a drawn task is passed over with a probability that grows as its family's share
-falls behind the best family's. None falls under `FLOOR`: what was learned stays watched, and what became possible is
-noticed. Counts fade with `MEMORY`, because what is hard changes as the policy does.
+falls behind the best family's. No probability falls under `FLOOR`, so that a family that was learned is still watched,
+and one that became possible is noticed. Counts fade with `MEMORY`, since what is hard changes with the policy.
 
 The source's own mix is what evaluations use; only training tasks are chosen. Pure but for its counts, which move with
 the batches in order of admission, so synchronous RL repeats. Knows nothing of task sources and of the ledger.
@@ -22,7 +23,7 @@ MEMORY = 0.9  # of a family's counts, at each new group of it: about ten groups 
 
 
 class Curriculum(enum.StrEnum):
-    """How training tasks are drawn from their source."""
+    """How training tasks are drawn from their source: `experience.curriculum` of a config."""
 
     SOURCE = "source"  # as they come
     SIGNAL = "signal"  # families by the share of their groups that had a signal
@@ -42,7 +43,7 @@ class Signals:
     """
 
     def __init__(self, counts: Mapping[str, tuple[float, float]] | None = None) -> None:
-        """`counts`: those of an earlier object, to go on from."""
+        """`counts`: the `counts` of an earlier object, to continue from."""
         self._counts = {family: (float(s), float(n)) for family, (s, n) in (counts or {}).items()}
 
     @property
@@ -51,20 +52,21 @@ class Signals:
         return dict(self._counts)
 
     def add(self, family: str, *, signal: bool) -> None:
-        """One more group of a family ended: did its members differ?"""
+        """Count one more ended group of a family. `signal`: whether its members' rewards differed."""
         with_signal, seen = self._counts.get(family, (0.0, 0.0))
         self._counts[family] = (MEMORY * with_signal + signal, MEMORY * seen + 1.0)
 
     def count(self, groups: Iterable[Group], known: Container[str]) -> None:
-        """Count the groups of a step, but for those without a valid member, and those whose id is `known`: counted
-        when a lineage trained them that was lost since."""
+        """Count the groups of a step, except those without a valid member and those whose id is in `known`: they were
+        counted when a lineage that is lost now trained on them."""
         for group in groups:
             if group.valid and group.group_id not in known:
                 self.add(group.valid[0][0].family, signal=len(set(group.rewards)) > 1)
 
     def chance(self, family: str) -> float:
-        """The probability [0.1, 1] with which a drawn task of this family is taken: its share over the best one's.
-        A family counts as if one group with a signal had been seen before, so an unknown one is taken."""
+        """The probability, in [0.1, 1], with which a drawn task of this family is taken: its share of groups with a
+        signal over the best family's share. Every family starts with one group with a signal, so a task of an unknown
+        family is always taken."""
         best = max((_share(counts) for counts in self._counts.values()), default=1.0)
         return max(FLOOR, min(1.0, _share(self._counts.get(family, (0.0, 0.0))) / best))
 

@@ -1,14 +1,14 @@
-"""What the ledger asks of a database, and which one stands behind a place: a path, or a server's URL.
+"""The interface between the ledger and its database, and `open_database`, which opens a file or a server's schema.
 
-Two implement it and pass one suite (`tests/contracts/test_ledger.py`): `sqlite` in the run folder, `postgres` on a
-server that runs share. The ledger's statements are written once, in the SQL that both read, with `?` for a value.
-Knows nothing of what a state means.
+There are two implementations, which pass the same tests (`tests/contracts/test_ledger.py`): `sqlite` in the run folder,
+and `postgres` on a server that runs share. The ledger's statements are written once, in SQL that both understand, with
+`?` for a value. Knows nothing of what a state means.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -16,11 +16,12 @@ from urllib.parse import parse_qs, urlsplit
 from etude.errors import LedgerError
 
 FORMAT = 2
-"""Of the tables, the same in both."""
+"""Format number of the tables, the same in both databases."""
 READABLE = ("1",)
-"""Earlier formats that can be looked at: rollouts lay in the ledger, so a run cannot go on with one."""
+"""Earlier formats that can only be read. They hold rollouts in the ledger itself, so such a run cannot be resumed."""
 SERVERS = ("postgresql://", "postgres://")
-AT_ONCE = 1000  # rows of values in one statement: both databases take some 32,000 values
+AT_ONCE = 1000  # rows of values in one statement
+IN_ONE = 5_000  # values in one statement
 
 INDEXES = (
     "CREATE INDEX IF NOT EXISTS rollouts_by_state ON rollouts (state, position)",
@@ -29,44 +30,45 @@ INDEXES = (
     "CREATE INDEX IF NOT EXISTS rollouts_open ON rollouts (group_id, position) WHERE batch_id IS NULL",
     "CREATE INDEX IF NOT EXISTS transitions_by_rollout ON transitions (rollout_id)",
 )
-"""Each question that is asked while a run goes on looks at open work only; made where they are missing, so that a
-ledger of an earlier etude has them, too."""
+"""Indexes by which every query of a run that goes on reads open work only. They are created where they are missing, so
+that a ledger of an earlier etude gets them too."""
 
 T = TypeVar("T")
 
 
 class NoLedger(LedgerError):
-    """There is none at the place that was opened to be read."""
+    """There is no ledger at the place that was opened for reading."""
 
 
 class Database(Protocol):
-    """One connection. The check that it was opened with runs before each outermost commit and may refuse it."""
+    """One connection to a ledger's database. It is opened with a check that runs before each outermost commit and may
+    refuse it."""
 
     def transact(self, work: Callable[[], T], *, sync: bool = False) -> T:
-        """All of `work`'s statements, or none; nested: an inner one that fails undoes only itself. A server that went
-        away in between has an outermost `work` run again from its beginning. `sync`: on the disk when it returns,
-        whatever happens to the machine."""
+        """Run `work` as one transaction: all of its statements take effect, or none. Calls may be nested; an inner one
+        that fails undoes only itself. Where the connection to a server breaks, the outermost `work` runs again from its
+        beginning. `sync`: the commit is on the disk when this returns, so that it survives a crash of the machine."""
         ...
 
     def execute(self, sql: str, *values: Any) -> None:
-        """One statement that answers nothing; what it fails with may be raised by a later call of the transaction.
+        """Run one statement that returns no rows. Its error may be raised by a later call of the same transaction.
         Outside `transact` it commits by itself."""
         ...
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]: ...
 
     def prove(self) -> None:
-        """Walk everything once. Raises `LedgerError` where it is damaged."""
+        """Read the whole database once. Raises `LedgerError` where it is damaged."""
         ...
 
     def close(self) -> None:
-        """Idempotent. An open transaction is undone."""
+        """Close the connection; an open transaction is undone. Idempotent."""
         ...
 
 
 def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
-    """One statement for many rows, as many round trips as for one. `VALUES ?` stands for all of them; a query over
-    them calls their columns column1, column2 …, in both databases, and casts what may be null."""
+    """Run a statement for many rows, `AT_ONCE` in one round trip. `VALUES ?` in `sql` stands for the rows. In both
+    databases their columns are column1, column2 …; a statement must cast those that may be null."""
     for first in range(0, len(rows), AT_ONCE):
         some = rows[first : first + AT_ONCE]
         row = f"({marks(some[0])})"
@@ -74,8 +76,20 @@ def each(db: Database, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         db.execute(sql.replace("VALUES ?", f"VALUES {', '.join([row] * len(some))}"), *values)
 
 
+def parts(values: Collection[T]) -> Iterator[tuple[T, ...]]:
+    """Values for several statements, none of which has more than a database takes in one: SQLite 32,766, PostgreSQL
+    65,535. None for no values.
+
+    >>> [len(some) for some in parts(range(12_000))]
+    [5000, 5000, 2000]
+    """
+    values = tuple(values)
+    for first in range(0, len(values), IN_ONE):
+        yield values[first : first + IN_ONE]
+
+
 def marks(values: Collection[Any]) -> str:
-    """A place for each value.
+    """A placeholder for each value, separated by commas.
 
     >>> marks(["a", "b"])
     '?, ?'
@@ -91,9 +105,10 @@ def open_database(
     check: Callable[[], None] | None = None,
     said: Callable[[str], None],
 ) -> Database:
-    """A path is an SQLite file, `postgresql://host/db#run_id` a schema on a server (`pip install 'etude[postgres]'`).
-    One that is not there is made, or with `readonly` a `NoLedger`; `still`: nobody writes it meanwhile, so SQLite makes
-    no files beside it in order to read. `said` is told of a server that was waited for."""
+    """Open a ledger's database: an SQLite file at a path, or the schema that `postgresql://host/db#run_id` names on a
+    server (needs `pip install 'etude[postgres]'`). It is created where it does not exist; with `readonly` that is a
+    `NoLedger`. `still`: nothing writes to it meanwhile, so SQLite makes no files beside it in order to read. `said` is
+    called with a line when a server had to be waited for."""
     if is_server(place):
         try:
             from etude.experience.postgres import PostgresDatabase
@@ -106,8 +121,8 @@ def open_database(
 
 
 def check_server(url: str) -> None:
-    """Raise what a run would end with whose config names this server: it is not there, lets nobody in, gives no right
-    to make a schema."""
+    """Check that a run can use this server. Raises the `LedgerError` that the run would end with: the server cannot be
+    reached, refuses the login, or does not allow to create a schema."""
     try:
         from etude.experience.server_words import check
     except ImportError as error:
@@ -121,7 +136,7 @@ def _no_client(error: ImportError) -> LedgerError:
 
 
 def is_server(place: Path | str) -> bool:
-    """Whether a place is a server's URL.
+    """Whether the place of a ledger is a server's URL, not a path.
 
     >>> is_server("postgresql://db.internal/etude#laptop-1a2b3c4d"), is_server(Path("ledger.sqlite"))
     (True, False)
@@ -130,7 +145,7 @@ def is_server(place: Path | str) -> bool:
 
 
 def check_url(url: str) -> None:
-    """Raise `ValueError` for a server that a config may not name. The message quotes no secret."""
+    """Check the URL of a server in a config. Raises `ValueError`, whose message quotes no secret."""
     try:
         parts = urlsplit(url)
         options = parse_qs(parts.query)
@@ -150,7 +165,8 @@ def check_url(url: str) -> None:
 
 
 def check_format(where: object, found: Any, *, readonly: bool) -> None:
-    """Raise `LedgerError` unless the tables are those that this etude writes; or reads, where it only does that."""
+    """Check the format number of a ledger's tables. Raises `LedgerError` unless this etude can write them; with
+    `readonly`, read them."""
     if found != str(FORMAT) and not (readonly and found in READABLE):
         raise LedgerError(
             f"{where} has ledger format {found}",

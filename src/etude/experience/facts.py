@@ -1,4 +1,4 @@
-"""What a batch was like: the numbers of an `rl.step` event that experience knows. Pure; decides nothing."""
+"""Statistics of a batch: the numbers of an `rl.step` event that come from the ledger and the plan. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etude.records.summary import BatchRef
 
 def step_facts(groups: Sequence[Group], batch: BatchRef) -> dict[str, Any]:
     """reward_mean, best_of_k, num_groups, no_signal_share, lag, token_lag, invalid, turns_mean, sampled_mean, as
-    `docs/formats/run.md` has them, and masked_share: sampled tokens of the batch's rollouts kept out of the loss as
+    `docs/formats/run.md` has them, and masked_share: of the tokens with an advantage those kept out of the loss as
     stale. Lags are of all valid rollouts, as they were sampled; means are 0.0 where nothing is valid."""
     valid = [rollout for group in groups for rollout, _ in group.valid]
     rewards = [group.rewards for group in groups if group.rewards]
@@ -33,13 +33,8 @@ def step_facts(groups: Sequence[Group], batch: BatchRef) -> dict[str, Any]:
         "invalid": dict(Counter(str(one.boundary) for group in groups for one in group.invalid)),
         "turns_mean": _mean([rollout.num_turns for rollout in valid]),
         "sampled_mean": _mean([rollout.num_sampled for rollout in valid]),
-        "masked_share": _masked_share(groups, batch),
+        "masked_share": batch.num_masked / max(1, batch.num_trained + batch.num_masked),
     }
-
-
-def _masked_share(groups: Sequence[Group], batch: BatchRef) -> float:
-    sampled = sum(r.num_sampled for group in groups for r, _ in group.valid if r.rollout_id in batch.sampled)
-    return 1.0 - batch.num_trained / sampled if sampled else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -43,5 +43,5 @@ class Group:
 
     @property
     def invalid(self) -> tuple[Invalid, ...]:
-        """How the invalid members failed."""
+        """The outcomes of the invalid members."""
         return tuple(one.outcome for one in self.finished if isinstance(one.outcome, Invalid))

@@ -1,10 +1,10 @@
-"""The ledger: every rollout's state, durable, and what it produced. The conductor is its only writer.
+"""The ledger: a durable record of every rollout's state and results. The conductor is its only writer.
 
-It lives in an SQLite file of the run folder, or in a schema of a PostgreSQL server: the statements are the same.
-A finished rollout and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained"
-means *in the lineage of the current weights*: after a restart `reconcile` is told the lineage and mends the rest.
-Slots are rows of their own (double entry): a rollout in a holding state has exactly one, checked at every commit.
-See `docs/formats/ledger.md`. Knows nothing of how rollouts are run, of weights, or of what a reward means.
+It is an SQLite file in the run folder, or a schema on a PostgreSQL server, by the same statements. A finished rollout
+and its transition are one transaction, so a kill at any moment leaves both or neither. "Trained" means *in the lineage
+of the current weights*: after a restart `reconcile` gets the lineage and corrects the states. Slots are rows of their
+own (double entry): a rollout in a holding state has exactly one, which is checked at every commit. See
+`docs/formats/ledger.md`. Knows nothing of how rollouts are run, of weights, or of what a reward means.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
+import msgspec
+
 from etude.errors import LedgerError
-from etude.experience.database import each, marks, open_database
+from etude.experience.database import each, marks, open_database, parts
 from etude.experience.groups import Finished
 from etude.experience.lineage import Lineage, by_step, remembered
 from etude.experience.looking import FINISHED, QUARANTINE, SPEC, Looking, Quarantined
@@ -40,13 +42,17 @@ _HOLD = ", ".join(f"'{state}'" for state in sorted(HOLDING))
 _SLOTS = f"SELECT (SELECT count(*) FROM rollouts WHERE state IN ({_HOLD})), count(rollout_id), count(*) FROM slots"
 
 
+_NULLABLE = {"reward": "double precision", "boundary": "text"}  # a null in VALUES has no type on a server
+
+
 class _Move(NamedTuple):
-    """One transition of a row that was just read."""
+    """One transition of a row that was just read, and columns that change with it."""
 
     row: Row
     to: State
     reason: str = ""
     facts: Mapping[str, Any] = MappingProxyType({})
+    columns: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def attempt(self) -> int:
@@ -55,11 +61,12 @@ class _Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What a restart had to mend, in rollouts."""
+    """The result of `Ledger.reconcile` after a restart: the rollouts whose states were corrected."""
 
     trained: int  # batched, and found in the lineage
     freed: int  # batched or trained, not in the lineage: graded again
     requeued: int  # were running
+    gone: int  # batched or trained, not in the lineage, and their records were dropped: no step takes them any more
 
 
 def _atomic(method: F) -> F:
@@ -84,9 +91,9 @@ class Ledger(Looking):
     """
 
     def __init__(self, place: Path | str, *, capacity: int, said: Callable[[str], None] = lambda _: None) -> None:
-        """Open or create, at a path or at `postgresql://host/database#run_id`. `capacity` is the number of slots;
-        reopening with another one is a `LedgerError`, as is a place that somebody else writes. `said` is told of a
-        server that was waited for."""
+        """Open or create a ledger at a path or at `postgresql://host/database#run_id`. `capacity`: the number of slots.
+        `said` is called with a line when a server had to be waited for. Raises `LedgerError` for an existing ledger
+        with another capacity, or one that another process writes."""
         self._capacity = capacity
         self._db = open_database(place, check=self._check_slots, said=said)
         found = self.recall("capacity")
@@ -122,7 +129,8 @@ class Ledger(Looking):
 
     @_atomic
     def move(self, rollout_id: str, to: str, *, reason: str = "", **facts: Any) -> None:
-        """One transition. `LedgerError` when the table forbids it, or when a slot is needed and none is free."""
+        """Move a rollout to another state. Raises `LedgerError` when the table forbids it, or when it needs a slot and
+        none is free."""
         self._move([_Move(self.row(rollout_id), State(to), reason, facts)])
 
     @_atomic
@@ -156,16 +164,29 @@ class Ledger(Looking):
         self._put(SPEC, [(spec.rollout_id, pack(spec)) for spec in specs])
 
     @_atomic
-    def start(self, limit: int, *, published: int | None = None) -> list[RolloutSpec]:
-        """The first so many that wait are running from now on: up to the first that demands a later version step than
-        the `published` one (None: whatever they demand). In order of admission demands never fall, so nobody behind
-        that one could start."""
+    def start(
+        self, limit: int, *, published: int | None = None, demand: Callable[[int], int] | None = None
+    ) -> list[RolloutSpec]:
+        """Move the first waiting rollouts, at most `limit`, to running, and return their specs. Stops at the first one
+        that demands a later version step than `published` (None: no such check), which none overtakes.
+
+        `demand`: the version step that the open group at a place, counted from 0, demands now (`Window.demand`). It
+        counts where it is less than the one that the group was admitted with, which a lost lineage may have made too
+        late: the steps that lead to that version might wait for this very group."""
         rows = self.next_waiting(limit)
         specs = self.specs(rows) if rows else []
         if published is not None:
-            specs = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
+            able = list(itertools.takewhile(lambda spec: spec.min_step <= published, specs))
+            specs = able if able or demand is None else self._due(specs, published, demand)
         self._move([_Move(row, State.RUNNING) for row in rows[: len(specs)]])
         return specs
+
+    def _due(self, specs: Sequence[RolloutSpec], published: int, demand: Callable[[int], int]) -> list[RolloutSpec]:
+        """The first of some specs whose places among the open groups demand no later version than the published one,
+        as specs that demand no later one either."""
+        places = {group_id: place for place, group_id in enumerate(self.open_groups())} if specs else {}
+        due = itertools.takewhile(lambda spec: demand(places[spec.group_id]) <= published, specs)
+        return [msgspec.structs.replace(spec, min_step=min(spec.min_step, published)) for spec in due]
 
     def finish(self, rollout: RolloutSummary, outcome: Outcome) -> bool:
         """Store the summary of a rollout and how it was judged. False: of an attempt that no longer counts; nothing
@@ -197,21 +218,15 @@ class Ledger(Looking):
 
     def _end(self, ends: Sequence[tuple[Row, Finished]]) -> None:
         self._put(FINISHED, [(row.rollout_id, pack(finished)) for row, finished in ends])
-        judged, moves = [], []
+        moves = []
         for row, finished in ends:
             outcome = finished.outcome
+            judged: dict[str, float | str | None]
             if isinstance(outcome, Graded):
-                to, reward, boundary = State.GRADED, outcome.reward, None
+                to, judged = State.GRADED, {"reward": outcome.reward, "boundary": None}
             else:
-                to, reward, boundary = State.INVALID, None, outcome.boundary
-            judged.append((row.rollout_id, reward, boundary))
-            moves.append(_Move(row, to, outcome.reason or to))
-        each(
-            self._db,
-            "UPDATE rollouts SET reward = CAST(column2 AS double precision), boundary = CAST(column3 AS text)"
-            " FROM (VALUES ?) AS judged WHERE rollout_id = column1",
-            judged,
-        )
+                to, judged = State.INVALID, {"reward": None, "boundary": outcome.boundary}
+            moves.append(_Move(row, to, outcome.reason or to, columns=judged))
         self._move(moves)
 
     # Groups and batches
@@ -225,13 +240,10 @@ class Ledger(Looking):
             for row in rows:
                 _check_taken(row, batch)
             facts = {"batch_id": batch.batch_id, "step": batch.step}
-            self._move([_Move(row, State.BATCHED, "", facts) for row in rows if row.state is State.GRADED])
-            each(
-                self._db,
-                "UPDATE rollouts SET batch_id = column2, step = column3, has_sample = column4"
-                " FROM (VALUES ?) AS taken WHERE rollout_id = column1",
-                [(i, batch.batch_id, batch.step, int(i in batch.sampled)) for i in batch.rollout_ids],
-            )
+            taken = {row.rollout_id: {**facts, "has_sample": int(row.rollout_id in batch.sampled)} for row in rows}
+            graded = [row for row in rows if row.state is State.GRADED]
+            self._move([_Move(row, State.BATCHED, "", facts, taken[row.rollout_id]) for row in graded])
+            self._set({row.rollout_id: taken[row.rollout_id] for row in rows if row.state is not State.GRADED})
 
         self._db.transact(take, sync=True)
 
@@ -239,15 +251,15 @@ class Ledger(Looking):
     def commit(self, rollout_ids: Collection[str], version: Version) -> None:
         """The version that learned from these is published: batched becomes trained, or no-signal without a sample."""
         self._published(version)
-        self._trained(self.known(rollout_ids), f"in {version}")
-        sql = "UPDATE rollouts SET version = column2 FROM (VALUES ?) AS trained WHERE rollout_id = column1"
-        each(self._db, sql, [(i, str(version)) for i in rollout_ids])
+        rows, said = self.known(rollout_ids), {"version": str(version)}
+        self._trained(rows, f"in {version}", said)
+        self._set({row.rollout_id: said for row in rows if row.state is not State.BATCHED})
 
-    def _trained(self, rows: Collection[Row], reason: str) -> int:
+    def _trained(self, rows: Collection[Row], reason: str, columns: Mapping[str, Any] = MappingProxyType({})) -> int:
         """Those of them that are batched end with this reason; how many."""
         batched = [row for row in rows if row.state is State.BATCHED]
         ends = [(row, State.TRAINED if row.has_sample else State.NO_SIGNAL) for row in batched]
-        self._move([_Move(row, to, reason, {"step": row.step}) for row, to in ends])
+        self._move([_Move(row, to, reason, {"step": row.step}, columns) for row, to in ends])
         return len(batched)
 
     @_atomic
@@ -260,27 +272,48 @@ class Ledger(Looking):
         lineage was read: a step up to which the ledger itself stands in for manifests."""
         if head is not None:
             self._published(head)
-        trained, freed, running = 0, 0, self.rows(states=[State.RUNNING])
+        trained, freed, gone, running = 0, 0, 0, self.rows(states=[State.RUNNING])
         self._move([_Move(row, State.REQUEUED, "the run was interrupted") for row in running])
         for step, kept in by_step(lineage, self.steps(), believed=believed):
             rows, wanted = self.rows(step=step), None if kept is None else set(kept)
             trained += self._trained(
                 [row for row in rows if wanted is None or row.rollout_id in wanted], "found in the lineage"
             )
-            freed += self._free(step, [row for row in rows if wanted is not None and row.rollout_id not in wanted])
-        return Reconciled(trained=trained, freed=freed, requeued=len(running))
+            outside = [row for row in rows if wanted is not None and row.rollout_id not in wanted]
+            free, lost = self._free(step, outside)
+            freed, gone = freed + free, gone + lost
+        return Reconciled(trained=trained, freed=freed, requeued=len(running), gone=gone)
 
-    def _free(self, step: int, rows: Sequence[Row]) -> int:
-        """The step that took these is not in the lineage: their groups are open again. How many it had trained."""
+    def _free(self, step: int, rows: Sequence[Row]) -> tuple[int, int]:
+        """The step that took these is not in the lineage: how many of those it had trained are free again, and how many
+        have no record left. Groups with one of those stay closed: nothing of them can be trained."""
         if rows and step <= int(self.recall("pruned") or 0):
             self.remember("pruned", step - 1)  # the steps from here on will be made again
         taken = [row for row in rows if row.state in _LINEAGE]
+        stored = self._stored([row.rollout_id for row in taken])
         self._move([_Move(row, State.REQUEUED, f"{row.batch_id} is not in the lineage") for row in taken])
         again = self.known([row.rollout_id for row in taken])
-        self._move([_Move(row, State.GRADED, "its stored outcome stands") for row in again])
-        sql = "UPDATE rollouts SET batch_id = NULL, step = NULL, has_sample = NULL, version = NULL"
-        each(self._db, f"{sql} WHERE rollout_id IN (VALUES ?)", [(row.rollout_id,) for row in rows])
-        return len(taken)
+        gone = [row for row in again if row.rollout_id not in stored]
+        self._move(
+            [
+                *(_Move(row, State.GRADED, "its stored outcome stands") for row in again if row.rollout_id in stored),
+                *(_Move(row, State.QUARANTINED, "its record was dropped, and its step lost later") for row in gone),
+            ]
+        )
+        closed = {row.group_id for row in gone}
+        for kept, what in ((False, "batch_id = NULL, "), (True, "")):
+            some = [(row.rollout_id,) for row in rows if (row.group_id in closed) is kept]
+            sql = f"UPDATE rollouts SET {what}step = NULL, has_sample = NULL, version = NULL"
+            each(self._db, f"{sql} WHERE rollout_id IN (VALUES ?)", some)
+        return len(taken) - len(gone), len(gone)
+
+    def _stored(self, rollout_ids: Sequence[str]) -> set[str]:
+        """Those of some rollouts that have a record."""
+        found = set[str]()
+        for some in parts(rollout_ids):
+            sql = f"SELECT rollout_id FROM blobs WHERE name = ? AND rollout_id IN ({marks(some)})"
+            found |= {i for (i,) in self._db.rows(sql, FINISHED, *some)}
+        return found
 
     @_atomic
     def prune(self, step: int) -> int:
@@ -317,18 +350,30 @@ class Ledger(Looking):
 
     def _move(self, moves: Sequence[_Move]) -> None:
         """Transitions of rows that were just read, each once, inside a transaction of the caller."""
-        for row, to, reason, _ in moves:
+        for row, to, reason, *_ in moves:
             check(row.rollout_id, row.state, to, reason)
-        each(
-            self._db,
-            "UPDATE rollouts SET state = column2, attempt = column3, reason = column4"
-            " FROM (VALUES ?) AS moved WHERE rollout_id = column1",
-            [(move.row.rollout_id, move.to, move.attempt, move.reason) for move in moves],
-        )
+        self._set({
+            m.row.rollout_id: {"state": m.to, "attempt": m.attempt, "reason": m.reason, **m.columns} for m in moves
+        })  # fmt: skip
         takers = [row for row, to, *_ in moves if row.state not in HOLDING and to in HOLDING]
         self._take_slots([row.rollout_id for row in takers], grow=all(row.state in _LINEAGE for row in takers))
         self._release_slots([row.rollout_id for row, to, *_ in moves if row.state in HOLDING and to not in HOLDING])
         self._log([(m.row.rollout_id, m.row.state, m.to, m.attempt, m.reason, m.facts) for m in moves])
+
+    def _set(self, values: Mapping[str, Mapping[str, Any]]) -> None:
+        """Change the same columns of several rollouts, by their ids: one update of a row, since each costs its CRC."""
+        if not values:
+            return
+        columns = list(next(iter(values.values())))
+        typed = [
+            f"CAST(column{n} AS {_NULLABLE[c]})" if c in _NULLABLE else f"column{n}" for n, c in enumerate(columns, 2)
+        ]
+        changed = ", ".join(f"{column} = {value}" for column, value in zip(columns, typed, strict=True))
+        each(
+            self._db,
+            f"UPDATE rollouts SET {changed} FROM (VALUES ?) AS given WHERE rollout_id = column1",
+            [(rollout_id, *(row[c] for c in columns)) for rollout_id, row in values.items()],
+        )
 
     def _log(self, moves: Sequence[tuple[str, State | None, State, int, str, Mapping[str, Any]]]) -> None:
         each(

@@ -1,7 +1,7 @@
-"""Looking at a ledger: what it answers, and what each question costs.
+"""The queries of a ledger, and what each costs.
 
-Whatever is asked while a run goes on looks at open work only, however long the run is: an index leads to it. The few
-that look at all rollouts say so. Knows nothing of how a rollout's state changes.
+A query that is made while a run goes on reads open work only, by an index, however long the run is. The few that read
+all rollouts say so. Knows nothing of how a rollout's state changes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from etude.errors import LedgerError
-from etude.experience.database import Database, marks
+from etude.experience.database import FORMAT, Database, marks, parts
 from etude.experience.groups import Finished, Group
 from etude.experience.lineage import Branches, seen_from
 from etude.experience.rows import COLUMNS, Row, as_row
 from etude.experience.transitions import SETTLED, State
 from etude.records.completion import Version
 from etude.records.rollout import RolloutSpec
+from etude.records.summary import RolloutSummary
 from etude.records.wire import unpack
 
 _HIDDEN = (State.QUARANTINED, State.CANCELLED)
@@ -30,23 +31,23 @@ T = TypeVar("T")
 
 
 class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a rollout earned nothing though it was graded."""
+    """Why a graded rollout got the reward 0: a sign of cheating."""
 
     reason: str  # the sign of cheating: "rule: what was seen (where)"
     graded: float  # the reward that the grader gave
 
 
 class Looking:
-    """The half of a ledger that changes nothing."""
+    """The read-only half of a ledger."""
 
     _db: Database
 
     def row(self, rollout_id: str) -> Row:
-        """`LedgerError` when there is no such rollout."""
+        """The row of one rollout. Raises `LedgerError` when there is no such rollout."""
         return self.known([rollout_id])[0]
 
     def known(self, rollout_ids: Collection[str]) -> list[Row]:
-        """The rows of some rollouts, in their order. `LedgerError` when there is none of one."""
+        """The rows of these rollouts, in the order given. Raises `LedgerError` when one does not exist."""
         found = {row.rollout_id: row for row in self.found(rollout_ids)}
         for rollout_id in rollout_ids:
             if rollout_id not in found:
@@ -62,8 +63,8 @@ class Looking:
         open_only: bool = False,
         limit: int | None = None,
     ) -> list[Row]:
-        """Rollouts in order of admission: all, those that a step took, those in some states, those that no batch took;
-        the last `limit` of them. In a long run all are many."""
+        """Rollouts in order of admission: all; or those that `step` took, those in some `states`, those that no batch
+        took; of these the last `limit`. Reads all rollouts where nothing narrows it down."""
         wanted: list[tuple[str, tuple[Any, ...]]] = [("step = ?", (step,))] if step is not None else []
         if states is not None:
             wanted.append((f"state IN ({marks(states)})", tuple(states)))
@@ -71,40 +72,43 @@ class Looking:
             wanted.append(("batch_id IS NULL", ()))
         where = " AND ".join(sql for sql, _ in wanted) or "position > 0"
         values = [value for _, found in wanted for value in found]
-        newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sorted, not read in this order
+        newest = "ORDER BY +position DESC" if wanted else "ORDER BY position DESC"  # +: sort, do not use this index
         newest += f" LIMIT {int(limit)}" if limit is not None else ""
         return [as_row(r) for r in self._db.rows(f"SELECT {COLUMNS} FROM rollouts WHERE {where} {newest}", *values)][
             ::-1
         ]
 
     def found(self, rollout_ids: Collection[str]) -> list[Row]:
-        """The rows of those of some rollouts that there are."""
-        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN ({marks(rollout_ids)})"
-        return [as_row(r) for r in self._db.rows(sql, *rollout_ids)] if rollout_ids else []
+        """The rows of those of these rollouts that exist, in no order."""
+        sql = f"SELECT {COLUMNS} FROM rollouts WHERE rollout_id IN"
+        return [as_row(r) for some in parts(rollout_ids) for r in self._db.rows(f"{sql} ({marks(some)})", *some)]
 
     def quarantined(self) -> dict[str, Quarantined]:
-        """Rollouts that bear a sign of cheating, by looking at all that are kept; by id."""
+        """Rollouts with a sign of cheating, by id. Reads the blobs of all rollouts that are kept."""
         found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", QUARANTINE)
         return {i: _read(i, QUARANTINE, data, Quarantined) for i, data in sorted(found)}
 
     def count(self, *, after: int | None = None) -> int:
-        """Rollouts ever admitted, by looking at all; with `after`, those that no step up to that one took."""
+        """Number of rollouts ever admitted (reads all of them); with `after`, of those that no step up to it took."""
         if after is None:
             return int(self._value("SELECT count(*) FROM rollouts"))
         open_now = int(self._value("SELECT count(*) FROM rollouts WHERE batch_id IS NULL"))
         return open_now + int(self._value("SELECT count(*) FROM rollouts WHERE step > ?", after))
 
     def batched_again(self, rollout_ids: Collection[str]) -> set[str]:
-        """Those of some rollouts that batches took more than once, of lost lineages included."""
-        mine = f"rollout_id IN ({marks(rollout_ids)})"
-        sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
-        return {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *rollout_ids, State.BATCHED)}
+        """Those of these rollouts that batches took more than once, batches of lost lineages included."""
+        again = set[str]()
+        for some in parts(rollout_ids):
+            mine = f"rollout_id IN ({marks(some)})"
+            sql = f"SELECT rollout_id FROM transitions WHERE {mine} AND state = ? GROUP BY rollout_id"
+            again |= {i for (i,) in self._db.rows(f"{sql} HAVING count(*) > 1", *some, State.BATCHED)}
+        return again
 
     def states(self) -> dict[str, int]:
         return dict(self._db.rows("SELECT state, count(*) FROM rollouts GROUP BY state"))
 
     def steps(self, after: int = 0) -> list[int]:
-        """Every version step after one that a batch took rollouts for, in order."""
+        """Every step after `after` that a batch took rollouts for, ascending."""
         sql = "SELECT step FROM rollouts WHERE step > ? GROUP BY step ORDER BY step"
         return [int(step) for (step,) in self._db.rows(sql, after)]
 
@@ -113,11 +117,11 @@ class Looking:
         return data
 
     def spec(self, rollout_id: str) -> RolloutSpec:
-        """What to run, at the attempt that the ledger counts."""
+        """The spec of a rollout, with the ledger's current attempt. Raises `LedgerError` where it was pruned."""
         return self.specs([self.row(rollout_id)])[0]
 
     def specs(self, rows: Collection[Row]) -> list[RolloutSpec]:
-        """What to run of rollouts that were just read."""
+        """The specs of rollouts whose rows were just read, in the same order."""
         sql = f"SELECT rollout_id, data FROM blobs WHERE name = ? AND rollout_id IN ({marks(rows)})"
         stored = dict(self._db.rows(sql, SPEC, *(row.rollout_id for row in rows)))
         return [_spec(row, stored.get(row.rollout_id)) for row in rows]
@@ -132,11 +136,11 @@ class Looking:
         ]
 
     def waiting(self) -> list[str]:
-        """Rollouts that want a worker, in order of admission."""
+        """Rollouts that wait for a worker, in order of admission."""
         return self._ids("state IN (?, ?)", State.ADMITTED, State.REQUEUED)
 
     def next_waiting(self, limit: int) -> list[Row]:
-        """The first so many of `waiting`, without looking at the others."""
+        """The first `limit` rows of `waiting`; the others are not read."""
         first = f"SELECT position, {COLUMNS} FROM rollouts WHERE state = ? ORDER BY position LIMIT {int(limit)}"
         both = f"SELECT * FROM ({first}) AS a UNION ALL SELECT * FROM ({first}) AS b ORDER BY 1 LIMIT {int(limit)}"
         return [as_row(values[1:]) for values in self._db.rows(both, State.ADMITTED, State.REQUEUED)]
@@ -148,30 +152,39 @@ class Looking:
 
     def num_groups(self) -> int:
         """Groups ever admitted: the index of the next one."""
-        counted = self.recall("groups")  # an earlier etude did not: then once, by looking at all
+        counted = self.recall("groups")  # None in a ledger of an earlier etude: all rollouts are read
         return int(self._value("SELECT count(DISTINCT group_id) FROM rollouts") if counted is None else counted)
 
     def ready_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Those of some groups in which nothing is awaited any more from any member."""
+        """Those of these groups of which no member is still waited for."""
         settled = f"count(*) = sum(CASE WHEN state IN ({marks(SETTLED)}) THEN 1 ELSE 0 END)"
-        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) GROUP BY group_id HAVING {settled}"
-        return {group_id for (group_id,) in self._db.rows(sql, *group_ids, *SETTLED)} if group_ids else set()
+        ready = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) GROUP BY group_id HAVING {settled}"
+            ready |= {group_id for (group_id,) in self._db.rows(sql, *some, *SETTLED)}
+        return ready
 
     def with_signal(self, group_ids: Collection[str]) -> set[str]:
-        """Those of some groups whose graded members do not all have the same reward."""
-        sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(group_ids)}) AND state = ?"
-        sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
-        return {g for (g,) in self._db.rows(sql, *group_ids, State.GRADED)} if group_ids else set()
+        """Those of these groups whose graded members do not all have the same reward."""
+        having = set[str]()
+        for some in parts(group_ids):
+            sql = f"SELECT group_id FROM rollouts WHERE group_id IN ({marks(some)}) AND state = ?"
+            sql += " GROUP BY group_id HAVING min(reward) < max(reward)"
+            having |= {group_id for (group_id,) in self._db.rows(sql, *some, State.GRADED)}
+        return having
 
     def batched_groups(self, group_ids: Collection[str]) -> set[str]:
-        """Those of some groups that any batch ever took, one of a lost lineage included."""
+        """Those of these groups that any batch ever took, batches of lost lineages included."""
         sql = "SELECT DISTINCT group_id FROM rollouts JOIN transitions USING (rollout_id) WHERE transitions.state = ?"
-        rows = self._db.rows(f"{sql} AND group_id IN ({marks(group_ids)})", State.BATCHED, *group_ids)
-        return {group_id for (group_id,) in rows}
+        batched = set[str]()
+        for some in parts(group_ids):
+            rows = self._db.rows(f"{sql} AND group_id IN ({marks(some)})", State.BATCHED, *some)
+            batched |= {group_id for (group_id,) in rows}
+        return batched
 
     def group(self, group_id: str) -> Group:
-        """The group with what is stored of it, its versions as they are seen from the current weights
-        (`lineage.seen_from`). A record that cannot be read is a `LedgerError`."""
+        """A group with its stored records, versions as seen from the current weights (`lineage.seen_from`). Raises
+        `LedgerError` for a record that cannot be read."""
         of = f"b.rollout_id = r.rollout_id AND b.name = ? AND r.state NOT IN ({marks(_HIDDEN)})"
         sql = f"SELECT r.rollout_id, b.data FROM rollouts r LEFT JOIN blobs b ON {of} WHERE r.group_id = ?"
         stored = sorted(self._db.rows(sql, FINISHED, *_HIDDEN, group_id))
@@ -180,7 +193,7 @@ class Looking:
         return seen_from(Branches(self.versions()), Group(group_id, ids, tuple(found)))
 
     def versions(self) -> list[Version]:
-        """The versions that were published last, in that order, those of lost lineages included."""
+        """The latest published versions in order of publishing, those of lost lineages included."""
         return [Version(*facts) for facts in self.recall("versions") or []]
 
     def wanted_files(self) -> set[tuple[str, int]]:
@@ -189,8 +202,21 @@ class Looking:
         sql = f"SELECT rollout_id, attempt FROM rollouts WHERE {stored} OR state = ?"
         return {(rollout_id, int(attempt)) for rollout_id, attempt in self._db.rows(sql, FINISHED, State.RUNNING)}
 
+    def stored(self) -> list[RolloutSummary]:
+        """Of every rollout whose file was stored and is still wanted, by looking at all that are kept. None of a
+        ledger of an earlier etude, in which rollouts lie themselves."""
+        if self.recall("format") != FORMAT:
+            return []
+        found = self._db.rows("SELECT rollout_id, data FROM blobs WHERE name = ?", FINISHED)
+        summaries = (_read(rollout_id, FINISHED, data, Finished).summary for rollout_id, data in found)
+        return [one for one in summaries if one is not None and one.stored is not None]
+
+    def is_kept(self, rollout_id: str) -> bool:
+        """Whether the record of a finished rollout is still wanted."""
+        return self.get(rollout_id, FINISHED) is not None
+
     def cursor(self, split: str) -> int:
-        """Index of the next task of a split."""
+        """Index of the next task to draw from a split of the task source; it is 0 at the start."""
         return int(self.recall(f"cursor.{split}") or 0)
 
     def recall(self, key: str) -> Any:
@@ -199,7 +225,8 @@ class Looking:
         return None if text is None else json.loads(text)
 
     def slots(self) -> tuple[int, int]:
-        """(held, all). All is the capacity; it is more only while a lost lineage's rollouts are trained again."""
+        """(slots held, all slots). The latter is the capacity; it is larger only while rollouts of a lost lineage are
+        trained again."""
         held, count = self._db.rows("SELECT count(rollout_id), count(*) FROM slots")[0]
         return int(held), int(count)
 

@@ -1,9 +1,8 @@
-"""From groups to the rows that one optimiser step trains on, in two parts.
+"""Turns groups into the batch of one optimiser step, in two parts.
 
-`plan_batch` gives credit; it needs rewards and counts alone, so whoever plans holds no token. `make_batch` reads the
-planned rollouts and keeps the samples that carry a gradient. Both are pure and deterministic: the same groups give the
-same batch. How a batch is cut to fit memory is the learner's business. Knows nothing of the ledger, of the window, or
-of torch.
+`plan_batch` computes advantages; it needs only rewards and counts, so that the conductor holds no tokens. `make_batch`
+reads the planned rollouts and keeps the samples that carry a gradient. Both are deterministic: the same groups give the
+same batch. The learner splits a batch to fit its memory. Knows nothing of the ledger, of the window, or of torch.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from etude.records.sample import Batch, Sample
 from etude.records.summary import BatchPlan, Member, RolloutSummary, as_seen
 
 Read = Callable[[RolloutSummary], Rollout]
-"""How the rollout of a summary is read: `RolloutFiles.read`."""
+"""A function that reads the whole rollout of a summary: `RolloutFiles.read`."""
 
 
 def paths(trace: Trace) -> Iterator[Path]:
-    """Every root-to-leaf path, with each sampled token in the loss of exactly one of them.
+    """Yield every path from root to leaf. Each sampled token is in the loss of exactly one path.
 
-    A branch (a summary, a sub-agent) repeats the turns it shares with an earlier one; there they are context.
+    A branch (a summary, a sub-agent) repeats the turns that it shares with an earlier path; there they are context.
     """
     seen: set[int] = set()
     for leaf in trace.leaves():
@@ -51,18 +50,20 @@ def plan_batch(
     straggler: Straggler = Straggler.WAIT,
     k1: Mapping[str, float] | None = None,
     beta: float = 0.0,
+    full_groups: int = 0,
 ) -> BatchPlan:
-    """The plan of the batch that makes version step `step`, trained at learner step `step - 1`.
+    """Plan the batch that makes version step `step`, trained at learner step `step - 1`.
 
-    Tokens of a lost lineage that are past the bound are masked under either policy: no window can keep a restart from
-    making them stale.
+    Tokens of a lost lineage that are past the bound are masked under either `straggler`: no window can prevent that a
+    restart makes them stale.
 
-    `k1` is Σ log π − log π_ref of each valid rollout that sampled a token, by its id; `beta` times that is taken off
-    its reward.
+    `k1`: by rollout id, Σ log π − log π_ref of each valid rollout that sampled a token; `beta` times that is
+    subtracted from its reward.
 
     Every rollout of the groups is consumed, and every token that a valid rollout sampled counts in the normaliser. So a
     batch with little signal has a small gradient, but not a small step: the optimiser divides by the gradient's recent
-    size. One without any sample changes no weight.
+    size. One without any sample changes no weight. With `full_groups` the step's learning rate is scaled by the share
+    of so many groups that have a sample (`Batch.lr_share`), at most 1.
     """
     given: dict[str, float] = {}
     num_loss_tokens = 0
@@ -80,6 +81,7 @@ def plan_batch(
         max_lag=max_lag,
         members=tuple(sorted(_members(groups, given, straggler), key=lambda member: member.rollout_id)),
         num_loss_tokens=num_loss_tokens,
+        full_groups=full_groups,
     )
 
 
@@ -102,7 +104,8 @@ def _members(groups: Sequence[Group], given: Mapping[str, float], straggler: Str
 
 
 def make_batch(plan: BatchPlan, read: Read) -> Batch:
-    """The planned batch, whole: samples of non-zero advantage, in order of rollout id."""
+    """Make the planned batch: read its rollouts, and keep the samples with a non-zero advantage, in order of rollout
+    id."""
     samples = list[Sample]()
     for member in plan.members:
         if member.summary is not None and member.advantage:
@@ -111,18 +114,22 @@ def make_batch(plan: BatchPlan, read: Read) -> Batch:
 
 
 def batch_of(plan: BatchPlan, samples: Sequence[Sample]) -> Batch:
-    """A plan's batch of these samples, which are those of its members in their order."""
+    """Make a plan's batch of samples that were made already: those of its members, in the members' order."""
+    group_of = {member.rollout_id: member.group_id for member in plan.members}
+    having = len({group_of[sample.rollout_id] for sample in samples})
     return Batch(
         batch_id=plan.batch_id,
         step=plan.step,
         samples=tuple(samples),
         rollout_ids=plan.rollout_ids,
         num_loss_tokens=plan.num_loss_tokens,
+        lr_share=min(1.0, having / plan.full_groups) if plan.full_groups else 1.0,
     )
 
 
 def samples_of(plan: BatchPlan, member: Member, found: Sequence[Path]) -> list[Sample]:
-    """The samples of a member, whose rollout has these paths; none without an advantage."""
+    """Make the samples of one member from `found`, the paths of its rollout. Tokens that are too stale are masked.
+    Empty where the advantage is 0, or no token with loss is left."""
     straggler = Straggler.MASK if member.masks_stale else Straggler.WAIT
     samples = list[Sample]()
     if member.advantage:
@@ -133,8 +140,20 @@ def samples_of(plan: BatchPlan, member: Member, found: Sequence[Path]) -> list[S
     return samples
 
 
+def teaches(group: Group, *, learner_step: int, max_lag: int) -> bool:
+    """Whether a step trained at `learner_step` has a sample of the group, if all tokens past the bound are masked: some
+    member with an advantage sampled a token within it."""
+    given = advantages(group.rewards)
+    return any(
+        learner_step - step <= max_lag
+        for (rollout, _), advantage in zip(group.valid, given, strict=True)
+        if advantage
+        for step in rollout.oldest_steps
+    )
+
+
 def whole_samples(rollouts: Iterable[Rollout]) -> list[Sample]:
-    """Every path of some rollouts, without credit: what a reference model is asked about."""
+    """Make a sample of advantage 0 of every path of these rollouts: the input of a reference model."""
     return [
         Sample(rollout_id=rollout.rollout_id, path=path, advantage=0.0)
         for rollout in rollouts

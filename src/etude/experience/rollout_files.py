@@ -1,9 +1,10 @@
-"""Finished rollouts as files: what workers write, graders and the learner read, and nobody sends.
+"""Stores finished rollouts as files: workers write them, graders and the learner read them, so that no rollout is sent
+between processes.
 
-One file a rollout and attempt, `g000012.3.0.rollout`: a packed `Rollout`. It is on the disk before the ledger knows
-that the rollout has finished, and is read only by the size and SHA-256 that the ledger keeps, so a file is what was
-written or an error. Files that no rollout of the ledger has are deleted (`keep_only`): those of attempts that were
-given up, and those of rollouts whose step no restart goes back to. Safe for any number of readers and writers; knows
+There is one file per rollout and attempt, `g000012.3.0.rollout`: a packed `Rollout`. It is on the disk before the
+ledger records that the rollout has finished. It is read with the size and SHA-256 that the ledger keeps, so a changed
+file is an error. Files that no rollout of the ledger refers to are deleted (`keep_only`): those of attempts that were
+given up, and those of rollouts whose step no restart can go back to. Safe for any number of readers and writers. Knows
 nothing of the ledger. See `docs/formats/run.md`.
 """
 
@@ -34,9 +35,9 @@ class _Exports(msgspec.Struct, frozen=True):
 
 
 class RolloutFiles:
-    """The rollouts of a run in a folder, which every process of the run sees.
+    """The stored rollouts of a run, in a folder that every process of the run sees.
 
-    `write` says what was stored; `read` gives it back to whoever holds the summary with that.
+    `write` returns the size and digest of the file (`Stored`); `read` needs the summary that has them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +47,8 @@ class RolloutFiles:
         return self.folder / f"{rollout_id}.{attempt}{SUFFIX}"
 
     def write(self, rollout: Rollout, *, durable: bool = True) -> Stored:
-        """Store a rollout; complete or absent, and where `durable` on the disk when it returns. Raises `StoreError`."""
+        """Store a rollout: the file appears whole or not at all, and with `durable` it is on the disk when this
+        returns. Raises `StoreError`."""
         data, path = pack(rollout), self.path(rollout.rollout_id, rollout.attempt)
         scratch = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
@@ -75,7 +77,7 @@ class RolloutFiles:
         return self._read(summary, Rollout)
 
     def read_exports(self, summary: RolloutSummary) -> dict[str, bytes]:
-        """What was taken out of its machine: content by path. Raises `LedgerError`."""
+        """Read the exports of a rollout: path to content. Raises `LedgerError`."""
         return self._read(summary, _Exports).exports
 
     def _read(self, summary: RolloutSummary, kind: type[T]) -> T:

@@ -24,16 +24,13 @@ CREATE TABLE {SUMS} (
 
 
 def row_crc(*values: object) -> int:
-    """CRC-32 over a row's values and where each ends.
+    """CRC-32 over a row's values as Python writes them, which tells types and ends apart. In one piece: this is done
+    a dozen times a rollout.
 
-    >>> row_crc("a", 1) != row_crc("a1") != row_crc("a", 2)
+    >>> row_crc("a", 1) != row_crc("a1") != row_crc("a", 2) != row_crc("a", "2")
     True
     """
-    found = 0
-    for value in values:
-        data = value if isinstance(value, bytes) else repr(value).encode()
-        found = zlib.crc32(data, zlib.crc32(b"%d:" % len(data), found))
-    return found
+    return zlib.crc32(repr(values).encode())
 
 
 def has_sums(connection: sqlite3.Connection) -> bool:

@@ -100,7 +100,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Index:
-    """What an audit needs of a trace file."""
+    """The part of a trace file that an audit needs."""
 
     path: File
     batch_id: str
@@ -164,10 +164,11 @@ def recorded(folder: Folder) -> list[int]:
 
 def batch_digest(batch: Batch) -> str:
     """64 hex characters over all that a learner reads of a batch, in its order: SHA-256 of ``(step, num_loss_tokens,
-    rollout ids, samples)`` as msgpack."""
+    rollout ids, samples)`` as msgpack, with ``lr_share`` after ``num_loss_tokens`` where it is not 1."""
     names = ("token_ids", "mask", "logprobs", "steps", "kv_epochs", "routes", "digest")
-    digest = hashlib.sha256(_array_head(4))
-    for one in (batch.step, batch.num_loss_tokens, batch.rollout_ids):
+    scaled = () if batch.lr_share == 1.0 else (batch.lr_share,)
+    digest = hashlib.sha256(_array_head(4 + len(scaled)))
+    for one in (batch.step, batch.num_loss_tokens, *scaled, batch.rollout_ids):
         digest.update(pack(one))
     digest.update(_array_head(len(batch.samples)))
     for sample in batch.samples:
@@ -202,8 +203,12 @@ def record_batch(
             each()
 
     @functools.cache
+    def made() -> Batch:
+        return batch_of(plan, samples)
+
+    @functools.cache
     def digest() -> str:
-        return batch_digest(batch_of(plan, samples))
+        return batch_digest(made())
 
     def facts() -> dict[str, Any]:
         return {
@@ -211,19 +216,23 @@ def record_batch(
             "batch_id": plan.batch_id,
             "step": plan.step,
             "num_loss_tokens": plan.num_loss_tokens,
+            "lr_share": made().lr_share,
             "digest": digest(),
             "computed_by": dict(computed_by or {}),
             "settings": dict(settings or {}),
         }
 
     _write(trace_path(folder, plan.step), rows(), facts)
-    batch = batch_of(plan, samples)
+    batch = made()
+    num_trained = sum(int(sample.path.mask.sum()) for sample in samples)
+    credited = sum(member.summary.num_sampled for member in plan.members if member.summary and member.advantage)
     ref = BatchRef(
         batch_id=plan.batch_id,
         step=plan.step,
         rollout_ids=plan.rollout_ids,
         sampled=batch.sampled,
-        num_trained=sum(int(sample.path.mask.sum()) for sample in samples),
+        num_trained=num_trained,
+        num_masked=credited - num_trained,
         digest=digest(),
     )
     return batch, ref
@@ -345,6 +354,7 @@ def read_trace(path: File) -> Recorded:
             samples=samples,
             rollout_ids=tuple(judged),
             num_loss_tokens=facts["num_loss_tokens"],
+            lr_share=_share(facts.get("lr_share", 1.0)),
         )
     except (pa.ArrowException, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(path, error) from error
@@ -356,6 +366,13 @@ def read_trace(path: File) -> Recorded:
         raise _damaged(path, ValueError(f"its digest is {found[:12]}, recorded was {str(recorded)[:12]}"))
     computed_by = {name: str(value) for name, value in computed_by.items()}
     return Recorded(batch, tuple(judged.values()), computed_by, settings, found)
+
+
+def _share(value: object) -> float:
+    """Raises `ValueError` for what is no share; a file of an earlier etude has none."""
+    if not isinstance(value, float) or not 0.0 <= value <= 1.0:
+        raise ValueError(f"lr_share is {value!r}")
+    return value
 
 
 def read_rollout(path: File, rollout_id: str) -> tuple[Graded | Invalid | None, list[I32]] | None:

@@ -1,7 +1,7 @@
-"""What may happen to a rollout: the states and the moves between them, as data.
+"""The states of a rollout, and the table of allowed transitions between them.
 
-One table rules them all, so that nobody has to search the code for who may set what. A state that *holds* occupies
-one of the run's slots; every terminal state gives it back and says why. Knows nothing of SQLite.
+All transitions are in one table, so that they need not be searched in the code. A state that *holds* occupies one of
+the run's slots; every terminal state frees the slot and has a reason. Knows nothing of SQLite.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from etude.errors import LedgerError
 
 
 class State(enum.StrEnum):
-    """Where a rollout is."""
+    """The state of a rollout."""
 
     ADMITTED = "admitted"  # has a task and a slot, waits for a worker
-    RUNNING = "running"  # a worker has it
-    GRADED = "graded"  # judged and stored, waits for its batch
-    INVALID = "invalid"  # says nothing about the policy; kept as data
-    BATCHED = "batched"  # the learner has it
+    RUNNING = "running"  # a worker runs it
+    GRADED = "graded"  # graded and stored, waits for its batch
+    INVALID = "invalid"  # failed outside of the agent's reach; kept, never trained on
+    BATCHED = "batched"  # in the batch of a step
     TRAINED = "trained"  # in the lineage of the current weights
     NO_SIGNAL = "no-signal"  # consumed by a step in the lineage, without a gradient of its own
-    REQUEUED = "requeued"  # to be run again, or its stored outcome to be used again
+    REQUEUED = "requeued"  # will be run again, or its stored outcome will be used again
     PARKED = "parked"  # set aside without a slot; may come back
-    QUARANTINED = "quarantined"  # its record cannot be read or believed; kept, never trained
-    CANCELLED = "cancelled"  # nobody wants it any more
+    QUARANTINED = "quarantined"  # its record cannot be read or trusted; kept, never trained on
+    CANCELLED = "cancelled"  # not needed any more
 
 
 HOLDING = frozenset({State.ADMITTED, State.RUNNING, State.REQUEUED, State.GRADED, State.BATCHED})
@@ -57,7 +57,9 @@ MOVES = (
     Move(State.REQUEUED, State.RUNNING, "a worker takes it again"),
     Move(State.REQUEUED, State.GRADED, "its step was lost, its stored outcome stands"),
     Move(State.REQUEUED, State.INVALID, "no attempt is left"),
-    Move(State.REQUEUED, State.QUARANTINED, "its stored record cannot be read"),
+    Move(
+        State.REQUEUED, State.QUARANTINED, "its stored record cannot be read, or was dropped before its step was lost"
+    ),
     Move(State.REQUEUED, State.CANCELLED, "the run ends"),
     Move(State.PARKED, State.REQUEUED, "there is room for it again"),
     Move(State.PARKED, State.CANCELLED, "the run ends"),
@@ -71,13 +73,14 @@ MOVES = (
     Move(State.TRAINED, State.REQUEUED, "the lineage went back before its step"),
     Move(State.NO_SIGNAL, State.REQUEUED, "the lineage went back before its step"),
 )
-"""The whole table. What is not in it is a `LedgerError`."""
+"""All allowed transitions. Any other raises `LedgerError`."""
 
 _ALLOWED = {(move.origin, move.to) for move in MOVES}
 
 
 def check(rollout_id: str, origin: State, to: State, reason: str) -> None:
-    """Raise `LedgerError` unless the table allows the move and a terminal state has its reason.
+    """Check a transition of a rollout. Raises `LedgerError` where the table forbids it, or a terminal state that needs
+    a reason has none.
 
     >>> check("g000001.0", State.RUNNING, State.GRADED, "")
     >>> check("g000001.0", State.RUNNING, State.TRAINED, "why not")

@@ -1,12 +1,12 @@
-"""The product's door: OpenAI's chat and text completions over one `Policy`.
+"""The gateway for a product: serves OpenAI's chat and text completions from one `Policy`.
 
     request → key → size → checks → a place → tokens (known ones, then what is new) → room → policy → answer
 
-Every step can refuse, and says so in OpenAI's shape. A text is tokenised in a thread once its request has one of the
-bounded places, and refused by its length where it cannot fit. The tokens of a conversation live here: a client sends
-text, and the model is shown exactly the tokens it has seen and sampled before. A stream is sent as the policy samples
-(all at once from one that cannot stream); a client that goes away takes its request back. Knows nothing of engines,
-weights or tools: calls go to the client.
+Every step can refuse a request, with an error in OpenAI's format. A text is tokenised in a thread once its request has
+one of a bounded number of places, and refused by its length where it cannot fit. The gateway keeps the tokens of
+conversations: a client sends text, and the model gets exactly the tokens that it read and sampled before. A stream is
+sent as the policy samples (all at once from a policy that cannot stream). When a client disconnects, its request is
+cancelled. Knows nothing of engines, weights or tools: the client carries out tool calls.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from etude.seams import Policy, told
 T = TypeVar("T")
 TOKENISING = 2
 """Threads that tokenise. What a client that went away has begun there ends by itself; the next waits for it."""
+_SHORT_BYTES = 64 << 10  # of a body that is read where it came
 R = TypeVar("R", bound=Asked)
 
 
@@ -73,7 +74,7 @@ def create_app(
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """Where a completion belongs in a conversation: what `TokenTree` is told."""
+    """The place of a completion in a conversation, for `TokenTree`."""
 
     asked: ChatRequest
     known: Node | None  # the deepest completion that the gateway remembers
@@ -150,7 +151,7 @@ class Gateway:
             raise Refused(415, "send the body as content-type: application/json", code="unsupported_media_type")
         try:
             async with asyncio.timeout(self.config.deadline_s):
-                asked = read(await self._body(request))
+                asked = await self._read(read, await self._body(request))
                 self._check_model(asked.model)
                 if asked.stream:
                     events = self._events(asked, ask, stream)
@@ -196,6 +197,9 @@ class Gateway:
             if len(body) > limit:
                 raise Refused(413, f"the body is larger than {limit} bytes", code="request_too_large")
         return bytes(body)
+
+    async def _read(self, read: Callable[[bytes], R], body: bytes) -> R:
+        return read(body) if len(body) <= _SHORT_BYTES else await self._apart(partial(read, body))
 
     async def _answer(self, asked: R, ask: Callable[[R], Awaitable[Asking]]) -> Answer:
         async with self._turn():
@@ -278,7 +282,7 @@ class Gateway:
         )
 
     def _told(self, asking: Asking, completion: Completion) -> Answer:
-        """What a client is told of a completion; a conversation's is remembered before."""
+        """Make the client's answer of a completion. A completion of a conversation is remembered first."""
         if completion.stop_reason is StopReason.CANCELLED:
             raise Refused(503, f"{completion.engine} cancelled the request", code="engine_unavailable")
         answer = make_answer(

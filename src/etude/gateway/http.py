@@ -70,7 +70,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    return Refused(status, f"{request.method} {request.url.path} is not offered", code="not_found").response()
+    return Refused(status, f"{request.method} {request.scope['path']} is not offered", code="not_found").response()
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from etude.errors import ContextFull, EngineError, EtudeError, nearest
 
 
 class Refused(Exception):
-    """A request that is not served: an HTTP status and what the client is told."""
+    """A refused request: the HTTP status and the error for the client."""
 
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class Refused(Exception):
 
 
 def invalid(message: str, param: str | None = None) -> Refused:
-    """400: the request is wrong in itself."""
+    """The refusal of an invalid request (HTTP 400). `param`: the field that is wrong."""
     return Refused(400, message, code="invalid_request", param=param)
 
 
@@ -42,9 +42,9 @@ def not_offered(field: str, value: object, neutral: Sequence[object]) -> Refused
 
 
 def unknown(field: str, known: Iterable[str]) -> Refused:
-    """400: a parameter that nobody knows, in the words and with the code that clients know from OpenAI."""
+    """The refusal of an unknown parameter (HTTP 400), with OpenAI's message and code."""
     close = nearest(field[:100], known)
-    hint = close if close.startswith("did you mean") else "leave it out; the guide lists what is honoured"
+    hint = close if close.startswith("did you mean") else "leave it out; the guide lists the supported ones"
     message = f"Unknown parameter: {field[:100]!r}.\n  hint: {hint}"
     return Refused(400, message, code="unknown_parameter", param=field[:100])
 
@@ -61,7 +61,7 @@ def context_exceeded(context_tokens: int, prompt_tokens: int, answer_tokens: int
 
 
 def of_error(error: EtudeError) -> Refused:
-    """The refusal for an error of ours that a request met."""
+    """The refusal to send for an `EtudeError` that was raised while a request was served."""
     message = f"{error.what}{': ' + error.facts if error.facts else ''}"
     if isinstance(error, ContextFull):
         return Refused(400, message, code="context_length_exceeded", param="messages")

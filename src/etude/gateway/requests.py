@@ -1,8 +1,9 @@
-"""Bytes of a request → a checked `ChatRequest` or `TextRequest`, or `Refused`. Nothing else, whatever goes in.
+"""Parses the bytes of a request into a checked `ChatRequest` or `TextRequest`. Raises `Refused` for all other bytes,
+and nothing else.
 
-A parameter that would change the answer and cannot be honoured is refused by its name, unless it holds its neutral
-value; so is one that nobody knows. Those that change no answer (`HARMLESS`) are accepted and not used. In messages,
-which clients send back with what other servers put there, unknown fields are skipped.
+A parameter that would change the answer and is not supported is refused by its name, unless it has its neutral value.
+Unknown parameters are refused too. Parameters that change no answer (`HARMLESS`) are accepted and ignored. Unknown
+fields in messages are ignored, since clients send back what other servers put there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from etude.gateway.refusal import invalid, not_offered, unknown
 
 Message = dict[str, Any]
 
-MAX_STOPS = 16
+MAX_STOPS, MAX_STOP_CHARS = 16, 1_000
 HARMLESS = frozenset(
     {
         "metadata",
@@ -95,7 +96,7 @@ TEXT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What every request for a completion says."""
+    """The fields that all requests for a completion share."""
 
     model: str
     max_tokens: int | None
@@ -117,7 +118,7 @@ class ChatRequest(Asked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest(Asked):
-    """What comes after a text, given as such or as token ids."""
+    """A request to continue a prompt, given as text or as token ids."""
 
     prompt: str | list[int]
 
@@ -243,8 +244,8 @@ def _check_ranges(body: _Body) -> None:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS or not all(stops):
-        raise invalid(f"stop must be at most {MAX_STOPS} non-empty texts", "stop")
+    if len(stops) > MAX_STOPS or not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
+        raise invalid(f"stop must be at most {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters", "stop")
     return stops
 
 
@@ -269,8 +270,9 @@ def _canonical(message: _Message, where: str) -> Message:
 def _canonical_call(call: _ToolCall, where: str) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
+        json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise invalid("a tool call's arguments must be a JSON object", f"{where}.tool_calls")
+        raise invalid("a tool call's arguments must be a JSON object of whole characters", f"{where}.tool_calls")
     return {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,4 +1,5 @@
-"""What the gateway asks of a chat format; `etude.harness.ChatFormat` has this shape. The gateway imports no sibling."""
+"""The interface of chat formats that the gateway needs, so that it imports no other folder. `etude.harness.ChatFormat`
+has it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class Called(Protocol):
 
 
 class Said(Protocol):
-    """What a completion says; with an `error` the call in it could not be read."""
+    """A completion, parsed: its text and its tool call. With an `error` the call could not be parsed."""
 
     @property
     def text(self) -> str: ...

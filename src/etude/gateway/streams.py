@@ -15,6 +15,7 @@ from etude.gateway.refusal import Refused
 from etude.gateway.seam import Chat
 
 DONE = b"data: [DONE]\n\n"
+CHARACTER_TOKENS = 4  # at most, as a character has four bytes at most
 
 
 class Spoken:
@@ -44,12 +45,18 @@ class Spoken:
 
     def _decoded(self) -> str:
         """The text of the new tokens, behind as many known ones as a decoder needs to set blanks right; none of it
-        while the last character is not whole."""
+        while the last character is not whole. Where none gets whole, what lies a character's tokens back is said as it
+        is: it stays so, and nothing may be decoded again and again."""
         before = self._chat.decode(self._ids[self._known : self._read])
         text = self._chat.decode(self._ids[self._known :])
-        if len(text) <= len(before) or text.endswith("\ufffd"):
+        stop = len(self._ids)
+        if text.endswith("\ufffd"):
+            stop -= CHARACTER_TOKENS
+            said = self._chat.decode(self._ids[self._known : stop]) if stop - self._read > CHARACTER_TOKENS else ""
+            text = said if text.startswith(said) else ""
+        if len(text) <= len(before):
             return ""
-        self._known, self._read = self._read, len(self._ids)
+        self._known, self._read = self._read, stop
         return text[len(before) :]
 
 

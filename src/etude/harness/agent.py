@@ -29,6 +29,7 @@ from etude.seams import Machine, Policy
 
 SPEAK_BY_TOOLS = "call a tool"
 """What a turn without a tool call is answered with."""
+_INT_END = 1 << 63  # what a record can hold of a whole number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class AgentRun:
-    """What an agent did. `ending` is None exactly when `failure` says what broke outside its reach."""
+    """The result of an agent's run. `ending` is None exactly when `failure` is set: something outside its reach
+    broke."""
 
     trace: Trace
     messages: list[Message]
@@ -181,7 +183,7 @@ class _Talk:
 
 
 def assistant_message(text: str, call: Call | None, *, call_id: str) -> Message:
-    """What was said, in OpenAI's shape; the arguments stay a mapping."""
+    """The assistant's message in OpenAI's format, except that a call's arguments stay a mapping."""
     message: Message = {"role": "assistant", "content": text}
     if call is not None:
         function = {"name": call.name, "arguments": call.arguments}
@@ -197,4 +199,8 @@ def _tool_call(reply: Reply, output: str) -> ToolCall | None:
 
 
 def _plain(value: Any) -> str | int:
-    return value if isinstance(value, str | int) and not isinstance(value, bool) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool) and -_INT_END <= value < _INT_END:
+        return value
+    return json.dumps(value)

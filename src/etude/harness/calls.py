@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etude.harness.commands import Call, Signature, usage
+from etude.harness.commands import Call, Signature, unwritable, usage
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,13 @@ def form_of(tokens: Container[str]) -> CallForm:
 def checked(name: Any, arguments: Any, signatures: Mapping[str, Signature]) -> Call | str:
     """A call that a tool can take, or a short text that says what is wrong with it."""
     if not isinstance(name, str) or name not in signatures:
-        return f"no such tool: {str(name)[:40].strip()}"
+        return f"no such tool: {str(name)[:40].strip().encode(errors='replace').decode()}"
     signature = signatures[name]
     known = {p.name: p for p in signature.parameters}
     if not isinstance(arguments, dict) or not arguments.keys() <= known.keys():
         return usage(signature)
+    if wrong := unwritable(arguments):
+        return wrong
     taken: dict[str, Any] = {}
     for key, parameter in known.items():
         if arguments.get(key) is None:

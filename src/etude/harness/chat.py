@@ -104,7 +104,7 @@ class ChatFormat:
 
     @classmethod
     def load(cls, folder: Path | str) -> ChatFormat:
-        """From a directory with tokenizer.json and a chat template. Raises `ChatError`."""
+        """Load the chat format of a directory with tokenizer.json and a chat template. Raises `ChatError`."""
         folder = Path(folder)
         prove(folder, [name for name in TOKENISER if (folder / name).is_file()], kind=ChatError)
         try:
@@ -195,7 +195,7 @@ class ChatFormat:
     # tokens to what was said
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
-        """What a completion says, its stop token included. Any ids give a `Reply`; nothing raises."""
+        """Parse a completion's token ids, with or without the stop token. Never raises: any ids give a `Reply`."""
         body = [int(i) for i in ids]
         if not body or body[-1] != self.end_id:
             return Reply(self.decode(body, special=True), error="too long")

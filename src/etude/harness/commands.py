@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ABSENT = "null"
+MAX_LEVELS = 64
+"""Of lists and objects in each other in an argument: what writes one again calls itself for every level."""
 _JSON_STARTS = ('"', "[", "{")
 _decoder = json.JSONDecoder()
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -117,6 +119,8 @@ def read_call(line: str, signatures: Mapping[str, Signature]) -> Call | str:
         p.required and p.name not in arguments for p in signature.parameters
     ):
         return usage(signature)
+    if wrong := unwritable(arguments):
+        return wrong
     return Call(signature.name, arguments)
 
 
@@ -134,6 +138,31 @@ def write_words(arguments: Mapping[str, Any], signature: Signature | None = None
     words = {n: _word(arguments.get(n), last=n == names[-1]) for n in names}
     words.update({n: _word(v, last=False) for n, v in arguments.items() if n not in words})
     return words
+
+
+def unwritable(arguments: Mapping[str, Any]) -> str:
+    """What keeps arguments that JSON could name from being written again; nothing where they can be.
+
+    JSON can name half of a character (``"\\ud800"``), which no record, no answer and no file can hold.
+
+    >>> unwritable({"path": "a.py"}), unwritable({"path": ["\\ud800"]})
+    ('', 'path holds half of a character')
+    """
+    for name, value in arguments.items():
+        left, levels = [value], 0
+        while left:
+            for text in (one for one in left if isinstance(one, str)):
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    return f"{name} holds half of a character"
+            lists = [one for one in left if isinstance(one, list)]
+            objects = [one for one in left if isinstance(one, dict)]
+            left = [x for one in lists for x in one] + [x for one in objects for item in one.items() for x in item]
+            levels += bool(left)
+            if levels > MAX_LEVELS:
+                return f"{name} is nested too deeply"
+    return ""
 
 
 def _kind(declared: Any) -> str:

@@ -1,4 +1,4 @@
-"""What bounds an agent. Torch-free; composed into a run's config by loop/."""
+"""Settings of the harness: tools and limits of an agent. Imports no torch; part of a run's config."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ImportedFormat(ChatFormat):
         return self._encode_rendering(self.calls.write(self._hide(call.name), arguments) + self.end)
 
     def parse(self, ids: Sequence[int] | I32, signatures: Mapping[str, Signature]) -> Reply:
-        """What a completion says, its stop token included. Any ids give a `Reply`; nothing raises."""
+        """Parse a completion's token ids, with or without the stop token. Never raises: any ids give a `Reply`."""
         body = [int(i) for i in ids]
         if not body or body[-1] not in self.stop_token_ids:
             return Reply(self.decode(body, special=True), error="too long")
@@ -99,7 +99,8 @@ class ImportedFormat(ChatFormat):
         return Reply(self.decode(body[:-1])) if call is None else Reply(before, call)
 
     def leading_text(self, ids: Sequence[int] | I32) -> int:
-        """How many of a completion's first tokens are said to the reader, whatever follows: those before a call."""
+        """Number of a completion's first tokens that are surely text for the reader, whatever follows: those before a
+        tool call."""
         ends = self._openers | self._special_ids
         return next((n for n, i in enumerate(ids) if int(i) in ends), len(ids))
 

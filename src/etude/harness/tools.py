@@ -1,8 +1,8 @@
-"""The tools: what an agent can do to its machine, answered in as few characters as will do.
+"""The tools with which an agent acts on its machine.
 
-A tool is a signature and a coroutine over a `Workbench`. Whatever the agent asks for that cannot be done is answered
-with a short text ("no such file"); only `MachineError`, which the agent cannot cause, rises. Answers are short because
-they are prompt tokens of every later turn. Knows nothing of tokens, policies or grading.
+A tool is a signature and a coroutine over a `Workbench`. A call that cannot be carried out is answered with a short
+text ("no such file"); only `MachineError`, which the agent cannot cause, is raised. Answers are short because they are
+prompt tokens of every later turn. Knows nothing of tokens, policies or grading.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FILE_BYTES = 262_144
 
 @dataclass(slots=True)
 class Workbench:
-    """What tools work on: one machine, and what the harness knows of it. Made per rollout by the agent loop.
+    """The state that tools work on: one machine and what the harness knows of it. The agent loop makes one per rollout.
 
-    `files` are the paths of the tree as long as only the harness has touched it, which saves a command for most uses of
-    `ls`; after the first command it is None and the machine is asked.
+    `files` are the paths of the tree as long as only the harness has changed it, so that `ls` needs no command; after
+    the first command it is None, and `ls` asks the machine.
     """
 
     machine: Machine
@@ -42,11 +42,11 @@ class Workbench:
 
     @classmethod
     def of(cls, task: Task, machine: Machine, *, key: str, deadline_s: float, output_chars: int) -> Workbench:
-        """The bench of a machine in the task's prepared state."""
+        """The workbench of a machine in the task's prepared state. `key`: prefix of its idempotency keys."""
         return cls(machine, task.test_command, set(task.files), key, deadline_s, output_chars)
 
     async def exec(self, argv: tuple[str, ...]) -> ExecResult:
-        """Run a command, each once."""
+        """Run a command under an idempotency key of its own. Raises `MachineError`."""
         self.num_commands += 1
         self.files = None
         result = await self.machine.exec(
@@ -59,7 +59,8 @@ class Workbench:
         return result
 
     async def command(self, argv: tuple[str, ...]) -> str:
-        """Run a command; its output, and how it ended where that is not plain."""
+        """Run a command. Returns its output; "timed out" is added past the deadline, and "exit N" stands for an empty
+        output where it failed."""
         result = await self.exec(argv)
         output = result.output.decode(errors="replace").strip("\n")
         if result.timed_out:
@@ -69,7 +70,7 @@ class Workbench:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A signature, and the coroutine that does it: called with the workbench and the arguments by name."""
+    """One tool: its signature, and the coroutine that runs it, called with the workbench and the arguments by name."""
 
     signature: Signature
     run: Callable[..., Awaitable[str]]
@@ -92,7 +93,7 @@ class ToolSet:
         return [s.to_openai() for s in self.signatures.values()]
 
     async def run(self, call: Call, bench: Workbench) -> str:
-        """The tool's answer, clipped. Raises `MachineError` only."""
+        """Run a call; returns the tool's answer, clipped to `bench.output_chars`. Raises only `MachineError`."""
         try:
             answer = await self._tools[call.name].run(bench, **call.arguments)
         except FileNotFoundError:
@@ -105,7 +106,7 @@ class ToolSet:
 
 
 def clip(text: str, limit_chars: int) -> str:
-    """The head and the tail of a text that is too long.
+    """Shorten a text of more than `limit_chars` characters to its head and its tail.
 
     >>> clip("0123456789" * 3, 16)
     '01234567...56789'
@@ -117,7 +118,7 @@ def clip(text: str, limit_chars: int) -> str:
 
 
 def number_lines(text: str) -> str:
-    """Lines with their numbers, each four blanks of indentation shortened to one.
+    """Put line numbers (from 1) before the lines, and shorten every four blanks of indentation to one.
 
     >>> print(number_lines("def f(n):\\n    return n\\n"))
     1 def f(n):
@@ -132,8 +133,8 @@ def number_lines(text: str) -> str:
 
 
 def find_line(lines: list[str], place: str) -> int | None:
-    """The index of a line given by number (from 1) or by the name of a function: the first line of its body after the
-    docstring's first line. None: no such place."""
+    """The index of a line that is named by its number (from 1) or by a function's name: then the first line of its
+    body, after the docstring's first line. None where there is no such line."""
     if place.isascii() and place.isdigit() and len(place) < 10:
         index = int(place) - 1
     else:
@@ -215,7 +216,7 @@ STANDARD_TOOLS: Mapping[str, Tool] = {
 
 
 def standard_tools(names: tuple[str, ...] = tuple(STANDARD_TOOLS)) -> ToolSet:
-    """The tools of these names. Raises `ConfigError` for an unknown one.
+    """The standard tools of these names. Raises `ConfigError` for an unknown name.
 
     >>> standard_tools(("submti",))
     Traceback (most recent call last):

@@ -37,7 +37,7 @@ def fetched_base(store: BlobStore, public_key: bytes | None = None) -> Tensors:
 
 
 def _take(model: Transformer, tensors: Tensors) -> None:
-    """Have a model that nobody asks yet hold these weights. Raises `WeightsError` where they are another model's."""
+    """Write these weights into a model that serves no requests yet. Raises `WeightsError` where they do not fit it."""
     update = Update(Version(0, "0" * 8, "0" * 64), {}, tensors, (), fetch_s=0.0, fetched_bytes=0)
     Target(Map(named(hf_views(model)))).prepare(update, tensors, undoable=False).apply()
 
@@ -70,7 +70,7 @@ class AdaptedWeights:
                 raise WeightsError(
                     "an adapter of other settings is published than at the start",
                     f"held are {config}",
-                    hint="restart the engine: it takes up what is published then",
+                    hint="restart the engine: it then starts with the newest version",
                 )
             rounded(model, dtype)
 

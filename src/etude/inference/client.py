@@ -154,12 +154,12 @@ class HttpEngine:
         return EngineLate(
             f"{self.url} was asked {what} and did not answer within {deadline_s:g} s",
             facts,
-            hint="it hangs, or has too much to do: see its /health and its log",
+            hint="it hangs or is overloaded: see its /health and its log",
         )
 
     def _gone(self, what: str, error: Exception) -> EngineGone:
         facts = f"{type(error).__name__}: {error}; it was asked {what}"
-        return EngineGone(f"no engine answers at {self.url}", facts, hint="see whether its process lives")
+        return EngineGone(f"no engine answers at {self.url}", facts, hint="check whether its process runs")
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:

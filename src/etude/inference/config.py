@@ -1,4 +1,4 @@
-"""What one engine may be told. Torch-free: whoever starts an engine process reads this without importing one."""
+"""Settings of one engine. Imports no torch, so that a process that starts engines can read it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK_TOKENS = 32  # of vLLM's KV cache; its CPU build's kernels want multiples 
 
 
 class EngineKind(enum.StrEnum):
-    """What an engine of a run is."""
+    """Which software an engine of a run is."""
 
     REFERENCE = "reference"  # ours: every mode, format and family
     VLLM = "vllm"  # vLLM in an environment of its own; not exact
@@ -26,12 +26,12 @@ SERVERS = {
     EngineKind.VLLM: "etude.inference.vllm.server",
     EngineKind.SGLANG: "etude.inference.sglang.server",
 }
-"""The module that is an engine of a kind, as a process."""
+"""By kind of engine, the module that its process runs (`python -m`)."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes and patience of one engine.
+    """The `[engine]` section: sizes and time limits of one engine.
 
     >>> EngineConfig(max_sequences=8).context_tokens
     1024
@@ -40,18 +40,18 @@ class EngineConfig:
     max_sequences: int = ranged(64, low=1, high=4096)  # decoded together; also the number of KV slots
     context_tokens: int = ranged(1024, low=2)  # longest context: prompt and completion
     chunk_tokens: int = ranged(256, low=1)  # reference engines compute a prompt up to each multiple of this position
-    step_tokens: int = ranged(512, low=1)  # prompt tokens computed in one step, beside one decoded token a sequence
-    max_waiting: int = ranged(1024, low=0)  # requests without a slot; one more is refused
+    step_tokens: int = ranged(512, low=1)  # prompt tokens computed in one step, beside one decoded token per sequence
+    max_waiting: int = ranged(1024, low=0)  # requests that wait for a slot; one more is refused
     pin_lease_s: float = ranged(3.0, low=0.0)  # how long a pinned session holds its version between two calls
-    stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer is a hang
-    dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode the learner's, too
-    device: str = "auto"  # auto, cpu, cuda, cuda:N: of reference engines; in exact mode the learner's, too
+    stall_s: float = ranged(60.0, low=0.1)  # a step that takes longer counts as a hang
+    dtype: ComputeDtype = ComputeDtype.FLOAT32  # in exact mode it must be the learner's
+    device: str = "auto"  # of reference engines: auto, cpu, cuda, cuda:N; in exact mode it must be the learner's
 
     def __post_init__(self) -> None:
         check_device(self.device)
 
     def arguments(self) -> list[str]:
-        """Every setting as arguments of an engine's process; `serving.config_of` reads them back.
+        """Every setting as command-line arguments of an engine's process; `serving.config_of` reads them back.
 
         >>> EngineConfig(device="cpu").arguments()[-2:]
         ['--device', 'cpu']
@@ -66,12 +66,13 @@ _PARALLEL = (
     ("data-parallel-size", "dp", "dp-size"),
     ("prefill-context-parallel-size", "pcp"),
 )
-"""Names that vLLM and SGLang have for each size; processes of a size compute on a device each."""
+"""The options of vLLM and SGLang for each parallel size. A server computes on as many devices as their product."""
 
 
 def devices_of(arguments: Sequence[str]) -> int:
-    """The product of the parallel sizes in a server's arguments. With ``--enable-dp-attention`` SGLang's data-parallel
-    ranks are among its tensor-parallel ones, and of ``--nnodes`` servers this is one.
+    """Number of devices of one server: the product of the parallel sizes in its arguments. With
+    ``--enable-dp-attention`` SGLang's data-parallel ranks are some of its tensor-parallel ones, and count once; with
+    ``--nnodes`` the devices are divided by the number of nodes.
 
     >>> devices_of(["--tp", "8", "--dp=4", "--enable-dp-attention"]), devices_of(["--tensor_parallel_size=4", "-pp=2"])
     (8, 8)
@@ -86,7 +87,7 @@ def devices_of(arguments: Sequence[str]) -> int:
 
     def size(names: Sequence[str]) -> int:
         value = next((given[name] for name in names if name in given), "1")
-        return int(value) if value.isdecimal() and int(value) else 1  # what is no number the server itself refuses
+        return int(value) if value.isdecimal() and int(value) else 1  # the server itself refuses any other value
 
     tensor, pipeline, data, context = map(size, _PARALLEL)
     devices = tensor * pipeline * context * (1 if "enable-dp-attention" in given else data)
@@ -95,15 +96,15 @@ def devices_of(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class ForeignConfig:
-    """The `[vllm]` and `[sglang]` sections: what engines of that make are told beside `[engine]`."""
+    """The `[vllm]` and `[sglang]` sections: settings of engines of that software, beside those of `[engine]`."""
 
-    environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it; so SGLang's
-    kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # room for KV; none: max_sequences whole contexts
-    arguments: tuple[str, ...] = ()  # passed on: ["--tensor-parallel-size=8"]
+    environment: Path | None = None  # none: $ETUDE_VLLM, or where `etude engines install vllm` put it; SGLang alike
+    kv_tokens: int | None = ranged(None, low=BLOCK_TOKENS)  # tokens of KV cache; none: max_sequences whole contexts
+    arguments: tuple[str, ...] = ()  # passed on to the server: ["--tensor-parallel-size=8"]
 
     @property
     def devices(self) -> int:
-        """On how many accelerators an engine computes, by its arguments: the product of its parallel sizes.
+        """Number of accelerators that one engine computes on, from the parallel sizes in `arguments`.
 
         >>> ForeignConfig(arguments=("--tensor-parallel-size=8", "-dp", "2")).devices
         16
@@ -111,7 +112,7 @@ class ForeignConfig:
         return devices_of(self.arguments)
 
     def kv_room(self, engine: EngineConfig) -> int:
-        """Tokens whose keys and values there is room for.
+        """Size of the KV cache in tokens: `kv_tokens`, or `max_sequences` whole contexts.
 
         >>> ForeignConfig().kv_room(EngineConfig(max_sequences=8, context_tokens=512))
         4096
@@ -119,5 +120,5 @@ class ForeignConfig:
         return self.kv_tokens or engine.max_sequences * engine.context_tokens
 
     def max_contexts(self, engine: EngineConfig) -> int:
-        """How many whole contexts there is room for, at most as many as are decoded together."""
+        """How many whole contexts fit into the KV cache, at most `max_sequences`."""
         return min(engine.max_sequences, self.kv_room(engine) // engine.context_tokens)

@@ -1,11 +1,12 @@
-"""The reference engine: a model that one thread steps (`stepping`), and an asyncio face (`seams.Engine`).
+"""The reference engine: a model that one thread steps (`stepping`), behind the asyncio interface `seams.Engine`.
 
-The thread alone touches scheduler, KV and weights; pausing, swapping weights and cancelling happen between two tokens.
-A swap waits until no session pins the current version (`pins`).
+Only the thread touches scheduler, KV cache and weights; pausing, swapping weights and cancelling happen between two
+tokens. A swap waits until no session pins the current version (`pins`).
 
-A request is late when no step was made for as long as it allows: however long it is and however slow the steps, one
-that is being computed, or waits while others are, is not. The thread drops a late one and says in which phase it was;
-and should the thread itself hang, the waiting side gives up and says how long the thread has not moved.
+A request is late when the engine has made no step for the request's `deadline_s`. A request that is being computed, or
+waits while others are, is not late, however long it is and however slow the steps are. The thread drops a late request
+and reports the phase that it was in. If the thread itself hangs, the coroutine that waits raises an error with the time
+that the thread has not moved.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from etude.weights.follow.targets import Swap
 
 T = TypeVar("T")
 
-CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # and "exact" where the operators are
-GRACE_S = 0.5  # the thread's own answer about a late request comes first, if the thread is well
+CAPABILITIES = ("adopt", "pause-keep", "routes", "spans", "stream", "verify")  # "exact" is added for exact operators
+GRACE_S = 0.5  # beyond a request's deadline: a thread that does not hang reports a late request first
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """What a swap did. `pause_s`: how long no step could run because of it."""
+    """Result of a swap. `pause_s`: seconds in which no step could run because of it."""
 
     version: Version
     pause_s: float
@@ -72,7 +73,7 @@ class ReferenceEngine:
                 hint="lower context_tokens (by hand: --context-tokens N), or take a model with a longer context",
             )
         self.counters = Counters()
-        self.trouble = ""  # why the latest adoption failed; "" when it did not
+        self.trouble = ""  # why the latest adoption failed; "" where it did not fail
         self._checks = Checks(name, model.config.vocab_size, self.config.context_tokens)
         self._scheduler = Scheduler(
             num_slots=self.config.max_sequences,
@@ -88,7 +89,7 @@ class ReferenceEngine:
         self._paused = False
         self._stepped = time.monotonic()  # when the latest step, or swap, ended
         self._swaps: deque[tuple[Swap, Future[Swapped]]] = deque()
-        self._awaiting: list[tuple[int, Future[Version]]] = []  # who waits for which step
+        self._awaiting: list[tuple[int, Future[Version]]] = []  # (step waited for, its future)
         max_calls = self.config.max_waiting + self.config.max_sequences
         self._thread = Stepping(name, self._advance, self._fail_all, max_calls=max_calls)
 
@@ -97,7 +98,7 @@ class ReferenceEngine:
         self._thread.start()
 
     def close(self) -> None:
-        """Fail what is in flight and stop. Idempotent. Raises `EngineError` when the thread does not end."""
+        """Fail the requests in flight and stop. Idempotent. Raises `EngineError` when the thread does not end."""
         self._thread.close()
 
     async def __aenter__(self) -> Self:
@@ -114,7 +115,7 @@ class ReferenceEngine:
 
     @property
     def stalled_s(self) -> float:
-        """How long the stepping thread has not moved."""
+        """Seconds for which the stepping thread has not moved."""
         return self._thread.stalled_s
 
     async def generate(self, request: CompletionRequest) -> Completion:
@@ -123,7 +124,7 @@ class ReferenceEngine:
         return await self._serve(Running(request, arrived=time.monotonic()))
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Left early, the request is cancelled."""
+        """See `seams.Streaming`. Closing the generator early cancels the request."""
         self._checks.request(request)
         news = asyncio.Event()
         told = functools.partial(_tell, asyncio.get_running_loop(), news)
@@ -166,7 +167,8 @@ class ReferenceEngine:
         await self._thread.ask(lambda: setattr(self, "_paused", False), "to resume")
 
     async def adopt(self, min_step: int, *, deadline_s: float) -> Version:
-        """Wait until whoever follows the weight chain (`follow`) has swapped to `min_step` or later."""
+        """Wait until the engine holds `min_step` or a later version; `follow` swaps it in from the weight chain. Raises
+        `EngineError` after `deadline_s`."""
         future: Future[Version] = Future()
         self._thread.post(lambda: self._await_step(min_step, future), future)
         try:
@@ -180,7 +182,8 @@ class ReferenceEngine:
             ) from None
 
     async def info(self, *, deadline_s: float = 5.0) -> EngineInfo:
-        """Never waits for the stepping thread, so that a hung engine can still be looked at."""
+        """What the engine is and how loaded it is. Does not wait for the stepping thread, so a hung engine answers
+        too."""
         return EngineInfo(
             name=self.name,
             version=self.version,
@@ -204,11 +207,12 @@ class ReferenceEngine:
         return await self._thread.ask(lambda: (self.version, self._runner.score(ids)), "for its log-probabilities")
 
     async def operators(self, token_ids: Sequence[int], *, prompt_tokens: int) -> list[OperatorResult]:
-        """Every operator's results for a text (`watched`). Nobody's request is stepped meanwhile."""
+        """Compute a text and return the results of every operator (`watched`). `prompt_tokens`: how many of `token_ids`
+        are the prompt. No request is stepped meanwhile. Raises `MalformedRequest`."""
         self._checks.ids(np.array(token_ids), least=2, most=self.config.context_tokens)
         if not 1 <= prompt_tokens <= len(token_ids):
             raise MalformedRequest(
-                f"{prompt_tokens} of {len(token_ids)} tokens are the prompt", hint="there is one at least"
+                f"{prompt_tokens} of {len(token_ids)} tokens are the prompt", hint="give 1 to all of the tokens"
             )
         return await self._thread.ask(
             lambda: as_wire(engine_results(self._runner.model, token_ids, prompt_tokens=prompt_tokens)),
@@ -216,17 +220,18 @@ class ReferenceEngine:
         )
 
     def swap(self, swap: Swap) -> Future[Swapped]:
-        """Write prepared weights between two tokens, as soon as nobody pins the version. From any thread.
+        """Write prepared weights between two tokens, as soon as no session pins the version. May be called from any
+        thread.
 
-        What cannot be written is undone: the future says so and the old version is served on. What cannot be undone
-        ends the engine, since its memory is no version's.
+        A write that fails is undone: the future gets the error and the engine serves the old version. Where that fails
+        too, the engine ends, since its memory holds no version.
         """
         future: Future[Swapped] = Future()
         self._thread.post(lambda: self._swaps.append((swap, future)), future)
         return future
 
     def between_steps(self, call: Callable[[], T]) -> Future[T]:
-        """Have the stepping thread run `call` before its next step. From any thread."""
+        """Have the stepping thread run `call` before its next step. May be called from any thread."""
         return self._thread.between_steps(call)
 
     # -- on the thread
@@ -345,6 +350,6 @@ class ReferenceEngine:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
-    """From the stepping thread: there are new tokens. A loop that has closed has nobody who listens."""
+    """Signal new tokens to a loop from the stepping thread. A loop that is closed is ignored."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(news.set)

@@ -1,7 +1,7 @@
-"""How an engine says no, as exceptions and as HTTP: both sides of the wire share this table.
+"""The errors of engines, as exceptions and as HTTP answers; client and server share this table.
 
-The body is JSON, ``{"kind", "what", "facts", "hint"}``. `kind` tells apart what one status code cannot: a 503 that
-is over in a moment (busy) and one that is not (failed). An engine of another make sends no kind; then the status
+The body is JSON, ``{"kind", "what", "facts", "hint"}``. `kind` separates errors that share a status code: a 503 that is
+over in a moment (busy) and one that is not (failed). Engines that are not etude's own send no kind; then the status
 decides.
 """
 
@@ -21,23 +21,23 @@ class Unauthorised(EngineError):
 
 
 class EngineBusy(EngineError):
-    """The engine's queue is full (HTTP 503); a little later, or elsewhere, the request may be served."""
+    """The engine's queue is full (HTTP 503); the request may be served a little later, or by another engine."""
 
 
 class NotRegistered(EngineError):
-    """An engine whose lease has ended, or that never joined (HTTP 410): it joins again."""
+    """The engine's lease has ended, or it never joined (HTTP 410). It must join again."""
 
 
 class EngineUnreachable(EngineError):
-    """An engine does not answer its registry at the URL that it is to join with (HTTP 424)."""
+    """The engine that wants to join does not answer the registry at the URL that it gave (HTTP 424)."""
 
 
 class EngineLate(EngineError):
-    """Nothing happened with a request for as long as it allows, its `deadline_s` (HTTP 504)."""
+    """A request made no progress for its `deadline_s` (HTTP 504)."""
 
 
 class EngineGone(EngineError):
-    """Nobody answers at the engine's address, or the connection broke. Raised by clients only."""
+    """Nothing answers at the engine's address, or the connection broke. Raised by clients only."""
 
 
 _KINDS: dict[str, tuple[int, type[EngineError]]] = {
@@ -54,7 +54,7 @@ _KINDS: dict[str, tuple[int, type[EngineError]]] = {
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON body of an answer that is not 200."""
+    """The JSON body of an HTTP answer whose status is not 200."""
 
     what: str
     facts: str = ""
@@ -63,7 +63,7 @@ class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_http(error: EtudeError) -> tuple[int, bytes]:
-    """Status and body.
+    """The HTTP status and the JSON body of an error.
 
     >>> to_http(EngineBehind("step 4 asked", "this engine holds 3", hint="adopt first"))[0]
     409
@@ -74,7 +74,7 @@ def to_http(error: EtudeError) -> tuple[int, bytes]:
 
 
 def from_http(status: int, body: bytes, *, engine: str) -> EngineError:
-    """The exception behind an answer; never raises, whatever the bytes are.
+    """The exception of an HTTP answer. Never raises itself, whatever the bytes are.
 
     >>> from_http(409, b'{"what": "step 4 asked", "hint": "adopt first"}', engine="engine-0")
     EngineBehind('step 4 asked')

@@ -1,23 +1,25 @@
-"""Many engines behind one `Policy` call: who serves what, and what happens when one falls behind, fills up or dies.
+"""Serves one `Policy` from many engines: chooses the engine of each request, and handles engines that fall behind, are
+full, or die.
 
-A session stays with its engine, whose KV it extends. An engine that is gone, or no longer says how it is while it
-holds a request, is left alone for a while and its work is sent elsewhere under the same request id: sampling is
-keyed, so a repeat is the same completion. Nothing runs in the background; engines may come and go at any time.
+A session stays with its engine, whose KV cache it extends. An engine that is gone, or does not answer a health check
+while it holds a request, is not asked for a while, and its requests are sent to another engine under the same request
+id: sampling is keyed, so a repeat gives the same completion. Nothing runs in the background; engines may come and go at
+any time.
 
-A request ends in three ways. An engine that serves it bounds how long nothing may happen with it (its `deadline_s`);
-what engines refuse it for, other than the three reasons below, counts against the same seconds. Waiting for an engine
-that comes back, has room, or comes up to the version that is demanded does not: these take minutes where weights are
-large. That has its own bound, `patience_s`. And at most `MAX_LOST` engines may be lost under one request.
+Three limits end a request. An engine that serves it ends it when it makes no progress for its `deadline_s`; time lost
+to refusals, other than for the three reasons that follow, counts against the same seconds. Waiting for an engine that
+comes back, has room, or adopts the demanded version does not count, since that takes minutes where weights are large:
+it has a limit of its own, `patience_s`. And at most `MAX_LOST` engines may be lost under one request.
 
-What a registry knows of an engine (`tell`) bounds what it is given: nothing new to one that is drained or stands by, no
-new session where its free KV tokens are spoken for, and nothing that it would have to catch up for while another need
-not. Where none holds what is demanded, all are asked to come to it, and the first that does is given the work.
-Production goes before rollouts: no bound holds it back here, and engines take it first.
+What a registry knows of an engine (`tell`) limits its work: no new requests for an engine that is drained or on
+standby, no new session where its free KV tokens are taken, and no request for which it would have to adopt a version
+while another engine has it. Where no engine has the demanded version, all are asked to adopt it, and the first that
+does gets the request. Production goes before rollouts: no limit holds it back here, and engines take it first.
 
-Between regions a rollout's next call goes where it is expected to end first (`pace`). Staying is worth something: to a
-session its KV, to a group that what a region loses are whole groups, so both stay until elsewhere it takes less than
-half as long. So no engine is given more than it ends in about the time that the others need, and what is left in a slow
-region when the others have nothing to do any more moves on (decision 30).
+Between regions a rollout's next call goes to the engine where it is expected to end first (`pace`). A session stays
+with its engine, for its KV cache, and a group in its region, so that a lost region loses whole groups: both move only
+where a call takes less than half as long. So no engine gets more than it can end in about the time that the others
+need, and work left in a slow region moves when the others run out of work (decision 30).
 """
 
 from __future__ import annotations
@@ -79,9 +81,9 @@ class _Member:
     kv_tokens: int | None = None  # free when it was last told of, less what it was given since; None: unbounded
 
     def seconds(self, typical_s: float | None) -> float:
-        """How long one request more is expected to take. Within one place, and where nobody's pace is known, only how
-        full the engine is counts. One of unknown pace is taken to be `WORTH` times as quick as typical: new work finds
-        out, and no session leaves a home of typical pace for it."""
+        """How long one more request is expected to take. Within one place, and where no engine's pace is known, only
+        the engine's load counts. An engine of unknown pace is taken to be `WORTH` times as fast as a typical one: new
+        work then measures it, and no session leaves an engine of typical pace for it."""
         crowd = self.num_running + 1
         if typical_s is None or not self.region:
             return crowd / self.size
@@ -140,8 +142,8 @@ class _Try:
         return self.deadline - _now()
 
     def wait_is_over(self, seconds: float) -> None:
-        """So long nobody could be asked. It counts against the deadline where an engine has refused the request for a
-        reason of its own, and where the patience is at its end."""
+        """Count `seconds` in which no engine could be asked. They count against the deadline where an engine has
+        refused the request for another reason, or `patience_s` is used up; else against `patience_s`."""
         if all(isinstance(no, EngineBehind | EngineBusy | EngineGone) for no in self.refused.values()):
             free = min(seconds, self.patience_s)
             self.patience_s -= free
@@ -191,11 +193,11 @@ class Fleet:
         self._changed = asyncio.Event()
 
     def remove(self, name: str) -> None:
-        """It gets nothing new; what it still serves goes on. Unknown names are fine."""
+        """Remove an engine: it gets no new requests, and those that it serves go on. Unknown names are ignored."""
         self._members.pop(name, None)
 
     def tell(self, name: str, listed: Listed) -> None:
-        """What a registry knows of a member by now. Unknown names are fine."""
+        """Update what a registry knows of an engine. Unknown names are ignored."""
         member = self._members.get(name)
         if member is not None:
             member.takes_new, member.region = listed.state is State.SERVING, listed.region
@@ -225,8 +227,8 @@ class Fleet:
                 return completion
 
     async def stream(self, request: CompletionRequest) -> AsyncGenerator[list[int] | Completion]:
-        """See `seams.Streaming`. Until the first tokens are told another engine may take over, as in `complete`; after
-        them its error is raised, since what was told cannot be taken back."""
+        """See `seams.Streaming`. Before the first tokens another engine may take over, as in `complete`. After them an
+        engine's error is raised, since tokens that were yielded cannot be taken back."""
         at, begun = _Try(request, _now() + request.deadline_s, self.patience_s), False
         while True:
             member, asked_at = await self._next(at), _now()
@@ -244,8 +246,8 @@ class Fleet:
                 self._after_refusal(member, at, error, _now() - asked_at)
 
     async def _next(self, at: _Try) -> _Member:
-        """Whom to ask now. Raises `EngineBehind` where none came up to the version, and `EngineError` at the deadline
-        and where nobody will ever serve it."""
+        """Wait for an engine to ask. Raises `EngineBehind` where none adopted the version, and `EngineError` at the
+        deadline and where no engine can ever serve the request."""
         pause_s = RETRY_S
         while at.left_s > 0:
             member, began = self._choose(at), _now()
@@ -266,7 +268,8 @@ class Fleet:
         raise _nobody(at)
 
     def _choose(self, at: _Try) -> _Member | None:
-        """The member to ask; one that has to catch up only where all have to. None: nobody may be asked now."""
+        """The engine to ask now; one that must adopt a version first only where all must. None where none can be
+        asked."""
         now, out = _now(), at.skipped | at.hopeless
         able = [m for m in self._members.values() if m.name not in out and m.rests_until <= now]
         home = next((m for m in able if m.name == self._sessions.get(at.request.session_id)), None)
@@ -370,13 +373,13 @@ async def _parts(member: _Member, at: _Try) -> AsyncGenerator[list[int] | Comple
 
 
 def rank(member: _Member, at: _Try, typical_s: float | None) -> tuple[bool, float, float, str]:
-    """Whom a new session goes to: the member for which this is least."""
+    """The sort key of engines for a new session: it goes to the engine with the smallest."""
     production = member.num_production if at.request.traffic is Traffic.PRODUCTION else 0
     return at.waits_for(member), production / member.size, member.seconds(typical_s), member.name
 
 
 def _adoption(member: _Member, at: _Try) -> asyncio.Task[Version | EngineError]:
-    """One question to come to a step, whoever waits; a later step is a question of its own."""
+    """The task in which an engine adopts a step. All requests that wait for the step share it."""
     if member.adoption is None or member.adoption.done() or member.adopting != at.step:
         member.adopting = at.step
         member.adoption = asyncio.ensure_future(_adopted(member.engine, at.step, ADOPT_S))

@@ -1,10 +1,10 @@
-"""What engines, their registry and whoever asks engines tell each other over HTTP. No torch, no clock on the wire.
+"""The HTTP messages between engines, their registry, and clients that ask engines for completions. Imports no torch.
 
-An engine joins with its URL, is given a lease, and renews it; times are durations, measured by each side's own
-monotonic clock, so that nobody's clock has to be right.
+An engine joins with its URL, gets a lease, and renews it. Messages hold durations, never times of day: each side
+measures with its own monotonic clock, so no clock has to be right.
 
-Who says it: an engine's side is `registering`, the run's is `registrar` (HTTP, and its questions) over `registry` (who
-is a member, and in which state: pure), and who asks engines for completions follows by `roster`, which keeps a `fleet`.
+`registering` is the engine's side. `registrar` is the run's: it serves HTTP and probes engines, over `registry`, which
+keeps the members and their states (pure). Clients follow the members by `roster`, which keeps a `fleet`.
 """
 
 from __future__ import annotations
@@ -21,50 +21,51 @@ JOIN, RENEW, LEAVE, DRAIN = (f"{PREFIX}/{word}" for word in ("join", "renew", "l
 ENGINES, WANTED = f"{PREFIX}/engines", f"{PREFIX}/wanted"
 
 NO_VERSION = Version(step=-1, incarnation="00000000", digest="0" * 64)
-"""Of weights that are nobody's, until the chain has given some: under every step that can be asked for."""
+"""The version of an engine that has read no weights from the chain yet; its step is below every step asked for."""
 
 
 class State(enum.StrEnum):
-    """What an engine of a fleet is given."""
+    """State of an engine in a fleet: which requests it is given."""
 
-    CATCHING_UP = "catching-up"  # nothing yet: it does not hold the head of when it joined
-    SERVING = "serving"  # everything
-    STANDBY = "standby"  # nothing, until another is lost
-    DRAINING = "draining"  # what its sessions still ask
-    LOST = "lost"  # nothing: its lease has ended, or it does not answer
-    LEFT = "left"  # nothing: it went, as it was told to, or by itself
+    CATCHING_UP = "catching-up"  # none yet: it has not reached the version that was the newest when it joined
+    SERVING = "serving"  # all
+    STANDBY = "standby"  # none, until another engine is lost
+    DRAINING = "draining"  # only those of sessions that it has already
+    LOST = "lost"  # none: its lease has ended, or it does not answer
+    LEFT = "left"  # none: it was drained, or left by itself
 
 
 ALIVE = frozenset({State.CATCHING_UP, State.SERVING, State.STANDBY, State.DRAINING})
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of GET /fleet/v1/wanted: what an engine must be to serve this run. The weights come from the chain."""
+    """Answer of GET /fleet/v1/wanted: the model and settings that an engine must have to serve this run. It reads the
+    weights from the chain."""
 
-    model: str  # config.json as its checkpoint has it
+    model: str  # text of config.json, as the run's checkpoint has it
     mode: str  # `NumericsConfig`
     quantise: str
     degree: int
     dtype: str
     context_tokens: int
-    max_sequences: int  # of the run's own engines; a default, no demand
-    routes: bool  # whether completions must carry them
+    max_sequences: int  # of the run's own engines: a default that an engine may change
+    routes: bool  # whether completions must carry routes
     store: str = ""  # where the weights are, if engines elsewhere can reach it: a bucket
     public_key: str = ""  # 64 hex, where the run signs what it publishes
     parity: str = ""  # in exact mode the learner's parity class, once it is known
 
 
 class Join(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /fleet/v1/join."""
+    """Body of POST /fleet/v1/join: an engine asks to become a member."""
 
     name: str
     url: str  # as the conductor and its workers reach it
-    region: str = ""  # "": a place of its own
+    region: str = ""  # "": a region of its own
     standby: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Its answer: renew this lease well within `lease_s` seconds."""
+    """Answer to a `Join`: the lease, to be renewed well within `lease_s` seconds."""
 
     lease: str
     lease_s: float
@@ -78,7 +79,7 @@ class Renewal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a renewal: what the engine is to the fleet now. One that has `LEFT` was drained and may end."""
+    """Answer to a `Renewal`: the engine's state now. An engine in state `LEFT` was drained and may end."""
 
     state: State
 
@@ -90,7 +91,7 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listed(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine as whoever asks engines is told of it. What nobody has seen yet is None."""
+    """One engine in the list that clients get. Fields that nobody has measured yet are None."""
 
     url: str
     state: State = State.SERVING
@@ -99,14 +100,14 @@ class Listed(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int = 1
     num_running: int = 0
     num_waiting: int = 0
-    kv_tokens_free: int | None = None  # None: not bounded by what is known here
-    reason: str = ""  # of one that catches up and holds another lineage's weights
+    kv_tokens_free: int | None = None  # None: not known, so it does not limit the engine
+    reason: str = ""  # why an engine that catches up does not serve: it holds weights of another lineage
 
 
 Roster = dict[str, Listed]
-"""Engine name → what is known of it."""
+"""Members of a fleet by engine name."""
 
 
 def environment_token() -> str | None:
-    """ETUDE_TOKEN: what requests to engines and to their registry bear."""
+    """The bearer token of requests to engines and to their registry: the environment variable ETUDE_TOKEN, if set."""
     return os.environ.get("ETUDE_TOKEN") or None

@@ -152,7 +152,7 @@ class Registry:
 
     def _holder(self, name: str, lease: str) -> Member:
         member = self.members.get(name)
-        if member is None or not secrets.compare_digest(member.lease, lease):
+        if member is None or not secrets.compare_digest(member.lease.encode(), lease.encode()):
             raise NotRegistered(f"{name} holds no such lease", "another has joined under its name", hint="join again")
         return member
 

@@ -1,4 +1,4 @@
-"""What the next forward computes: pure, no tensors, no threads, the clock is passed in.
+"""Schedules requests: decides what the next forward computes. Pure: no tensors, no threads; the time is an argument.
 
 Continuous batching at token granularity: every step is one flat batch of one decoded token for each running
 sequence that has its prompt behind it, and chunks of the prompts that have not. Sequences join and leave between
@@ -28,10 +28,10 @@ from etude.records.wire import I32
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way through the engine."""
+    """A request in the engine, waiting or running."""
 
     request: CompletionRequest
-    arrived: float  # on the clock of whoever drives the scheduler
+    arrived: float  # seconds by the clock of the scheduler's caller
     future: Future[Completion] = field(default_factory=Future)
     slot: Slot | None = None  # None: waiting
     num_cached: int = 0
@@ -159,7 +159,7 @@ class Scheduler:
         return Plan(decode, chunks)
 
     def finish(self, sequence: Sequence) -> None:
-        """Leave, at the end or before it; the slot goes to the session, or to whoever waits."""
+        """Remove a request, at its end or before it. Its slot stays with its session, or becomes free."""
         if sequence.slot is None:
             self.waiting.remove(sequence)
             return
@@ -193,7 +193,8 @@ class Scheduler:
         self.slots.swapped()
 
     def _admit(self) -> None:
-        """Production, then the calls of sessions that hold a slot (it costs nobody anything), then by arrival."""
+        """Give slots to waiting requests: production first, then calls of sessions that hold a slot already, then in
+        order of arrival."""
         if not self.waiting:
             return
         for sequence in [s for s in self.waiting if s.production]:

@@ -1,4 +1,4 @@
-"""One engine as a process: ``python -m etude.inference.server --checkpoint DIR [--store PLACE] ...``.
+"""The program of a reference engine: ``python -m etude.inference.server --checkpoint DIR [--store PLACE] ...``.
 
 It loads the checkpoint (architecture, and weights until the store has some), follows the weight chain by itself,
 serves `app` on a socket, and writes ``{"url", "pid", "name"}`` to the ready file once it answers. It dies with its

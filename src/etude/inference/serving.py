@@ -1,4 +1,4 @@
-"""What every engine process does alike: its arguments, its socket, its ready file. No torch.
+"""The common part of all engine processes: arguments, socket, ready file. Imports no torch.
 
 ``{"url", "pid", "name"}`` is written to the ready file once it answers.
 """
@@ -31,7 +31,7 @@ RELAY_S = 5.0  # for its first answer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What an engine of any kind is told."""
+    """Add the command-line options that engines of every kind have."""
     parser.add_argument("--name", default="engine", help="what it calls itself in completions and events")
     parser.add_argument("--checkpoint", type=Path, help="a Hugging Face directory")
     parser.add_argument("--store", help="the blob store whose weight chain it follows: a directory, or s3://bucket/...")

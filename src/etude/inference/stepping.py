@@ -1,8 +1,8 @@
-"""The thread that steps an engine, and answers what it is handed between two steps.
+"""The thread that steps an engine, and runs calls of other threads between two steps.
 
-Only this thread touches what the engine computes with. Whoever else wants something of it hands over a call and gets a
-future: so a pause, a swap or a cancelled request falls between two tokens by construction, without a lock around the
-model. A thread that hangs is told by how long it has not moved. Knows nothing of models and requests.
+Only this thread touches the engine's model and state. Other threads hand it a call and get a future. So a pause, a swap
+or a cancellation always falls between two tokens, without a lock around the model. A thread that hangs is recognised by
+the time for which it has not moved. Knows nothing of models and requests.
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Stepping:
                 raise self._death or _closing(self.name)
             if len(self._inbox) > self._max_calls:
                 raise EngineBusy(
-                    f"{self.name} does not take up calls", f"{len(self._inbox)} wait", hint="see whether it hangs"
+                    f"{self.name} runs no calls", f"{len(self._inbox)} wait", hint="restart it if it hangs"
                 )
             self._inbox.append(_Call(run, future))
             self._wake.notify()
 
     def between_steps(self, call: Callable[[], T]) -> Future[T]:
-        """Have the thread run `call` before its next step. From any thread."""
+        """Have the stepping thread run `call` before its next step. May be called from any thread."""
         future: Future[T] = Future()
 
         def answer() -> None:
@@ -104,8 +104,8 @@ class Stepping:
         return future
 
     async def ask(self, call: Callable[[], T], what: str) -> T:
-        """What `call` returns on the thread. `what` ends the sentence "… was asked". Raises `EngineError` when it does
-        not come in time."""
+        """Run `call` on the stepping thread and return its result. `what` ends the sentence "… was asked". Raises
+        `EngineError` when it does not come in time."""
         future = self.between_steps(call)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), CONTROL_DEADLINE_S)
@@ -113,7 +113,7 @@ class Stepping:
             raise self.hung(f"{self.name} was asked {what} and did not within {CONTROL_DEADLINE_S:g} s") from None
 
     def hung(self, what: str) -> EngineLate:
-        """The error of somebody who waited in vain."""
+        """Make the error of a call that the thread did not answer in time."""
         return EngineLate(
             what,
             f"the stepping thread of {self.name} has not moved for {self.stalled_s:.1f} s",

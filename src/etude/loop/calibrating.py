@@ -1,4 +1,4 @@
-"""What this machine's CPU takes for a config's model, tools and machines.
+"""Measures the CPU time of a config's model, tools and machines on this machine.
 
 A program of its own, as it loads torch. Each constant of `plan.Measured` is measured by itself, in CPU seconds: the
 learner's step on drawn tokens at two sizes; the reference engine in this process, with prompts alone, with few

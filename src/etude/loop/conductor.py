@@ -28,25 +28,27 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from etude.errors import EngineError, EtudeError, LedgerError, NotFinite
 from etude.evals import EvalResult
-from etude.experience import SCHEMES, Group, Ledger, Window, plan_batch, step_facts
+from etude.experience import SCHEMES, Group, Ledger, plan_batch, step_facts
+from etude.experience.admission import LittleSignal
 from etude.experience.curriculum import Curriculum, Signals
+from etude.experience.packing import teaches
 from etude.experience.transitions import State
 from etude.harness import ChatFormat
 from etude.inference import HttpEngine
 from etude.loop.apart import InOrder, apart
 from etude.loop.config import RunConfig
 from etude.loop.crew import Crew
-from etude.loop.evaluating import evaluate
+from etude.loop.evaluating import evaluate, file_name
 from etude.loop.parity import Defence, Watch
 from etude.loop.places import ledger_place, traces_folder, weights_store
 from etude.loop.probing import Probe, Unreachable
-from etude.loop.retention import keep_within, kept_from
+from etude.loop.retention import goes_back_to, keep_within, kept_from
 from etude.loop.rolling import Rolling, keyed_seed, siblings
 from etude.loop.wire import Caller, Lost
 from etude.numerics.config import Mode
@@ -63,6 +65,7 @@ STEP_S, ADOPT_S, POLL_S = 600.0, 30.0, 0.05
 BEGIN_S = 2 * STEP_S  # what a lost lineage still publishes is waited for first
 AT_ONCE = 8  # groups that one transaction admits
 UNREAD = "its stored rollout cannot be read"
+DURING = "during"  # the name of evaluations between steps
 MAX_FRUITLESS = 6  # lineages in a row that end without one step
 T = TypeVar("T")
 
@@ -79,12 +82,8 @@ class Conductor:
         self.run_folder, self.config, self.telemetry = run, config, telemetry
         self.crew, self.source = crew, source
         self.traces = traces_folder(run)
-        self.window = Window(
-            max_lag=config.experience.max_lag,
-            groups_per_step=config.experience.groups_per_step,
-            straggler=config.experience.straggler,
-            signal_groups=config.experience.signal_groups,
-        )
+        self._scales = config.experience.little_signal is LittleSignal.SCALE
+        self.window = config.experience.window
         capacity = self.window.num_groups * config.experience.group_size
         self.ledger = Ledger(ledger_place(run), capacity=capacity, said=self._ledger_said)
         self.books = InOrder("ledger")  # a server may be away for seconds: engines and children are heard meanwhile
@@ -94,7 +93,7 @@ class Conductor:
         self.trained = 0  # of the live weights: one ahead while their version is on its way
         self._batched = 0  # of the batch that was formed last
         self._taken = 0  # groups that batches of this lineage took
-        self._size = 0  # groups that the step being formed wants, where more must be admitted for it
+        self._size = 0  # groups that the step being formed takes, as far as is known
         self._on_its_way: asyncio.Task[None] | None = None
         self._learner: Caller | None = None  # the process that holds the lineage's weights
         exact, taken = config.numerics.mode is Mode.EXACT, self.ledger.recall("defence")
@@ -103,7 +102,8 @@ class Conductor:
         self.probe = Probe(chat, config.parity, watch, telemetry, self._defend)
         self._defence_due: Defence | None = None
         self._room = asyncio.Event()  # there may be room in the window
-        self._admitted = asyncio.Event()
+        self._admitted = asyncio.Event()  # rollouts may be there that can start
+        self.rolling.demand = lambda place: self.window.demand(place, self._batched, self._size)
 
     def close(self) -> None:
         """Let the ledger go, after what it was given to write. Idempotent."""
@@ -115,6 +115,7 @@ class Conductor:
         await self._keeping(self._lineage)
         result = str(self.run_folder / "checkpoints" / "final")
         await self._keeping(lambda: self._call("save", type(None), result))
+        await self._forget(self.step)
 
     async def resume(self) -> None:
         """Have a learner hold the newest checkpoint and publish it, and agree with the ledger about what is trained."""
@@ -149,6 +150,7 @@ class Conductor:
         self._on_its_way = None  # of a lost lineage: the learner sees to what it still publishes
         checkpoint = str(self._newest_checkpoint())
         self.step = self.trained = self._batched = await learner.call("begin", int, checkpoint, deadline_s=BEGIN_S)
+        self._size = 0
         self.probe.learner_class = await self._call("parity", str)
         if self.config.numerics.mode is Mode.EXACT:
             self.crew.wants_parity(self.probe.learner_class)
@@ -201,6 +203,8 @@ class Conductor:
                 task.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        if self._lacks_evaluation():
+            await self._evaluate_during()
         late_s = 0.0  # waited for the version of the step before, where nothing may run beside it
         async for batch, groups, wait_s in self._batches():
             began = time.perf_counter()
@@ -230,7 +234,7 @@ class Conductor:
             if checkpoint:
                 await self._checkpoint()
             if evaluation:
-                await self.evaluate("during", Split.VALIDATION, self.config.evals.during_tasks)
+                await self._evaluate_during()
 
     async def _offer(self, rollout_ids: tuple[str, ...]) -> tuple[list[float], float]:
         """Have the learner begin to publish: its own log-probabilities of the probe, taken while it holds that version,
@@ -284,6 +288,7 @@ class Conductor:
             self._batched, self._taken, self._size = batch.step, self._taken + len(groups), 0
             await self.books(self.ledger.transaction, functools.partial(self._take_batch, batch, groups))
             self._room.set()
+            self._admitted.set()  # what waits has moved up
             yield batch, groups, time.perf_counter() - began
 
     async def _recorded(self, groups: list[Group]) -> BatchRef:
@@ -302,6 +307,7 @@ class Conductor:
             straggler=experience.straggler,
             k1=k1,
             beta=experience.kl,
+            full_groups=experience.signal_groups if self._scales else 0,
         )
         return await self._call("record", BatchRef, plan)
 
@@ -332,17 +338,25 @@ class Conductor:
 
     async def _next_groups(self) -> list[str]:
         """Wait for the groups of the next step. Each rollout in them has deadlines of its own."""
-        self._size = 0
+        self._size, seen = 0, dict[str, bool]()
         ready = await self.books(lambda: self.ledger.ready_groups(self.ledger.open_groups()))
         while True:
             order = await self.books(self.ledger.open_groups)
-            signal = await self.books(self.ledger.with_signal, ready) if self.window.signal_groups else set[str]()
+            signal = await self.books(self._with_signal, ready, seen) if self.window.signal_groups else set[str]()
             if (taken := self.window.take(order, ready, signal)) is not None:
                 return taken
-            if (size := self.window.size(order, ready, signal)) > max(len(order), self._size):
+            if (size := self.window.size(order, ready, signal)) > self._size:
                 self._size = size
                 self._room.set()
+                self._admitted.set()
             ready |= await self.rolling.progress()
+
+    def _with_signal(self, ready: Collection[str], seen: dict[str, bool]) -> set[str]:
+        """Those of some groups that the next step has a sample of. `seen`: what was found of a group for this step."""
+        found = self.ledger.with_signal(ready)
+        bound = {"learner_step": self.trained, "max_lag": self.config.experience.max_lag}
+        seen |= {group: teaches(self.ledger.group(group), **bound) for group in found - seen.keys()}
+        return {group for group in found if seen[group]}
 
     async def _admit(self) -> None:
         """Admit groups whenever the window has room, in one transaction with the task cursor."""
@@ -401,6 +415,14 @@ class Conductor:
             telemetry=self.telemetry,
         )
 
+    async def _evaluate_during(self) -> None:
+        await self.evaluate(DURING, Split.VALIDATION, self.config.evals.during_tasks)
+
+    def _lacks_evaluation(self) -> bool:
+        """Whether the evaluation of the step that a lineage begins with was cut off: its checkpoint came first."""
+        path = self.run_folder / "evals" / file_name(DURING, Split.VALIDATION, self.step)
+        return self.config.evals.is_due(self.step, self.config.rl.steps) and not path.exists()
+
     async def _defend(self, defence: Defence) -> None:
         """Have the learner take a defence from the next step on, and whoever goes on with this run. Not at once: a
         step's trace says with which settings it was trained."""
@@ -414,8 +436,7 @@ class Conductor:
     async def _checkpoint(self) -> None:
         path = self.run_folder / "checkpoints" / f"step-{self.step:06d}"
         await self._call("save", type(None), str(path))
-        await self.books(self.ledger.prune, self.step)
-        await self._drop_files()
+        await self._forget(goes_back_to(self.run_folder))
         freed = await self.books(
             keep_within, self.run_folder, self.ledger, self.traces, disk_gb=self.config.retention.disk_gb
         )
@@ -423,9 +444,14 @@ class Conductor:
             kept = await self.books(kept_from, self.ledger)
             self.telemetry.event("retention", step=self.step, kept_from=kept, freed_bytes=freed)
 
+    async def _forget(self, step: int) -> None:
+        """Drop records and files of the rollouts that were consumed up to a step, which no restart goes back before."""
+        await self.books(self.ledger.prune, step)
+        await self._drop_files()
+
     async def _drop_files(self) -> None:
-        """Delete the files of rollouts that nobody will ask for: consumed before the checkpoint, or of attempts that
-        were given up."""
+        """Delete the files of rollouts that nobody will ask for: of steps that no restart goes back to, or of attempts
+        that were given up."""
         files = self.crew.files
         names = await apart(files.names)  # before the ledger is asked: what is written meanwhile stays
         wanted = await self.books(self.ledger.wanted_files)

@@ -1,4 +1,4 @@
-"""The whole of a run's settings: the only place where the folders' own configs meet."""
+"""All settings of a run: the configs of the other folders, put together, and the checks between them."""
 
 from __future__ import annotations
 
@@ -35,16 +35,18 @@ MAX_ENGINES = 64
 
 @dataclass(frozen=True)
 class EvalsConfig:
-    """The `[evals]` section. Settings are chosen on validation tasks; held-out ones are for before and after."""
+    """The `[evals]` section. Evaluations during RL use validation tasks; held-out tasks are used before and after
+    RL."""
 
     heldout_tasks: int = ranged(512, low=1)
-    heldout_tries: int = ranged(1, low=1, high=64)  # rollouts a task; best-of-k is reported for k = tries
-    transfer_tasks: int = ranged(0, low=0)  # tasks of kinds never trained on, before and after; 0: none
+    heldout_tries: int = ranged(1, low=1, high=64)  # rollouts per task; best-of-k is reported for k = tries
+    transfer_tasks: int = ranged(0, low=0)  # tasks of kinds never trained on, before and after RL; 0: none
     during_tasks: int = ranged(128, low=1)  # validation tasks of an evaluation during RL
     every: int = ranged(10, low=0)  # steps between evaluations during RL; 0: none
 
     def is_due(self, step: int, of: int) -> bool:
-        """Whether there is an evaluation after a step of a run of `of` steps; the last has one of its own.
+        """Whether an evaluation follows step `step` of a run of `of` steps. Never after the last step, which the final
+        evaluation follows.
 
         >>> [step for step in range(9) if EvalsConfig(every=3).is_due(step, 8)]
         [3, 6]
@@ -59,23 +61,23 @@ class EvalsConfig:
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """The `[fleet]` section: which processes, how many of each, and how patient their supervisor is."""
+    """The `[fleet]` section: which processes a run has, how many of each, and when one counts as hung."""
 
     engines: tuple[EngineKind, ...] = (EngineKind.REFERENCE, EngineKind.REFERENCE)  # engine-0, engine-1, ...
     num_workers: int = ranged(1, low=1, high=64)
     num_graders: int = ranged(1, low=1, high=64)
     hung_s: float = ranged(30.0, low=1.0)  # a process that is silent for so long is killed and started again
     listen: str = like("0.0.0.0:8790")  # "HOST:PORT": where engines from elsewhere join the run; "": nowhere
-    ranks_away: int = ranged(0, low=0)  # of learner.ranks so many are brought by other machines: loop/rank_hosts.py
-    ranks_at: str = like("10.0.0.1")  # the address of the learner's machine at which they come to it
+    ranks_away: int = ranged(0, low=0)  # how many of learner.ranks run on other machines: loop/rank_hosts.py
+    ranks_at: str = like("10.0.0.1")  # the address of the learner's machine that these ranks connect to
 
     def __post_init__(self) -> None:
         host, _, port = self.listen.rpartition(":")
         if self.listen and not (host and "/" not in host and port.isdigit() and int(port) < 65_536):
-            raise ValueError(f"listen = {self.listen!r} is no HOST:PORT, as '0.0.0.0:8790' is")
+            raise ValueError(f"listen = {self.listen!r} is no HOST:PORT, such as '0.0.0.0:8790'")
         if bool(self.ranks_away) != bool(self.ranks_at):
             raise ValueError(f"ranks_away = {self.ranks_away} and ranks_at = {self.ranks_at!r}: each needs the other")
-        least = 0 if self.listen else 1  # with a registry all of them may join from elsewhere
+        least = 0 if self.listen else 1  # with a registry all engines may join from elsewhere
         if not least <= len(self.engines) <= MAX_ENGINES:
             why = "" if self.engines or self.listen else "; none where others can join: listen = 'HOST:PORT'"
             raise ValueError(f"engines names {len(self.engines)} engines: a run has 1 to {MAX_ENGINES}{why}")
@@ -83,17 +85,17 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class RlConfig:
-    """The `[rl]` section: how long, and how the policy samples."""
+    """The `[rl]` section: the number of steps, how the policy samples, how often checkpoints are written."""
 
     steps: int = ranged(45, low=0)
     temperature: float = ranged(1.0, low=0.01, high=4.0)
-    checkpoint_every: int = ranged(5, low=1)  # steps; a learner that dies loses at most so many
+    checkpoint_every: int = ranged(5, low=1)  # steps; the most that are lost when the learner dies
 
 
 @dataclass(frozen=True)
 class StoresConfig:
-    """The `[stores]` section: where weights and traces go instead of into the run folder, `s3://bucket/prefix`, gs://,
-    az:// or file://. Each run has a prefix of its own in it. Who may use a bucket is said by the environment.
+    """The `[stores]` section: where weights and traces are stored instead of in the run folder: `s3://bucket/prefix`,
+    gs://, az:// or file://. Each run has a prefix of its own there. Credentials come from the environment.
 
     `signing_key`: a file that `etude weights key` made. With it versions are signed, and the run's engines take no
     others."""
@@ -113,14 +115,15 @@ class StoresConfig:
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """The `[retention]` section: what is kept so that steps can be redone."""
+    """The `[retention]` section: how much is kept of old checkpoints and traces, with which steps can be replayed."""
 
-    disk_gb: float = ranged(100.0, low=0.0)  # of checkpoints and traces; over it the oldest go, never the newest two
+    disk_gb: float = ranged(100.0, low=0.0)  # checkpoints and traces; above it the oldest are deleted, not the last two
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything. `start` is a Hugging Face directory to begin from; with it, corpus and mid-training are skipped."""
+    """All settings of a run. `start`: a Hugging Face directory to begin from; with it, corpus and mid-training are
+    skipped."""
 
     seed: int = ranged(0, low=0)
     start: Path | None = None
@@ -169,7 +172,7 @@ class RunConfig:
             )
 
     def _engines_must_compute_so(self) -> None:
-        """Raises `ConfigError` for a kind of engine that cannot compute what `[numerics]` asks for."""
+        """Refuse engines that cannot compute what `[numerics]` asks for. Raises `ConfigError`, `ValueError`."""
         what = f"fleet.engines = {list(map(str, self.fleet.engines))}"
         for kind in sorted({*self.fleet.engines} - {EngineKind.REFERENCE}):
             foreign, make = self.foreign(kind), MAKES[kind].name
@@ -181,7 +184,7 @@ class RunConfig:
             if self.numerics.mode is Mode.EXACT:
                 raise ConfigError(
                     what,
-                    f"{make} computes in its own order, which numerics.mode = 'exact' cannot be",
+                    f"{make} sums in an order of its own, and numerics.mode = 'exact' needs one order everywhere",
                     hint="set numerics.mode = 'native': engines are held to the budget of engine.dtype, see [parity]",
                 )
             if self.numerics.quantise is not Quantise.NONE:
@@ -198,8 +201,8 @@ class RunConfig:
                 )
 
     def _weights_must_fit(self) -> None:
-        """Raises `ValueError` where engines of `engine.dtype` cannot hold what the learner publishes, bit by bit.
-        SGLang casts what it loads; formats and adapters are made to fit."""
+        """Refuse an `engine.dtype` that cannot hold the learner's published weights bit for bit. Raises `ValueError`.
+        SGLang casts what it loads, and quantised formats and adapters always fit."""
         if self.learner.lora_rank or self.numerics.quantise is not Quantise.NONE:
             return
         if self.fleet.engines and not {*self.fleet.engines} - {EngineKind.SGLANG}:
@@ -216,12 +219,12 @@ class RunConfig:
         if self.fleet.ranks_away >= learner.ranks:
             raise ValueError(
                 f"fleet.ranks_away = {self.fleet.ranks_away} of learner.ranks = {learner.ranks}: "
-                f"rank 0 is the run's own"
+                f"rank 0 must run on the run's own machine"
             )
         if learner.ranks > 1 and self.numerics.quantise is not Quantise.NONE:
             raise ValueError(
-                f"learner.ranks = {learner.ranks} with numerics.quantise = {str(self.numerics.quantise)!r}: a format "
-                f"packs whole matrices, of which a rank has rows"
+                f"learner.ranks = {learner.ranks} with numerics.quantise = {str(self.numerics.quantise)!r}: the format "
+                f"packs whole matrices, and a rank has only some of their rows"
             )
         if self.start is None and (experts % learner.expert_parallel if experts else learner.expert_parallel > 1):
             raise ValueError(
@@ -229,52 +232,53 @@ class RunConfig:
             )
 
     def settled(self) -> RunConfig:
-        """The same with the budget that its engines' dtype gives, where a budget is held: it is written down, too."""
+        """This config with the parity budget filled in from the engines' dtype, so that config.toml has its numbers.
+        Unchanged where every number must be equal (exact mode)."""
         if self.numerics.mode is Mode.EXACT and self.parity.over_budget is not OverBudget.FALL_BACK:
-            return self  # every number must be the same
+            return self  # exact mode needs no budget
         budget = self.parity.budget(self.engine.dtype)
         return replace(self, parity=replace(self.parity, k3=budget.k3, ratio_p99=budget.ratio_p99))
 
     @property
     def wants_routes(self) -> bool:
-        """Whether engines send routes: they are replayed, or may have to be."""
+        """Whether engines send routes: the learner replays them, or a parity defence may make it do so."""
         return self.learner.replays(self.numerics.mode) or self.parity.over_budget is OverBudget.FALL_BACK
 
     @property
     def max_running(self) -> int:
-        """Rollouts under way at once on the run's own engines."""
+        """How many rollouts run at once on the run's own engines."""
         return rollouts_on(self.own_contexts)
 
     @property
     def own_contexts(self) -> int:
-        """How many contexts the run's own engines have room for."""
+        """How many whole contexts the run's own engines hold together."""
         return sum(map(self.contexts_of, self.fleet.engines))
 
     def contexts_of(self, kind: EngineKind) -> int:
-        """How many contexts an engine has room for."""
+        """How many whole contexts one engine of a kind holds."""
         if kind is EngineKind.REFERENCE:
             return self.engine.max_sequences
         return self.foreign(kind).max_contexts(self.engine)
 
     def devices_of(self, kind: EngineKind) -> int:
-        """On how many accelerators an engine of a kind computes, where there are any."""
+        """Number of accelerators that one engine of a kind computes on, on a machine that has any."""
         if kind is EngineKind.REFERENCE:
             return int(self.engine.device != "cpu")
         return self.foreign(kind).devices
 
     def foreign(self, kind: EngineKind) -> ForeignConfig:
-        """What engines of another make are told."""
+        """The section of vLLM or SGLang engines."""
         return self.vllm if kind is EngineKind.VLLM else self.sglang
 
 
 def rollouts_on(num_contexts: int) -> int:
-    """How many rollouts are under way at once on engines that have room for so many contexts. Each keeps its context's
-    KV between its turns, so there are fewer: with more, engines would drop and compute contexts again."""
+    """How many rollouts run at once on engines that hold so many contexts. There are fewer rollouts than contexts: each
+    keeps its KV cache between its turns, and with more, engines would drop contexts and compute them again."""
     return max(1, num_contexts * 3 // 4) if num_contexts else 0
 
 
 def read_config(run: RunFolder) -> RunConfig:
-    """The effective config that a run was made with. Raises `RunError` when it is gone or damaged,
+    """Read the effective config that a run was made with. Raises `RunError` when its file was deleted or is damaged,
     `RunRefused` when this etude cannot read it."""
     path = run / "config.toml"
     if not path.is_file():
@@ -293,9 +297,10 @@ def read_config(run: RunFolder) -> RunConfig:
 
 
 def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> RunConfig:
-    """A run's own config, once what its user gives now is seen to be no other than what it was given. `whole`: all of
-    it is given again, so what is not there counts, too. Defaults that changed since do not. Raises `RunRefused` that
-    names each setting, or when the run's config.toml is not what it was made with; `ConfigError`."""
+    """The config of a run to resume, after a check that the settings `given` now are those of the run. `whole`: all
+    settings are given again, so that one which is missing differs too; else only those that are given are compared.
+    Defaults that changed since do not count. Raises `RunRefused` that names each setting that differs, or when the
+    run's config.toml was changed; `ConfigError`."""
     had = read_config(run)
     must_be_unchanged(run)
     now_plain, had_plain = leaves(to_plain(build(RunConfig, given))), leaves(to_plain(had))
@@ -315,12 +320,12 @@ def resumed(run: RunFolder, given: Mapping[str, Any], *, whole: bool = True) -> 
 
 
 def must_be_unchanged(run: RunFolder) -> None:
-    """Raise `RunRefused` when a run's config.toml is not what the run was made with."""
+    """Check that a run's config.toml is unchanged since the run was made. Raises `RunRefused`."""
     digest = run.identity().get("config_digest")
     if digest not in (None, hashlib.sha256((run / "config.toml").read_bytes()).hexdigest()):
         raise RunRefused(
             f"{run.path}/config.toml was changed since the run was made",
-            "what is there was trained with other settings",
+            "the steps so far were trained with other settings",
             hint=f"put it back as it was; or start a new run: etude run {run.path}/config.toml --name NAME",
         )
 
@@ -330,8 +335,8 @@ def _shown(plain: Mapping[str, Any], name: str) -> str:
 
 
 def open_tasks(config: RunConfig, *, canaries: bool = True) -> TaskSource:
-    """The run's task source, its canaries among the others if wanted, on the images that `preflight` has built.
-    Raises `TaskError`."""
+    """Open the run's task source, with its images as `preflight` has built them. `canaries`: mix the config's canary
+    tasks among its tasks. Raises `TaskError`."""
     tasks = config.tasks
     source = open_source(tasks.source, tasks.seed, files=tasks.files, functions_per_file=tasks.functions_per_file)
     if isinstance(source, HarborSource) and config.machines.images:

@@ -1,4 +1,4 @@
-"""What mid-training reads, made from the task source: demonstrations, code documents, standard-library text.
+"""Makes the corpus of mid-training from the task source: demonstrations, code documents, standard-library text.
 
 A program of its own (``python -m etude.loop.corpus --run DIR``), since it is all CPU: demonstrations are played on
 both cores, the tokeniser is trained on a sample, everything is encoded once. No held-out or validation function is in

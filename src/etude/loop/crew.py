@@ -1,6 +1,6 @@
-"""The children of a run by role: learner, engines, workers, graders; how each is started, found again and called.
+"""The child processes of a run by role (learner, engines, workers, graders): starts them, and calls them.
 
-Every call has a deadline. A child that dies or hangs is brought back by the supervisor; calls that were under way
+Every call has a deadline. The supervisor starts a child that died or hangs again; calls that were under way
 fail with `Lost` and the caller decides what that means (a rollout is requeued, a grade is asked again, training
 resumes from its checkpoint).
 """
@@ -41,19 +41,21 @@ from etude.weights.chain.signing import read_signer
 
 T = TypeVar("T")
 GRADE_S = 7_200.0
-"""Longer than a grade may take (`MachineGrader`), and some wait for their turn: an agent that makes its grade last
-gets a verdict, not an end by this. A grader that hangs is found by its supervisor."""
+"""Seconds for one grade. Longer than a grade may take (`MachineGrader`), so that work that is slow to grade still gets
+a verdict. Time in the queue does not count: graders report the end of each grade. The supervisor notices a grader that
+hangs."""
 SCRIPT_S = 600.0
-"""For a machine of a scripted rollout to be made and to end, beside its commands: its image may be large."""
+"""Seconds to make and end the machine of a scripted rollout, beside its commands: its image may be large."""
 ENGINE_NICE = 5
-"""On shared cores engines give way to harness, machines and graders: tool calls are short, and while they are served
-requests gather, so that an engine's next step decodes more of them. They give way to the learner, too: it is what the
-next version waits for, and rollouts run ahead of it anyhow."""
+"""Nice value of engines. On shared cores they give way to harness, machines and graders: tool calls are short, and
+while they run requests gather, so that an engine's next step decodes more of them. They give way to the learner too:
+the next version waits for it, and rollouts run ahead of it anyway."""
 AnyOutcome: Any = Outcome  # a union is no `type` to a type checker, but it is to the decoder
 
 
 class Pool:
-    """Callers of one role. A call goes to the member with the fewest calls under way; with none up, it waits."""
+    """The child processes of one role that take calls. A call goes to the member with the fewest calls under way; it
+    waits while no member is up."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -77,7 +79,7 @@ class Pool:
     async def pick(self, *, deadline_s: float) -> Caller:
         """A member that is up. Raises `DeadlineExceeded`."""
         if (found := self._least()) is not None:
-            return found  # no timer is set for what need not be waited for: this is done twice a rollout
+            return found  # without a timer: this runs twice per rollout
         try:
             async with asyncio.timeout(deadline_s):
                 while (found := self._least()) is None:
@@ -97,7 +99,7 @@ class Pool:
 
 
 class Crew:
-    """Starts the children and keeps their addresses."""
+    """Starts the child processes of a run, keeps their addresses, and calls them."""
 
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor) -> None:
         self.run, self.config, self.telemetry, self.supervisor = run, config, telemetry, supervisor
@@ -111,37 +113,37 @@ class Crew:
 
     @functools.cached_property
     def files(self) -> RolloutFiles:
-        """What workers have stored."""
+        """The files in which workers stored rollouts."""
         return rollout_files(self.run)
 
     @property
     def engines(self) -> dict[str, HttpEngine]:
-        """The run's own engines, and those from elsewhere that are well."""
+        """By name: the run's own engines, and the joined ones that serve."""
         return self._own | (self.registrar.serving() if self.registrar else {})
 
     @property
     def far(self) -> Collection[str]:
-        """Names of those from elsewhere."""
+        """Names of the engines that joined from elsewhere."""
         return self.registrar.engines if self.registrar else ()
 
     def head(self, version: Version) -> None:
-        """What was published last: engines from elsewhere are to come to it before they are given work."""
+        """Set the newest published version. An engine that joins from elsewhere must reach it before it gets work."""
         if self.registrar is not None:
             self.registrar.head(version)
 
     async def some_engine(self) -> None:
-        """Wait until there is one."""
+        """Wait until at least one engine is there. Returns at once where the run has engines of its own."""
         if self.registrar is not None and not self._own:
             await first_engine(self.registrar, self.telemetry, self.config.fleet.listen)
 
     def wants_parity(self, learner_class: str) -> None:
-        """From now on nobody joins who computes other bits than the learner."""
+        """Refuse from now on engines that join with another parity class than the learner's."""
         if self.registrar is not None:
             self.registrar.wanted = msgspec.structs.replace(self.registrar.wanted, parity=learner_class)
 
     async def start_sampling(self) -> None:
-        """Engines, workers and graders, all at once; returns when every one is ready. Those from elsewhere join when
-        they do."""
+        """Start engines, workers and graders at once; returns when all are ready. Engines from elsewhere are not waited
+        for."""
         if self.config.fleet.listen:
             failed = self.supervisor.failed
             door = joining(self.run, self.config, self.telemetry, self._beat, failed=failed)
@@ -150,7 +152,7 @@ class Crew:
         await asyncio.gather(self.supervisor.add_all(engines), self.start_judged())
 
     async def start_judged(self) -> None:
-        """Workers and graders, without engines: enough for scripts."""
+        """Start workers and graders without engines: enough for scripted rollouts (`baseline`)."""
         fleet = self.config.fleet
         await asyncio.gather(
             self.supervisor.add_all(self._member("worker", i, self.workers) for i in range(fleet.num_workers)),
@@ -158,7 +160,7 @@ class Crew:
         )
 
     async def start_learner(self) -> None:
-        """The learner; where its ranks are spread, who brings each of the others, too."""
+        """Start the learner and, where its ranks are spread over machines, the process that starts each other rank."""
         ranks = self.config.learner.ranks if self.supervisor.placement.spreads else 1
         brought = [self._rank_host(f"learner-host-{n}") for n in range(1, ranks)]
         added = (self.supervisor.add(*one) for one in [self._member("learner", 0, self.learners), *brought])
@@ -171,17 +173,17 @@ class Crew:
             await engine.close()
 
     async def rollout(self, spec: RolloutSpec, *, kept: bool = True) -> Played:
-        """Have a worker run it and store it. Its worker and its engines see whether it goes on, and end it long before
-        the deadline here: every turn waits for an engine and then for each of its tokens as long as it may. `kept`: for
-        the ledger; else it has a transcript, and `files.drop` is its caller's."""
+        """Have a worker run a rollout and store it. Worker and engines watch its progress and end it long before this
+        call's deadline, which allows every turn its longest wait for an engine and for each of its tokens. `kept`: the
+        rollout is for the ledger; else it has a transcript, and the caller must `files.drop` it."""
         limits = self.config.harness
         turn_s = PATIENCE_S + (1 + limits.turn_tokens) * limits.turn_deadline_s
         deadline_s = limits.rollout_deadline_s + limits.max_turns * turn_s
         return (await self.workers.call("rollout", HandedOver, spec, kept, deadline_s=deadline_s)).of(spec.task)
 
     async def baseline(self, spec: RolloutSpec, kind: str) -> Played:
-        """Have a worker play a script: "oracle" or "random". It asks no engine: its commands and its machine take
-        what time it takes. As one that is not kept."""
+        """Have a worker run a scripted agent, `kind` "oracle" or "random", on a task. It asks no engine, so its
+        deadline covers machine and commands only. It has a transcript, and the caller must `files.drop` it."""
         deadline_s = SCRIPT_S + self.config.harness.rollout_deadline_s
         return (await self.workers.call("baseline", HandedOver, spec, kind, deadline_s=deadline_s)).of(spec.task)
 
@@ -218,10 +220,10 @@ class Crew:
         async def on_up(child: Child) -> None:
             caller = child.caller
             assert caller is not None, "members are started with a socket"
-            await caller.call("ready", bool, deadline_s=2 * READY_S)  # the supervisor's ends first
+            await caller.call("ready", bool, deadline_s=2 * READY_S)  # the supervisor's own deadline is earlier
             pool.join(caller)
             if role == "worker":
-                await self._tell_workers()  # after it has joined: an engine that comes up meanwhile tells it, too
+                await self._tell_workers()  # after joining the pool, so that no engine that starts now is missed
 
         async def answers(child: Child) -> None:
             assert child.caller is not None, "members are started with a socket"
@@ -230,10 +232,10 @@ class Crew:
         return self._child(name, argv, env=env), Role(on_up, answers, with_socket=True)
 
     def _rank_host(self, name: str) -> tuple[Child, Role]:
-        """Who brings a rank. How it does is told by the learner."""
+        """The process that starts a rank on another machine. It has no health check here: the learner watches it."""
 
         async def passes(_: Child) -> None:
-            """Its connection with the learner tells both how it is."""
+            """Nothing to do: its connection with the learner breaks when either dies."""
 
         argv = ["-m", "etude.loop.rank_hosts", "--run", str(self.run.path)]
         return self._child(name, argv), Role(passes, passes)
@@ -267,19 +269,19 @@ class Crew:
         return child, Role(on_up, answers, waits=waits)
 
     async def _beat(self, joined: Roster) -> dict[str, int]:
-        """Engines from elsewhere are as told: how much may run follows, and workers hear of it. The sessions that each
-        engine has."""
+        """Take over the list of joined engines: set how many rollouts may run, and send the list to the workers.
+        Returns the number of sessions by engine."""
         self._theirs = sum(one.max_sequences for one in joined.values() if one.state is State.SERVING)
         self._bound()
         return await self._tell_workers()
 
     def _bound(self) -> None:
-        """How much may run follows the engines that are there."""
+        """Set how many rollouts may run, from the contexts of the engines that are up."""
         away = sum(map(self.config.contexts_of, self._away.values()))
         self.max_running.set(rollouts_on(self.config.own_contexts - away + self._theirs))
 
     async def _tell_workers(self) -> dict[str, int]:
-        """Who the engines are; how many sessions each has, in all workers."""
+        """Send the list of engines to every worker. Returns the number of sessions by engine, over all workers."""
         region = "home" if self.registrar else ""
         sizes = {f"engine-{i}": self.config.contexts_of(kind) for i, kind in enumerate(self.config.fleet.engines)}
         own = {n: Listed(url=e.url, region=region, max_sequences=sizes[n]) for n, e in self._own.items()}
@@ -297,7 +299,7 @@ class Crew:
 
 
 def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) -> list[str]:
-    """The command line of an engine, without its Python."""
+    """The arguments of Python that start an engine's process."""
     argv = ["-m", SERVERS[kind], "--name", name, "--checkpoint", str(run / "checkpoints" / "mid")]
     place = weights_place(run)
     argv += ["--store", str(place), *poll_arguments(place)]
@@ -316,8 +318,8 @@ def engine_argv(run: RunFolder, config: RunConfig, name: str, kind: EngineKind) 
 
 
 async def read_url(ready_file: Path, pid: int | None) -> str:
-    """The URL that the engine with this pid writes when it serves, taken out of the file: on another machine its
-    successor may have the same pid. The supervisor bounds the wait."""
+    """Wait for the URL that the engine with this pid writes to `ready_file` when it serves, and remove the file: on
+    another machine its successor may have the same pid. Has no deadline of its own: the supervisor bounds the wait."""
     while True:
         try:
             ready = json.loads(ready_file.read_text())
@@ -331,7 +333,7 @@ async def read_url(ready_file: Path, pid: int | None) -> str:
 
 @contextlib.asynccontextmanager
 async def crew(run: RunFolder, config: RunConfig, telemetry: Telemetry, supervisor: Supervisor) -> AsyncIterator[Crew]:
-    """A crew that is gone when the block ends."""
+    """A `Crew` for a block; its processes end with the block."""
     members = Crew(run, config, telemetry, supervisor)
     try:
         yield members

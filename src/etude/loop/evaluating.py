@@ -1,4 +1,5 @@
-"""Evaluation: the same rollouts as in training, on tasks that were never trained on, at one pinned version."""
+"""Evaluates a version: the same rollouts as in training, on tasks that are never trained on, with one pinned
+version."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from etude.evals import EvalResult, make_row, write_rows
+from etude.evals import EvalResult, EvalRow, make_row, write_rows
 from etude.evals import evaluate as sum_up
 from etude.loop.crew import Crew
 from etude.loop.played import Played
-from etude.loop.rolling import judged_once, run_once, siblings
+from etude.loop.rolling import judged_once, outcome_that_counts, run_once, siblings
 from etude.loop.room import Room
 from etude.records import Outcome, RolloutSpec
 from etude.records.task import Split
@@ -24,7 +25,7 @@ Each = Callable[[], None]
 
 
 def _nothing() -> None:
-    """For whoever reads the events."""
+    """The default `each`: does nothing."""
 
 
 async def evaluate(
@@ -42,10 +43,12 @@ async def evaluate(
     telemetry: Telemetry,
     each: Each = _nothing,
 ) -> EvalResult:
-    """Solve rate of version step `step` on the first `num_tasks` of a split; the `eval.result` event's facts.
+    """Evaluate version step `step` on the first `num_tasks` of a split. Returns its solve rate with other numbers, and
+    writes them as an `eval.result` event.
 
     Keeps every rollout with its transcript: ``out/<name>-<step>.parquet`` for validation tasks, ``out/<name>.parquet``
-    for the others; replaced when done again. `each` is called for every rollout that is done.
+    for others; a repeated evaluation replaces the file. A rollout with signs of cheating counts as not solved, as it
+    earns nothing in training. `each` is called after every rollout.
     """
     began = time.perf_counter()
 
@@ -54,12 +57,21 @@ async def evaluate(
 
     specs = _specs(source, split, num_tasks, tries, seed=seed, temperature=temperature, pin_step=step)
     done = await played(crew, specs, one, name=name, telemetry=telemetry, each=each)
-    rows = [make_row(one.summary, outcome, transcript=one.transcript) for one, outcome in done]
-    file_name = f"{name}-{step:06d}" if split is Split.VALIDATION else name
-    write_rows(out / f"{file_name}.parquet", rows)
+    rows = [_row(*one) for one in done]
+    write_rows(out / file_name(name, split, step), rows)
     result = sum_up(rows, name=name, split=split, step=step, wall_s=round(time.perf_counter() - began, 3))
     telemetry.event("eval.result", **result.facts())
     return result
+
+
+def _row(played: Played, outcome: Outcome) -> EvalRow:
+    outcome, signs = outcome_that_counts(played, outcome)
+    return make_row(played.summary, outcome, transcript=played.transcript, sign=str(signs[0]) if signs else "")
+
+
+def file_name(name: str, split: Split, step: int) -> str:
+    """Where the rows of an evaluation are, in the run's folder for them."""
+    return f"{name}-{step:06d}.parquet" if split is Split.VALIDATION else f"{name}.parquet"
 
 
 async def played(
@@ -71,7 +83,7 @@ async def played(
     telemetry: Telemetry,
     each: Each = _nothing,
 ) -> list[Done]:
-    """Every spec played, as many at once as there is room for; `eval.progress` tells of it."""
+    """Run the rollout of every spec, as many at once as the engines allow. Writes `eval.progress` events."""
     room, num_done, told = Room(crew.max_running), 0, float("-inf")
 
     async def placed(spec: RolloutSpec) -> Done:
@@ -92,7 +104,7 @@ async def played(
 async def baseline(
     crew: Crew, source: TaskSource, kind: str, *, num_tasks: int, seed: int, telemetry: Telemetry
 ) -> float:
-    """Solve rate of a script that needs no model ("oracle", "random") on held-out tasks, by the same rollout code."""
+    """Solve rate of a scripted agent, `kind` "oracle" or "random", on held-out tasks, by the same rollout code."""
 
     async def one(spec: RolloutSpec) -> Done:
         rollout = await crew.baseline(spec, kind)

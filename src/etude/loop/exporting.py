@@ -31,8 +31,8 @@ Said = Callable[[str], None]
 def export_checkpoint(
     source: Path, out: Path, *, dtype: str, quantise: Quantise = Quantise.NONE, said: Said = lambda _: None
 ) -> Path:
-    """Write a checkpoint (or a run's newest one) anew, with its tokeniser. `said` is told of layers that are left out,
-    by the run's start already. Raises `CheckpointError`."""
+    """Write a checkpoint, or a run's newest one, as a new Hugging Face directory with its tokeniser. `said` is called
+    with a line on layers that were left out when the run started. Raises `CheckpointError`."""
     start = source
     if (source / "run.json").is_file():
         run = RunFolder.open(source)
@@ -52,8 +52,8 @@ def export_version(
     quantise: Quantise = Quantise.NONE,
     said: Said = lambda _: None,
 ) -> Path:
-    """Write the version of a run that has this step, rebuilt from its chain and proven by its digests. `said` is told
-    of layers of its start that are left out."""
+    """Write a run's version of this step as a Hugging Face directory, rebuilt from its chain and proven by its digests.
+    `said` is called with a line on layers that were left out when the run started."""
     store = weights_store(run, readonly=True)
     tensors = rebuild(store, inspect.find(store, str(step)))
     start = run / "checkpoints" / "mid"
@@ -83,7 +83,7 @@ def export_adapter(source: Path, out: Path) -> Path:
 
 
 def export_version_adapter(run: RunFolder, step: int, out: Path) -> Path:
-    """The same of a version that a run published. Raises `CheckpointError`."""
+    """As `export_adapter`, of a version that a run published. Raises `CheckpointError`."""
     store, start = weights_store(run, readonly=True), run / "checkpoints" / "mid"
     tensors = rebuild(store, inspect.find(store, str(step)))
     if not modules(tensors):

@@ -7,9 +7,11 @@ Siblings often end with the same files; data-graded, the same files of the same 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 
+from etude import progress
 from etude.environments import MachineGrader
 from etude.environments.backends import runtime_of
 from etude.loop import child
@@ -55,16 +57,33 @@ class Verdicts:
         return outcome
 
 
+class Turns:
+    """So many grades at once. One that ends is a sign of life: those that wait for their turn behind it wait anew,
+    however many they are."""
+
+    def __init__(self, at_once: int) -> None:
+        self._room = asyncio.Semaphore(at_once)
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """A turn while the block runs."""
+        async with self._room:
+            try:
+                yield
+            finally:
+                progress.made()
+
+
 async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Handlers:
     config = read_config(run)
     source = open_tasks(config)
     runtime = runtime_of(config.machines)
     grader = Verdicts(grader_for(source, MachineGrader(runtime)))
-    room, files = asyncio.Semaphore(GRADES_AT_ONCE), rollout_files(run)
+    room, files = Turns(GRADES_AT_ONCE), rollout_files(run)
 
     async def grade(task: Task, summary: RolloutSummary) -> Outcome:
         """The outcome of what a stored rollout handed in."""
-        async with room:
+        async with room.turn():
             exports = await asyncio.to_thread(files.read_exports, summary)
             return await grader.grade(task, source.answer(task), exports)
 

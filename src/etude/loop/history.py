@@ -1,4 +1,4 @@
-"""What a run folder tells of the steps that its current weights were trained by: what can be redone, and from where.
+"""The history of a run's current weights: which steps can be replayed, and from which checkpoint.
 
 A step number may have been trained more than once, after a restart: what is meant is the one in the lineage of the
 current weights, whose traces replaced the others'. Only reads, and loads no torch: a step that is not there is refused
@@ -25,7 +25,7 @@ from etude.weights.chain.manifest import Manifest
 
 @dataclass(frozen=True)
 class History:
-    """What a run folder tells of its current lineage."""
+    """The current lineage of a run, as its folder shows it."""
 
     run: RunFolder
     versions: Mapping[int, Manifest]  # by step
@@ -46,7 +46,7 @@ class History:
         return cls(run, versions, ids, damaged.version if damaged else None, numbers)
 
     def version(self, step: int) -> Version | None:
-        """What the run published at a step, where that is still known."""
+        """The version that the run published at a step; None where that is not known any more."""
         return self.versions[step].version if step in self.versions else None
 
     def require(self, step: int) -> None:

@@ -46,8 +46,8 @@ def check_listen(config: RunConfig) -> None:
 async def joining(
     run: RunFolder, config: RunConfig, telemetry: Telemetry, beat: Beat, *, failed: asyncio.Future[EtudeError]
 ) -> AsyncIterator[Registrar]:
-    """A registry that engines join while the block runs. `failed` is told when the run has had no engine for too long,
-    and should the watch end."""
+    """Run a registry that engines can join, for a block. `failed` gets an error when the run has had no engine for too
+    long, or the task that watches this ends."""
     check_listen(config)
     own = {f"engine-{i}" for i in range(len(config.fleet.engines))}
     registrar = Registrar(wanted_by(run, config), token=environment_token(), reserved=own)
@@ -86,7 +86,7 @@ async def joining(
 
 
 def wanted_by(run: RunFolder, config: RunConfig) -> Wanted:
-    """What a run wants of an engine."""
+    """The model and settings that an engine must have to join a run."""
     place, signer = weights_place(run), read_signer(config.stores.signing_key)
     return Wanted(
         model=(run / "checkpoints" / "mid" / "config.json").read_text(),

@@ -1,10 +1,10 @@
 """The learner process: holds the weights, trains them, publishes them.
 
-Torch works in one thread of its own, so that the process sees at once when the conductor goes: `Learning` is what is
-done there, `handlers` the calls that lead to it. Only `published` waits in another, so that torch may train on while a
-version is encoded and written. Batches come by reference: rank 0 makes a step's batch from the rollouts that workers
-stored, and records it; the other ranks read that record. Knows nothing of rollouts in flight, of the ledger or of
-engines.
+Torch runs in a thread of its own, so that the process notices at once when the conductor ends. `Learning` has the work
+of that thread, `handlers` the calls that lead to it. Only `published` waits in another thread, so that torch can train
+on while a version is encoded and written. Batches come by reference: rank 0 makes a step's batch from the rollouts that
+workers stored, and records it; the other ranks read that record. Knows nothing of rollouts in flight, of the ledger or
+of engines.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from etude.records.summary import BatchPlan, BatchRef, RolloutSummary
 from etude.run import RunFolder, host_facts
 from etude.telemetry import Telemetry
 from etude.training import TorchLearner
+from etude.training.batches import runs
 from etude.training.group import ONE, Group
 from etude.training.reference import Reference
 from etude.weights import Channel
@@ -52,7 +53,8 @@ if TYPE_CHECKING:  # only a learner of several ranks loads them
     from etude.training.sharded import Sharded
 
 SEE_IT = "every rank has to see the run's traces: its folder, or the bucket of stores.traces"
-NUM_THREADS = 1  # of torch: products that share their rows out add up in another order
+K1_TOKENS = 1 << 20  # how many tokens of rollouts are in memory at once to be compared with the reference
+NUM_THREADS = 1  # of torch: with more, matrix products sum in another order
 
 
 def make_learner(
@@ -63,8 +65,8 @@ def make_learner(
     refuse_mismatch: bool = True,
     group: Group = ONE,
 ) -> TorchLearner:
-    """The learner of a run's settings: the one that trains, or a rank of it, and the one that redoes a step. Where a
-    run does not stop at what is over its budget of parity, neither does its learner."""
+    """Make the learner of a run's config, or one rank of it (`group`); `etude replay` makes one too. It refuses a
+    mismatch of probabilities only where `refuse_mismatch` and the config stops a run that exceeds its parity budget."""
     stops = config.parity.over_budget is OverBudget.STOP
     return TorchLearner(
         config.learner,
@@ -80,7 +82,8 @@ def make_learner(
 
 
 def starting_point(run: RunFolder, config: RunConfig, group: Group = ONE) -> Reference:
-    """The checkpoint that a run began with, as what KL is measured to, computed as the policy is; whole on a rank."""
+    """The reference policy of KL: the checkpoint that the run began RL with, computed with the policy's operators. It
+    is not sharded: each rank holds all of it."""
     device = group.device(config.learner.device)
     operators = operators_for(config.numerics, getattr(torch, config.learner.dtype), device=device)
     where = run / "checkpoints" / "mid"
@@ -88,7 +91,8 @@ def starting_point(run: RunFolder, config: RunConfig, group: Group = ONE) -> Ref
 
 
 def computed_by(learner: TorchLearner) -> dict[str, str]:
-    """What decides how a learner computes, beside a run's settings: where it is all the same, the bits are."""
+    """What decides a learner's bits beside the run's settings: versions, chip, vector instructions, threads. Where all
+    of it is equal, results are equal bit for bit."""
     return {
         "parity class": learner.parity,
         "etude": __version__,
@@ -100,8 +104,8 @@ def computed_by(learner: TorchLearner) -> dict[str, str]:
 
 
 class Learning:
-    """The learner of a run, from its checkpoint on; or, with a `group`, one rank of it. Every method but `published`
-    runs in the torch thread."""
+    """The learner of a run, or one rank of it (`group`): what the torch thread does. Call `begin` first. Every method
+    but `published` runs in the torch thread."""
 
     def __init__(
         self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, group: Sharded | None = None
@@ -109,7 +113,7 @@ class Learning:
         self.run, self.config, self.telemetry, self.group = run, config, telemetry, group
         self._learner: TorchLearner | None = None
         self._channel: Channel | ShardedChannel | None = None
-        self._batch: tuple[str, Batch | None] = "", None  # recorded, to be trained on: its digest, and itself
+        self._batch: tuple[str, Batch | None] = "", None  # digest and batch that were recorded and are trained on next
         self._offered_at = 0.0
 
     @property
@@ -123,8 +127,8 @@ class Learning:
         return starting_point(self.run, self.config, self.group or ONE)
 
     def begin(self, checkpoint: str) -> int:
-        """Load a checkpoint; the version step it stands at. What a lost lineage still publishes is waited for: two
-        writers of one channel would refuse each other."""
+        """Load a checkpoint; returns its step. Waits first for what an earlier learner of this process still publishes:
+        two writers of one channel would refuse each other."""
         if self._learner is not None:
             self._learner.close()
         store = weights_store(self.run)
@@ -136,7 +140,7 @@ class Learning:
         self._learner = make_learner(self.config, self._channel, reference, group=self.group or ONE)
         self._learner.load(checkpoint)
         base = self._learner.trained.base()
-        if base is not None:  # for engines that join without a checkpoint
+        if base is not None:  # published for engines that join without a checkpoint
             store = weights_store(self.run)
             if self.group is None:
                 publish_once(store, BASE_CHANNEL, base, signer=signer)
@@ -145,12 +149,13 @@ class Learning:
         return self._learner.step
 
     def computed(self) -> tuple[dict[str, str], dict[str, Any]]:
-        """How the next step is computed: by what, and with which settings that are no longer the config's."""
+        """How the next step is computed: `computed_by`, and the learner's settings that differ from the config's."""
         configured, now = to_plain(self.config.learner), to_plain(self.learner.config)
         return computed_by(self.learner), {name: now[name] for name in now if now[name] != configured.get(name)}
 
     def record(self, plan: BatchPlan) -> BatchRef:
-        """Read a planned step's rollouts, make its batch and write its trace; `forward_backward` is to follow."""
+        """Read the rollouts of a planned step, make its batch and write it as the step's trace. Call `forward_backward`
+        next."""
         by, settings = self.computed()
         traces, read = traces_folder(self.run), rollout_files(self.run).read
         batch, ref = record_batch(traces, plan, read, computed_by=by, settings=settings, each=progress.made)
@@ -158,7 +163,8 @@ class Learning:
         return ref
 
     def forward_backward(self, step: int, digest: str) -> StepReport:
-        """On the batch of this digest. The rank that recorded it holds it; the others read the trace."""
+        """Accumulate the gradient on the batch of this digest. The rank that recorded it holds it; the others read the
+        trace."""
         held, batch = self._batch
         self._batch = "", None
         if batch is None or held != digest:
@@ -166,7 +172,8 @@ class Learning:
         return self.learner.forward_backward(batch)
 
     def _read(self, step: int, digest: str) -> Batch:
-        """Of a trace. Raises `LedgerError`, `StoreError`; of several ranks `RankLost`: the others train without it."""
+        """Read a batch from the step's trace. Raises `LedgerError` or `StoreError`; in a group `RankLost`, so that the
+        others train on without this rank."""
         try:
             recorded = read_trace(trace_path(traces_folder(self.run), step))
             if recorded.digest != digest:
@@ -182,12 +189,12 @@ class Learning:
         return self.learner.optim_step()
 
     def offer(self, rollout_ids: tuple[str, ...]) -> None:
-        """Begin to publish the live weights; they are read when this returns."""
+        """Begin to publish the live weights as trained on these rollouts. They have been read when this returns."""
         self._offered_at = time.perf_counter()
         self.learner.offer(rollout_ids)
 
     def published(self) -> Published:
-        """What was offered, once the pointer names it. In a thread of its own."""
+        """Wait until the pointer names the version that was offered last. Runs in a thread of its own."""
         channel, offered_at = self._channel, self._offered_at
         published = self.learner.published()
         wall_s = round(time.perf_counter() - offered_at, 4)
@@ -200,17 +207,17 @@ class Learning:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is being published, or yet to be."""
+        """Whether no publish is under way."""
         return self._learner is not None and not self._learner.is_publishing
 
     def settle(self) -> None:
-        """What rank 0 knows to be published, or to have failed: this rank's part of it is over, too."""
+        """Wait until this rank's part of the last publish is over. Rank 0 knows how it ended, and tells of failures."""
         with contextlib.suppress(EtudeError):
             if self.learner.is_publishing:
                 self.learner.published()
 
     def probe(self, token_ids: list[int]) -> list[float]:
-        """Log-probabilities that the learner's own weights give a text's tokens."""
+        """Log-probabilities of a text's tokens under the learner's weights: len(token_ids) - 1 numbers."""
         return self.learner.probe(token_ids)
 
     def parity(self) -> str:
@@ -218,20 +225,22 @@ class Learning:
         return self.learner.parity
 
     def defend(self, defence: str) -> None:
-        """Take a defence (`parity.Defence`) from the next step on."""
+        """Set the defence against mismatch (a `parity.Defence`) from the next step on."""
         self.learner.defend(truncate=Defence(defence) is Defence.TRUNCATED)
 
     def k1(self, rollouts: list[RolloutSummary]) -> dict[str, float]:
-        """Σ log π − log π_ref of each stored rollout, against the starting checkpoint."""
-        files = rollout_files(self.run)
-        return self.reference.k1(whole_samples(map(files.read, rollouts)))
+        """Σ log π − log π_ref of each stored rollout, against the starting checkpoint. Read piece by piece."""
+        files, found = rollout_files(self.run), dict[str, float]()
+        for some in runs([one.num_prompt + one.num_sampled for one in rollouts], K1_TOKENS):
+            found |= self.reference.k1(whole_samples(map(files.read, rollouts[some])))
+        return found
 
     def save(self, path: str) -> None:
         self.learner.save(path)
 
 
 def led(leader: Leader, learning: Learning, work: Callable[..., object], *arguments: object) -> object:
-    """A call that every rank makes."""
+    """Make a call on every rank; returns this rank's result."""
     learning.group = leader.join()
     if learning.is_settled:
         leader.tell("settle")
@@ -240,7 +249,7 @@ def led(leader: Leader, learning: Learning, work: Callable[..., object], *argume
 
 
 def unless_lost(leader: Leader | None, work: Callable[..., object], *arguments: object) -> object:
-    """The call; where a rank is lost meanwhile, this process ends."""
+    """Make a call; where a rank is lost meanwhile, this process ends."""
     try:
         return work(*arguments)
     except RankLost as error:
@@ -251,7 +260,8 @@ def unless_lost(leader: Leader | None, work: Callable[..., object], *arguments: 
 async def handlers(
     run: RunFolder, name: str, telemetry: Telemetry, ranks_at: str = "", ranks_away: str = "0"
 ) -> child.Handlers:
-    """The calls of a learner, `ranks_away` of whose ranks come from other machines to the address `ranks_at`."""
+    """The calls that a learner process answers. `ranks_away`: how many of its ranks connect from other machines, to the
+    address `ranks_at`."""
     torch.set_num_threads(NUM_THREADS)
     torch_thread = ThreadPoolExecutor(1, thread_name_prefix="torch")
     waiting = ThreadPoolExecutor(1, thread_name_prefix="published")

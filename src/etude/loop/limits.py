@@ -21,7 +21,8 @@ from etude.records.task import Split, Task
 from etude.seams import TaskSource
 
 MOST_CONTEXT = 4096
-"""Of a context that nobody gave: each of `engine.max_sequences` has memory for all of it."""
+"""The largest context in tokens where the config names none: an engine has KV memory for `max_sequences` whole
+contexts."""
 LEAST_TURN, MOST_TURN = 24, 512
 TURNS_IN_CONTEXT = 8
 LOOKED_AT = 8  # tasks of a split
@@ -87,8 +88,9 @@ def first_tasks(source: TaskSource, splits: Sequence[Split]) -> list[Task]:
 def check_limits(
     limits: HarnessConfig, chat: ChatFormat, tasks: Sequence[Task], said: Callable[[str], None] = lambda _: None
 ) -> None:
-    """Whether rollouts of these tasks can take a turn, and a turn can hold a tool call. `said` is told of what some
-    tasks or tools exceed. Raises `ConfigError` where none fits, and `ChatError` for a checkpoint without calls."""
+    """Check that rollouts of these tasks can take a turn, and that a turn can hold a tool call. `said` is called with a
+    line where some tasks or tools do not fit. Raises `ConfigError` where none fits, and `ChatError` for a checkpoint
+    without tool calls."""
     tools = standard_tools(limits.tools)
     _check_turns(limits, chat, tools.signatures, said)
     asked = ([{"role": "user", "content": task.instruction}] for task in tasks)

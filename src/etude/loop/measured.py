@@ -75,10 +75,11 @@ class Steps:
 
 
 def _shape(steps: Sequence[Event], config: RunConfig) -> Shape:
-    signal = 1.0 - fmean(event["no_signal_share"] for event in steps)
-    size, groups = config.experience.group_size, config.experience.groups_per_step
+    size, taken = config.experience.group_size, [event["num_groups"] for event in steps]
+    groups = fmean(taken)
+    having = fmean(num * (1.0 - event["no_signal_share"]) for num, event in zip(taken, steps, strict=True))
     sampled, trained = fmean(event["sampled_mean"] for event in steps), fmean(event["num_tokens"] for event in steps)
-    context = trained / max(1.0, signal * size * groups)
+    context = trained / max(1.0, having * size)
     return Shape(
         groups=groups,
         group_size=size,
@@ -86,7 +87,7 @@ def _shape(steps: Sequence[Event], config: RunConfig) -> Shape:
         prompt_tokens=max(0.0, context - sampled),
         sampled_tokens=sampled,
         tool_tokens=0.0,  # among the prompt's: both are read, not sampled
-        signal_share=signal,
+        signal_share=having / groups,
         solved_share=fmean(event["reward_mean"] for event in steps),
     )
 

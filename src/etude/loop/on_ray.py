@@ -98,7 +98,7 @@ class RayProcess:
         return float((await self.usage(with_memory=False)).get("cpu_s", 0.0))
 
     async def usage(self, *, with_memory: bool) -> dict[str, Any]:
-        """What it has used, or nothing where its node does not say."""
+        """CPU time and memory that the process has used; {} where its node does not answer in time."""
         try:
             async with asyncio.timeout(USAGE_EVERY_S):
                 return dict(await _answer(self._actor.usage.remote(with_memory)))
@@ -275,5 +275,7 @@ async def _connect(name: str, address: str, port: int, secret: bytes) -> socket.
         ) from None
     except OSError as error:
         link.close()
-        raise Lost(f"{address}, the node of {name}, refused", str(error), hint="its actor is gone") from None
+        raise Lost(
+            f"{address}, the node of {name}, refused", str(error), hint="its actor has ended: see the node's Ray logs"
+        ) from None
     return link

@@ -31,6 +31,7 @@ from etude.loop.places import read_ledger
 from etude.loop.preflight import used_splits
 from etude.loop.processes import AGAIN, KEEPS_MEMORY, Child, Supervisor
 from etude.loop.standalone import take_checkpoint
+from etude.loop.wire import Lost
 from etude.records.task import Split
 from etude.run import RunFolder, write_durably
 from etude.sums import sealed
@@ -102,7 +103,13 @@ async def _program(
     supervisor.children[phase] = child
     try:
         while True:
-            await child.start(with_socket=False)
+            try:
+                await child.start(with_socket=False)
+            except Lost:  # its machine is gone, another may have room
+                if not child.may_restart():
+                    raise
+                await child.back_off()
+                continue
             code = await child.exited()
             if code == 0:
                 return {}

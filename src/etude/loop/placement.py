@@ -105,7 +105,7 @@ class Placement(Protocol):
         time, `Lost` when it was lost meanwhile, `OSError`."""
 
     async def usage(self, running: Mapping[str, Process], *, with_memory: bool) -> dict[str, dict[str, Any]]:
-        """What this process ("conductor") and those that run have used, as `usage.sample` has it."""
+        """CPU time and memory of this process ("conductor") and of those that run, as `usage.sample` has them."""
 
     async def close(self) -> None:
         """Let go of the machines. Idempotent."""

@@ -28,25 +28,27 @@ BUCKET_POLL_S = 0.5
 
 
 def ledger_place(run: RunFolder) -> Path | str:
-    """As `Ledger` takes it."""
+    """The place of a run's ledger, as `Ledger` takes it: a path or a URL."""
     server = run.setting("experience.ledger")
     return f"{server}#{run.identity()['run_id']}" if server else run / "ledger.sqlite"
 
 
 def read_ledger(run: RunFolder, *, still: bool = False) -> Ledger:
-    """To be read beside its writer; `still`: there is none now. Raises `NoLedger`, `LedgerError`, `StoreError`."""
+    """Open a run's ledger for reading, which its writer may use meanwhile. `still`: nothing writes it now. Raises
+    `NoLedger`, `LedgerError`, `StoreError`."""
     from etude.experience.ledger import Ledger  # where weights alone are looked at, nothing needs it
 
     return Ledger.reading(ledger_place(run), still=still)
 
 
 def weights_place(run: RunFolder) -> Path | str:
-    """As `open_store` takes it."""
+    """The place of a run's weights, as `open_store` takes it: a path or a URL."""
     return _place(run, "weights")
 
 
 def poll_arguments(place: Path | str) -> list[str]:
-    """Of an engine that follows weights there: a question to a bucket costs money, one to a directory does not."""
+    """The arguments of an engine for how often to look for new weights: a request to a bucket costs money, a look into
+    a directory does not."""
     return [] if isinstance(place, Path) else ["--poll-s", str(BUCKET_POLL_S)]
 
 
@@ -87,8 +89,8 @@ def _place(run: RunFolder, name: str) -> Path | str:
 
 
 def check_store(url: str, said: Callable[[str], None] = lambda _: None) -> None:
-    """Put, read, list and delete a few bytes where a run will. A directory that is not there yet is told, not made: it
-    may be mistyped. Raises `StoreError`."""
+    """Check that a run can use a store: put, read, list and delete a few bytes. A directory that does not exist is not
+    created, since it may be mistyped: `said` is called with a line on it. Raises `StoreError`."""
     folder = Path(unquote(url.removeprefix("file://"))) if url.startswith("file:///") else None
     if folder is not None and not folder.exists():
         parent = next(path for path in folder.parents if path.exists())

@@ -1,4 +1,4 @@
-"""What a worker hands over of a rollout that it played, in place of the rollout itself, which it has stored.
+"""The result of a rollout that a worker returns. The rollout itself is stored in a file.
 
 Whoever needs tokens or files reads the stored rollout: graders and the learner. The conductor reads this.
 """
@@ -24,7 +24,7 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandedOver(msgspec.Struct, frozen=True, kw_only=True):
-    """The same on its way to the conductor, which knows the task."""
+    """A `Played` without its task, as it is sent to the conductor, which has the task."""
 
     summary: RolloutSummary
     signs: Signs

@@ -1,7 +1,7 @@
-"""Everything that can be known to fail before anything is started: in a second, and before a run folder is made.
+"""Checks before a run is started that it will not fail later: in about a second, and before a run folder is made.
 
-The checkpoint is one that can be computed here, tools exist, each split that will be used has tasks, the first ones
-prove themselves (reference 1, untouched state 0), and so machines can be made on this host. Imports no torch.
+The checkpoint can be computed here, the tools exist, and each split that is used has tasks. The first tasks are proven
+on machines (the reference scores 1, the untouched state 0), which shows that machines can be made. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ def preflight(
     given: Collection[str] = (),
     said: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end with later.
+    """Check a config. Raises the `ConfigError`, `CheckpointError`, `TaskError` or `MachineError` that the run would end
+    with later.
 
-    `adopted`: the run has its own copy of the starting checkpoint already, which needs not be there any more.
-    `elsewhere`: components run on other machines, where tasks and devices were checked before. `given`: names of the
-    settings that the user gave. `said` is told of what takes longer, an image that was built, of layers of the
-    checkpoint that are left out, of settings that are not used, and of steps that may be too large for this machine."""
+    `adopted`: the run has its own copy of the starting checkpoint, so the original may be gone. `elsewhere`: components
+    run on other machines, where tasks and devices were checked before. `given`: names of the settings that the user
+    gave. `said` is called with a line on each image that was built, layers of the checkpoint that are left out,
+    settings that are not used, and steps that may be too large for this machine."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
@@ -85,7 +86,7 @@ def preflight(
     if config.harness.require_submit and "submit" not in config.harness.tools:
         raise ConfigError(
             f"harness.tools = {list(config.harness.tools)}",
-            "nobody could submit, and harness.require_submit gives those 0 who do not",
+            "no rollout could submit, and harness.require_submit gives reward 0 to those that do not",
             hint="add 'submit', or set harness.require_submit=false",
         )
     asyncio.run(build_images(config, said))
@@ -97,22 +98,24 @@ def preflight(
 
 
 def check_ranks_at(address: str) -> None:
-    """Whether ranks can be met at an address. Raises `ConfigError`."""
+    """Check that this machine can listen at an address for the ranks of others. Raises `ConfigError`."""
     try:
         bind(address, 0).close()
     except ConfigError as error:
-        hint = "name an address of this machine, at which those with the other ranks reach it"
+        hint = "give an address of this machine that the machines of the other ranks can reach"
         raise ConfigError(f"fleet.ranks_at = {address!r}: {error.what}", error.facts, hint=hint) from None
 
 
 def prove_tasks(config: RunConfig) -> None:
-    """Whether the first tasks prove themselves on machines that are made here. Raises `TaskError`, `MachineError`."""
+    """Prove the first tasks on machines made here: the reference scores 1, the untouched state 0. Raises `TaskError`,
+    `MachineError`."""
     asyncio.run(_prove(check_tasks(config, used_splits(config)), config))
 
 
 def check_foreign(config: RunConfig, *, adopted: bool) -> None:
-    """Where an engine is of another make: whether it is there, of a tested version, and can follow this model, unless
-    the run was started from it before. Raises `EngineError`, `ConfigError`."""
+    """Check vLLM or SGLang where the config names one: that it is installed, in a tested version, and can follow this
+    model's weights. The model is not checked again where the run has `adopted` it. Raises `EngineError`,
+    `ConfigError`."""
     kinds = sorted({*config.fleet.engines} - {EngineKind.REFERENCE})
     for kind in kinds:
         check_foreign_device(config, kind)
@@ -128,8 +131,18 @@ def check_foreign(config: RunConfig, *, adopted: bool) -> None:
         )
 
 
+def check_machines(config: RunConfig) -> None:
+    """Whether machines of this config can be made here, with the bounds that it wants. Raises `MachineError`,
+    `InputError`."""
+
+    async def opened() -> None:
+        await runtime_of(config.machines).close()
+
+    asyncio.run(opened())
+
+
 async def build_images(config: RunConfig, said: Callable[[str], None]) -> None:
-    """Build the images of tasks that bring a Dockerfile, where the config names a store for them."""
+    """Build the images of tasks that have a Dockerfile, where the config names a store for images."""
     source = open_source(config.tasks.source, config.tasks.seed)
     if not isinstance(source, HarborSource) or not config.machines.images:
         return
@@ -142,7 +155,7 @@ async def build_images(config: RunConfig, said: Callable[[str], None]) -> None:
 
 
 def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
-    """The config's tasks, some in each of these splits. Raises `ConfigError`, `TaskError`."""
+    """Open the config's tasks and check that each of these splits has one. Raises `ConfigError`, `TaskError`."""
     source = open_tasks(config, canaries=False)
     for split in splits:
         if source.size(split) == 0:
@@ -155,10 +168,10 @@ def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
 
 
 def check_ledger(run: RunFolder) -> None:
-    """A run that published weights goes on with the ledger that accounts for them: `RunError` when it is gone,
-    `LedgerError` when it is damaged."""
+    """Check that a run which published weights still has the ledger that accounts for them. Raises `RunError` when it
+    was deleted, `LedgerError` when it is damaged."""
     if not has_published(run):
-        return  # nothing to account for: a ledger that is cut off was never used
+        return  # no weights to account for: a ledger that is cut off was never used
     try:
         ledger = read_ledger(run)
     except NoLedger as error:
@@ -186,9 +199,12 @@ def check_start(
     lora_rank: int = 0,
     said: Callable[[str], None] = lambda _: None,
 ) -> ModelConfig:
-    """The model of a Hugging Face directory. Raises unless it is of the architecture that is computed here, holds every
-    weight of it (by the headers of its files), in widths that `numerics` can round and share and adapters of
-    `lora_rank` are smaller than, and can be talked to. `said` is told of layers that are left out."""
+    """Check a Hugging Face directory as a run's start; returns its model. `said` is called with a line on layers that
+    are left out.
+
+    Checked are: the architecture is one that etude computes; every weight is there (by the headers of the files); its
+    widths fit the quantisation and the degree of `numerics` and are larger than `lora_rank`; it has `context_tokens`
+    positions; and it has a tokeniser with a chat format. Raises `CheckpointError` or `ConfigError`."""
     numerics = numerics or NumericsConfig()
     model = starting_model(checkpoint)
     check_weights(checkpoint, model)
@@ -209,7 +225,8 @@ def check_start(
 def tell_other_model(
     config: RunConfig, model: ModelConfig, given: Collection[str], said: Callable[[str], None]
 ) -> None:
-    """Tell which of the `[model]` that was given is not what the starting checkpoint is."""
+    """Report the settings of `[model]` that the user gave and that differ from the starting checkpoint: they are not
+    used."""
     wanted, is_ = (leaves({"model": to_plain(one)}) for one in (config.model, model))
     other = [name for name in sorted(given) if name in wanted and wanted[name] != is_.get(name)]
     if other:
@@ -218,12 +235,12 @@ def tell_other_model(
 
 
 def check_experts(model: ModelConfig, expert_parallel: int) -> None:
-    """Whether so many ranks can share a model's experts. Raises `ConfigError`."""
+    """Check that so many ranks can divide a model's experts evenly. Raises `ConfigError`."""
     if model.num_experts % expert_parallel or (expert_parallel > 1 and not model.num_experts):
         raise ConfigError(
             f"learner.expert_parallel = {expert_parallel}",
-            f"the checkpoint has {model.num_experts} experts, and each of these ranks has as many",
-            hint="take a divisor of the experts",
+            f"the checkpoint has {model.num_experts} experts, and every rank must hold the same number of them",
+            hint="take a divisor of the number of experts",
         )
 
 

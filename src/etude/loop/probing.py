@@ -1,7 +1,8 @@
-"""The version-matched probe: at each publish every engine's log-probabilities of a fixed text against the learner's.
+"""The version-matched probe: after each publish, every engine's log-probabilities of a fixed text are compared with the
+learner's.
 
-So mismatch is seen apart from staleness. What is over the budget of `[parity]` ends the run, or has the learner take
-its next defence, or is only told.
+Both hold the same version, so that mismatch is measured apart from staleness. Beyond the budget of `[parity]` the run
+ends, or the learner takes its next defence, or the alarm is only reported.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from etude.records.sample import Published
 from etude.telemetry import Telemetry
 
 PROBE_TOKENS, AGAIN_S = 128, 1.0
-ADOPT_S, FAR_ADOPT_S = 30.0, 120.0  # of an engine in trouble, to come out of it
-FETCH_S = 1_800.0  # of one that is not: weights may be large, and the line slow
+TROUBLE_S, FAR_TROUBLE_S = 30.0, 120.0  # how long an engine that reports trouble may take to recover
+FETCH_S = 1_800.0  # how long any other may take to adopt: weights may be large, and the network slow
 
 
 class Unreachable(EtudeError):
-    """Every engine answers and none can come to the published version: something of the chain is damaged."""
+    """Engines answer, and none of them can adopt the published version: the chain is probably damaged."""
 
 
 class Probe:
-    """Asks engines, and holds them to the budget. `defend` has the learner take a defence."""
+    """Asks engines for the probe's log-probabilities and compares them with the budget. `defend` is called to have the
+    learner take a defence."""
 
     def __init__(
         self,
@@ -48,16 +50,17 @@ class Probe:
     async def ask(
         self, engines: Mapping[str, HttpEngine], published: Published, mine: list[float], *, far: Collection[str] = ()
     ) -> None:
-        """Every engine, of a version that `mine` are the learner's log-probabilities of. One that is still on its way
-        to it is waited for; one that says why it cannot come has some seconds, and more where it is `far`. Raises
-        `ParityError`, and `Unreachable` where every engine that is there cannot come to it."""
+        """Probe every engine with a published version; `mine` are the learner's log-probabilities of the text under it.
+        Waits up to `FETCH_S` for an engine that is adopting the version; one that reports trouble has `TROUBLE_S`, or
+        `FAR_TROUBLE_S` where it is in `far`. Raises `ParityError`, and `Unreachable` where no engine that answers can
+        adopt the version."""
         asked = (
-            self._ask_one(name, engine, published, mine, FAR_ADOPT_S if name in far else ADOPT_S)
+            self._ask_one(name, engine, published, mine, FAR_TROUBLE_S if name in far else TROUBLE_S)
             for name, engine in engines.items()
         )
         late = await asyncio.gather(*asked)
         if late and all(late):
-            hint = "what was published is damaged: see etude weights verify, and the disk"
+            hint = "the published weights are probably damaged: check them with etude weights verify, and the disk"
             if any(isinstance(error, Unauthorised) for error in late):
                 hint = "start the engine with the ETUDE_TOKEN that the run has"
             facts = (f"{name}: {str(error).partition(chr(10))[0]}" for name, error in zip(engines, late, strict=True))
@@ -66,7 +69,7 @@ class Probe:
     async def _ask_one(
         self, name: str, engine: HttpEngine, published: Published, mine: list[float], patience_s: float
     ) -> EngineError | None:
-        """The error of an engine that is there and does not come to the version."""
+        """Probe one engine. Returns the error of an engine that answers and cannot adopt the version; else None."""
         loop = asyncio.get_running_loop()
         end = loop.time() + FETCH_S
         while True:
@@ -76,13 +79,13 @@ class Probe:
                 engine_class = (await engine.info()).parity
                 break
             except EngineGone:
-                return None  # its successor catches up by itself and is given no work until then
+                return None  # the process that replaces it adopts the version before it is given work
             except EngineError as error:
                 if isinstance(error, Unauthorised) or loop.time() >= end or await _trouble(engine):
                     return error
                 await asyncio.sleep(AGAIN_S)
         if version != published.version:
-            return None  # it has moved on: the probe of that version will speak
+            return None  # it holds a newer version already, which has a probe of its own
         found = compare(theirs, mine)
         self._telemetry.event(
             "engine.probe",
@@ -100,13 +103,15 @@ class Probe:
         return None
 
     async def trained(self, step: int, fresh_ratio_max: float | None) -> None:
-        """Hold a step's ratio on the learner's own weights to the budget; a run that stops is ended by its learner."""
+        """Compare a step's largest ratio on fresh rollouts with the budget, and take a defence where it is over. Where
+        the config stops the run instead, the learner raises by itself."""
         alarm = self._watch.trained(fresh_ratio_max)
         if alarm is not None:
             await self._act(alarm, step)
 
     def _refuse(self, alarm: Alarm, published: Published, engine_class: str) -> None:
-        """Raise `ParityError` where the run stops at an alarm. Numbers that are none are never gone on with."""
+        """Raise `ParityError` where the config stops the run at an alarm, and always for numbers that are not
+        finite."""
         found = alarm.found
         no_number = not math.isfinite(found.k3)
         if no_number or self._config.over_budget is OverBudget.STOP:
@@ -127,7 +132,7 @@ class Probe:
 
 
 async def _trouble(engine: HttpEngine) -> str:
-    """Why an engine cannot come to a version; "" of one that is on its way to it."""
+    """Why an engine cannot adopt a version; "" where it is still adopting it."""
     try:
         return (await engine.info()).trouble
     except EngineError as error:
@@ -138,16 +143,16 @@ def _hint(alarm: Alarm, same_class: bool) -> str:
     if alarm.budget.k3:
         return "etude parity RUN says which operator; where it is rounding alone, raise parity.k3 and parity.ratio_p99"
     if same_class:
-        return "the engine holds other bytes or computes otherwise: etude weights verify, then etude parity"
+        return "the engine holds other bytes or computes otherwise: run etude weights verify, then etude parity"
     return "run engines where the learner runs, or set numerics.mode = 'native'"
 
 
 def _told(number: float) -> float | None:
-    """As an event has it: JSON knows no infinity."""
+    """A number for an event: None where it is not finite, since JSON has no infinity."""
     return number if np.isfinite(number) else None
 
 
 def probe_text(chat: ChatFormat) -> list[int]:
-    """The fixed text whose log-probabilities prove an update: tokens drawn from the whole vocabulary, none twice."""
+    """The token ids of the probe's fixed text: drawn from the whole vocabulary, none twice, the same for every call."""
     order = np.random.default_rng(0).permutation(chat.vocab_size)
     return [int(token) for token in order[:PROBE_TOKENS]]

@@ -49,9 +49,9 @@ async def _pass(_: Child) -> None:
 
 
 class Child:
-    """One supervised component. `caller` is its socket when it was started with one; `env` is what its environment
-    should hold where its machine's says nothing. `placement`: where it runs, else on this machine. `devices`: how many
-    accelerators it computes on, where its machine has any."""
+    """One supervised process of a run. `caller`: its socket when it was started with one. `env`: environment variables,
+    set where its machine does not set them. `placement`: decides where it runs; None: on this machine. `devices`: the
+    number of accelerators that it computes on, where its machine has any."""
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class Child:
         self.starts: list[float] = []
 
     async def start(self, *, with_socket: bool, waits: Callable[[Child], Awaitable[object]] = _pass) -> None:
-        """Start it; `waits` is awaited where there is no room for it now."""
+        """Start it; `waits` is awaited where there is no room for it now. Until that is done it has no process."""
+        self.process = None
         program = Program(self.name, self.argv, self.log_path, self.nice, self.env, with_socket, self.devices)
 
         async def wait(reason: str) -> None:
@@ -115,6 +116,10 @@ class Child:
 
     def may_restart(self) -> bool:
         return self.recent_starts <= MAX_RESTARTS
+
+    async def back_off(self) -> None:
+        """Wait before it is started again: the longer, the more often it was started lately."""
+        await asyncio.sleep(min(2.0, 0.05 * 2**self.recent_starts))
 
     def kill(self) -> None:
         """Kill it and its process group."""
@@ -258,29 +263,45 @@ class Supervisor:
                     )
                 )
                 return
-            await asyncio.sleep(min(2.0, 0.05 * 2**child.recent_starts))  # back-off, not synchronisation
+            await child.back_off()
             self.telemetry.event("process", name=child.name, state="restart")
             try:
-                await self._bring_up(child, role)
+                await self._start_again(child, role)
             except EtudeError as error:
-                if isinstance(error, NoRoom) or not child.may_restart():
-                    self._fail(error)
-                    return
-                await child.stop(grace_s=0.1)
+                self._fail(error)
+                return
             except OSError as error:
                 hint = "the host refused: see its memory, disk and process limits, then resume the run"
                 self._fail(EtudeError(f"{child.name} cannot be started again", str(error), hint=hint))
                 return
 
+    async def _start_again(self, child: Child, role: Role) -> None:
+        """Start a lost child until it has a process again. Raises what ends the run. A start that fails before there is
+        a process (its machine is lost, too) belongs to the same loss: no exit and no restart is reported for it."""
+        while True:
+            try:
+                await self._bring_up(child, role)
+                return
+            except EtudeError as error:
+                if isinstance(error, NoRoom) or not child.may_restart():
+                    raise
+            if child.process is not None:  # it did not become ready: its end is a loss of its own
+                await child.stop(grace_s=0.1)
+                return
+            await child.back_off()
+
     async def _until_exit(self, child: Child, role: Role) -> int:
-        """Its exit code. One that stays silent for `hung_s` is killed first."""
-        exited = asyncio.create_task(child.exited())
+        """Its exit code. One that stays silent for `hung_s` is killed first, and reported once however long its end
+        takes to be seen."""
+        exited, is_killed = asyncio.create_task(child.exited()), False
         try:
             while not (await asyncio.wait({exited}, timeout=BEAT_S))[0]:
                 try:
                     await _within(role.answers(child), self.hung_s, child, "to answer")
                 except DeadlineExceeded as error:
-                    self.telemetry.event("process", name=child.name, state="hung", pid=child.pid, reason=error.what)
+                    if not is_killed:
+                        self.telemetry.event("process", name=child.name, state="hung", pid=child.pid, reason=error.what)
+                    is_killed = True
                     child.kill()
                 except EtudeError:
                     continue  # it is going: its end will tell
@@ -306,7 +327,7 @@ class Supervisor:
             await child.stop()
 
     async def usage(self, with_memory: bool) -> dict[str, dict[str, Any]]:
-        """What this process and the children that run have used, as `usage.sample` has it."""
+        """CPU time and memory of this process and of its running children, as `usage.sample` has them."""
         running = {name: child.process for name, child in self.children.items() if child.process and child.pid}
         return await self.placement.usage(running, with_memory=with_memory)
 

@@ -1,11 +1,11 @@
-"""Proves that what a run folder holds is what was written: every file that has a checksum is read and compared.
+"""Compares every file of a run folder that has a checksum with it (`etude fsck`).
 
-It goes by what files are, not by their names (`etude.sums`): directories with SHA256SUMS, Parquet, JSON, event logs;
-the ledger and the chain of weights have checksums of their own. So a file that nobody thought of here is proven, or
-listed as one that is not. Only reads, also beside the run: what a live run replaces or deletes meanwhile is no problem,
-and where a store that moves looks damaged it is looked at again.
+Files are recognised by their kind, not by their names (`etude.sums`): directories with SHA256SUMS, Parquet, JSON, event
+logs. The ledger has checksums of its own, and those of stored rollouts; so has the chain of weights. An unexpected file
+is either proven, or listed as not proven. It only reads, and may run beside the run: files that a live run replaces or
+deletes meanwhile are no problem, and a store that changes and looks damaged is read again.
 
-Knows nothing of what was trained: that no rollout was lost is `experience.auditing`'s to say.
+Knows nothing of training: `experience.auditing` checks that no rollout was lost.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from etude.errors import EtudeError, RunError
-from etude.loop.places import has_published, ledger_place, read_ledger, traces_folder, weights_store
+from etude.errors import EtudeError, LedgerError, RunError
+from etude.loop.places import has_published, ledger_place, read_ledger, rollout_files, traces_folder, weights_store
 from etude.run import HINT_COPY, RunFolder
 from etude.sums import (
     SUMS,
@@ -34,14 +35,19 @@ from etude.sums import (
 )
 from etude.weights.chain import fsck
 
+if TYPE_CHECKING:
+    from etude.experience.ledger import Ledger
+
+ROLLOUTS = "rollouts"
 _PLAIN = {"lock", "logs"}
-"""What a run folder holds that nobody reads back: who holds it, and what its processes printed."""
+"""Parts of a run folder that are never read back: the lock, and the output of its processes."""
 _LEDGER = ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm")
 _WRITTEN_IN_PLACE = {"tokenizer": "corpus", "corpus": "corpus", "checkpoints/mid": "mid-training"}
 """Directories that get their checksums last, and the phase that must have ended before they are whole."""
 _HINTS = (
     ("checkpoints/final", "copy it back, or write it again: etude export RUN@STEP"),
     ("checkpoints/step-", "copy it back, or delete the checkpoint: a resumed run goes on from the one before it"),
+    ("rollouts/", "copy it back; else its step is made without it, unless more than half of a step's are damaged"),
     ("traces/", "copy it back; training goes on without it, only a replay of that step needs it"),
     ("evals/", "copy it back, or evaluate again; training does not need it"),
     ("events/", "nothing needs to be done: reports leave the line out"),
@@ -53,7 +59,7 @@ _HINTS = (
 
 @dataclass(frozen=True)
 class Found:
-    """One thing that is wrong, or could not be proven."""
+    """One file that is damaged or cannot be proven."""
 
     place: str  # in the run folder
     what: str
@@ -65,7 +71,7 @@ class Found:
 
 @dataclass
 class Proof:
-    """What was read. Sound without `problems`."""
+    """Result of comparing files with their checksums. Sound where `problems` is empty."""
 
     num_files: int = 0
     num_bytes: int = 0
@@ -88,7 +94,7 @@ Step = Callable[[Proof], None]
 
 
 def hint_for(place: str) -> str:
-    """What to do about a damaged file."""
+    """The hint for a damaged file."""
     return next((hint for start, hint in _HINTS if place.startswith(start)), HINT_COPY)
 
 
@@ -115,7 +121,7 @@ class _Prover:
     def steps(self) -> Iterator[Step]:
         yield self._about
         for place in sorted(self.path.iterdir()):
-            if place.name == "weights" or place.name in (*_LEDGER, "run.json", "config.toml"):
+            if place.name in ("weights", ROLLOUTS, *_LEDGER, "run.json", "config.toml"):
                 continue
             yield from self._below(place)
         yield self._ledger
@@ -259,10 +265,28 @@ class _Prover:
                 return  # a ledger of before its run's first version was never used
             with closing(read_ledger(self.run, still=not self.live)) as ledger:
                 ledger.prove()
+                self._rollouts(ledger, proof)
             if isinstance(place, Path):
                 proof.count(place)
         except (EtudeError, OSError, ValueError) as error:
             proof.add("ledger.sqlite", *_words(error))
+
+    def _rollouts(self, ledger: Ledger, proof: Proof) -> None:
+        """Stored rollouts, by the size and digest that the ledger has of each."""
+        files, names = rollout_files(self.run), rollout_files(self.run).names()
+        stored = {files.path(one.rollout_id, one.attempt).name: one for one in ledger.stored()}
+        for name, summary in sorted(stored.items()):
+            try:
+                files.read(summary)
+            except LedgerError as error:
+                if not self.live or ledger.is_kept(summary.rollout_id):  # else the run has dropped it
+                    proof.add(f"{ROLLOUTS}/{name}", f"it is damaged: {error.facts}")
+            if summary.stored is not None:
+                proof.num_files, proof.num_bytes = proof.num_files + 1, proof.num_bytes + summary.stored.num_bytes
+        for name in sorted({*names} - stored.keys()):
+            if not self.live:
+                facts = "its rollout had not finished, or is an evaluation's that was cut off"
+                proof.note(f"{ROLLOUTS}/{name}", facts, "it is deleted when the run goes on")
 
     def _bucket(self, proof: Proof) -> None:
         """Traces that are not in the folder."""

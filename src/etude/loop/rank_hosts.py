@@ -63,13 +63,13 @@ def start_rank(run: Path, rank: int, at: str, secret: bytes, *, local: int) -> s
 
 
 def described(exit_code: int) -> str:
-    """An exit code, and what it says of a rank."""
+    """An exit code of a rank, in words."""
     return f"exit code {exit_code}{'; -9 is out of memory, or somebody killed it' if exit_code == -9 else ''}"
 
 
 @dataclass
 class _Guest:
-    """Who has come with ranks. `ranks`: which they are, once that is known."""
+    """A host process that has connected with some ranks. `ranks`: their numbers, once they are known."""
 
     host: str
     count: int
@@ -79,10 +79,10 @@ class _Guest:
 
 
 class Door:
-    """Rank 0's side. `lost` is called, in a thread, when a rank that has come is gone."""
+    """Rank 0's side: accepts ranks of other machines. `lost` is called, in a thread, when a connected rank is lost."""
 
     def __init__(self, run: Path, host: str, away: int, secret: bytes, lost: Lost) -> None:
-        """`away`: so many ranks are to come. Raises `RunError` where `host` is no address of this machine."""
+        """`away`: how many ranks must connect. Raises `RunError` where `host` is no address of this machine."""
         self._run, self._away, self._secret, self._lost = run, away, secret, lost
         self._guests: list[_Guest] = []
         self._sent_back = ""
@@ -92,7 +92,7 @@ class Door:
         try:
             self._listener = socket.create_server((host, 0), family=family_of(host))
         except OSError as error:
-            hint = "set fleet.ranks_at to the address at which this machine is reached by those with the other ranks"
+            hint = "set fleet.ranks_at to the address of this machine that the machines of the other ranks can reach"
             raise RunError(f"ranks on other machines cannot be met at {host}", str(error), hint=hint) from None
         self.at = joined(*self._listener.getsockname()[:2])
         door = {"at": self.at, "secret": secret.hex()}
@@ -100,19 +100,20 @@ class Door:
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
     def meet(self, first: int, at: str, waits: Callable[[str], object]) -> dict[int, str]:
-        """Wait for the ranks from `first` on, and tell them where the learner meets; on which host each is. `waits` is
-        told for what, whenever that changes. Raises `RunError`."""
+        """Wait until the ranks from number `first` on have connected, and send them the address `at` of the learner's
+        store. Returns the host of each rank. `waits` is called with the reason for waiting whenever that changes.
+        Raises `RunError` after `COME_S`."""
         end, told = time.monotonic() + COME_S, ""
         with self._changed:
             while (missing := self._away - sum(guest.count for guest in self._chosen())) > 0:
-                reason = f"{missing} of {self._away} ranks are to come to {self.at}{self._spare()}"
+                reason = f"{missing} of {self._away} ranks have not connected to {self.at}{self._spare()}"
                 if reason != told:
                     waits(told := reason)
                 if not self._changed.wait(end - time.monotonic()):
-                    came = ", ".join(f"{guest.count} of {guest.host}" for guest in self._guests) or "nobody"
+                    came = ", ".join(f"{guest.count} of {guest.host}" for guest in self._guests) or "none"
                     raise RunError(
-                        f"{reason}, and have not",
-                        f"waited {COME_S:g} s; {came} came",
+                        reason,
+                        f"waited {COME_S:g} s; connected: {came}",
                         hint=f"start them: python -m etude.loop.rank_hosts --run {self._run} --count {missing}",
                     )
             self._met = True
@@ -125,7 +126,7 @@ class Door:
         return hosts
 
     def _chosen(self) -> list[_Guest]:
-        """Those who fit, as they came; others wait for another learner."""
+        """The hosts whose ranks are taken, in order of connecting; others wait for another learner."""
         found: list[_Guest] = []
         for guest in self._guests:
             if sum(one.count for one in found) + guest.count <= self._away:
@@ -133,14 +134,14 @@ class Door:
         return found
 
     def _spare(self) -> str:
-        """Who came and does not fit, for whoever waits."""
+        """The hosts whose ranks are too many, in words for the error."""
         chosen = self._chosen()
         spare = [f"{guest.count} of {guest.host} are too many" for guest in self._guests if guest not in chosen]
         told = [*spare, self._sent_back] if self._sent_back else spare
         return f" ({'; '.join(told)})" if told else ""
 
     def _told_of_fit(self, guest: _Guest) -> bool:
-        """Whether it may ever fit. One that does not fit now is told what it waits for, others why they go."""
+        """Whether a host's ranks may fit, now or later. A host that does not fit now gets a message with the reason."""
         wanted = self._away - sum(one.count for one in self._chosen())
         if guest.count > self._away:
             self._sent_back = f"{_ranks_came(guest.count, self._away)}, from {guest.host}: sent back"
@@ -160,7 +161,7 @@ class Door:
             threading.Thread(target=self._welcome, args=(sock,), name="guest", daemon=True).start()
 
     def _welcome(self, sock: socket.socket) -> None:
-        """One connection, to its end."""
+        """Serve one connection to its end."""
         with sock, sock.makefile("rb") as lines:
             try:
                 guest = self._known(sock, lines)
@@ -188,16 +189,31 @@ class Door:
                 self._lost(error, guest.ranks[0] if rank is None else rank)
 
     def _known(self, sock: socket.socket, lines: IO[bytes]) -> _Guest | None:
-        """Who connected, where it has the secret."""
+        """Who connected, where it has the secret. It has so long for all that it says, not for each byte of it."""
         kept_alive(sock).settimeout(GREET_S)
         nonce = secrets.token_hex(16)
+        hung_up = threading.Event()
+        late = threading.Timer(GREET_S, _hang_up, (sock, hung_up))
+        late.daemon = True
+        late.start()
         try:
             _say(sock, {"nonce": nonce})
             said = _unsealed(self._secret, nonce, lines.readline(_MAX_LINE))
+            late.cancel()
+            if hung_up.is_set():
+                return None
             sock.settimeout(None)
             return _Guest(str(said["host"]), max(1, int(said["count"])), str(said["nonce"]), sock)
         except (OSError, ValueError, KeyError):
             return None
+        finally:
+            late.cancel()
+
+
+def _hang_up(sock: socket.socket, hung_up: threading.Event) -> None:
+    hung_up.set()
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _ranks_came(came: int, wanted: int) -> str:
@@ -299,10 +315,14 @@ def _sealed(secret: bytes, nonce: str, body: Mapping[str, Any]) -> dict[str, str
 
 def _unsealed(secret: bytes, nonce: str, line: bytes) -> dict[str, Any]:
     """Raises `ValueError`, `KeyError`."""
-    said = json.loads(line)
-    if not hmac.compare_digest(seal(secret, f"{nonce} {said['text']}".encode()).hex(), str(said["seal"])):
+    try:
+        said = json.loads(line)
+        text, given = str(said["text"]), str(said["seal"])
+    except (TypeError, RecursionError):
+        raise ValueError("nothing that is sealed") from None
+    if not hmac.compare_digest(seal(secret, f"{nonce} {text}".encode()).hex().encode(), given.encode()):
         raise ValueError("not the secret")
-    body: dict[str, Any] = json.loads(said["text"])
+    body: dict[str, Any] = json.loads(text)
     return body
 
 

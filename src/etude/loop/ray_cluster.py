@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -42,6 +43,7 @@ def connect(on: str) -> None:
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # who waits for room is in our own events
     os.environ.setdefault("RAY_worker_niceness", "0")  # its 15 would starve components beside anything else
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if on != "ray":
             _must_listen(on.removeprefix("ray://"))
@@ -59,6 +61,9 @@ def connect(on: str) -> None:
             hint="HOST:PORT is that of `ray start --head`, and wants `ray start --address=HOST:PORT` on this machine; "
             "ray://HOST:PORT is that of its client server, 10001",
         ) from None
+    finally:
+        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # Ray's would exit from wherever the program is
+            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def disconnect() -> None:
@@ -87,7 +92,7 @@ def room(role: str, gpus: int = 0) -> int:
 
 
 def offers() -> str:
-    """What each node takes, for an error message."""
+    """The roles that each node takes, in words for an error."""
     named = [(n, [r for r in (*ROLES, "GPU") if r != "GPU" or n["Resources"].get(r)]) for n in nodes()]
     told = [f"{_name(n)}: " + ", ".join(f"{r} {n['Resources'].get(r, 0):g}" for r in names) for n, names in named]
     return "; ".join(told) or f"none of {sum(n['Alive'] for n in ray.nodes())} nodes offers a role"

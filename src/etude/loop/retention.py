@@ -20,6 +20,13 @@ NOTE, GONE = "kept_from", ".gone"
 STRETCHES = 2  # that no budget touches
 
 
+def goes_back_to(run: RunFolder) -> int:
+    """The oldest step that a restart may go on from: that of the checkpoint before the newest, which is taken where the
+    newest is damaged. 0, the start, where there are fewer."""
+    steps = sorted(step for step, _ in steps_in(run / "checkpoints", "step-*"))
+    return steps[-STRETCHES] if len(steps) >= STRETCHES else 0
+
+
 def kept_from(ledger: Ledger) -> int:
     """The steps after this one can still be redone; what they need of those up to it may be deleted."""
     return int(ledger.recall(NOTE) or 0)
@@ -29,7 +36,7 @@ def keep_within(run: RunFolder, ledger: Ledger, traces: Folder, *, disk_gb: floa
     """Delete the oldest stretches until checkpoints and traces fit; traces in a bucket take no disk, and go with the
     rest of their stretch. Returns the bytes that went. Call it when no
     checkpoint is being written; a kill at any moment leaves what the next call deletes."""
-    for left in (run / "checkpoints").glob(f".*{GONE}"):
+    for left in (run / "checkpoints").glob(".*"):  # half deleted, or half written when its learner was killed
         shutil.rmtree(left)
     checkpoints = dict(sorted(steps_in(run / "checkpoints", "step-*")))
     batches = {step: trace_path(traces, step) for step in recorded(traces)}

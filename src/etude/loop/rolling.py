@@ -1,10 +1,11 @@
-"""Rollouts and their grades: tasks → admitted groups → running → judged → ledger.
+"""Runs admitted rollouts, has them graded, and stores them in the ledger.
 
-A group's rollouts start in order of admission, as many at a time as the engines can decode, and none before the
-version step that it demands is published: after a restart from a checkpoint that may be several steps away. A rollout
-whose worker dies is requeued and run again; a grade whose grader dies is asked again; after `max_attempts` it is
-invalid at that boundary, on the evidence of the host. One that no engine could serve because all of them were behind
-its version is requeued as often as that happens: nothing is wrong with it. Knows nothing of weights and training.
+Rollouts start in order of admission, as many at a time as the engines can decode, and none before the version step that
+it needs is published, which after a restart from a checkpoint may be several steps away. Groups of the next steps need
+no version after those steps, whatever they were admitted with. A rollout whose worker dies is
+requeued and run again; a grade whose grader dies is asked for again; after `max_attempts` the rollout is invalid at
+that boundary, on the evidence of the host. A rollout that no engine could serve, as all held older versions, is
+requeued as often as that happens, since it has not failed. Knows nothing of weights and training.
 
 | | consumes | produces | waits for | unblocked by |
 | --- | --- | --- | --- | --- |
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -35,12 +37,12 @@ from etude.records.summary import RolloutSummary, summary_of
 from etude.rollouts import not_run, settle
 from etude.telemetry import Telemetry
 
-GRADED = "graded"  # the term that keeps what a grader gave a rollout in quarantine
-AT_ONCE = 64  # rollouts that one transaction starts or stores
+GRADED = "graded"  # the term with the grader's reward of a rollout in quarantine
+AT_ONCE = 64  # the most rollouts that one transaction starts or stores
 
 
 def keyed_seed(*parts: object) -> int:
-    """A 63-bit seed from what identifies a draw.
+    """A 63-bit seed: a hash of `parts`, which identify one random draw.
 
     >>> keyed_seed(0, "g000001.2") == keyed_seed(0, "g000001.2") != keyed_seed(1, "g000001.2")
     True
@@ -59,7 +61,7 @@ def siblings(
     pin_step: int | None = None,
     keep_routes: bool = False,
 ) -> list[RolloutSpec]:
-    """The specs of a group; `keep_routes` when it is to be trained on with the engines' routes."""
+    """The specs of a group's rollouts. `keep_routes`: ask engines for routes, to train with them."""
     return [
         RolloutSpec(
             rollout_id=f"{group_id}.{i}",
@@ -77,8 +79,8 @@ def siblings(
 
 
 async def judge(crew: Crew, rollout: Played) -> Outcome:
-    """The outcome of a finished rollout; a grader that dies is replaced and asked again. One whose file graders cannot
-    read is invalid."""
+    """Have a finished rollout graded; returns its outcome. When a grader dies another one is asked. The rollout is
+    invalid where graders cannot read its file, or too many graders die."""
     if rollout.summary.invalid is not None:
         return rollout.summary.invalid
     error: EtudeError | None = None
@@ -95,23 +97,22 @@ async def judge(crew: Crew, rollout: Played) -> Outcome:
 
 
 async def run_once(crew: Crew, spec: RolloutSpec) -> tuple[Played, Outcome]:
-    """A rollout that no ledger keeps (an evaluation's), until it has an outcome. Raises `EtudeError` when workers keep
-    dying under it; it is invalid when no engine comes to its version again and again."""
+    """Run and grade a rollout that is not kept in the ledger (an evaluation's). It is invalid when its workers die
+    repeatedly, or repeatedly no engine reaches its version: one task does not end an evaluation."""
     while True:
         try:
             rollout = await crew.rollout(spec, kept=False)
             return rollout, await judged_once(crew, rollout)
-        except (Lost, EngineBehind) as error:
+        except (Lost, DeadlineExceeded, EngineBehind) as error:
             if spec.attempt + 1 >= crew.config.experience.max_attempts:
-                if isinstance(error, Lost):
-                    raise
-                rollout = Played(summary=summary_of(not_run(spec, Boundary.PROVIDER, error)), task=spec.task)
+                boundary = Boundary.PROVIDER if isinstance(error, EngineBehind) else Boundary.WORKER
+                rollout = Played(summary=summary_of(not_run(spec, boundary, error)), task=spec.task)
                 return rollout, await judge(crew, rollout)
             spec = msgspec.structs.replace(spec, attempt=spec.attempt + 1)
 
 
 async def judged_once(crew: Crew, rollout: Played) -> Outcome:
-    """The outcome of a rollout that nobody asks for again: its file is deleted."""
+    """Have a rollout graded, then delete its file."""
     try:
         return await judge(crew, rollout)
     finally:
@@ -119,8 +120,8 @@ async def judged_once(crew: Crew, rollout: Played) -> Outcome:
 
 
 def unearned(graded: Graded, sign: str) -> Graded:
-    """The grade of a rollout that bears a sign of cheating: at most 0, so that its siblings' baseline and the gradient
-    see that it does not pay. What the grader gave is the term `graded`."""
+    """The grade of a rollout with a sign of cheating: its reward is at most 0, so that training makes cheating less
+    likely. The grader's reward is kept as the term `graded`."""
     return Graded(
         reward=min(0.0, graded.reward),
         terms={**graded.terms, GRADED: graded.reward},
@@ -129,8 +130,16 @@ def unearned(graded: Graded, sign: str) -> Graded:
     )
 
 
+def outcome_that_counts(rollout: Played, outcome: Outcome) -> tuple[Outcome, list[Suspicion]]:
+    """The outcome that counts, in training and in evaluations alike, and the signs of cheating, the gravest first: with
+    any the grade is `unearned`. What is invalid bears none, as it counts nowhere."""
+    if isinstance(outcome, Invalid) or not (signs := rollout.signs.of(outcome)):
+        return outcome, []
+    return unearned(outcome, str(signs[0])), signs
+
+
 class _Ended(NamedTuple):
-    """A rollout that is over. `counts` is set once it is stored."""
+    """A rollout that has ended. `counts` is set when it was stored: whether it counts in the ledger."""
 
     rollout: RolloutSummary
     outcome: Outcome
@@ -139,28 +148,29 @@ class _Ended(NamedTuple):
 
 
 class Rolling:
-    """Runs what the ledger has admitted. `books`: the thread in which the ledger is read and written."""
+    """Runs the rollouts that the ledger has admitted. `books`: the thread in which the ledger is read and written."""
 
     def __init__(self, ledger: Ledger, books: InOrder, crew: Crew, telemetry: Telemetry) -> None:
         self.ledger, self.books, self.crew, self.telemetry = ledger, books, crew, telemetry
-        self.published = 0  # step of the newest version: who demands a later one waits for it
+        self.published = 0  # step of the newest version: rollouts that need a later one wait
+        self.demand: Callable[[int], int] | None = None  # version step that an open group needs now: see `Ledger.start`
         self._settled, self._ready = asyncio.Event(), set[str]()
-        self._ended: list[_Ended] = []  # to be stored; at most as many as run at once
+        self._ended: list[_Ended] = []  # not stored yet; at most as many as run at once
         self._storing: asyncio.Task[None] | None = None
-        self._lost: Counter[str] = Counter()  # workers that died under a rollout
+        self._lost: Counter[str] = Counter()  # by rollout: how many of its workers died
 
     async def progress(self) -> set[str]:
-        """Wait until some groups have no member left that is awaited: which ones, since this was asked last. Each
-        rollout has deadlines of its own."""
+        """Wait until every member of some group has ended. Returns the ids of all such groups since the last call. Has
+        no deadline: every rollout has its own."""
         await self._settled.wait()
         self._settled.clear()
         ready, self._ready = self._ready, set()
         return ready
 
     async def run(self, more: asyncio.Event) -> None:
-        """Start waiting rollouts in order, for ever; cancel to stop. `more` is set when there may be some to start:
-        new ones, or those that waited for a version that is `published` now."""
-        room = Room(self.crew.max_running)  # of this call: one that was cancelled takes its places with it
+        """Start waiting rollouts in order until it is cancelled. The caller sets `more` when there may be rollouts to
+        start: new ones, or those that waited for a version that is `published` now."""
+        room = Room(self.crew.max_running)  # of this call alone: a cancelled call gives back no places
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await room.acquire()
@@ -169,12 +179,12 @@ class Rolling:
                     await more.wait()
                     more.clear()
                 for _ in specs[1:]:
-                    await room.acquire()  # there is room: nothing is waited for
+                    await room.acquire()  # a place is free: this does not wait
                 for spec in specs:
                     tasks.create_task(self._run_one(spec, room, more), name=spec.rollout_id)
 
     async def _start(self, limit: int) -> list[RolloutSpec]:
-        return await self.books(self.ledger.start, limit, published=self.published)
+        return await self.books(self.ledger.start, limit, published=self.published, demand=self.demand)
 
     async def _run_one(self, spec: RolloutSpec, room: Room, more: asyncio.Event) -> None:
         try:
@@ -185,9 +195,7 @@ class Rolling:
                 await self._give_back(spec, error)
                 more.set()
                 return
-            signs = _signs(rollout, outcome)
-            if isinstance(outcome, Graded) and signs:
-                outcome = unearned(outcome, str(signs[0]))
+            outcome, signs = outcome_that_counts(rollout, outcome)
             summary = _readable(rollout.summary, outcome)
             if await self._finish(summary, outcome, signs):
                 self._tell(summary, outcome)
@@ -196,7 +204,8 @@ class Rolling:
             room.release()
 
     async def _finish(self, rollout: RolloutSummary, outcome: Outcome, signs: list[Suspicion]) -> bool:
-        """Store it, together with whatever else ends until then. False: it no longer counts."""
+        """Store an ended rollout, in one transaction with others that end meanwhile. False where the ledger does not
+        count it any more."""
         one = _Ended(rollout, outcome, signs, asyncio.get_running_loop().create_future())
         self._ended.append(one)
         if self._storing is None or self._storing.done():
@@ -209,7 +218,7 @@ class Rolling:
             await self._store(ended)
 
     async def _store(self, ended: list[_Ended]) -> None:
-        """One transaction for those that ended; that one bears signs of cheating is noted in it."""
+        """Store ended rollouts, with their signs of cheating, in one transaction."""
         counts = list[bool]()
 
         def work() -> None:
@@ -222,7 +231,7 @@ class Rolling:
         try:
             await self.books(self.ledger.transaction, work)
             await self._settle({one.rollout.group_id for one in ended})
-        except Exception as error:  # noqa: BLE001  whatever it is: those who wait for it end with it
+        except Exception as error:  # noqa: BLE001  passed on to the tasks that wait
             for one in ended:
                 if not one.counts.done():
                     one.counts.set_exception(error)
@@ -245,7 +254,8 @@ class Rolling:
             )
 
     async def _give_back(self, spec: RolloutSpec, error: EtudeError) -> None:
-        """Run it again: its worker is gone, or no engine came to its version; or say that too many workers are gone."""
+        """Requeue a rollout whose worker died or whose version no engine reached. Make it invalid where too many
+        workers died."""
         self._lost[spec.rollout_id] += not isinstance(error, EngineBehind)
         attempts = self.crew.config.experience.max_attempts
         if self._lost[spec.rollout_id] < attempts:
@@ -281,12 +291,7 @@ class Rolling:
         )
 
 
-def _signs(rollout: Played, outcome: Outcome) -> list[Suspicion]:
-    """Signs of cheating; none in what is invalid, as it trains nobody."""
-    return [] if isinstance(outcome, Invalid) else rollout.signs.of(outcome)
-
-
 def _readable(summary: RolloutSummary, outcome: Outcome) -> RolloutSummary:
-    """A summary that promises no file where graders could not read it."""
+    """The summary without its stored file where graders could not read the file."""
     unread = isinstance(outcome, Invalid) and outcome.boundary is Boundary.STORE
     return msgspec.structs.replace(summary, stored=None) if unread else summary

@@ -1,4 +1,4 @@
-"""One engine and the gateway before it: how a checkpoint, or a run that is still learning, is talked to.
+"""Serves a checkpoint, or a run that is still learning: one engine with the gateway before it.
 
 The engine is a child, supervised as in a run. For a run it follows the chain of weights, so that an answer comes from
 the newest version; for a checkpoint it holds what the directory holds. Or there is no engine of its own: the gateway
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from etude.models.config import ModelConfig
 from etude.models.headers import check_weights, tell_left_out
 from etude.numerics.config import NumericsConfig
 from etude.run import RunFolder
+from etude.scratch import OwnFolder
 from etude.stores import open_store
 from etude.telemetry import Telemetry
 from etude.weights.chain.inspect import require_pointer
@@ -55,8 +55,7 @@ async def serve_checkpoint(
     if not (checkpoint / "config.json").is_file():
         raise NoCheckpoint(f"{checkpoint} is no checkpoint", "no config.json", hint="give a Hugging Face directory")
     model_config, chat = _read_model(checkpoint, said), ChatFormat.load(checkpoint)
-    with tempfile.TemporaryDirectory(prefix="etude-serve-") as scratch:
-        folder = Path(scratch)
+    with OwnFolder("serve") as folder:
         telemetry = Telemetry(folder / "events.jsonl", process="serve")
         supervisor = Supervisor(telemetry)
         fleet, engines = Fleet({}), list[HttpEngine]()
@@ -109,7 +108,8 @@ async def serve_fleet(
 
 
 def _read_model(checkpoint: Path, said: Callable[[str], None]) -> ModelConfig:
-    """The model in a directory, once its files are seen to hold it. `said` is told of layers that are left out."""
+    """Read the model's config of a directory, and check that its files have all weights. `said` is called with a line
+    on layers that are left out."""
     try:
         config = ModelConfig.from_hf(json.loads((checkpoint / "config.json").read_bytes()))
     except ValueError as error:

@@ -1,12 +1,11 @@
-"""Engines, workers and graders around one checkpoint, without a learner: how a checkpoint is evaluated by itself."""
+"""Evaluates a checkpoint by itself: starts engines, workers and graders for it, without a learner."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+import functools
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 from etude.config import to_toml
@@ -14,6 +13,7 @@ from etude.errors import CheckpointError
 from etude.evals import EvalResult
 from etude.harness import ChatFormat
 from etude.inference.config import EngineKind
+from etude.loop.apart import apart
 from etude.loop.config import RunConfig, open_tasks
 from etude.loop.crew import crew
 from etude.loop.evaluating import Each, evaluate
@@ -23,6 +23,7 @@ from etude.models.headers import left_out
 from etude.records import Version
 from etude.records.task import Split
 from etude.run import RunFolder
+from etude.scratch import OwnFolder
 from etude.sums import SUMS, files_in, prove, write_sums
 from etude.telemetry import Telemetry
 
@@ -36,9 +37,9 @@ TOKENIZER_FILES = (
 
 
 def take_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | None = None) -> None:
-    """Put a Hugging Face directory where a run keeps its starting checkpoint, and its tokeniser where a run looks.
-    What another run's learner left beside the weights stays behind: this run begins at step 0. Layers that nothing
-    computes are named in an event."""
+    """Copy a Hugging Face directory into a run as its starting checkpoint and its tokeniser. The optimiser state that
+    another run's learner left there is not copied: this run begins at step 0. Layers that etude does not compute are
+    named in an event."""
     learners, mid = shutil.ignore_patterns("learner.*", SUMS), run / "checkpoints" / "mid"
     for folder in (mid, run / "tokenizer"):
         (folder / SUMS).unlink(missing_ok=True)
@@ -57,8 +58,8 @@ def take_checkpoint(checkpoint: Path, run: RunFolder, telemetry: Telemetry | Non
 
 
 def version_of(checkpoint: Path) -> Version | None:
-    """The version whose weights a learner left in a checkpoint; None for one that no learner wrote: a run would begin
-    with it, at step 0. Raises `CheckpointError`."""
+    """The version that a learner saved as this checkpoint; None for a checkpoint that no learner wrote, which counts as
+    step 0. Raises `CheckpointError`."""
     path = checkpoint / "learner.json"
     if not path.is_file():
         return None
@@ -72,7 +73,7 @@ def version_of(checkpoint: Path) -> Version | None:
 
 
 def alone(config: RunConfig) -> RunConfig:
-    """The config without engines from elsewhere: those follow a run's weights, not a checkpoint's."""
+    """The config without engines from elsewhere, which follow a run's weights and not a checkpoint."""
     engines = config.fleet.engines or (EngineKind.REFERENCE,)
     return dataclasses.replace(config, fleet=dataclasses.replace(config.fleet, engines=engines, listen=""))
 
@@ -80,13 +81,13 @@ def alone(config: RunConfig) -> RunConfig:
 async def evaluate_checkpoint(
     checkpoint: Path, config: RunConfig, *, split: Split, num_tasks: int, tries: int, out: Path | None, each: Each
 ) -> EvalResult:
-    """Solve rate of a checkpoint by the rollout code of a run, under the step of its version. `out`: where the rollouts
-    are kept. `each` is called for every rollout that is done."""
+    """Evaluate a checkpoint with the rollout code of a run; returns what `evaluate` returns, under the step of the
+    checkpoint's version. `out`: folder for the rollouts. `each` is called after every rollout."""
     version, config = version_of(checkpoint), alone(config)
-    with tempfile.TemporaryDirectory(prefix="etude-eval-") as scratch:
-        run = RunFolder.create(Path(scratch) / "run", config_toml=to_toml(config), seed=config.seed)
+    with OwnFolder("eval") as scratch:
+        run = RunFolder.create(scratch / "run", config_toml=to_toml(config), seed=config.seed)
         telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
-        await asyncio.to_thread(take_checkpoint, checkpoint, run, telemetry)
+        await apart(functools.partial(take_checkpoint, checkpoint, run, telemetry))
         async with crew(run, config, telemetry, Supervisor(telemetry, hung_s=config.fleet.hung_s)) as members:
             await members.start_sampling()
             result = await evaluate(
@@ -94,7 +95,7 @@ async def evaluate_checkpoint(
                 open_tasks(config, canaries=False),
                 name=checkpoint.name,
                 split=split,
-                step=0,  # as the engines count, which hold these weights from their start
+                step=0,  # the engines' own step: they start with these weights
                 num_tasks=num_tasks,
                 tries=tries,
                 seed=config.seed,

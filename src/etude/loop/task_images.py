@@ -7,6 +7,8 @@ that runs use are not collected. Knows nothing of how images are built.
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +18,10 @@ from etude.errors import InputError, TaskError
 from etude.records.image import Image
 from etude.seams import Runtime
 from etude.tasks.harbor import HarborSource
-from etude.tasks.trees import refuse_link
+from etude.tasks.trees import open_no_link, refuse_link
 
 BUILD_S = 1_800.0
+_KINDS = {stat.S_IFLNK: "link", stat.S_IFDIR: "folder", stat.S_IFREG: "file"}
 
 
 async def with_images(
@@ -61,11 +64,20 @@ def _contexts(source: HarborSource) -> list[Path]:
 
 
 def _name_of(context: Path) -> str:
-    """By every file's path, mode and content, links as links."""
+    """By every file's path, mode and content, links as links. Raises `TaskError` for what is neither file, folder nor
+    link: reading a pipe waits for who writes into it."""
     whole = hashlib.sha256()
     for path in sorted(context.rglob("*")):
-        kind = "link" if path.is_symlink() else "folder" if path.is_dir() else "file"
-        data = str(path.readlink()).encode() if kind == "link" else path.read_bytes() if kind == "file" else b""
-        head = (path.relative_to(context).as_posix(), kind, path.lstat().st_mode & 0o777, len(data))
+        found = path.lstat()
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode))
+        if kind is None:
+            raise TaskError(f"{path} is neither a file nor a folder", hint="take it out of the task's folder")
+        data = os.readlink(os.fsencode(path)) if kind == "link" else b""
+        size = found.st_size if kind == "file" else len(data)
+        head = (path.relative_to(context).as_posix(), kind, found.st_mode & 0o777, size)
         whole.update(repr(head).encode("utf-8", "surrogateescape") + data)
+        if kind == "file":
+            with open(path, "rb", opener=open_no_link) as file:
+                while part := file.read(1 << 20):
+                    whole.update(part)
     return f"task/{whole.hexdigest()[:40]}"

@@ -180,10 +180,10 @@ async def serve(
     max_frame_bytes: int = MAX_FRAME_BYTES,
     beat_s: float = BEAT_S,
 ) -> None:
-    """Answer calls until the other end goes. `handlers`: method → (argument types, coroutine function).
+    """Answer calls until the other end closes. `handlers`: method → (argument types, coroutine function).
 
-    Calls run concurrently, each as its own task, which is cancelled when the caller no longer waits for it. Every
-    `beat_s` callers are told whether this process got on with anything.
+    Calls run concurrently, each in a task of its own, which is cancelled when its caller no longer waits. Every
+    `beat_s` seconds callers get a message on whether this process has made progress.
     """
     reader, writer = await asyncio.open_connection(sock=sock)
     tasks: dict[int, asyncio.Task[None]] = {}

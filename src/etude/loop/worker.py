@@ -50,9 +50,8 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
         await following.follow(roster)
         return fleet.sessions()
 
-    async def stored(rollout: Rollout, *, kept: bool) -> HandedOver:
+    async def stored(rollout: Rollout, *, kept: bool, looks: bool) -> HandedOver:
         """In a thread: the disk may be slow, and what was handed in large."""
-        looks = kept and config.experience.quarantine
         return await asyncio.to_thread(hand_over, rollout, files, kept=kept, looks=looks, chat=None if kept else chat)
 
     async def rollout(spec: RolloutSpec, kept: bool) -> HandedOver:
@@ -61,13 +60,13 @@ async def handlers(run: RunFolder, name: str, telemetry: Telemetry) -> child.Han
             played = await run_rollout(spec, runtime=runtime, policy=fleet, chat=chat, harness=config.harness)
         finally:
             fleet.forget(session_of(spec))
-        return await stored(played, kept=kept)
+        return await stored(played, kept=kept, looks=config.experience.quarantine)
 
     async def baseline(spec: RolloutSpec, kind: str) -> HandedOver:
         """A rollout of a script that needs no model: "oracle" or "random"."""
         policy = ScriptedPolicy(_script(kind, open_tasks(config, canaries=False), spec), chat)
         played = await run_rollout(spec, runtime=runtime, policy=policy, chat=chat, harness=config.harness)
-        return await stored(played, kept=False)
+        return await stored(played, kept=False, looks=False)
 
     async def ready() -> bool:
         return True

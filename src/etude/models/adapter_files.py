@@ -1,8 +1,8 @@
-"""Adapters as directories that peft and vLLM read: adapter_config.json and adapter_model.safetensors.
+"""Reads and writes adapters as directories that peft and vLLM read: adapter_config.json and adapter_model.safetensors.
 
-Ours hold the base's config.json and tokeniser, too, so that whoever is given one finds out what model it is and how it
-is talked to; the weights are the base's, merged when they are loaded. Which base that is stands in the safetensors
-file's metadata, as a digest.
+Ours also have the base model's config.json and tokeniser, so that such a directory is enough to know the model and its
+chat format. When it is loaded the adapters are merged into the base's weights. The metadata of the safetensors file
+names the base, by a digest.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _BASE = "etude_base"
 def write_adapter(
     folder: Path, tensors: Mapping[str, torch.Tensor], config: AdapterConfig, base: Path, *, dtype: torch.dtype
 ) -> None:
-    """Fill a directory that somebody else makes whole. `tensors` by PEFT's names; `base`: the directory whose weights
-    it belongs to, of which config and tokeniser are copied."""
+    """Write adapter files into `folder`, which the caller then syncs and renames into place. `tensors` have PEFT's
+    names; `base`: the directory of the base weights, from which config and tokeniser are copied."""
     base = base.resolve()
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config.to_peft(base), indent=2) + "\n")
     metadata = {"format": "pt", _BASE: config.base}
@@ -46,7 +46,7 @@ def write_adapter(
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:
-    """What an adapter's directory says and holds. Raises `CheckpointError`."""
+    """Read an adapter's directory: its config and its tensors. Raises `CheckpointError`."""
     path = folder / ADAPTER_WEIGHTS
     tensors = load_tensors(path)
     try:

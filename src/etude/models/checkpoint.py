@@ -1,8 +1,9 @@
-"""Checkpoints as Hugging Face directories: config.json, weights in one file or in shards, the tokeniser's beside them.
+"""Reads and writes checkpoints as Hugging Face directories: config.json, weights in one file or in shards, and the
+tokeniser's files.
 
-Writing is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.sums`), is
-fsynced, and is renamed into place. Reading believes nothing: names, shapes, dtypes and the number of weights are
-checked before a model is built, and every byte where the directory has checksums.
+A write is all or nothing: everything goes into a hidden sibling directory with its checksums (`etude.sums`), is
+fsynced, and is renamed into place. A read checks everything: names, shapes, dtypes and the number of weights before a
+model is built, and every byte where the directory has checksums.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def write_model(
     assets: Path | str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The same into a directory that somebody else makes whole."""
+    """Write the same files into `folder`, which the caller then syncs and renames into place."""
     write_about(model.config, folder, dtype=dtype, quantise=quantise, assets=assets)
     tensors = hf_views(model) if quantise is Quantise.NONE else packed(model, FORMATS[quantise])
     _write_weights(tensors, folder, _DTYPES[dtype][0], shard_bytes)
@@ -141,7 +142,7 @@ def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """One safetensors file. Views of shared memory are written as tensors of their own."""
+    """Write one safetensors file. Views that share memory are written as separate tensors."""
     save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt"})
     progress.made()
 
@@ -233,7 +234,7 @@ class Tensors:
         self._found, self._where = found, where
 
     def stored(self, name: str) -> torch.Tensor:
-        """As the file has it."""
+        """A tensor in the dtype that the file has."""
         progress.made()
         tensor: torch.Tensor = self._where[name].get_tensor(name)
         return tensor
@@ -244,7 +245,7 @@ class Tensors:
         return dequantised(tensor, self.stored(name + SCALE)) if tensor.dtype == torch.float8_e4m3fn else tensor
 
     def rows(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> torch.Tensor:
-        """Some rows of it; where it is stored as it is, no others are read."""
+        """Some rows of a tensor. No others are read, unless the tensor is stored in a packed format."""
         if name in self._where and name + SCALE not in self._found:
             progress.made()
             some: torch.Tensor = self._where[name].get_slice(name)[start:stop]
@@ -276,7 +277,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def opened_file(path: Path) -> Iterator[Any]:
-    """One safetensors file, to be read tensor by tensor. Raises `CheckpointError`."""
+    """Open one safetensors file, to be read tensor by tensor. Raises `CheckpointError`."""
     if not path.is_file():
         raise CheckpointError(
             f"no weights at {path}", hint="a checkpoint directory holds config.json and *.safetensors"

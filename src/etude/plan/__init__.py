@@ -1,4 +1,4 @@
-"""What a run would need and take, before it is started: memory, critical batch, step time, sync time, money.
+"""Plans a run before it is started: memory, critical batch, step time, sync time, cost.
 
 Formulas with their sources (`arithmetic`), hardware in few numbers, one function. Loads no torch: what is measured of
 a machine is measured elsewhere and handed in.

@@ -28,7 +28,7 @@ def active_parameters(model: ModelConfig) -> int:
 
 
 def attention_flops(model: ModelConfig, context: float) -> float:
-    """Of one token that attends to `context` keys: 2 products of 2 operations each for every head and layer. Chowdhery
+    """FLOPs of one token's attention to `context` keys: 2 products of 2 FLOPs each for every head and layer. Chowdhery
     et al. 2022, "PaLM" (arXiv 2204.02311), appendix B."""
     kept = model.kept
     width = model.head_dim + (kept.value_width if model.latent is None else model.latent.value_dim)
@@ -36,13 +36,13 @@ def attention_flops(model: ModelConfig, context: float) -> float:
 
 
 def forward_flops(model: ModelConfig, context: float) -> float:
-    """Of one token: 2 for each parameter that it meets, and its attention. Kaplan et al. 2020, "Scaling Laws"
-    (arXiv 2001.08361), section 2.1."""
+    """FLOPs of one token's forward: 2 for each parameter that it uses, and its attention. Kaplan et al. 2020, "Scaling
+    Laws" (arXiv 2001.08361), section 2.1."""
     return 2.0 * active_parameters(model) + attention_flops(model, context)
 
 
 def training_flops(model: ModelConfig, context: float, training: Training) -> float:
-    """Of one token: forward, twice that backward, and once more where activations are computed again. Kaplan et al.
+    """FLOPs of one token in training: forward, twice that backward, and once more with recomputation. Kaplan et al.
     2020; Korthikanti et al. 2022, "Reducing Activation Recomputation" (arXiv 2205.05198), section 4. A frozen matrix
     has no gradient, which is half of its backward pass; what adapters cost beside it is left out. Hu et al. 2021,
     "LoRA" (arXiv 2106.09685), section 4.2."""
@@ -77,7 +77,8 @@ def experts_met(model: ModelConfig, batch: float) -> float:
 
 
 def read_bytes(model: ModelConfig, batch: float, width: float = BF16_BYTES) -> float:
-    """Weights that a decoding step reads: all but the experts that nobody in the batch is sent to."""
+    """Bytes of weights that a decoding step reads: all but the experts that no sequence of the batch is sent to.
+    `width`: bytes per weight."""
     idle = expert_parameters(model) * (1.0 - experts_met(model, batch))
     lookup = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size
     return width * (model.num_parameters - lookup - idle)
@@ -90,7 +91,7 @@ def engine_bytes(model: ModelConfig, dtype_bytes: float, matrix_bytes: float) ->
 
 
 def expert_parameters(model: ModelConfig) -> int:
-    """Of all experts in all layers, shared ones not among them."""
+    """Number of parameters of all experts in all layers, without shared experts."""
     return model.num_moe_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
 
 
@@ -142,9 +143,9 @@ def optimiser_bytes(model: ModelConfig, training: Training, ranks: int) -> float
 
 
 def activation_bytes(model: ModelConfig, tokens: int, training: Training) -> float:
-    """Of one forward of so many tokens on a rank: each layer's input and inside, and a float32 row of logits and its
-    gradient a token; the inside of one layer only where they are computed again in the backward pass. Korthikanti et
-    al. 2022 (arXiv 2205.05198), section 4.1; the inside is counted for these blocks."""
+    """Bytes of the activations of one forward of so many tokens on a rank: each layer's input and inside, and a float32
+    row of logits and its gradient a token; the inside of one layer only where they are computed again in the backward
+    pass. Korthikanti et al. 2022 (arXiv 2205.05198), section 4.1; the inside is counted for these blocks."""
     d, k = model.hidden_size, max(1, model.top_k + model.num_shared)
     mlp = k * (3 * model.expert_size + d) if model.num_moe_layers else 3 * model.dense_width
     inside = 6 * d + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + 2 * mlp

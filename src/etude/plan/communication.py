@@ -29,9 +29,10 @@ def gathered_s(num_bytes: float, ranks: int, device: Device) -> float:
 
 
 def sharing_s(model: ModelConfig, training: Training, ranks: int, device: Device) -> float:
-    """One forward and backward pass of a learner's rank under full sharding: all weights are gathered for the forward
-    pass and for the backward one, and gradients of what trains are scattered. Rajbhandari et al. 2019, section 7.2.2:
-    three times the weights. Experts are gathered among the ranks that have the same ones."""
+    """Seconds of communication in one forward and backward pass of a learner's rank under full sharding: all weights
+    are gathered for the forward pass and for the backward one, and gradients of what trains are scattered. Rajbhandari
+    et al. 2019, section 7.2.2: three times the weights. Experts are gathered among the ranks that have the same
+    ones."""
     experts = arithmetic.expert_parameters(model)
     parts = (
         (model.num_parameters - experts, ranks),
@@ -54,8 +55,8 @@ def dispatch_s(model: ModelConfig, training: Training, tokens: float, device: De
 
 
 def tensor_parallel_s(model: ModelConfig, batch: float, devices: int, device: Device) -> float:
-    """One forward of `batch` tokens on devices that share every matrix: two all-reduces a layer. Shoeybi et al. 2019
-    (arXiv 1909.08053), section 3."""
+    """Seconds of communication in one forward of `batch` tokens on devices that share every matrix: two all-reduces a
+    layer. Shoeybi et al. 2019 (arXiv 1909.08053), section 3."""
     if devices == 1:
         return 0.0
     within = devices <= device.node_devices

@@ -1,9 +1,9 @@
-"""What a run computes on, as few numbers: makers' for accelerators, measured ones for the machine at hand.
+"""The hardware of a run as a few numbers: from data sheets for accelerators, measured for this machine.
 
-Dense bf16 peaks without sparsity, memory and bandwidths are of the makers' data sheets (NVIDIA H100 SXM, H200 SXM and
-DGX B200; NVLink in one direction; one network card of 400 Gbit/s a device, 8 devices a node). Prices are assumptions of
-2026, for whoever gives none. What share of a peak is reached is an assumption,
-too, and shown as one: .4 of the peak in training, .6 of the roofline in decoding (this project's goals on an H200).
+Dense bf16 peaks without sparsity, memory and bandwidths are from the makers' data sheets (NVIDIA H100 SXM, H200 SXM and
+DGX B200; NVLink in one direction; one network card of 400 Gbit/s per device, 8 devices per node). Prices are
+assumptions of 2026, used where none are given. The share of the peak that is reached is an assumption too, and shown as
+one: .4 of the peak in training, .6 of the roofline in decoding (this project's goals on an H200).
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etude.errors import ConfigError, nearest
+from etude.numerics.config import Quantise
+from etude.numerics.formats import FORMATS
+
+MATRIX_BYTES: dict[Quantise, float] = {name: form.bits_per_number / 8 for name, form in FORMATS.items()}
+"""Of a number in an engine's matrices where these are rounded, with its share of the scales of blocks."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator."""
+    """The numbers of one accelerator."""
 
     name: str
     flops: float  # a second, dense bf16
@@ -38,7 +43,8 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Measured:
-    """What this machine's CPU takes, by `etude.loop.calibrating`: CPU seconds, one thread, of this very model.
+    """Times of this machine's CPU, measured by `etude.loop.calibrating`: CPU seconds in one thread, for the given
+    model.
 
     Each is measured by itself in some seconds: the learner's step at two sizes, an engine at two numbers of sequences
     and with prompts alone, scripts that play tasks on machines, a version that is published and followed.
@@ -61,7 +67,7 @@ class Measured:
 
 
 def device(name: str) -> Device:
-    """By name. Raises `ConfigError`.
+    """The accelerator of a name. Raises `ConfigError`.
 
     >>> device("h200").bytes_s
     4800000000000.0

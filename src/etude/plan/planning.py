@@ -1,10 +1,10 @@
-"""From sizes and hardware to times, memory and money, and what bounds each.
+"""Computes the times, memory and cost of a step from sizes and hardware, and what bounds each.
 
-On accelerators learner and engines have devices of their own and run beside each other, so a step takes as long as the
-slowest of them. A learner's weights are gathered beside its arithmetic, so the longer of the two counts; sending tokens
-to experts, and an engine's all-reduces, are waited for. On one machine's CPU they share its cores, so a step takes as
-long as all they compute together, or as the learner alone, each of whose ranks is one thread. Pure: what is measured is
-handed in.
+On accelerators learner and engines have devices of their own and run at the same time, so a step takes as long as the
+slowest of them. The learner's weights are gathered while it computes, so the longer of the two counts; sending tokens
+to experts, and an engine's all-reduces, do not overlap with arithmetic. On one machine's CPU they share its cores, so a
+step takes as long as everything that they compute together, or as the learner alone, each of whose ranks is one thread.
+Pure: measured numbers are arguments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ENCODE_BYTES_S = 2e9  # of a snapshot, a rank's cores together: docs/concepts/de
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank or one device, in bytes."""
+    """The memory of one rank or one device, in bytes."""
 
     weights: float
     optimiser: float  # masters, moments and gradients; an engine has none
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step takes. Seconds of wall time; `*_device_s` are summed over devices, or CPU seconds."""
+    """The plan of a step. Seconds are wall time; `*_device_s` are summed over devices, or CPU seconds."""
 
     learner_memory: Memory
     engine_memory: Memory
@@ -81,15 +81,16 @@ class Plan:
 def plan(
     model: ModelConfig, shape: Shape, layout: Layout, hardware: Device | Measured, engines_on: Device | None = None
 ) -> Plan:
-    """What a step of these rollouts takes there. `engines_on`: where engines have accelerators of another kind."""
+    """Plan a step of these rollouts on this hardware. `engines_on`: the engines' accelerator, where it is another."""
     if isinstance(hardware, Measured):
         return _on_cpu(model, shape, layout, hardware)
     return _on_devices(model, shape, layout, hardware, engines_on or hardware)
 
 
 def critical_batch(model: ModelConfig, device: Device) -> float:
-    """Sequences at which a decoding step's arithmetic takes as long as reading its weights: the ridge of the roofline.
-    Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, with the experts that are met."""
+    """Number of sequences at which the arithmetic of a decoding step takes as long as reading its weights: the ridge of
+    the roofline. Williams et al. 2009, "Roofline"; Pope et al. 2022 (arXiv 2211.05102), section 3, where only experts
+    that are chosen count."""
 
     def late(batch: float) -> bool:
         flops = 2.0 * arithmetic.active_parameters(model) * batch
@@ -112,7 +113,7 @@ def settled(guess: float, step: Callable[[float], float]) -> float:
 
 
 def memory_of(model: ModelConfig, layout: Layout, room: float, engine_room: float) -> tuple[Memory, Memory]:
-    """Of a learner's rank and of an engine's device."""
+    """The memory of one rank of the learner and of one device of an engine."""
     training, shared = layout.training, layout.learner_ranks
     weights = arithmetic.weights_bytes(model, training, shared)
     optimiser = arithmetic.optimiser_bytes(model, training, shared)

@@ -1,4 +1,5 @@
-"""What would make a run fit that does not: each suggestion is planned again before it is made. Pure."""
+"""Suggests settings with which a run that does not fit into memory would fit. Each is planned before it is suggested.
+Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from etude.models.config import ModelConfig
+from etude.plan.hardware import MATRIX_BYTES
 from etude.plan.planning import Memory, memory_of
 from etude.plan.shape import Layout
 
 MOST_RANKS = 65_536
 ADAPTER_RANK = 32
-FORMATS = {"mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Bytes of a matrix's number with its share of the scales: blocks of 32 in MXFP8, of 16 in NVFP4."""
 FITTED_SHARE = 0.95
-"""Of the memory: what a suggestion of fewer tokens fills."""
+"""Share of the memory that a suggestion of fewer tokens fills."""
 
 
 def learner_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterator[str]:
-    """Settings with which a learner's rank fits into `room` bytes, the cheapest first; nothing where it fits."""
+    """Yield settings with which one rank of the learner fits into `room` bytes, the cheapest first. Yields nothing
+    where it fits already."""
 
     def memory(changed: Layout) -> Memory:
         return memory_of(model, changed, room, room)[0]
@@ -45,7 +46,8 @@ def learner_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterato
 
 
 def engine_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterator[str]:
-    """Settings with which an engine's device fits into `room` bytes; nothing where it fits."""
+    """Yield settings with which one device of an engine fits into `room` bytes. Yields nothing where it fits
+    already."""
 
     def memory(changed: Layout) -> Memory:
         return memory_of(model, changed, room, room)[1]
@@ -63,13 +65,13 @@ def engine_remedies(model: ModelConfig, layout: Layout, room: float) -> Iterator
 
     if ranks := _fewest(layout.engine_ranks, fits_on):
         yield f"{ranks} devices an engine (--engine-ranks {ranks})"
-    for name, width in FORMATS.items():
+    for name, width in MATRIX_BYTES.items():
         if width < layout.matrix_bytes and memory(replace(layout, matrix_bytes=width)).fits:
             yield f'weights in fewer bits: numerics.quantise = "{name}"'
 
 
 def _fewest(now: int, fits: Callable[[int], bool]) -> int:
-    """The fewest ranks that fit, from as many as there are, doubling; 0 where no number does."""
+    """The smallest of `now`, 2 `now`, 4 `now` … ranks that fits; 0 where none does."""
     ranks = now
     while ranks <= MOST_RANKS:
         if fits(ranks):

@@ -1,4 +1,4 @@
-"""What a run asks for: rollouts and their tokens, and who computes them."""
+"""The shape of a run for planning: its rollouts and their tokens, and the ranks and engines that compute them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Shape:
     (64, 120.0, 80.0)
     """
 
-    groups: int
+    groups: float  # a mean, where steps go on until some groups have a signal
     group_size: int
     turns: float
     prompt_tokens: float  # before the first turn
@@ -25,12 +25,13 @@ class Shape:
     solved_share: float = 0.5  # siblings that solve a task hand in the same, and it is graded once
 
     @property
-    def rollouts(self) -> int:
+    def rollouts(self) -> float:
         return self.groups * self.group_size
 
     @property
     def fresh_grades(self) -> float:
-        """Share of rollouts whose exports nobody handed in before: one of those that solve a task, and all others.
+        """Share of rollouts of a group whose exports differ from all others': one of those that solve the task, and all
+        that do not.
 
         >>> Shape(1, 8, 1.0, 1.0, 1.0, 1.0, solved_share=0.75).fresh_grades
         0.375
@@ -44,14 +45,14 @@ class Shape:
 
     @property
     def prefill_tokens(self) -> float:
-        """Tokens that an engine computes and nobody sampled; what a turn before left in the cache is not computed
-        again."""
+        """Tokens of a rollout that an engine computes without sampling them: prompt and tool tokens. Tokens of earlier
+        turns are in the KV cache and are not computed again."""
         return self.prompt_tokens + self.tool_tokens
 
 
 @dataclass(frozen=True)
 class Training:
-    """What the learner trains, and by what."""
+    """What the learner trains, and with which optimiser and memory settings."""
 
     lora_rank: int = 0  # 0: all weights; else adapters of so many rows, on a frozen base
     lora_on: str = "all"  # or "attention", "mlp"
@@ -75,7 +76,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who computes, and how they are joined."""
+    """The learner's ranks, the engines, and the network between them."""
 
     learner_ranks: int = 1
     engines: int = 2

@@ -1,4 +1,4 @@
-"""What a machine is asked to run, checked, and what came of it: what all who make machines would write alike."""
+"""Commands for machines, checked, and their results; shared by all runtimes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import msgspec
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a command in a machine did. `output` is stdout and stderr together, capped; `truncated` says so."""
+    """Result of a command in a machine. `output`: stdout and stderr together, cut to `output_bytes` where
+    `truncated`."""
 
     exit_code: int  # 128 + signal when killed
     output: bytes
@@ -28,7 +29,7 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Printed(msgspec.Struct, frozen=True):
-    """What a command has written since the last time, before any cap."""
+    """Output that a command has written since the last call of `tell`, before it is cut."""
 
     stream: int  # 1 stdout, 2 stderr
     data: bytes
@@ -41,19 +42,19 @@ MAX_COMMAND_BYTES = 1 << 20  # of its words and variables, 16 more for each
 
 
 class ExecOptions(TypedDict, total=False):
-    """What a command may be given beside its words, key and deadline. `Command` has the defaults."""
+    """The options of a command, beside its arguments, key and deadline. `Command` has the defaults."""
 
     stdin: bytes | AsyncIterable[bytes]  # at once, or as the command takes it
     output_bytes: int  # output past it is cut in the middle
     cwd: str  # below the working directory, or absolute; "" is the working directory
     env: Mapping[str, str]  # added to the machine's own
     user: str  # one of `RuntimeInfo.users`; "" is the image's
-    tell: Tell | None  # stdout and stderr have a pipe each, and every byte is told as it comes
+    tell: Tell | None  # called with all output as it comes; stdout and stderr then have a pipe each
 
 
 @dataclass(frozen=True)
 class Command:
-    """What `Machine.exec` was asked, whole and checked. Made by machines, see `of`.
+    """The arguments of `Machine.exec`, complete and checked. Made by machines, see `of`.
 
     >>> Command.of(["ls", "-l"], key="1", deadline_s=5, user="root").cwd
     ''
@@ -74,7 +75,7 @@ class Command:
 
     @classmethod
     def of(cls, argv: Sequence[str], *, key: str, deadline_s: float, **options: Unpack[ExecOptions]) -> Command:
-        """By `exec`'s arguments. `ValueError` for what cannot be a command."""
+        """Make a command from the arguments of `exec`. Raises `ValueError` for arguments that are no command."""
         if isinstance(argv, str):
             raise ValueError(f"a command is a list of words, not the text {argv[:80]!r}")
         return cls(tuple(argv), key, deadline_s, **options)

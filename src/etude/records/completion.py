@@ -1,4 +1,5 @@
-"""What one model call asks for and returns. None of it can be rebuilt later, so none is dropped or re-tokenised."""
+"""Request and result of one model call. No part of a result can be rebuilt later, so none is dropped or
+re-tokenised."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class StopReason(enum.StrEnum):
 
 
 class Traffic(enum.StrEnum):
-    """Whose request it is. Production goes before any rollout."""
+    """The class of a request. Production goes before rollouts."""
 
     ROLLOUT = "rollout"
     PRODUCTION = "production"

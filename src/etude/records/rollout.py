@@ -1,4 +1,4 @@
-"""Rollouts: one try at a task, its trace, and how it ended."""
+"""Records of rollouts: one try at a task, its trace, and how it ended."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import numpy as np
 from etude.records.completion import Completion, missing_route
 from etude.records.task import Task, Trust
 from etude.records.wire import F32, I32, Bools, Routes
+
+UNKNOWN = -1
+"""In `Path.steps`: it is not known who read the token. So is what nobody sampled and has an apparent step of -1."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,12 +37,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Path(msgspec.Struct, frozen=True, kw_only=True):
-    """A root-to-leaf path: exactly what the model saw and said, as arrays over its T tokens."""
+    """A path from root to leaf of a trace: exactly the tokens that the model read and sampled, as arrays over T
+    tokens."""
 
     token_ids: I32  # [T]
     mask: Bools  # [T] True where the policy sampled the token
     logprobs: F32  # [T] 0.0 where mask is False
-    steps: I32  # [T] version step that sampled the token; of others, the first that read it, -1 where that is unknown;
+    steps: I32  # [T] version step that sampled the token; of others, the first that read it, or `UNKNOWN`;
     # of a version of a lost lineage its apparent step, which may be negative (`experience.lineage`)
     kv_epochs: I32  # [T] of sampled tokens: swaps that the keys they attended to had lived through
     routes: Routes  # [T, MoE layers, top_k], `missing_route` where none is known (the last token); [0, …] without any
@@ -52,7 +56,9 @@ class Path(msgspec.Struct, frozen=True, kw_only=True):
         A token of epoch 0 attends to keys that its own version computed; one of a later epoch also to those before it,
         back to the last token of epoch 0.
         """
-        stretch = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)  # each lies below the one before: none looks back
+        # A stretch begins at each token of epoch 0. Each lies 2^33 below the one before, so that the running minimum
+        # never reaches back into an earlier stretch.
+        stretch = np.cumsum(self.kv_epochs == 0) * np.int64(2**33)
         oldest: I32 = (np.minimum.accumulate(self.steps - stretch) + stretch).astype(np.int32)
         return oldest
 
@@ -66,7 +72,7 @@ class Trace(msgspec.Struct, frozen=True):
     turns: tuple[Turn, ...]
 
     def leaves(self) -> list[int]:
-        """Indices of the turns nobody continues."""
+        """Indices of the turns that no other turn continues."""
         parents = {t.parent for t in self.turns}
         return [i for i in range(len(self.turns)) if i not in parents]
 
@@ -81,7 +87,7 @@ class Trace(msgspec.Struct, frozen=True):
         num_tokens = sum(len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in chain)
         token_ids, mask = np.empty(num_tokens, np.int32), np.zeros(num_tokens, bool)
         logprobs, epochs = np.zeros(num_tokens, np.float32), np.zeros(num_tokens, np.int32)
-        steps = np.full(num_tokens, -1, np.int32)
+        steps = np.full(num_tokens, UNKNOWN, np.int32)
         routes = _no_routes(chain, num_tokens)
         known = np.zeros(len(routes), bool)
         at_token = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from etude.records.completion import Version
-from etude.records.rollout import Path
+from etude.records.rollout import UNKNOWN, Path
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One training row. Made by experience/, read by the learner."""
+    """One training row: a path with its advantage. Made by experience/, read by the learner."""
 
     rollout_id: str
     path: Path
@@ -17,22 +17,22 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def oldest_step(self) -> int:
-        """The oldest version step behind a token that carries loss, the keys it attended to included; lag is the
+        """The step of the oldest version that computed a token with loss or a key that it attended to. Lag is the
         learner's step minus this."""
         return int(self.path.oldest_steps[self.path.mask].min())
 
     @property
     def single_version(self) -> bool:
-        """Whether one version computed and sampled everything, so that the ratio must be 1 on its own weights."""
-        steps = self.path.steps[self.path.mask | (self.path.steps >= 0)]
+        """Whether one version computed and sampled all tokens, so that the ratio must be 1 on its weights."""
+        steps = self.path.steps[self.path.mask | (self.path.steps != UNKNOWN)]
         return bool((steps == steps[0]).all()) and not self.path.kv_epochs.any()
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """What one optimiser step trains on. Samples are in order of rollout id, so that a repeat is the same batch.
+    """What one optimiser step trains on. Samples are in order of rollout id, so that a repeat makes the same batch.
 
-    `rollout_ids` lists every rollout the step consumes, those without a sample (no signal, invalid) included: the
-    manifest of the version carries it, and that is what "trained" means.
+    `rollout_ids` lists every rollout that the step consumes, those without a sample (no signal, invalid) included. The
+    manifest of the version that the step publishes lists them as trained.
     """
 
     batch_id: str  # "b000007"
@@ -40,6 +40,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...]
     rollout_ids: tuple[str, ...]
     num_loss_tokens: int  # the loss's constant normaliser: sampled tokens of all valid rollouts, zero-signal included
+    lr_share: float = 1.0  # of the learning rate that this step takes, 0 to 1: below 1 where few groups have a sample
 
     @property
     def sampled(self) -> frozenset[str]:
@@ -48,10 +49,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `Learner.forward_backward` saw. Ratios are of trainer over sampler probability, per sampled token."""
+    """Numbers of one `Learner.forward_backward`. Ratios r are trainer over sampler probability, per sampled token."""
 
     num_tokens: int  # all tokens forwarded
-    num_sampled: int  # of which carry loss
+    num_sampled: int  # tokens with loss
     loss: float
     entropy: float  # nats, mean over sampled tokens
     clip_share: float
@@ -67,13 +68,13 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     replaced_share: float = 0.0  # share of replayed experts that were not plausible, and so the live choice instead
     live_k3: float | None = None  # k3 of a few tokens without replay; None where nothing was replayed
     live_ratio_max: float | None = None  # max |r - 1| of the same
-    cut_share: float = 0.0  # share of the tokens' importance weights that a correction takes off
-    dropped_share: float = 0.0  # share of sampled tokens whose weight it makes 0
-    effective_share: float = 1.0  # effective sample size of the weights that are left, as a share of the tokens
+    cut_share: float = 0.0  # share of the sum of importance weights that the correction cuts off
+    dropped_share: float = 0.0  # share of sampled tokens whose weight the correction sets to 0
+    effective_share: float = 1.0  # effective sample size of the corrected weights over the number of sampled tokens
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """What `Learner.publish` did."""
+    """Result of `Learner.publish`."""
 
     version: Version
     anchor: bool  # whether a whole snapshot was written, alone (the first version) or beside the delta

@@ -1,4 +1,4 @@
-"""What is known of a finished rollout without its tokens, and the step that is to be made of many of them."""
+"""Summaries of finished rollouts without their tokens, and the plan of a step's batch made of them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from etude.records.rollout import Ending, Graded, Invalid, Rollout, Trace
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """Which bytes a rollout was stored as."""
+    """The file of a stored rollout: its size and digest."""
 
     num_bytes: int
     sha256: str  # 64 hex characters
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished rollout without its tokens and files: what the conductor and the ledger keep of it. Made by whoever
-    played it; the whole rollout is in the file that `stored` describes."""
+    """A finished rollout without its tokens and files, as the conductor and the ledger keep it. Made by the worker that
+    ran it; the whole rollout is in the file that `stored` describes."""
 
     rollout_id: str
     group_id: str
@@ -36,16 +36,16 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_malformed: int  # tool calls that could not be parsed
     wall_s: float
     tool_s: float
-    engines: tuple[str, ...]  # names of those that served its turns, sorted
-    num_moves: int  # turns that another engine served than the turn before
-    versions: tuple[Version, ...]  # that sampled something, in order; with their apparent steps, once seen from others
-    sampled_by: tuple[tuple[tuple[int, ...], int], ...]  # (places in `versions` of all behind a token, how many tokens)
+    engines: tuple[str, ...]  # names of the engines that served its turns, sorted
+    num_moves: int  # turns that were served by another engine than the turn before
+    versions: tuple[Version, ...]  # that sampled tokens, sorted; steps as seen from the current lineage, once changed
+    sampled_by: tuple[tuple[tuple[int, ...], int], ...]  # (places in `versions` behind a token, number of tokens)
     invalid: Invalid | None = None  # set when it failed outside the agent's reach
     stored: Stored | None = None  # None: its file was not kept
 
     @property
     def oldest_steps(self) -> dict[int, int]:
-        """How many sampled tokens have which oldest version step behind them, in order of the step."""
+        """Number of sampled tokens by the step of the oldest version that they depend on, ascending by step."""
         steps: Counter[int] = Counter()
         for places, count in self.sampled_by:
             steps[min(self.versions[place].step for place in places)] += count
@@ -58,7 +58,8 @@ def _versions(trace: Trace) -> tuple[Version, ...]:
 
 
 def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int, ...]]:
-    """Tokens by the versions behind each: of its own span, and of those before whose keys were kept."""
+    """Number of tokens by the versions that they depend on: that of the own span, and those of earlier spans whose keys
+    were kept."""
     places, counts = {version: place for place, version in enumerate(versions)}, Counter[tuple[int, ...]]()
     for turn in trace.turns:
         behind: set[int] = set()
@@ -69,7 +70,7 @@ def _sampled_by(trace: Trace, versions: Sequence[Version]) -> Counter[tuple[int,
 
 
 def as_seen(rollout: Rollout, summary: RolloutSummary) -> Rollout:
-    """A stored rollout with the steps that its summary gives to its versions."""
+    """A stored rollout with its versions replaced by those of its summary, whose steps may be other ones."""
     versions = _versions(rollout.trace)
     if versions == summary.versions:
         return rollout
@@ -82,7 +83,7 @@ def as_seen(rollout: Rollout, summary: RolloutSummary) -> Rollout:
 
 
 def summary_of(rollout: Rollout, stored: Stored | None = None) -> RolloutSummary:
-    """The summary of a rollout that was stored so."""
+    """Make the summary of a rollout. `stored`: the file that it was stored in."""
     turns = rollout.trace.turns
     served = [turn.completion.engine for turn in turns]
     versions = _versions(rollout.trace)
@@ -110,25 +111,26 @@ def summary_of(rollout: Rollout, stored: Stored | None = None) -> RolloutSummary
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a step."""
+    """One rollout of a step, with its outcome and advantage."""
 
     rollout_id: str
     group_id: str
     outcome: Graded | Invalid | None = None  # None: cancelled or quarantined
-    summary: RolloutSummary | None = None  # None, too, where the process that ran it left nothing
+    summary: RolloutSummary | None = None  # None also where the process that ran it died
     advantage: float = 0.0  # 0.0: it is recorded and not trained on
-    masks_stale: bool = False  # tokens staler than the bound are masked: as the plan says of all, or of a lost lineage
+    masks_stale: bool = False  # mask tokens older than the bound: set for all by the config, or for a lost lineage
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The batch of a step without its tokens: which rollouts, and the advantage of each. Made by the conductor; the
-    learner reads the rollouts' files and makes the batch."""
+    """The batch of a step without its tokens: its rollouts, and the advantage of each. The conductor makes the plan;
+    the learner reads the rollouts' files and makes the batch."""
 
     batch_id: str  # "b000007"
     step: int  # the version step this batch will produce
     max_lag: int
     members: tuple[Member, ...]  # every rollout that the step consumes, in order of its id
     num_loss_tokens: int  # the loss's constant normaliser: sampled tokens of all valid rollouts
+    full_groups: int = 0  # so many groups with a sample take the whole learning rate; 0: any number does
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
@@ -136,11 +138,13 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch that is recorded in its step's trace. Made by the learner, which trains on what has this digest."""
+    """A reference to a batch that is recorded in its step's trace. Made by the learner, which trains on the batch of
+    this digest."""
 
     batch_id: str
     step: int
     rollout_ids: tuple[str, ...]
     sampled: frozenset[str]  # ids of the rollouts with a sample
-    num_trained: int  # tokens that carry loss
-    digest: str  # SHA-256 of all that a learner reads of it
+    num_trained: int  # tokens with loss
+    num_masked: int  # tokens with an advantage but without loss, as they are too stale
+    digest: str  # SHA-256 of everything in the batch that a learner reads

@@ -1,4 +1,4 @@
-"""One try at a task: a policy, a machine and the harness joined, and how it ended as a record.
+"""Runs rollouts: one try at a task each, with a policy, a machine and the harness. The result is a record.
 
 Baselines run through the same code, with a script in the policy's place:
 

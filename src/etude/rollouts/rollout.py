@@ -1,9 +1,10 @@
-"""One rollout: a machine in the task's state → the agent → it is frozen → what is declared, out of it → it is gone.
+"""Runs one rollout: forks a machine in the task's state, runs the agent, freezes the machine, reads the exports.
 
-The rule of outcomes is kept here. Whatever the agent can cause ends in exports that a grader will judge: files deleted,
-too large or turned into links are simply not exported. Invalid needs a boundary and evidence from outside: an
-`EngineError` (no engine answered) or a `MachineError` (the machine could not be made, or died, which its runtime
-raises only for causes outside the agent's reach). Knows nothing of answers and grading.
+This module decides between a gradable and an invalid rollout. Whatever the agent can cause ends in exports that a
+grader will judge: files that were deleted, are too large or became links are not exported. An invalid rollout needs a
+named boundary and evidence from outside the machine: an `EngineError` (no engine answered) or a `MachineError` (the
+machine could not be made, or died; runtimes raise it only for causes outside the agent's reach). Knows nothing of
+answers and grading.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from etude.records.summary import RolloutSummary
 from etude.seams import Machine, Policy, Runtime
 
 UNFINISHED = Ending.DEADLINE
-"""What `Rollout.ending` holds in an invalid rollout, which has no ending of its own: it was cut off from outside."""
+"""The value of `Rollout.ending` in an invalid rollout, which was cut off from outside and has no ending of its own."""
 
 
 async def run_rollout(
@@ -31,8 +32,9 @@ async def run_rollout(
     harness: HarnessConfig,
     clock: Callable[[], float] = time.monotonic,
 ) -> Rollout:
-    """Run one rollout to its end. What a rollout can meet never raises: a failed one is data (`Rollout.invalid`). Only
-    `EngineBehind` does, when no engine came to its version: it is to be run again, as nothing has failed."""
+    """Run one rollout to its end. Failures of machines and engines are not raised: they make the rollout invalid
+    (`Rollout.invalid`). Raises only `EngineBehind`, when no engine reached the version that the rollout needs: run it
+    again, as nothing has failed."""
     began = clock()
     try:
         snapshot = await prepare(runtime, spec.task)
@@ -53,7 +55,7 @@ async def on_machine(
     clock: Callable[[], float],
     began: float,
 ) -> Rollout:
-    """The rollout on a machine that was forked for it, and that it closes however it ends."""
+    """Run a rollout on a machine that was forked for it; closes the machine in any case. Otherwise as `run_rollout`."""
     try:
         run = await run_agent(
             spec.task,
@@ -91,9 +93,10 @@ async def on_machine(
 
 
 def settle(rollout: Rollout | RolloutSummary, outcome: Outcome, *, require_submit: bool) -> Outcome:
-    """The outcome of a rollout after its grader's word: an agent that never submitted scores 0, the raw terms kept.
+    """The final outcome of a graded rollout: with `require_submit` one that never submitted gets reward 0, its terms
+    kept.
 
-    Otherwise a policy could idle at its limits with the work half done and never learn to stop.
+    Otherwise a policy could idle until its limits with the work half done, and would never learn to stop.
     """
     if not require_submit or isinstance(outcome, Invalid) or rollout.ending is Ending.SUBMITTED:
         return outcome
@@ -103,7 +106,7 @@ def settle(rollout: Rollout | RolloutSummary, outcome: Outcome, *, require_submi
 
 
 def session_of(spec: RolloutSpec) -> str:
-    """The session under which its requests go to an engine."""
+    """The session id of a rollout's requests to engines: "rollout_id/attempt"."""
     return f"{spec.rollout_id}/{spec.attempt}"
 
 
@@ -138,5 +141,5 @@ def _invalid(
 
 
 def not_run(spec: RolloutSpec, boundary: Boundary, error: EtudeError, *, wall_s: float = 0.0) -> Rollout:
-    """A rollout that could not begin: no machine could be made for it, or no engine came to its version."""
+    """An invalid rollout that could not begin: no machine could be made for it, or no engine reached its version."""
     return _invalid(spec, boundary, error, wall_s=wall_s)

@@ -260,7 +260,7 @@ class BucketStore:
             if not self._transport.pause(attempts, deadline):
                 break
         facts = f"others changed it between each look and each write for {self._limits.deadline_s:g} s"
-        raise StoreError(what, facts, hint="let fewer writers move it")
+        raise StoreError(what, facts, hint="have fewer writers move this pointer")
 
     def _until(self, start: int, stop: int | None) -> int:
         """Where one request's part of [start, stop) ends."""

@@ -96,7 +96,7 @@ class CachedStore:
         return self._far.get(key, start, stop)
 
     def put(self, key: str, data: bytes) -> None:
-        """As the far store does; nothing is kept."""
+        """Put an object into the far store. No copy is kept."""
         self._far.put(key, data)
 
     def list(self, prefix: str) -> list[str]:
@@ -104,7 +104,7 @@ class CachedStore:
         return self._far.list(check_prefix(prefix))
 
     def delete(self, key: str) -> None:
-        """As the far store does; the copy goes, too."""
+        """Delete an object in the far store, and its copy."""
         self._far.delete(key)
         try:
             self._near.forget(self._name(key))

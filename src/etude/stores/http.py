@@ -63,9 +63,11 @@ class HttpStore:
         data = self._ask(what, f"/?prefix={quote(prefix, safe='')}", 0, _MAX_LISTING, may_resume=False)
         try:
             keys = json.loads(data or b"")
-            if isinstance(keys, list) and all(isinstance(key, str) and is_key(key) for key in keys):
+            if isinstance(keys, list) and all(
+                isinstance(key, str) and is_key(key) and key.startswith(prefix) for key in keys
+            ):
                 return sorted(keys)
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
         raise StoreError(f"{what} at {self.url}", "its answer is no list", hint="is it an etude weights relay?")
 
@@ -163,7 +165,7 @@ def _refusal(status: int, told: bytes) -> _Trouble:
     facts = f"HTTP {status}"
     if status == 401:
         return _Trouble(facts, f"set {TOKEN} to the relay's", False, status)
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         said = json.loads(told)
         if isinstance(said, dict) and isinstance(said.get("error"), str):
             facts = f"{facts}: {said['error'][:500]}"
@@ -176,7 +178,7 @@ def _parsed(url: str) -> tuple[str, str, int]:
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
-    if not host or parts.username or parts.path not in ("", "/") or parts.query or parts.fragment:
+    if not host or "@" in parts.netloc or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise StoreError("a relay's URL names a host and a port alone", hint="write http://host:port")
     return parts.scheme, host, port or (443 if parts.scheme == "https" else 80)
 

@@ -1,4 +1,4 @@
-"""One string for every kind of store, as it stands in a config or on a command line."""
+"""Opens a store of any kind from one string, as configs and command lines have it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from etude.stores.memory import MemoryStore
 
 
 def open_store(url: str | Path, *, cache: str | Path | None = None, readonly: bool = False) -> BlobStore:
-    """The store at a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://``, ``az://``, a relay at ``http://host:port``;
-    ``memory://`` is a new one.
+    """Open the store at a path, ``file:///path``, ``s3://bucket/prefix``, ``gs://``, ``az://`` or a relay at
+    ``http://host:port``; ``memory://`` makes a new one.
 
-    Buckets need ``pip install 'etude[buckets]'``; who may use one is said by the environment, never by the URL. Nothing
-    is asked of a bucket yet. `cache`: a directory that keeps copies of what never changes (`CachedStore`) and can be
+    Buckets need ``pip install 'etude[buckets]'``; their credentials come from the environment, never from the URL. No
+    request is made yet. `cache`: a directory that keeps copies of what never changes (`CachedStore`) and can be
     written now; what its disk does later is no error. `readonly`: a directory that is not there is a `StoreError`, and
     nothing is made or written in one that is. Raises `StoreError`.
 
@@ -52,7 +52,7 @@ def open_store(url: str | Path, *, cache: str | Path | None = None, readonly: bo
 
 
 def _require_cache(path: Path) -> None:
-    """Whoever asked for a cache is told where there can be none. Raises `StoreError`."""
+    """Check that a cache can be made at `path`. Raises `StoreError`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

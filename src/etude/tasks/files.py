@@ -12,9 +12,9 @@
         answer/tests.json    or the exact names of hidden tests, their files in answer/hidden/
         answer/verifier.json or a command that judges, its files in answer/verifier/
 
-docs/formats/tasks.md has every key. A task without `split` is put where the hash of its `problem` falls, or
-that of its content: variants of one problem are never in two splits. The answer's
-folder is read when a grader asks, never with the task. Links are refused: a task holds what its folder holds.
+docs/formats/tasks.md has every key. A task without `split` gets one by the hash of its `problem`, or of its content
+where it names no problem, so variants of one problem are never in two splits. The answer's folder is read when a grader
+asks for it, never with the task. Links are refused: a task holds only what its folder holds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BASES = ".bases"
 
 @dataclass(frozen=True)
 class ImageFile:
-    """The section ``[image]``: see `etude.records.image.Image`; `env` as NAME=value."""
+    """The section ``[image]`` of ``task.toml``: see `etude.records.image.Image`; each item of `env` is "NAME=value"."""
 
     digest: str
     workdir: str = "/workspace"
@@ -50,8 +50,8 @@ class ImageFile:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """What ``task.toml`` says. `trust` may be stated, and then has to be what the answer's kind gives. `base` names a
-    tree in ``.bases/`` over which ``files/`` is laid."""
+    """The content of ``task.toml``. `trust` may be left out; where it is given it must be that of the answer's kind.
+    `base` names a tree in ``.bases/``, to which ``files/`` adds or replaces files."""
 
     instruction: str
     exports: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class TaskFile:
         if not (self.exports or self.state):
             raise ValueError("exports must not be empty or left out, unless state = true")
         if self.running and not self.state:
-            raise ValueError("running = true is of the machine's state: it needs state = true")
+            raise ValueError("running = true keeps processes as part of the machine's state: it needs state = true")
         for path in self.exports:
             if not is_declarable(path):
                 raise ValueError(
@@ -87,7 +87,8 @@ def _range(size: int) -> str:
 
 
 class DirectorySource:
-    """A `TaskSource` over the folders of a directory, in the order of their names. Raises `TaskError` for bad ones."""
+    """A `TaskSource` over the task folders of a directory, in order of their names. Raises `NoSource` where there are
+    none, `TaskError` for a folder that is not a valid task."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -139,13 +140,13 @@ class DirectorySource:
             raise TaskError(
                 f"{folder} says running = true",
                 f"its answer is {kind}",
-                hint="write answer/verifier.json: it asks what runs",
+                hint="write answer/verifier.json: only a verifier can check running processes",
             )
         module, _, function = said.entry_point.partition(":")
         if kind is Kind.CHECK and not (module and function):
             raise TaskError(
                 f"{folder / 'task.toml'}: entry_point = {said.entry_point!r}",
-                "answer/check.py is called with a function, and this names none",
+                "answer/check.py is called with a function, and entry_point names none",
                 hint='write entry_point = "module:function", the function that is judged',
             )
         files = self._read_files(folder, said.base)
@@ -171,6 +172,7 @@ class DirectorySource:
         if not base:
             return read_tree(folder / "files", folder)
         if base not in self._bases:
+            refuse_link(self.path / BASES)
             self._bases[base] = read_tree(self.path / BASES / base, self.path / BASES)
         own = folder / "files"
         return {**self._bases[base], **(read_tree(own, folder, may_be_empty=True) if own.exists() else {})}
@@ -193,10 +195,11 @@ def _image(said: ImageFile | None) -> Image | None:
 
 
 def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[str, str] | None = None) -> Path:
-    """Write a task with hidden tests or a verifier as ``root/name/``; complete when ``task.toml`` is there.
+    """Write a task with hidden tests or a verifier as the folder ``root/name/``, and return the folder. ``task.toml``
+    is written last: a folder that has it is complete.
 
-    `base`: a tree that several tasks share, all of whose paths `task.files` has; it is written once, under the hash of
-    its content, and the task keeps what differs.
+    `base`: a tree that several tasks share, path to content; `task.files` must have all of its paths. It is written
+    once, under the hash of its content, and the task's folder has only the files that differ from it.
     """
     folder = root / name
     base_name = _write_base(root, base) if base else ""
@@ -225,6 +228,7 @@ def write_task(root: Path, name: str, task: Task, answer: Answer, base: Mapping[
 
 def _write_base(root: Path, base: Mapping[str, str]) -> str:
     digest = hashlib.sha256(repr(sorted(base.items())).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    refuse_link(root / BASES)
     place = root / BASES / digest
     if not place.exists():
         with tempfile.TemporaryDirectory(dir=root) as folder:

@@ -107,7 +107,7 @@ def _record(hidden: Path, kind: Kind, of: type[R]) -> R:
     except ValueError as error:
         raise TaskError(f"{path} is not what it should be", str(error), hint="see docs/formats/tasks.md") from None
     if not 0 < record.deadline_s <= 86_400:
-        raise TaskError(f"{path}: deadline_s = {record.deadline_s}", hint="it is from above 0 to 86400 seconds")
+        raise TaskError(f"{path}: deadline_s = {record.deadline_s}", hint="give more than 0 and at most 86400 seconds")
     return record
 
 

@@ -88,11 +88,24 @@ async def _scan(runtime: Runtime, image: Image | None, wanted: frozenset[str]) -
     finally:
         await machine.close()
     for line in result.output.split(b"\n"):
-        if line.startswith(f"{nonce} ".encode()):
-            return {place: set(found) for place, found in json.loads(line.partition(b" ")[2]).items()}
+        if line.startswith(f"{nonce} ".encode()) and (places := _places(line.partition(b" ")[2])) is not None:
+            return places
     said = result.output[-200:].decode(errors="replace").strip()
     raise TaskError(
         "the scan for leaked answers did not report",
         f"exit code {result.exit_code}{', past its deadline' if result.timed_out else ''}: {said}",
         hint="the image needs python3; leave the scan out with --no-leaks",
     )
+
+
+def _places(said: bytes) -> dict[str, set[str]] | None:
+    """What a scan found; None where it is no such thing: an image's python3 may say anything."""
+    try:
+        found = json.loads(said)
+        if isinstance(found, dict) and all(
+            isinstance(pieces, list) and all(isinstance(piece, str) for piece in pieces) for pieces in found.values()
+        ):
+            return {place.encode(errors="replace").decode(): set(pieces) for place, pieces in found.items()}
+    except (ValueError, RecursionError):
+        pass
+    return None

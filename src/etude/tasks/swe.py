@@ -3,7 +3,7 @@
 A row names a repository and a commit, has two patches (the solution and its tests), the issue's text, and the names of
 tests that fail before and of those that pass both times. The agent finds the tree of the base commit as plain files,
 without history; hidden are the patched test files and the exact names. A row may say where its repository is
-(``repo_path``, relative to the file: a working directory, a bare repository or a bundle); otherwise it is looked for as
+(``repo_path``, below the file's folder: a working directory, a bare repository or a bundle); else it is looked for as
 ``repos/owner__name``, also with ``.git`` or ``.bundle``, beside the file. With ``image`` the tree is in the image, and
 the task has no files of its own. Fields that are not known are left alone: they are for other readers.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -23,9 +22,10 @@ from typing import Any
 import msgspec
 
 from etude.errors import TaskError
-from etude.records.exports import CONFIGURATION
+from etude.records.exports import CONFIGURATION, is_plain
 from etude.records.image import Image
 from etude.records.task import Answer, HiddenTests, Runner, Split, Task
+from etude.scratch import OwnFolder
 from etude.tasks.lines import lines_of
 from etude.tasks.mining.commits import whole_tree_task
 from etude.tasks.mining.git import Repository
@@ -112,7 +112,7 @@ class SweSource:
         lost = [path for path in fixed if is_test(path) and path in hidden]
         if not fixed or lost:
             facts = f"its patch changes {lost[0]}, as its test_patch does" if lost else "its patch leaves no file"
-            raise TaskError(f"{row.instance_id} has no solution that can be told from its tests", facts, hint="drop it")
+            raise TaskError(f"{row.instance_id} has no solution apart from its tests", facts, hint="leave the row out")
         hidden |= {path: text for path, text in changed.items() if path not in fixed and path not in hidden}
         names = [*_names(row.FAIL_TO_PASS), *_names(row.PASS_TO_PASS)]
         runner, exact = exact_names(names, hidden, row.instance_id)
@@ -155,16 +155,16 @@ class SweSource:
         places = [folder / row.repo_path] if row.repo_path else beside
         place = next((one for one in places if one.exists()), None)
         if place is None:
-            hint = f"clone it to {beside[1]} (`git clone --mirror`), or say repo_path in the row"
+            hint = f"clone it to {beside[1]} (`git clone --mirror`), or set repo_path in the row"
             raise TaskError(f"{row.instance_id}: {row.repo} is not there", f"looked at {places[0]}", hint=hint)
         if place not in self._repositories:
             self._repositories[place] = Repository(place if place.is_dir() else self._unbundled(place))
         return self._repositories[place]
 
     def _unbundled(self, bundle: Path) -> Path:
-        folder = tempfile.TemporaryDirectory(prefix="etude-swe-", ignore_cleanup_errors=True)
-        weakref.finalize(self, folder.cleanup)
-        target = Path(folder.name) / "repository.git"
+        folder = OwnFolder("swe")
+        weakref.finalize(self, folder.close)
+        target = folder.path / "repository.git"
         command = ["git", "clone", "--bare", "--quiet", "--no-hardlinks", str(bundle.resolve()), str(target)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=CLONE_S, check=False)
@@ -240,6 +240,10 @@ def _parsed(raw: bytes, place: str) -> _Row:
             raise ValueError("FAIL_TO_PASS is empty")
         if not re.fullmatch(r"[0-9a-fA-F]{7,64}", row.base_commit):
             raise ValueError(f"base_commit {row.base_commit[:80]!r} is no commit's id")
+        if row.repo_path and not is_plain(row.repo_path):
+            raise ValueError(f"repo_path {row.repo_path[:80]!r} is no plain path below the folder of the file")
+        texts = (row.instance_id, row.repo, row.patch, row.test_patch, row.problem_statement, *_names(row.FAIL_TO_PASS))
+        "".join((*texts, *_names(row.PASS_TO_PASS))).encode()  # JSON can name half of a character, which no task can
         if not 0 < row.test_deadline_s <= 86_400:
             raise ValueError(f"test_deadline_s = {row.test_deadline_s}")
     except (ValueError, RecursionError, TypeError) as error:

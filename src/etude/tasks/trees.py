@@ -40,7 +40,7 @@ def read_tree(root: Path, owner: Path | str, *, may_be_empty: bool = False) -> d
 def read_text(path: Path) -> str:
     """A file's text; line ends stay what they are. Raises `TaskError`, also for a link and what is no file."""
     try:
-        with open(path, "rb", opener=_open_no_link) as file:
+        with open(path, "rb", opener=open_no_link) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise TaskError(f"{path} is no file", hint="a task's files are UTF-8 text")
             data = file.read(MAX_FILE_BYTES + 1)
@@ -74,7 +74,8 @@ def refuse_link(path: Path) -> None:
         raise _linked(path)
 
 
-def _open_no_link(path: str, flags: int) -> int:
+def open_no_link(path: str, flags: int) -> int:
+    """An `opener` for `open` that follows no link and waits for no other end of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 

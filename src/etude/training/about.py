@@ -1,4 +1,4 @@
-"""What a learner's checkpoint says of itself, beside weights and state: ``learner.json``."""
+"""Reads and writes ``learner.json``, the description of a learner's checkpoint beside weights and optimiser state."""
 
 from __future__ import annotations
 

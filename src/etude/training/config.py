@@ -11,14 +11,14 @@ from etude.numerics.config import ComputeDtype, Mode, check_device
 
 
 class LiveWeights(enum.StrEnum):
-    """What the learner's live weights hold, in float32 memory."""
+    """The precision of the learner's live weights, which are kept in float32 memory."""
 
     BF16 = "bf16"  # the optimiser's float32 masters rounded to bf16: exactly the bytes that are published
     F32 = "f32"
 
 
 class OptimizerKind(enum.StrEnum):
-    """What makes a step of a gradient."""
+    """The optimisers, by name."""
 
     ADAMW = "adamw"
     MUON = "muon"  # matrices; AdamW for embedding, head, norms, routers: `training.muon`
@@ -32,7 +32,8 @@ class PolicyLossKind(enum.StrEnum):
 
 
 class CorrectionKind(enum.StrEnum):
-    """What becomes of a token's ratio where a sampler is not exact; `training.corrections` has each with its source."""
+    """How a token's importance ratio is corrected where a sampler is not exact. `training.corrections` describes
+    each."""
 
     NONE = "none"
     TRUNCATED = "truncated"

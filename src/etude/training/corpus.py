@@ -1,4 +1,5 @@
-"""A corpus on disk: token ids of documents, one after another, and where each begins. Torch-free.
+"""Reads and writes a corpus on disk: the token ids of all documents, one after another, and the offset of each
+document. Imports no torch.
 
 ``tokens.bin`` holds uint16, ``documents.bin`` int64 offsets into it, one a document and the total at the end; both
 little-endian. ``heldout.tokens.bin`` and ``heldout.documents.bin`` are the documents that are never trained on.
@@ -51,7 +52,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is trained on, and what is held out."""
+    """A corpus: the documents to train on, and the held-out ones."""
 
     train: Documents
     heldout: Documents

@@ -1,4 +1,4 @@
-"""Who shares a learner's work: the seam between the one learner and the ranks that it may be spread over.
+"""The interface between the learner and the group of ranks that it may be spread over.
 
 `One` is a process by itself. `training.sharded` has ranks with FSDP2 and a device mesh. What differs between them is
 what is asked here: which samples are mine, which tensors, how sums and troubles meet, how weights get in and out.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -28,6 +28,7 @@ from etude.numerics.exact import tree
 from etude.numerics.operators import Operators
 from etude.sums import files_in, prove
 from etude.training.rows import Rows
+from etude.training.totals import rounded, total
 from etude.training.trained import Loading, Trained, load_trained
 
 if TYPE_CHECKING:
@@ -54,11 +55,11 @@ class Group(Protocol):
         ...
 
     def part(self, rows: Rows) -> Rows:
-        """Of a share's rows what this rank forwards: all, or of each text a part."""
+        """The rows of a share that this rank forwards: all, or a part of each text."""
         ...
 
     def cache(self, rows: Rows, operators: Operators) -> Cache:
-        """Who attends to whom in `part`'s tokens."""
+        """The `Cache` by which the tokens of `part` attend to each other."""
         ...
 
     def agreed(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -74,12 +75,13 @@ class Group(Protocol):
         """Replace integers by their sum over all ranks."""
         ...
 
-    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
-        """√ of the sum of everybody's squares, by parameter, rounded once: the same whoever holds which."""
+    def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        """√ of the sum of all ranks' squares (float64, by parameter), rounded once: independent of which rank holds
+        which."""
         ...
 
     def gathered(self, one: T) -> list[T]:
-        """What every rank has, by rank, on every rank."""
+        """The `one` of every rank, in order of rank, on every rank."""
         ...
 
     def load(self, loading: Loading) -> Trained:
@@ -103,11 +105,11 @@ class Group(Protocol):
         ...
 
     def together(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each parameter's rows as every rank has them, to the whole parameters that this one is to have."""
+        """Exchange rows: from this rank's rows of each parameter to the whole parameters that this rank gets."""
         ...
 
     def apart(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Back to this rank's rows of every parameter, shaped as `like`."""
+        """The reverse: from the whole parameters that this rank has to its rows of each parameter, shaped as `like`."""
         ...
 
     def reset(self, model: Transformer) -> None:
@@ -116,7 +118,7 @@ class Group(Protocol):
 
 
 class One:
-    """One process. Nothing is waited for."""
+    """The group of a learner in one process. Its calls never wait."""
 
     rank, size = 0, 1
 
@@ -141,8 +143,8 @@ class One:
     def add(self, counts: torch.Tensor) -> None:
         pass
 
-    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
-        return math.sqrt(math.fsum(x for rows in squares.values() for x in rows))
+    def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        return math.sqrt(rounded([total(torch.cat(list(squares.values())))]))
 
     def gathered(self, one: T) -> list[T]:
         return [one]

@@ -1,10 +1,11 @@
-"""Stops a step whose numbers are none, by name: which layer and operator, parameter, rollout, and step.
+"""Stops a step that computes NaN or infinity, and names the layer and operator, parameter, rollout and step.
 
-A NaN that is trained on is in every weight one step later, and says nothing by then of where it came from. So what is
-sampled, the logits, the loss, the gradient and the new weights are looked at, each by one sum, and what is found is
-traced: a forward is computed once more and watched, a gradient is named by the parameter that it came to first.
+A NaN that is trained on is in every weight one step later, and its origin can no longer be found. So the sampled
+values, the logits, the loss, the gradient and the new weights are checked, each by one sum. Where a check fails the
+origin is traced: a forward is computed again with every operator watched; of a gradient, the parameter that the
+backward pass came to first is named.
 
-Everything here raises `NotFinite`. Knows nothing of who saves what is left.
+Everything here raises `NotFinite`. Knows nothing of saving checkpoints.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from etude.training.optimizer import AdamW
 from etude.training.rows import Rows
 
 Views = Callable[[], Mapping[str, torch.Tensor]]
-"""What trains, by the names that it is saved under; made when it is asked for."""
+"""A function that returns the trained tensors by the names that they are saved under."""
 
-HINT = "what the step began with is as it was: go on from there with a lower lr, or see what is named here"
+HINT = "the weights are those of the step before: resume with a lower lr, or look into what is named here"
 
 
 def check_sampled(samples: Sequence[Sample], rows: Rows, *, step: int) -> None:
-    """What engines logged and rewards became."""
+    """Check the log-probabilities that engines logged and the advantages."""
     for what, numbers_R in (("log-probability", rows.sampler_logprobs_R), ("advantage", rows.advantages_R)):
         if not is_finite(numbers_R):
             at = int((~torch.isfinite(numbers_R)).int().argmax())
             raise NotFinite(
                 f"a sampled token's {what} is {float(numbers_R[at])} at step {step}",
                 f"in {place_in(samples, rows, int(rows.rows_R[at]), after=1)}",
-                hint="the engine that sampled it computes no numbers, or the reward is none: see its log and the trace",
+                hint="the engine or the grader gave a number that is not finite: see its log and the trace",
             )
 
 
@@ -49,19 +50,20 @@ def check_logits(
     step: int,
     place: Callable[[int], str],
 ) -> None:
-    """What a forward gave; where that is not finite, `again` computes it once more, watched (None: it cannot be had
-    again, since other ranks take part in it). `rows_R`: the tokens that
-    got logits (None: all). `place` tells a token in words."""
+    """Check a forward's logits [R, V]. Where they are not finite, `again` computes the forward once more and watches
+    its operators (None: it cannot be repeated, since other ranks take part in it). `rows_R`: the tokens that got logits
+    (None: all). `place` describes a token for the error."""
     if is_finite(logits_RV):
         return
     if again is None:
         row = int((~torch.isfinite(logits_RV)).any(-1).int().argmax())
         facts = f"{described(logits_RV)}, the first in {place(row if rows_R is None else int(rows_R[row]))}"
-        raise NotFinite(f"the logits of step {step} are not finite", facts, hint=f"{HINT}; one rank tells the operator")
+        hint = f"{HINT}; on one rank etude also finds the operator"
+        raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
     where = origin(again)
     if where is None:
         facts = f"{described(logits_RV)}; computed again, all numbers are finite"
-        hint = "the same forward gave two results: the memory or the machine is bad"
+        hint = "the same forward gave two results: test the machine's memory, or use another machine"
         raise NotFinite(f"the logits of step {step} are not finite", facts, hint=hint)
     token = where.row if rows_R is None or where.name not in ("norm", "logits") else int(rows_R[where.row])
     facts = f"{where.facts}, the first in {place(token)}; nothing computed before it is"
@@ -77,8 +79,8 @@ def check_loss(
     *,
     step: int,
 ) -> None:
-    """The policy's loss of finite logits, and the whole `loss`: both are finite, and no ratio overflows, even where
-    the policy's loss cuts it."""
+    """Check the loss of finite logits: neither it nor any ratio [R] may overflow, even a ratio that the policy's loss
+    cuts."""
     if is_finite(loss) and is_finite(policy.ratio_R):
         return
     at = int(log_ratio_R.abs().argmax())
@@ -88,7 +90,7 @@ def check_loss(
     raise NotFinite(
         f"{what} of step {step} is {number}",
         f"the largest log-ratio is {float(log_ratio_R[at]):.4g}, in {place}",
-        hint="its sampler and the learner disagree beyond measure: set learner.correction, or see etude parity",
+        hint="engine and learner differ too much: set learner.correction, or compare them with etude parity",
     )
 
 
@@ -99,8 +101,8 @@ Agreed = Callable[[str], AbstractContextManager[None]]
 def stepped(
     optimizer: AdamW, views: Views, *, lr: float, step: int, agreed: Agreed = lambda what: nullcontext()
 ) -> float:
-    """Apply the gradient; its norm. A gradient that is not finite changes nothing, and is named by `views`, by the rank
-    that has it to all of them."""
+    """Apply the gradient; returns its norm. A gradient that is not finite changes no weight, and raises on every rank
+    with the parameter's name, from `views`. The new weights are checked too."""
     try:
         norm = optimizer.step(lr)
     except NotFinite as error:
@@ -113,7 +115,7 @@ def stepped(
                     f"{bad[first]}; the backward pass came to it first, and spread it to {len(bad)} tensors in all",
                     hint=HINT,
                 ) from None
-        raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None  # its square does
+        raise NotFinite(f"the gradient of step {step} overflows", error.facts, hint=HINT) from None  # of its squares
     with agreed("weights"):
         if not is_finite(optimizer.live):
             check_weights(views(), f"after step {step}")
@@ -121,7 +123,7 @@ def stepped(
 
 
 def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
-    """Live weights, by the names that they are saved under."""
+    """Check live weights, by the names that they are saved under. `when`: words for the error, "after step 3"."""
     bad = not_finite(views)
     if bad:
         first = next(iter(bad))
@@ -133,7 +135,7 @@ def check_weights(views: Mapping[str, torch.Tensor], when: str) -> None:
 
 
 def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradient by the same names: laid out as the live weights are, whose views say where each lies."""
+    """The gradient by the names of `views`. It is laid out as the live weights are, so their views give the places."""
     if optimizer.is_sharded:
         return optimizer.named(optimizer.grad)
     return {
@@ -144,7 +146,8 @@ def _gradients(optimizer: AdamW, views: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def place_in(samples: Sequence[Sample], rows: Rows, token: int, *, after: int = 0) -> str:
-    """A token of a forward in words; `after`: how much further the one that is meant lies in its rollout."""
+    """Describe a token of a forward: its rollout and position. `after`: added to the position, 1 for the token that a
+    row predicts."""
     token = token if rows.kept_N is None else int(rows.kept_N[token])
     ends = np.cumsum(rows.lengths)
     of = int(np.searchsorted(ends, token, side="right"))

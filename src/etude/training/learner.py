@@ -1,9 +1,9 @@
-"""The learner of reinforcement learning: holds the weights, changes them, saves and publishes them.
+"""The learner of RL: holds the weights, trains them, saves and publishes them.
 
-Of every batch the ratio of trainer to sampler over all tokens is reported. Where one version with the learner's own
-bytes sampled a whole path it must be 1, or the step is refused; paths of earlier versions, and paths of a version that
-is still on its way to its readers, are only reported. Routes that engines recorded are replayed, every one of them.
-Nothing here is random, so there is no generator to save.
+For every batch it reports the ratio of trainer to sampler probability over all tokens. Where the version that holds the
+learner's own bytes sampled a whole path, the ratio must be 1, else the step is refused. For paths of earlier versions,
+and of a version that is still being published, the ratio is only reported. Routes that engines recorded are replayed.
+Nothing here is random, so there is no random state to save.
 
 Knows nothing of rollouts, rewards or engines: it reads `Batch`es and hands tensors to a channel.
 """
@@ -86,6 +86,7 @@ class TorchLearner:
         self._channel, self._num_steps, self._temperature = channel, num_steps, temperature
         self._publisher: Publisher | None = None
         self._offered: int | None = None  # the step of the version that is on its way
+        self._lr_share = 1.0  # of the batch whose gradient is accumulated
         self._device = torch.device("cpu")
         self._trained: Trained | None = None
         self._optimizer: AdamW | None = None
@@ -123,7 +124,7 @@ class TorchLearner:
         the accumulated gradient is forgotten, since a part of this batch may be in it.
         """
         began = time.process_time()
-        shares = self.config.shares
+        shares, self._lr_share = self.config.shares, batch.lr_share
         tallies = [Tally() for _ in self._group.own(shares)]
         try:
             num_tokens = sum(forwarded(sample) for sample in batch.samples)
@@ -280,14 +281,14 @@ class TorchLearner:
         self.config = replace(self.config, replay_routes=True, correction=correction)
 
     def optim_step(self) -> dict[str, float]:
-        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`.
-        Where there is no gradient (`grad_norm` 0) the weights stay as they are, and are published so under a new step.
+        """Apply and clear the gradient; the step counts up by one. Returns `grad_norm` (before clipping) and `lr`, the
+        schedule's times the batch's `lr_share`. Where there is no gradient (`grad_norm` 0) the weights stay as they
+        are, and are published so under a new step.
 
         Raises `NotFinite`: of a gradient, and then nothing has changed; of the new weights, and then nothing saves or
         publishes them."""
-        lr = self.config.lr * rate(
-            self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1
-        )
+        lr = self._lr_share * self.config.lr
+        lr *= rate(self.step, self._num_steps, warmup_steps=self.config.warmup_steps, decay_from=0.6, final=0.1)
         with self._group.waited("optimiser step"):
             norm = stepped(self.optimizer, self.trained.views, lr=lr, step=self.step + 1, agreed=self._group.agreed)
         self.trained.settle()
@@ -328,11 +329,11 @@ class TorchLearner:
         self._offered = self.step
 
     def published(self) -> Published:
-        """What was offered, once readers can have it. The one call that may be made in another thread while this one
-        trains. Raises `WeightsError` or `StoreError` where it was not published: it may be offered again then."""
+        """Wait until readers can fetch the version that was offered. The only call that may be made in another thread
+        while the learner trains. Raises `WeightsError` or `StoreError` where publishing failed: offer it again then."""
         publisher = self._publisher
         if publisher is None or self._offered is None:
-            raise WeightsError("nothing is being published", hint="offer first")
+            raise WeightsError("nothing is being published", hint="call offer first")
         try:
             published = publisher.wait()
         except DeadlineExceeded:  # it goes on
@@ -346,22 +347,24 @@ class TorchLearner:
 
     @property
     def is_publishing(self) -> bool:
-        """Whether a version is on its way, or has failed and nobody has been told."""
+        """Whether a version is being published, or has failed and its error was not raised yet."""
         return self._offered is not None
 
     def close(self) -> None:
-        """End publishing, once what was offered is published or has failed: whoever waits for it is told."""
+        """Wait until the publish under way has succeeded or failed, and end publishing. Its error is raised by
+        `published`, not here."""
         if self._publisher is not None:
             try:
                 self._publisher.close()
-            except Exception as error:  # whatever it failed with, whoever waits in `published` is told
+            except Exception as error:  # raised where `published` waits
                 if isinstance(error, DeadlineExceeded):  # it still writes: another writer beside it would be refused
                     raise
         self._publisher, self._offered = None, None
 
     def save(self, path: Path | str) -> None:
-        """A Hugging Face directory with the optimiser's state beside it; complete or absent. An accumulated gradient
-        is not part of it. Raises `CheckpointError`, and `NotFinite` instead of saving weights that are none."""
+        """Write a Hugging Face directory with the optimiser's state beside it; it appears whole or not at all. An
+        accumulated gradient is not saved. Raises `CheckpointError`, and `NotFinite` where the weights are not
+        finite."""
         with self._group.agreed("weights"):
             check_weights(self.trained.views(), f"at step {self.step}")
         about = described(self.config, self.step, self.version)

@@ -28,7 +28,7 @@ from etude.errors import CheckpointError, ParityError, RunError
 from etude.models.attention import Packed
 from etude.models.checkpoint import load_model, load_tensors, read_json, save_tensors, whole_directory, write_model
 from etude.models.config import ModelConfig
-from etude.models.naming import hf_views
+from etude.models.naming import hf_biases, hf_views
 from etude.models.transformer import Forward, Transformer
 from etude.models.watch import Watch, unwatched
 from etude.sums import prove
@@ -52,7 +52,7 @@ Probe = Callable[[Transformer], float]
 
 @dataclass(frozen=True)
 class MidTrained:
-    """What mid-training did; also in the result's ``mid_training.json``."""
+    """Result of mid-training; also written to ``mid_training.json``."""
 
     num_steps: int
     num_tokens: int
@@ -125,7 +125,9 @@ def mid_train(
     results = run_ranks(_train, job, ranks=ranks)
     if any(result.digest != results[0].digest for result in results):
         digests = ", ".join(result.digest[:12] for result in results)
-        raise ParityError("the ranks ended with different weights", digests, hint="report this; it must not happen")
+        raise ParityError(
+            "the ranks ended with different weights", digests, hint="this is a defect of etude: report it"
+        )
     shutil.rmtree(job.partial, ignore_errors=True)
     return results[0]
 
@@ -201,6 +203,7 @@ class _Run:
         num_targets, num_inputs = _num_tokens(spans) - len(spans), _num_tokens(spans)
         sums = torch.zeros(2)
         for inputs, targets, lengths in _forwards(self.corpus.train, share(spans, self.ranks.rank, self.ranks.size)):
+            self.ranks.beat()
             done = self._forward(inputs, lengths)
             again = functools.partial(self._forward, inputs, lengths)
             place = "token {} of a batch".format
@@ -225,6 +228,7 @@ class _Run:
         if len(docs):
             every = pieces(docs, document_tokens=self._longest)
             for inputs, targets, lengths in _forwards(docs, share(every, self.ranks.rank, self.ranks.size)):
+                self.ranks.beat()
                 logits, _ = self.model(inputs, Packed(lengths, self.model.operators))
                 sums += torch.tensor([float(F.cross_entropy(logits, targets, reduction="sum")), float(len(targets))])
         self.ranks.add(sums)
@@ -253,7 +257,7 @@ class _Run:
         about = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
         path = self.job.partial / f"step-{self.optimizer.num_steps:06d}"
         with whole_directory(path) as folder:
-            save_tensors(self.optimizer.state(), folder / STATE)
+            save_tensors({**self.optimizer.state(), **hf_biases(self.model)}, folder / STATE)
             (folder / PROGRESS).write_text(json.dumps(about) + "\n")
         for other in self.job.partial.iterdir():
             if other != path:
@@ -271,7 +275,16 @@ class _Run:
                 f"{found[-1]} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
             )
         prove(found[-1], [PROGRESS], kind=CheckpointError)
-        self.optimizer.restore(load_tensors(found[-1] / STATE), live=False)
+        state, biases = load_tensors(found[-1] / STATE), hf_biases(self.model)
+        if not biases.keys() <= state.keys():
+            raise RunError(
+                f"{found[-1]} is the progress of an earlier etude",
+                "it lacks the biases by which experts are balanced",
+                hint=f"delete {self.job.partial} to begin anew",
+            )
+        self.optimizer.restore(state, live=False)
+        for name, bias in biases.items():
+            bias.copy_(state[name])
         self.num_tokens = tokens
 
     def finish(self) -> MidTrained:

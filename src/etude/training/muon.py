@@ -38,11 +38,11 @@ class Together(Protocol):
     """How rows become whole matrices and come back. Collective."""
 
     def together(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each parameter's rows as this rank has them, to the whole parameters that it is to have."""
+        """Exchange rows: from this rank's rows of each parameter to the whole parameters that this rank gets."""
         ...
 
     def apart(self, wholes: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Back to everybody's rows, shaped as they were."""
+        """The reverse: from whole parameters to this rank's rows of each parameter, shaped as `like`."""
         ...
 
 

@@ -7,14 +7,13 @@ One vector for all weights and one for all gradients: a step is one fused pass o
 (1.6 ms at the laptop's size, where separate operations took 4.1), and data-parallel ranks exchange one buffer. Of a
 model that FSDP2 has sharded the vectors hold this rank's rows, and are copied from its gradients and to its shards.
 
-The same numbers whoever holds which: the kernel computes the last few numbers of a vector by other instructions, with
-other bits, so vectors end in room that nobody reads; and the norm is a sum of rows that is rounded once.
-Knows nothing of losses or schedules.
+Results do not depend on which rank holds which numbers: the kernel computes the last few numbers of a vector by other
+instructions, with other bits, so vectors end in padding that is never read; and the norm is a sum of rows that is
+rounded once. Knows nothing of losses or schedules.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +51,7 @@ class AdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
-        norm: Callable[[Mapping[str, Sequence[float]]], float] = ONE.norm,
+        norm: Callable[[Mapping[str, torch.Tensor]], float] = ONE.norm,
     ) -> None:
         self.betas, self.eps, self.weight_decay, self.grad_clip = betas, eps, weight_decay, grad_clip
         self.num_steps, self._norm, self._model = 0, norm, model
@@ -146,7 +145,7 @@ class AdamW:
                 p.grad = None
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint needs beside the model, as views; the accumulated gradient is not part of it."""
+        """The optimiser's state for a checkpoint, as views. The accumulated gradient is not part of it."""
         count = torch.tensor([self.num_steps], dtype=torch.int64)
         return {"master": self.master, "first": self.first, "second": self.second, "num_steps": count}
 
@@ -193,7 +192,7 @@ class AdamW:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: all of one that is no `DTensor`."""
+    """This rank's part of a tensor; all of a tensor that is no `DTensor`."""
     whole: Any = tensor
     return whole.to_local() if _is_sharded(tensor) else tensor.detach()
 
@@ -222,9 +221,8 @@ def places(shapes: Mapping[str, torch.Size], first: Sequence[str]) -> tuple[dict
     return {name: found[name] for name in shapes}, begin, at
 
 
-def _squares(gradients: Mapping[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Of each row of each gradient, the square of its norm: what ranks that have other rows can add up."""
+def _squares(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of each row of each gradient, the square of its norm, float64: what ranks that have other rows can add up."""
     norms = [torch.linalg.vector_norm(g.flatten(1), dim=1) if g.ndim > 1 else g.abs() for g in gradients.values()]
-    squares = torch.cat(norms).double().square_().tolist()
-    starts = itertools.accumulate((len(rows) for rows in norms), initial=0)
-    return {n: squares[at : at + len(rows)] for n, at, rows in zip(gradients, starts, norms, strict=False)}
+    squares = torch.cat(norms).double().square_()
+    return dict(zip(gradients, torch.split(squares, [len(rows) for rows in norms]), strict=True))

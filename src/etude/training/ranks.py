@@ -11,7 +11,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +23,10 @@ import torch
 from torch import distributed
 
 from etude.errors import DeadlineExceeded, EtudeError, RunError
+from etude.scratch import OwnFolder
 
+START_S = 600.0
+"""For every rank to be there: on a busy host `import torch` alone takes minutes."""
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -44,7 +46,7 @@ class Ranks(Protocol):
         ...
 
     def beat(self) -> None:
-        """Say that this rank is alive and going on; called at least once a step."""
+        """Say that this rank is alive and gets on; called before each forward: a step may be any number of those."""
         ...
 
 
@@ -79,19 +81,19 @@ def run_ranks(work: Callable[[Ranks, Job], Result], job: Job, *, ranks: int, sta
 
     One rank runs in the caller's process; for more, `work`, `job` and the results are pickled. An `EtudeError` of a
     rank is raised here. Raises `RankDied` when a rank dies, `DeadlineExceeded` when none has called `beat` for
-    `stall_s`.
+    `stall_s` once all are there, which may take `START_S`.
     """
     if ranks == 1:
         return [_alone(work, job)]
     context = multiprocessing.get_context("spawn")
     beats = context.Array("q", ranks, lock=False)
-    with tempfile.TemporaryDirectory(prefix="etude-ranks-") as meeting:
+    with OwnFolder("ranks") as meeting:
         processes: list[SpawnProcess] = []
         answers: list[Connection] = []
         try:
             for rank in range(ranks):
                 receive, send = context.Pipe(duplex=False)
-                where = (rank, ranks, Path(meeting) / "store", stall_s)
+                where = (rank, ranks, meeting / "store", stall_s)
                 process = context.Process(target=_main, args=(work, job, where, beats, send), daemon=True)
                 process.start()
                 send.close()
@@ -122,9 +124,9 @@ def _collect(answers: list[Connection], processes: list[SpawnProcess], beats: An
             results[rank] = _answer(ready, processes)  # type: ignore[arg-type]
         if list(beats) != last:
             last, since = list(beats), time.monotonic()
-        elif time.monotonic() - since > stall_s:
+        elif time.monotonic() - since > (patience := stall_s if all(last) else max(stall_s, START_S)):
             raise DeadlineExceeded(
-                f"no rank made a step for {stall_s:g} s", f"steps by rank: {last}", hint="see the ranks' output"
+                f"no rank made a step for {patience:g} s", f"steps by rank: {last}", hint="see the ranks' output"
             )
     return [results[rank] for rank in range(len(answers))]
 
@@ -153,7 +155,9 @@ def _main(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=stall_s + 60)
     )
     try:
-        answer.send((work(_Gloo(rank, size, beats), job), None))
+        ranks = _Gloo(rank, size, beats)
+        ranks.beat()  # it is there
+        answer.send((work(ranks, job), None))
     except EtudeError as error:
         answer.send((None, error))
     finally:

@@ -37,7 +37,7 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, rows: Rows) -> torch.Tensor:
-        """Of each sampled token, [R] float32, where the rows are."""
+        """Log-probability of each sampled token, [R] float32, on the device of the rows."""
         logits, _ = self._model(
             rows.tokens_N, Packed(rows.forwarded, self._model.operators, device=self._device), rows=rows.rows_R
         )

@@ -101,7 +101,7 @@ class Tally:
 
 
 def merged(tallies: Sequence[Tally]) -> Tally:
-    """One tally of several shares', in their order."""
+    """Merge the tallies of several shares, in their order."""
     whole = Tally()
     for one in tallies:
         for each in fields(Tally):

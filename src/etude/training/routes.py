@@ -19,6 +19,7 @@ from etude.errors import ParityError
 from etude.models.config import ModelConfig
 from etude.records import Sample
 from etude.records.completion import missing_route
+from etude.records.rollout import UNKNOWN
 from etude.records.wire import Bools, Routes
 
 HINT_OFF = "let engines of this model return routes, or set learner.replay_routes = false"
@@ -55,9 +56,9 @@ class Replay:
 
     def _stale(self, sample: Sample, end: int) -> Bools:
         """[end] A position was computed by the version that sampled or read the token after it; where that is unknown
-        it counts as new."""
+        it counts as new. One below `UNKNOWN` is of a lost lineage."""
         computed_by = sample.path.steps[1 : end + 1]
-        stale: Bools = (computed_by >= 0) & (self.step - computed_by > self.max_lag)
+        stale: Bools = (computed_by != UNKNOWN) & (self.step - computed_by > self.max_lag)
         return stale
 
 

@@ -1,7 +1,8 @@
-"""Tensors as raw codes: a dtype's name, a shape, and unsigned integers. numpy has no bf16; a delta needs none.
+"""Tensors as raw bits: the name of a dtype, a shape, and codes, one unsigned integer per element. So bf16, which numpy
+lacks, needs no type of its own.
 
-Digests are defined here, once: SHA-256 of a tensor's dtype, shape and little-endian bytes; the content digest of a
-set is SHA-256 over its sorted names and their digests, and becomes `Version.digest`. Knows nothing of deltas.
+Digests are defined here: SHA-256 of a tensor's dtype, shape and little-endian bytes. The content digest of a set of
+tensors is SHA-256 over its sorted names and their digests, and becomes `Version.digest`. Knows nothing of deltas.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _COMPARED = 1 << 16
 
 @dataclass(frozen=True)
 class DType:
-    """How a code's bits are laid out. `exponent_shift` None: an unsigned integer, else sign, exponent, mantissa.
+    """The bit layout of a code: sign, exponent, mantissa; or an unsigned integer where `exponent_shift` is None.
 
-    What a delta counts is an *item*: a code, or each of its `parts`, the lowest bits first.
+    Deltas are made of *items*: an item is a code, or one of the `parts` of a code, the lowest bits first.
     """
 
     name: str
@@ -39,12 +40,12 @@ class DType:
 
     @property
     def codes(self) -> np.dtype[Any]:
-        """The numpy dtype of the codes."""
+        """The numpy dtype of a tensor's codes: unsigned, `bits` wide."""
         return np.dtype(f"u{self.bits // 8}")
 
     @property
     def width(self) -> int:
-        """Bits of an item."""
+        """Number of bits of an item."""
         return self.bits // self.parts
 
     @property
@@ -79,7 +80,7 @@ DTYPES = {
 
 
 def to_items(codes: Codes, kind: DType) -> Codes:
-    """The items of codes, in order; a view where no bit has to move.
+    """Split codes into items, in order; a view where no bit has to move.
 
     >>> to_items(np.array([0x21, 0x43], np.uint8), DTYPES["f4_e2m1x2"]).tolist()
     [1, 2, 3, 4]
@@ -98,7 +99,8 @@ def from_items(items: Codes, kind: DType) -> Codes:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a tensor looks like without its codes. Raises `ValueError` for an unknown dtype or a wild shape."""
+    """The dtype and shape of a tensor. Raises `ValueError` for an unknown dtype, or a shape that is negative or too
+    large."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -121,9 +123,10 @@ class Spec:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor's exact bits. Made by whoever exports weights, read by the codec and by engines.
+    """A tensor with its exact bits. Code that exports weights makes it; the codec and engines read it.
 
-    `codes` becomes a read-only view; it is 1-D, in C order of `shape`. Raises `ValueError` when the parts disagree.
+    `codes` is 1-D, in C order of `shape`, of the unsigned integer dtype `DTYPES[dtype].codes`; it becomes a read-only
+    view. Raises `ValueError` where dtype, shape and codes do not fit together.
 
     >>> t = Tensor("bf16", (2, 2), np.array([0x3F80, 0xBF80, 0, 0x8000], np.uint16))  # 1, -1, 0, -0
     >>> t.spec
@@ -162,7 +165,7 @@ class Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether dtype, shape and every code are equal: NaN payloads and the sign of zero count."""
+    """Whether dtype, shape and all bits of two tensors are equal. NaN payloads and the sign of zero count."""
     if a.spec != b.spec:
         return False
     parts = range(0, a.codes.size, _COMPARED)  # most tensors that differ do so in the first part
@@ -175,7 +178,7 @@ def tensor_digest(tensor: Tensor) -> str:
 
 
 def digest_of_parts(spec: Spec, parts: Iterable[Codes]) -> str:
-    """The same of a tensor whose codes come part by part, in order."""
+    """As `tensor_digest`, of a tensor whose codes are given part by part, in order."""
     digest = hashlib.sha256(f"{spec.dtype} {','.join(map(str, spec.shape))}\n".encode())
     for codes in parts:
         digest.update(np.ascontiguousarray(codes, dtype=codes.dtype.newbyteorder("<")).data)

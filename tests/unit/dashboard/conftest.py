@@ -79,7 +79,7 @@ class RunWriter:
                 held = {"tokens": tokens, "heldout_loss": loss + 0.05, "copy_probe": copied}
                 self.event(t, "mid-training", "mid.eval", step=i * 9, **held)
 
-    def evaluation(self, name: str, split: str, step: int, rate: float, n: int, t: float) -> None:
+    def evaluation(self, name: str, split: str, step: int, rate: float, n: int, t: float, **more: Any) -> None:
         half = 1.96 * math.sqrt(rate * (1 - rate) / n)
         facts: dict[str, Any] = {
             "num_tasks": n,
@@ -95,7 +95,7 @@ class RunWriter:
             "invalid": {},
             "wall_s": 13.0,
         }
-        self.event(t, "conductor", "eval.result", name=name, split=split, step=step, **facts)
+        self.event(t, "conductor", "eval.result", name=name, split=split, step=step, **facts, **more)
 
     def rl(self, num_steps: int) -> None:
         start, each = ENDS["rl"] - SECONDS["rl"], SECONDS["rl"] / STEPS

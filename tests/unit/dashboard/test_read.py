@@ -130,7 +130,7 @@ def test_what_is_waited_for_is_told_until_it_has_come(writer):
     reason = "they join at 127.0.0.1:8790, none has joined"
     writer.event(2.0, "conductor", "process", name="engines", state="waiting", reason=reason)
     assert plain_line(RunView(writer.path)) == f"1.0 s  eval-before  waiting for engines: {reason}"
-    ranks = "1 of 1 ranks are to come to 127.0.0.1:7000"
+    ranks = "1 of 1 ranks have not connected to 127.0.0.1:7000"
     writer.event(3.0, "learner", "process", name="learner ranks", state="waiting", reason=ranks)
     writer.event(3.0, "conductor", "process", name="engines", state="ready")
     assert plain_line(RunView(writer.path)) == f"2.0 s  eval-before  waiting for learner ranks: {ranks}"

@@ -65,6 +65,16 @@ def test_what_was_never_trained_on_is_apart_from_what_is_held_out(writer):
     assert any("0.200" in line for line in result_lines(writer.path))
 
 
+def test_cheats_stand_beside_the_rate_in_which_they_do_not_count(writer):
+    writer.everything()
+    writer.evaluation("after", "heldout", 45, 0.5, 512, 3e9, cheats=3)
+    said = "(3 cheats, not counted as solved)"
+    assert summarise(writer.path)["heldout"]["after"]["cheats"] == 3
+    assert any(said in line for line in result_lines(writer.path))
+    assert said in page(RunView(writer.path))
+    assert said in " ".join(shown(RunView(writer.path)).split())
+
+
 def test_a_run_that_had_nothing_to_learn_from_says_why(writer):
     assert summarise(writer.path)["nothing_learnt"] is None
     for step in (1, 2):
@@ -176,6 +186,10 @@ def test_the_terminal_names_trouble(writer):
     writer.everything(until="rl", rl_steps=3)
     writer.event(2e9, "conductor", "process", name="engine-1", state="hung")
     writer.event(2e9 + 1, "conductor", "process", name="engine-1", state="restart")
+    assert "engine-1 was silent for too long and was killed" in shown(RunView(writer.path))
+    assert "before it" not in shown(RunView(writer.path)), "its restart belongs to the same loss"
+    writer.event(2e9 + 2, "conductor", "process", name="engine-1", state="ready")
+    writer.event(2e9 + 3, "conductor", "process", name="engine-1", state="restart")
     assert "engine-1 was restarted; before it 1 more" in shown(RunView(writer.path))
 
 

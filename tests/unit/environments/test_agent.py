@@ -102,6 +102,10 @@ def test_the_longest_command_fits_into_a_frame():
     assert len(protocol.run(1, command, 0)) <= protocol.MAX_FRAME
 
 
+async def _none(*_: object) -> Any:
+    return None
+
+
 async def _answered_by(answer: bytes) -> tuple[Any, Any]:
     """What becomes of a command and a file when the agent's answer is this."""
     ours, theirs = os.pipe(), os.pipe()
@@ -137,6 +141,37 @@ def test_an_agent_that_says_nonsense_is_a_machine_that_is_gone_not_an_error(answ
     assert command.exit_code == 137
     assert isinstance(file, FileNotFoundError)
     assert "the machine is gone: its agent sent" in str(file), "found out by what it said, not by a deadline"
+
+
+@pytest.mark.parametrize("words", [b"no such user", b"becoming the command's user", b"bounding a command"])
+def test_a_machine_that_refuses_what_comes_after_a_command_is_an_outcome_whoever_brought_it_about(words: bytes) -> None:
+    refusal = (22).to_bytes(4, "little") + words
+
+    async def test() -> None:
+        host, guest = socket.socketpair()
+        guest.setblocking(False)
+        channel, loop = Channel(os.dup(host.fileno())), asyncio.get_running_loop()
+        machine = AgentMachine(channel, env={}, users=["user"], snapshot=_none, end=_none, blame=lambda: "")
+        parser = Parser()
+
+        async def answered(key: str, kind: bytes, body: bytes) -> Any:
+            asking = asyncio.create_task(machine.exec(["true"], key=key, deadline_s=20.0))
+            [asked] = parser.feed(await loop.sock_recv(guest, 4096))
+            await loop.sock_sendall(guest, frame(kind, asked.id, body))
+            return await asking
+
+        await loop.sock_sendall(guest, frame(protocol.READY, 0, struct.pack("<I", 1)))
+        if words == b"bounding a command":
+            with pytest.raises(MachineError, match="could not be confined"):
+                await answered("0", protocol.REFUSED, refusal)
+        assert (await answered("1", protocol.ENDED, struct.pack("<iBQ", 0, 0, 0))).exit_code == 0
+        refused = await answered("2", protocol.REFUSED, refusal)
+        assert (refused.exit_code, refused.output) == (126, b"cannot start: %b\n" % words)
+        await machine.close()
+        host.close()
+        guest.close()
+
+    asyncio.run(test())
 
 
 def test_an_answer_that_nobody_waits_for_ends_the_channel_by_name() -> None:

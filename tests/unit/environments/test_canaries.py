@@ -71,6 +71,11 @@ def test_of_parameters_the_compared_one_of_the_row_that_is_asked_for_is_another(
     assert first.endswith('), (-1, "it\'s \\"q\\"")])')
 
 
+def test_a_number_of_more_digits_than_python_writes_is_no_literal_to_change():
+    source = f"assert f(1) == 0x{'f' * 5000} and f(2) == 3\n"
+    assert [len(one) for one in anywhere(source, random.Random(0))] == [len(source)]
+
+
 def test_a_test_without_such_a_literal_has_variants_that_say_so():
     found = changes(["test_computed"])
     assert found

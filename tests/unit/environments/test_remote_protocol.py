@@ -186,3 +186,7 @@ def test_who_falls_behind_a_commands_log_is_told_so():
         return len(latest), caught.value.code
 
     assert asyncio.run(main()) == (3, Code.OUT_OF_RANGE)
+
+
+def test_an_answer_that_is_nested_without_end_is_a_proxys_error_page() -> None:
+    assert connect.of_answer(502, b"[" * 60_000).code is Code.UNAVAILABLE

@@ -224,7 +224,7 @@ def test_a_reward_that_lies_there_and_cannot_be_taken_away_is_no_verdict(path):
 
     said = on_machines(work)
     assert said.reward is None
-    assert "cannot be taken away" in said.reason
+    assert "cannot be removed" in said.reason
 
 
 @pytest.mark.parametrize("state", [b"", b"\x01\xff\xff\xff\xff", b"junk" * 99])

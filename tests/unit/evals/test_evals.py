@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -233,6 +234,16 @@ def test_rows_come_back_from_the_file_in_order(tmp_path: Path) -> None:
     write_rows(path, [])
     assert read_rows(path) == []
     assert [p.name for p in path.parent.iterdir()] == ["after.parquet"]
+
+
+def test_a_file_of_an_etude_that_did_not_look_for_cheats_is_read(tmp_path: Path) -> None:
+    write_rows(tmp_path / "after.parquet", rows_of(2, 5))
+    old = pq.read_table(tmp_path / "after.parquet").drop_columns(["sign"])
+    pq.write_table(old.replace_schema_metadata({}), tmp_path / "old.parquet")
+    assert read_rows(tmp_path / "old.parquet") == rows_of(2, 5)
+    pq.write_table(old.drop_columns(["reward"]).replace_schema_metadata({}), tmp_path / "no.parquet")
+    with pytest.raises(StoreError, match="is not an evaluation"):
+        read_rows(tmp_path / "no.parquet")
 
 
 def test_two_runs_are_compared_by_their_files(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -33,19 +34,25 @@ class World:
         return [g for g in self.steps if g not in taken]
 
     def moves(self):
-        beside = 1 if self.window.max_lag else 0
-        forms = len(self.trained) <= self.published + beside  # the learner waits for a batch
-        size = self.window.size(self.untrained(), self.ready(), self.signal) if forms else 0
+        size = self.size()
         if self.window.room(len(self.untrained()), len(self.trained), self.published, size):
             yield self.admit
         if self.engine < self.published:
             yield self.adopt
-        if any(self.min_step[g] <= self.engine for g in self.running):
+        if self.able():
             yield self.sample
         if self.published < len(self.trained):
             yield self.publish
-        if forms and self.window.take(self.untrained(), self.ready(), self.signal):
+        if size and self.window.take(self.untrained(), self.ready(), self.signal):
             yield self.train
+
+    def size(self) -> int:
+        """What the step takes that is being formed, where the learner waits for a batch."""
+        forms = len(self.trained) <= self.published + (1 if self.window.max_lag else 0)
+        return self.window.size(self.untrained(), self.ready(), self.signal) if forms else 0
+
+    def able(self) -> list[str]:
+        return [g for g in self.running if self.min_step[g] <= self.engine]
 
     def ready(self) -> set[str]:
         return {g for g in self.steps if g not in self.running}
@@ -60,8 +67,7 @@ class World:
         self.engine = self.rng.randint(self.engine + 1, self.published)
 
     def sample(self):
-        able = [g for g in self.running if self.min_step[g] <= self.engine]
-        group = self.rng.choice(able)
+        group = self.rng.choice(self.able())
         self.steps[group].append(self.engine)
         self.running[group] -= 1
         if not self.running[group]:
@@ -85,23 +91,69 @@ class World:
             choices = list(self.moves())
             assert choices, "nobody can move: a deadlock"
             self.rng.choice(choices)()
-            unpublished = sum(map(len, self.trained[self.published :]))
-            assert len(self.untrained()) + unpublished <= self.window.num_groups
+            self.check()
             assert all(len(taken) <= self.window.most for taken in self.trained)
 
+    def check(self) -> None:
+        unpublished = sum(map(len, self.trained[self.published :]))
+        assert len(self.untrained()) + unpublished <= self.window.num_groups
 
-worlds = st.builds(
-    World,
+
+@dataclass
+class Mortal(World):
+    """A world whose learner is lost now and then: it goes on from an earlier step, what runs begins again, and which
+    groups have a signal is another matter (stored rollouts may be gone). `losses` are left."""
+
+    losses: int = 3
+
+    def moves(self):
+        yield from super().moves()
+        if self.losses and self.published:
+            yield self.lose
+
+    def lose(self):
+        self.losses -= 1
+        self.published = self.engine = self.rng.randint(0, self.published - 1)
+        del self.trained[self.published :]
+        self.signal = {g for g in self.steps if self.rng.random() < self.share}
+        for group in self.running:
+            self.steps[group].clear()
+
+    def check(self) -> None:
+        """What a lost lineage frees comes beside what was admitted since."""
+
+    def able(self) -> list[str]:
+        """As `Ledger.start` has it: in order of admission, and what the next steps wait for whatever it demanded."""
+        order = self.untrained()
+        size = self.size()
+        waiting = [g for g in order if g in self.running and not self.steps[g]]
+        begun = list(itertools.takewhile(lambda g: self.min_step[g] <= self.published, waiting))
+        if not begun:
+            places, now = {g: place for place, g in enumerate(order)}, len(self.trained)
+            due = lambda g: self.window.demand(places[g], now, size) <= self.published  # noqa: E731
+            begun = list(itertools.takewhile(due, waiting))
+            self.min_step |= {g: min(self.min_step[g], self.published) for g in begun}
+        begun += [g for g in self.running if self.steps[g]]
+        return [g for g in begun if self.min_step[g] <= self.engine]
+
+
+facts = (
     st.builds(Window, st.integers(0, 4), st.integers(1, 9), st.sampled_from(Straggler), st.sampled_from([0, 1, 5, 9])),
     st.integers(0, 2**32).map(random.Random),
     st.floats(0.0, 1.0),
 )
+worlds, mortals = st.builds(World, *facts), st.builds(Mortal, *facts)
 
 
 @given(worlds)
 def test_no_token_is_staler_than_the_bound_and_nobody_waits_for_ever(world):
     world.run(num_steps=8)
     assert all(0 <= lag <= world.window.max_lag for lag in world.lags)
+
+
+@given(mortals)
+def test_no_lost_learner_makes_anybody_wait_for_ever(world):
+    world.run(num_steps=8)
 
 
 @given(worlds)
@@ -188,3 +240,15 @@ def test_rounds_are_as_large_as_the_share_of_signal_says():
 def test_a_wish_for_more_signal_than_a_step_has_groups_is_refused():
     with pytest.raises(ValueError, match="signal_groups = 9 is over groups_per_step = 8"):
         ExperienceConfig(groups_per_step=8, signal_groups=9)
+
+
+@pytest.mark.parametrize(("per_step", "wanted", "share"), [(8, 8, 0.5), (8, 4, 0.3), (4, 4, 0.9), (16, 16, 0.2)])
+def test_the_mean_size_is_that_of_steps_taken_by_the_rules(per_step, wanted, share):
+    window, draw = Window(max_lag=1, groups_per_step=per_step, signal_groups=wanted), random.Random(5)
+    order = [f"g{i}" for i in range(window.most)]
+    sizes = [window.size(order, set(order), {g for g in order if draw.random() < share}) for _ in range(2000)]
+    assert window.mean_size(share) == pytest.approx(sum(sizes) / len(sizes), rel=0.03)
+
+
+def test_without_a_wish_for_signal_every_step_is_as_large_as_the_config_says():
+    assert [Window(max_lag=1, groups_per_step=8).mean_size(share) for share in (0.0, 0.5, 1.0)] == [8.0] * 3

@@ -10,7 +10,7 @@ import pytest
 from etude.errors import LedgerError
 from etude.experience import SCHEMES, Straggler, make_batch, plan_batch, record_batch, step_facts
 from etude.experience.credit import advantages
-from etude.experience.packing import paths, whole_samples
+from etude.experience.packing import paths, teaches, whole_samples
 from etude.experience.traces import read_index, read_trace, trace_path
 from etude.records import Completion, Trace
 from etude.records.rollout import Turn
@@ -60,11 +60,14 @@ def test_masking_stragglers_trains_only_their_fresh_spans(kit, tmp_path):
     assert facts["token_lag"] == {"0": 6, "3": 10}
 
 
-def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed(kit):
+def test_a_wholly_stale_straggler_leaves_no_sample_but_is_consumed_and_told_of(kit, tmp_path):
     groups = [kit.group("g000000", [1.0, 0.0], kit.chain([(0, 4)]))]
-    batch = make_batch(plan_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK), kit.read)
+    plan = plan_batch(groups, batch_id="b", step=9, max_lag=2, straggler=Straggler.MASK)
+    batch, ref = record_batch(tmp_path, plan, kit.read)
+    assert batch == make_batch(plan, kit.read)
     assert batch.samples == ()
     assert batch.rollout_ids == ("g000000.0", "g000000.1")
+    assert step_facts(groups, ref)["masked_share"] == 1.0
 
 
 def test_step_facts_count_what_a_step_saw(kit, tmp_path):
@@ -148,3 +151,30 @@ def test_groups_whose_rollouts_all_have_no_turns_make_a_step_without_signal(
 def test_a_rollout_that_sampled_and_has_no_k1_is_a_defect_that_is_seen(kit: Any) -> None:
     with pytest.raises(KeyError):
         plan_batch([kit.group("g000000", [1.0, 0.0])], batch_id="b", step=1, max_lag=0, k1={}, beta=0.5)
+
+
+@pytest.mark.parametrize(("full_groups", "share"), [(0, 1.0), (1, 1.0), (2, 1.0), (4, 0.5), (8, 0.25)])
+def test_the_share_of_the_learning_rate_is_that_of_the_groups_with_a_sample_and_is_recorded(
+    kit: Any, tmp_path: Path, full_groups: int, share: float
+) -> None:
+    groups = [kit.group(f"g00000{i}", rewards) for i, rewards in enumerate(([1.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.0]))]
+    plan = plan_batch(groups, batch_id="b", step=1, max_lag=0, full_groups=full_groups)
+    batch, ref = record_batch(tmp_path, plan, kit.read)
+    assert batch.lr_share == make_batch(plan, kit.read).lr_share == share
+    again = read_trace(trace_path(tmp_path, 1))
+    assert (again.batch.lr_share, again.digest) == (share, ref.digest)
+    whole = plan_batch(groups, batch_id="b", step=1, max_lag=0)
+    assert (record_batch(tmp_path / "whole", whole, kit.read)[1].digest == ref.digest) == (share == 1.0)
+
+
+def test_a_group_whose_tokens_are_all_past_the_bound_teaches_nothing_and_counts_in_no_share(kit: Any) -> None:
+    stale = kit.group("g000000", [1.0, 0.0], kit.chain([(2, 4)]))
+    partly = kit.group("g000001", [1.0, 0.0], kit.chain([(2, 4)], [(5, 4)]))
+    alike = kit.group("g000002", [1.0, 1.0], kit.chain([(5, 4)]))
+    settings = {"learner_step": 5, "max_lag": 2}
+    assert [teaches(group, **settings) for group in (stale, partly, alike)] == [False, True, False]
+    assert teaches(stale, learner_step=4, max_lag=2)
+    masks: dict[str, Any] = {"max_lag": 2, "straggler": Straggler.MASK, "full_groups": 2}
+    batch = make_batch(plan_batch([stale, partly, alike], batch_id="b", step=6, **masks), kit.read)
+    assert {sample.rollout_id for sample in batch.samples} == set(partly.rollout_ids)
+    assert batch.lr_share == 0.5

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from tests.unit.harness.tokeniser import laptop_chat, laptop_tokenizer
 
 from etude.errors import ConfigError, ContextFull, EngineError
-from etude.gateway import GatewayConfig, create_app, serving
+from etude.gateway import ChatRequest, GatewayConfig, create_app, read_request, serving
 from etude.harness import Call, ChatFormat, chat_template, standard_tools
 from etude.records import Completion, CompletionRequest
 from etude.testing import ScriptedEngine, StreamingPolicy
@@ -477,6 +479,31 @@ def test_a_body_past_the_limit_is_413() -> None:
             with pytest.raises(openai.APIStatusError) as large:
                 await client.chat.completions.create(model="laptop", messages=[{"role": "user", "content": "x" * 4000}])
             assert large.value.status_code == 413
+
+    run(work)
+
+
+def test_a_long_body_is_read_apart_and_a_host_that_is_none_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+
+    def read(data: bytes) -> ChatRequest:
+        threads.append(threading.current_thread().name)
+        return read_request(data)
+
+    monkeypatch.setattr("etude.gateway.app.read_request", read)
+
+    async def work() -> None:
+        async with door([text("ok")] * 2) as (client, _, url):
+            await client.chat.completions.create(model="laptop", messages=USER)
+            said: list[Any] = [*([{"role": "user", "content": ""}] * 5000), {"role": "wizard"}]
+            with pytest.raises(openai.BadRequestError, match="wizard"):
+                await client.chat.completions.create(model="laptop", messages=said)
+            assert [name.startswith("tokenise") for name in threads] == [False, True]
+            host, _, port = url.removeprefix("http://").partition("/")[0].partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /nowhere HTTP/1.1\r\nHost: [\r\nConnection: close\r\n\r\n")
+            assert not (await reader.readline()).startswith(b"HTTP/1.1 5")
+            writer.close()
 
     run(work)
 

@@ -100,6 +100,7 @@ def test_tools_that_the_client_forbids_are_not_offered() -> None:
         ({"temperature": 2.5}, "temperature"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop": "x" * 1001}, "stop"),
         ({"n": 2}, "n"),
         ({"top_p": 0.5}, "top_p"),
         ({"logprobs": True}, "logprobs"),
@@ -187,7 +188,7 @@ def test_the_guide_lists_every_field_that_is_not_offered() -> None:
 
 
 def test_arguments_that_are_no_json_object_are_refused() -> None:
-    for arguments in ("[]", "{", "3", "[" * 100_000):
+    for arguments in ("[]", "{", "3", "[" * 100_000, r'{"path": "\ud800"}'):
         calls = [{"function": {"name": "ls", "arguments": arguments}}]
         with pytest.raises(Refused, match="JSON object"):
             read(messages=[{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "x"}])
@@ -264,6 +265,31 @@ def test_what_a_stream_says_is_the_answer_and_no_more(ids: list[int], ended: boo
         created=0,
     )
     assert answer.text.startswith(spoken.sent)
+
+
+class Counting:
+    """A format that counts the tokens it decodes."""
+
+    def __init__(self) -> None:
+        self.num_decoded = 0
+
+    def decode(self, ids: list[int]) -> str:
+        self.num_decoded += len(ids)
+        return CHAT.decode(ids)
+
+    def leading_text(self, ids: list[int]) -> int:
+        return CHAT.leading_text(ids)
+
+
+def test_tokens_that_are_no_characters_are_said_and_not_decoded_again_and_again() -> None:
+    half = next(i for i in range(CHAT.vocab_size) if CHAT.decode([i]) == "\ufffd")
+    chat = Counting()
+    spoken = Spoken(chat, [])  # type: ignore[arg-type]
+    for _ in range(500):
+        spoken.more([half])
+    assert CHAT.decode([half] * 500).startswith(spoken.sent)
+    assert len(spoken.sent) > 480
+    assert chat.num_decoded < 500 * 60
 
 
 @pytest.mark.parametrize("data", [b"[" * 200_000, b'{"model":' + b"[" * 200_000, b"\xff", b""])

@@ -16,6 +16,7 @@ from etude.harness.agent import SPEAK_BY_TOOLS
 from etude.records import Completion, CompletionRequest
 from etude.records.completion import StopReason
 from etude.records.rollout import Ending
+from etude.records.wire import pack
 from etude.testing import EnginePolicy, MemoryMachine, ScriptedEngine
 
 CHAT = laptop_chat()
@@ -106,6 +107,16 @@ def test_malformed_calls_are_answered_as_errors_and_kept_as_such() -> None:
     assert third.name == "submit"
     assert run.messages[4] == {"role": "user", "content": SPEAK_BY_TOOLS}
     assert run.ending is Ending.SUBMITTED
+
+
+def test_a_call_of_half_a_character_is_malformed_and_the_rollout_can_be_kept() -> None:
+    half = [say("ls")[0], *CHAT.encode(r'edit "\ud800" 3 x').tolist(), CHAT.end_id]
+    run, _ = act([half, say("submit")])
+    first = run.trace.turns[0].call
+    assert first is not None
+    assert (first.malformed, first.output) == (True, "path holds half of a character")
+    assert run.ending is Ending.SUBMITTED
+    assert pack(run.trace)
 
 
 def test_a_completion_cut_off_by_length_is_malformed_and_its_message_is_ended_for_it() -> None:

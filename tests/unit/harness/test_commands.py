@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.harness.calls import HERMES
 from etude.harness.commands import Call, Parameter, Signature, read_call, write_words
 from etude.harness.tools import standard_tools
 
@@ -105,3 +106,20 @@ json_values = st.recursive(
 def test_any_json_is_a_signature_or_a_value_error(tool: object) -> None:
     with contextlib.suppress(ValueError):
         assert isinstance(Signature.from_openai(tool), Signature)  # type: ignore[arg-type]
+
+
+def test_arguments_that_nothing_could_write_again_are_told_as_wrong() -> None:
+    assert read_call(r'write "\ud800" x', TOOLS) == "path holds half of a character"
+    assert read_call(r'mixed a 1 ["\udfff"] x', {"mixed": MIXED}) == "tags holds half of a character"
+    assert read_call(r'mixed a 1 [{"\ud800": 1}] x', {"mixed": MIXED}) == "tags holds half of a character"
+    assert read_call(f"mixed a 1 {'[' * 200}{']' * 200} x", {"mixed": MIXED}) == "tags is nested too deeply"
+    assert isinstance(read_call(r'write "\ud83d\ude00" x', TOOLS), Call)
+
+
+def test_so_are_those_of_the_forms_that_others_trained() -> None:
+    def told(call: str) -> object:
+        return HERMES.read(f"<tool_call>{call}</tool_call>", TOOLS)[1]
+
+    assert told(r'{"name": "write", "arguments": {"path": "a\ud800", "text": "x"}}') == "path holds half of a character"
+    assert told(r'{"name": "\ud800", "arguments": {}}') == "no such tool: ?"
+    assert told('{"name": "ls", "arguments": {"' + "x" * 9 + '": 1}}') == "ls takes nothing"

@@ -7,9 +7,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from tests.small_rollouts import Kit
+
+from etude.errors import DeadlineExceeded, EngineBehind, EtudeError
+from etude.loop.config import RunConfig
 from etude.loop.evaluating import played
+from etude.loop.played import Played
+from etude.loop.rolling import run_once
 from etude.loop.room import Limit
+from etude.loop.wire import Lost
+from etude.records import Invalid, RolloutSpec
+from etude.records.rollout import Boundary
 from etude.telemetry import Telemetry, read_events
+from etude.testing import FakeCrew
 
 
 def test_an_evaluation_tells_its_begin_and_its_end_however_quick_it_is(tmp_path: Path) -> None:
@@ -35,3 +46,28 @@ def test_an_evaluation_tells_its_begin_and_its_end_however_quick_it_is(tmp_path:
     said = [(e["name"], e["done"], e["total"]) for e in read_events(tmp_path) if e["kind"] == "eval.progress"]
     assert (said[0], said[-2], said[-1]) == (("before", 0, 7), ("before", 7, 7), ("oracle", 0, 0))
     assert most == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "boundary"),
+    [
+        (Lost("worker-0 is gone", hint="another comes"), Boundary.WORKER),
+        (DeadlineExceeded("worker-0 did not answer", "within a day", hint="see its log"), Boundary.WORKER),
+        (EngineBehind("no engine came to step 3", hint="see the engines' logs"), Boundary.PROVIDER),
+    ],
+)
+def test_a_rollout_that_cannot_be_played_again_and_again_is_invalid_and_ends_no_evaluation(
+    error: EtudeError, boundary: Boundary
+) -> None:
+    """A lost worker is no lost learner: raised, it would end the lineage."""
+    config, tries = RunConfig(), list[int]()
+
+    def play(spec: RolloutSpec) -> Played:
+        tries.append(spec.attempt)
+        raise error
+
+    crew: Any = FakeCrew(config, Limit(1), play=play, judge=lambda _: Kit.graded(1.0))
+    _, outcome = asyncio.run(run_once(crew, Kit.spec("heldout000000.0")))
+    assert isinstance(outcome, Invalid)
+    assert (outcome.boundary, outcome.reason) == (boundary, error.what)
+    assert tries == list(range(config.experience.max_attempts))

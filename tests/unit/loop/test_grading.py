@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from etude import progress
 from etude.errors import MachineError
-from etude.loop.grading import Verdicts
+from etude.loop.grading import Turns, Verdicts
 from etude.records import Answer, Graded, Invalid, Task
 from etude.records.rollout import Boundary
 from etude.records.task import Split, Trust
@@ -78,3 +79,23 @@ def test_invalid_and_failures_are_never_remembered():
     first, last = run(work())
     assert first is invalid
     assert last.reward == 1.0
+
+
+def test_each_grade_that_ends_is_a_sign_of_life_to_those_that_wait_for_a_turn():
+    turns, seen = Turns(2), list[int]()
+
+    async def grade(fails: bool) -> None:
+        async with turns.turn():
+            seen.append(progress.count())
+            await asyncio.sleep(0)
+            if fails:
+                raise MachineError("gone", hint="h")
+
+    async def work():
+        return await asyncio.gather(*(grade(i == 0) for i in range(6)), return_exceptions=True)
+
+    ended = run(work())
+    assert [isinstance(one, MachineError) for one in ended] == [True] + [False] * 5
+    first, second, *others = seen
+    assert first == second, "two at once"
+    assert first < others[0] <= others[-1] < progress.count()

@@ -31,7 +31,7 @@ ELSEWHERE = {**SIZES, "fleet": {"engines": [], "listen": "127.0.0.1:0"}}
         ({"engines": []}, "none where others can join"),
         ({"listen": "8790"}, "is no HOST:PORT"),
         ({"listen": "host:99999"}, "is no HOST:PORT"),
-        ({"listen": "http://0.0.0.0:8790"}, "is no HOST:PORT, as '0.0.0.0:8790' is"),
+        ({"listen": "http://0.0.0.0:8790"}, "is no HOST:PORT, such as '0.0.0.0:8790'"),
         ({"listen": 8790}, 'write e.g. fleet.listen = "0.0.0.0:8790"'),
     ],
 )

@@ -1,14 +1,23 @@
-"""What is said of a child that does not come up."""
+"""What is reported of a child that does not come up, or is lost."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from etude.config import to_toml
 from etude.errors import DeadlineExceeded, EtudeError
+from etude.loop.config import RunConfig
+from etude.loop.phases import _program
+from etude.loop.placement import Here, Process, Program, Waits
 from etude.loop.processes import READY_S, Child, Role, Supervisor
+from etude.loop.wire import Lost
+from etude.run import RunFolder
 from etude.telemetry import Telemetry
 
 
@@ -50,3 +59,102 @@ def test_no_children_are_not_waited_for(tmp_path: Path) -> None:
             await Supervisor(Telemetry(tmp_path / "events.jsonl", process="test")).add_all([])
 
     asyncio.run(story())
+
+
+class LosesStarts(Here):
+    """Programs are children of this process; the starts of these numbers find their machine lost, as on a cluster that
+    does not know yet that a node is gone."""
+
+    def __init__(self, *lost: int) -> None:
+        self.lost, self.asked = lost, 0
+
+    async def start(self, program: Program, waits: Waits) -> Process:
+        self.asked += 1
+        if self.asked in self.lost:
+            raise Lost("the actor is gone", "its node died", hint="its node was lost")
+        return await super().start(program, waits)
+
+
+class SlowToDie(Here):
+    """A process takes no notice of the first signals to kill it: a machine that is cut off is given up late."""
+
+    def __init__(self, ignored: int) -> None:
+        self.ignored = ignored
+
+    async def start(self, program: Program, waits: Waits) -> Process:
+        process = await super().start(program, waits)
+        kill = process.signal
+
+        def signalled(signum: int) -> None:
+            self.ignored -= signum == signal.SIGKILL
+            if signum != signal.SIGKILL or self.ignored < 0:
+                kill(signum)
+
+        process.signal = signalled  # type: ignore[method-assign]
+        return process
+
+
+def states_of_a_loss(tmp_path: Path, placement: Here, *, is_silent: bool) -> list[str]:
+    """What is reported of a child that is killed, or silent, until it is ready again."""
+    ups = 0
+
+    async def is_up(_: Child) -> None:
+        nonlocal ups
+        ups += 1
+
+    async def answers(_: Child) -> None:
+        if is_silent and ups < 2:
+            await asyncio.Event().wait()
+
+    def states() -> list[str]:
+        return [json.loads(line)["state"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+
+    async def main() -> None:
+        telemetry = Telemetry(tmp_path / "events.jsonl", process="test")
+        supervisor = Supervisor(telemetry, hung_s=0.05, placement=placement)
+        argv = ["-c", "import time; time.sleep(600)"]
+        child = Child("worker-0", argv, logs=tmp_path / "logs", telemetry=telemetry, placement=placement)
+        try:
+            async with asyncio.timeout(60):
+                await supervisor.add(child, Role(is_up, answers))
+                if not is_silent:
+                    assert child.pid is not None
+                    os.kill(child.pid, signal.SIGKILL)
+                while states().count("ready") < 2:  # noqa: ASYNC110  it is read from a file
+                    await asyncio.sleep(0.01)
+        finally:
+            await supervisor.close()
+            telemetry.close()
+
+    asyncio.run(main())
+    return states()
+
+
+def test_a_loss_is_reported_once_where_the_first_starts_after_it_are_lost_too(tmp_path: Path) -> None:
+    states = states_of_a_loss(tmp_path, LosesStarts(2, 3), is_silent=False)
+    assert states == ["start", "ready", "exit", "restart", "start", "ready"]
+
+
+def test_a_silent_child_is_reported_once_where_its_end_is_seen_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.loop.processes.BEAT_S", 0.01)
+    states = states_of_a_loss(tmp_path, SlowToDie(2), is_silent=True)
+    assert states == ["start", "ready", "hung", "exit", "restart", "start", "ready"]
+
+
+def test_a_phases_program_whose_machine_is_lost_as_it_starts_is_started_elsewhere(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", config_toml=to_toml(RunConfig()), seed=0)
+    telemetry = Telemetry(tmp_path / "events.jsonl", process="test")
+
+    async def main() -> None:
+        supervisor = Supervisor(telemetry, placement=LosesStarts(1))
+        await _program(
+            run, telemetry, supervisor, "corpus", "this"
+        )  # a module that runs to its end, whatever it is told
+        await supervisor.close()
+
+    asyncio.run(main())
+    telemetry.close()
+    states = [json.loads(line)["state"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert states == ["start", "exit"]

@@ -57,12 +57,33 @@ GUEST = {"host": "there", "count": 1, "nonce": "n"}
         b"\n",
         b"{}\n",
         b"x" * 9000,
+        b"[]\n",
+        b"[" * 4000 + b"\n",
+        b'{"text": "{}", "seal": "\xc3\xa4"}\n',
+        b'{"text": "\\ud800", "seal": ""}\n',
         *(json.dumps({"text": json.dumps(GUEST), "seal": s}).encode() + b"\n" for s in SEALS),
     ],
 )
 def test_who_does_not_have_the_secret_is_not_let_in(run: Path, said: bytes) -> None:
     door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
     assert knocked(door.at, said) == b""
+
+
+def test_who_says_it_byte_by_byte_is_not_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_hosts, "GREET_S", 1.0)
+    door = Door(run, "127.0.0.1", 1, new_secret(), refuse)
+    with socket.create_connection(split(door.at), timeout=0.2) as sock:
+        assert json.loads(sock.makefile("rb").readline())["nonce"]
+        for _ in range(60):
+            try:
+                sock.sendall(b"x")
+                if not sock.recv(1):
+                    return
+            except TimeoutError:
+                continue
+            except OSError:
+                return
+        raise AssertionError("it is still listened to")
 
 
 def test_where_ranks_are_met_is_told_to_the_runs_owner_alone(run: Path) -> None:
@@ -78,11 +99,11 @@ def test_ranks_that_do_not_come_are_an_error_that_says_how_to_start_them(
     monkeypatch.setattr(rank_hosts, "COME_S", 0.05)
     waited: list[str] = []
     door = Door(run, "127.0.0.1", 3, new_secret(), refuse)
-    with pytest.raises(RunError, match=f"3 of 3 ranks are to come to {door.at}, and have not") as caught:
+    with pytest.raises(RunError, match=f"3 of 3 ranks have not connected to {door.at}") as caught:
         door.meet(1, "127.0.0.1:1", waited.append)
-    assert "nobody came" in caught.value.facts
+    assert caught.value.facts.endswith("connected: none")
     assert caught.value.hint == f"start them: python -m etude.loop.rank_hosts --run {run} --count 3"
-    assert waited == [f"3 of 3 ranks are to come to {door.at}"]
+    assert waited == [f"3 of 3 ranks have not connected to {door.at}"]
 
 
 def test_who_brings_ranks_leaves_when_the_run_needs_no_learner_any_more(run: Path) -> None:
@@ -111,14 +132,20 @@ def test_too_many_ranks_are_sent_back_and_both_sides_say_so(run: Path) -> None:
         bring(run, 2)
     assert caught.value.hint.endswith("--count 1")
     assert said.wait(10)
-    assert re.search(r"1 of 1 ranks are to come to \S+ \(2 ranks came, 1 is wanted, from .*: sent back\)", waited[-1])
+    assert re.search(
+        r"1 of 1 ranks have not connected to \S+ \(2 ranks came, 1 is wanted, from .*: sent back\)", waited[-1]
+    )
 
 
 def test_ranks_that_do_not_fit_now_wait_and_both_sides_say_so(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     too_many = threading.Event()
 
     def waits(reason: str) -> None:
-        if reason.startswith("1 of 3 ranks are to come") and "2 of " in reason and reason.endswith(" are too many)"):
+        if (
+            reason.startswith("1 of 3 ranks have not connected")
+            and "2 of " in reason
+            and reason.endswith(" are too many)")
+        ):
             too_many.set()
 
     door = Door(run, "127.0.0.1", 3, new_secret(), refuse)
@@ -165,7 +192,7 @@ def test_an_address_that_is_not_of_this_machine_is_refused_before_a_run_is_made(
     [
         ({"ranks_away": 1}, "each needs the other"),
         ({"ranks_at": "10.0.0.1"}, "each needs the other"),
-        ({"ranks_away": 2, "ranks_at": "10.0.0.1"}, "rank 0 is the run's own"),
+        ({"ranks_away": 2, "ranks_at": "10.0.0.1"}, "rank 0 must run on the run's own machine"),
     ],
 )
 def test_ranks_away_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:

@@ -1,27 +1,35 @@
-"""What bears signs of cheating is noted in the transaction that finishes it, and is trained on with a reward of 0."""
+"""What bears signs of cheating is noted in the transaction that finishes it, and is trained on with a reward of 0; an
+evaluation counts it as not solved."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from etude.config import load, to_toml
+from etude.evals import read_rows
 from etude.experience import Ledger, RolloutFiles, make_batch, plan_batch
 from etude.experience.config import ExperienceConfig
 from etude.experience.credit import advantages
 from etude.experience.looking import Quarantined
+from etude.loop import worker
 from etude.loop.apart import InOrder
 from etude.loop.config import RunConfig
-from etude.loop.played import Played, hand_over
+from etude.loop.evaluating import evaluate
+from etude.loop.played import HandedOver, Played, hand_over
 from etude.loop.rolling import Rolling, siblings, unearned
 from etude.loop.room import Limit
 from etude.records import Graded, Rollout, RolloutSpec, Task, Version
 from etude.records.rollout import Ending, Trace
 from etude.records.task import Split, Trust
+from etude.run import RunFolder
 from etude.telemetry import Telemetry
 from etude.testing import FakeCrew
 
@@ -130,3 +138,47 @@ def test_a_share_of_the_clean_ones_is_marked_for_a_person(tmp_path, share, shown
     ledger, events = rolled(tmp_path, review_share=share)
     assert ledger.states() == {"graded": 4}
     assert sum(event["state"] == "review" for event in events) == shown
+
+
+def test_a_cheat_counts_as_not_solved_in_an_evaluation_and_is_reported_beside_the_rate(tmp_path):
+    files, telemetry = RolloutFiles(tmp_path / "rollouts"), Telemetry(tmp_path / "events.jsonl", process="test")
+
+    def played(spec: RolloutSpec) -> Played:
+        return hand_over(play(spec), files, kept=False, looks=True).of(spec.task)
+
+    crew = FakeCrew(RunConfig(), Limit(4), play=played, judge=fooled)
+    crew.files = files  # type: ignore[attr-defined]
+    source: Any = SimpleNamespace(size=lambda _: 1, task=lambda *_: TASK)
+    settings: Any = {"step": 3, "num_tasks": 1, "tries": 4, "seed": 0, "temperature": 1.0, "telemetry": telemetry}
+    work = evaluate(crew, source, name="after", split=Split.HELDOUT, out=tmp_path, **settings)  # type: ignore[arg-type]
+    result = asyncio.run(work)
+    telemetry.close()
+    assert (result.solved, result.cheats, result.rate, result.best_of_k) == (3, 1, 0.75, 1.0)
+    sign = "exit: ends the process by os._exit (calc.py:3)"
+    rows = read_rows(tmp_path / "after.parquet")
+    assert [(row.reward, row.solved, row.sign) for row in rows] == [(0.0, False, sign), *[(1.0, True, "")] * 3]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [event["cheats"] for event in events if event["kind"] == "eval.result"] == [1]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("quarantine", [True, False])
+def test_a_worker_looks_for_signs_in_training_and_in_evaluations(game, tmp_path, monkeypatch, kept, quarantine):
+    config = load(game.config, RunConfig, [f"experience.quarantine={str(quarantine).lower()}"])
+    run = RunFolder.create(tmp_path / "run", config_toml=to_toml(config), seed=0)
+    shutil.copytree(game.start, run / "tokenizer")
+
+    async def played(spec: RolloutSpec, **_: Any) -> Rollout:
+        return play(spec)
+
+    monkeypatch.setattr(worker, "run_rollout", played)
+    monkeypatch.setattr(worker, "runtime_of", lambda _: None)
+
+    async def main() -> HandedOver:
+        telemetry = Telemetry(tmp_path / "events.jsonl", process="worker-0")
+        _, rollout = (await worker.handlers(run, "worker-0", telemetry))["rollout"]
+        [spec] = siblings("g000000", TASK, 1, seed=0, temperature=1.0)
+        return await rollout(spec, kept)  # type: ignore[return-value]
+
+    handed = asyncio.run(main())
+    assert [one.rule for one in handed.signs.found] == (["exit"] if quarantine else [])

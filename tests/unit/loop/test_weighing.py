@@ -9,6 +9,7 @@ import pytest
 from tests.small_rollouts import Kit
 
 from etude.errors import ConfigError
+from etude.experience import Window
 from etude.experience.config import ExperienceConfig
 from etude.harness import HarnessConfig
 from etude.loop.config import RunConfig
@@ -41,6 +42,19 @@ def test_the_largest_step_has_every_rollout_fill_its_context_with_routes_where_e
     assert np.iinfo(np.uint8).max == 255
 
 
+def test_a_step_that_looks_for_signal_weighs_as_many_groups_as_it_may_take() -> None:
+    picky = replace(CONFIG, experience=replace(CONFIG.experience, signal_groups=64))
+    assert Weight.of(picky, MODEL).rollouts == Window(2, 64, signal_groups=64).most * 16 == 4 * 64 * 16
+    with pytest.raises(ConfigError, match="up to 256 groups of 16: 4096 rollouts"):
+        told(picky, max_frame_bytes=4 * 10**6)
+
+
+def test_what_lies_on_the_disk_is_counted_until_two_checkpoints_lie_behind_it() -> None:
+    every, lag = CONFIG.rl.checkpoint_every, CONFIG.experience.max_lag
+    [disk] = told(disk_bytes=10**6)
+    assert f"rollouts of up to {lag + 1 + 2 * every} steps" in disk
+
+
 def test_a_step_that_fits_is_not_spoken_of() -> None:
     assert told() == []
 
@@ -54,6 +68,13 @@ def test_memory_and_disk_that_the_largest_step_does_not_fit_are_told_by_name() -
 
 
 def test_a_plan_that_fits_into_no_call_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"1024 rollouts a step") as refused:
+    with pytest.raises(ConfigError, match=r"64 groups of 16: 1024 rollouts") as refused:
         told(max_frame_bytes=10**6)
-    assert "without a token" in refused.value.facts
+    assert "without tokens" in refused.value.facts
+
+
+def test_a_step_that_goes_on_for_signal_weighs_what_it_takes_at_most() -> None:
+    picky = replace(CONFIG, experience=ExperienceConfig(groups_per_step=64, group_size=16, signal_groups=64))
+    few, many = (Weight.of(config, MODEL) for config in (CONFIG, picky))
+    assert many.rollouts == picky.experience.window.most * 16 == 4 * few.rollouts
+    assert many.num_bytes == 4 * few.num_bytes

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etude.config import build, to_plain
@@ -326,19 +326,51 @@ HF_VALUES = st.one_of(
         st.one_of(st.none(), st.integers(-2, 9), st.floats(), st.sampled_from(["yarn", "default"])),
     ),
 )  # fmt: skip
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+KEYS = sorted(
+    {"layer_types", "quantization_config", "original_max_position_embeddings"}.union(
+        *(sizes.to_hf() for sizes in FAMILIES.values())
+    )
+)
+
+
+def is_none(raw: dict[str, Any]) -> bool:
+    """Whether a config.json cannot be a model's of any family, by what every family has."""
+    eps, tied = raw["rms_norm_eps"], raw["tie_word_embeddings"]
+    return (
+        any(type(raw[key]) is not int or raw[key] < 1 for key in COUNTS)
+        or raw["num_hidden_layers"] > 4096
+        or type(eps) not in (int, float)
+        or not 0 < eps < float("inf")
+        or type(tied) not in (bool, type(None))
+        or raw["hidden_act"] not in ("silu", None)
+        or raw["attention_bias"] not in (False, None)
+        or raw["model_type"] not in list(Family)
+    )
 
 
 @settings(max_examples=80)
-@given(data=st.data(), name=st.sampled_from(sorted(FAMILIES)))
-def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(data: st.DataObject, name: str) -> None:
-    raw = FAMILIES[name].to_hf()
-    keys = [*raw, "layer_types", "quantization_config", "original_max_position_embeddings"]
-    for _ in range(data.draw(st.integers(1, 3))):
-        raw[data.draw(st.sampled_from(keys))] = data.draw(HF_VALUES)
+@given(
+    changes=st.lists(st.tuples(st.sampled_from(KEYS), HF_VALUES), min_size=1, max_size=3),
+    name=st.sampled_from(sorted(FAMILIES)),
+)
+@example(changes=[("vocab_size", 0)], name="qwen3")
+@example(changes=[("num_hidden_layers", True)], name="deepseek-v3")
+@example(changes=[("num_hidden_layers", 4097)], name="qwen3")
+@example(changes=[("hidden_size", 16.0)], name="qwen3-moe")
+@example(changes=[("rms_norm_eps", float("inf"))], name="qwen3-moe")
+@example(changes=[("rms_norm_eps", float("nan"))], name="qwen3")
+@example(changes=[("tie_word_embeddings", "yes")], name="qwen3")
+@example(changes=[("attention_bias", True)], name="deepseek-v3")
+def test_a_mutated_config_is_read_or_refused_and_then_its_tables_can_be_made(
+    changes: list[tuple[str, Any]], name: str
+) -> None:
+    raw = FAMILIES[name].to_hf() | dict(changes)
     try:
         sizes = ModelConfig.from_hf(raw)
     except CheckpointError:
         return
+    assert not is_none(raw), "it is no model's, and was read"
     assert ModelConfig.from_hf(json.loads(json.dumps(sizes.to_hf()))) == sizes
     assert sizes.softmax_scale > 0
     if sizes.yarn is not None and sizes.rope_dim < 1000:

@@ -17,6 +17,7 @@ from etude.models import Transformer
 from etude.models.config import ModelConfig
 from etude.models.lora import Adapters
 from etude.models.parts import Family, Latent, Routing, Scores
+from etude.numerics.config import Quantise
 from etude.plan import (
     Layout,
     Measured,
@@ -44,6 +45,7 @@ from etude.plan.arithmetic import (
     weights_bytes,
 )
 from etude.plan.communication import dispatch_s, gathered_s, sharing_s
+from etude.plan.hardware import MATRIX_BYTES
 from etude.plan.planning import memory_of
 from etude.records.adapter import AdapterConfig
 from etude.run import RunFolder
@@ -145,6 +147,14 @@ def test_kimi_k2_on_sixty_four_h200_by_hand():
     assert not memory_of(K2, eight, 141e9, 141e9)[1].fits  # 257 GB a device in bf16
     assert any("--engine-ranks 16" in one for one in engine_remedies(K2, eight, 141e9))
     assert any("nvfp4" in one for one in engine_remedies(K2, eight, 141e9))
+
+
+def test_every_format_that_engines_compute_in_has_its_width_and_is_suggested_where_it_fits():
+    assert MATRIX_BYTES == {Quantise.MXFP8: 33 / 32, Quantise.MXFP4: 17 / 32, Quantise.NVFP4: 9 / 16}
+    assert {*MATRIX_BYTES, Quantise.NONE} == {*Quantise}
+    layout = Layout(learner_ranks=64, engines=1, engine_ranks=8, kv_tokens=100_000)
+    found = [one for one in engine_remedies(K2, layout, 141e9) if "quantise" in one]
+    assert {one.partition("= ")[2].strip('"') for one in found} >= {"mxfp4", "nvfp4"}
 
 
 def test_adapters_of_experts_are_divided_by_the_ranks_that_share_them():
@@ -324,6 +334,18 @@ def test_a_plan_is_of_the_configs_learner_and_engines_and_flags_override_them(tm
     assert (layout["learner_ranks"], layout["engines"]) == (2, 5)
 
 
+def test_rollouts_that_a_step_samples_in_search_of_signal_are_counted(tmp_path, capsys):
+    config, half = tmp_path / "config.toml", ("--signal-share", "0.5")
+    plain = planned(config, capsys, *half)
+    picky = planned(config, capsys, *half, "--set", "experience.signal_groups=16")
+    assert plain["shape"]["groups"] == 16
+    assert 34 <= picky["shape"]["groups"] <= 40  # half have a signal: a second round, and often a third
+    more = picky["shape"]["groups"] / 16
+    assert picky["plan"]["learner_device_s"] == pytest.approx(more * plain["plan"]["learner_device_s"])
+    assert picky["plan"]["engines_s"] > plain["plan"]["engines_s"]
+    assert planned(config, capsys, "--set", "experience.signal_groups=16")["shape"]["groups"] == 16  # all have one
+
+
 def test_adapters_muon_and_kept_activations_change_what_a_rank_holds_and_how_long_it_trains(tmp_path, capsys):
     def told(*settings: str) -> dict:
         words = [word for setting in settings for word in ("--set", setting)]
@@ -349,8 +371,7 @@ def test_what_does_not_fit_fails_and_says_what_would(tmp_path, capsys):
     printed, error = capsys.readouterr()
     assert "$" not in printed
     assert "error: this does not fit: a rank of the learner holds" in error
-    assert "learner.ranks = 16 and learner.recompute = true" in error
-    assert "adapters: learner.lora_rank = 32" in error
+    assert "would fit: learner.ranks = 16 and learner.recompute = true | adapters: learner.lora_rank = 32" in error
     assert "a device of an engine holds" in error
     assert "--engine-ranks " in error
     argv += ["--learner-ranks", "16", "--set", "learner.recompute=true", "--engine-ranks", "4"]
@@ -468,11 +489,12 @@ def test_what_is_not_known_is_named(tmp_path, capsys, words, says):
     assert says in capsys.readouterr().err
 
 
-def run_of(folder, num_steps: int) -> RunFolder:
+def run_of(folder, num_steps: int, **facts: float) -> RunFolder:
     """A run whose conductor told of its steps: 2 s each, of which the learner took one."""
     run = RunFolder.create(folder, config_toml=to_toml(RunConfig()), seed=0)
     (run / "events").mkdir()
-    step = {"kind": "rl.step", "no_signal_share": 0.5, "num_tokens": 6400, "sampled_mean": 30.0, "turns_mean": 4.0}
+    step = {"kind": "rl.step", "num_groups": 16, "no_signal_share": 0.5, "num_tokens": 6400}
+    step |= {"sampled_mean": 30.0, "turns_mean": 4.0, **facts}
     events = []
     for i in range(num_steps):
         t = 100.0 + 2 * i
@@ -489,6 +511,13 @@ def test_a_runs_events_tell_the_shape_of_its_rollouts_and_what_a_step_took(tmp_p
     assert found.cpu_s == {"learner": 1.0, "engines": 2.0, "machines": 0.5, "all": 3.5}
     assert (found.shape.context, found.shape.sampled_tokens, found.shape.turns) == (100.0, 30.0, 4.0)
     assert found.shape.solved_share == 0.25
+
+
+def test_a_run_that_went_on_for_signal_is_planned_with_the_groups_that_it_took(tmp_path):
+    found = Steps.read(run_of(tmp_path / "run", 6, num_groups=40, no_signal_share=0.8), RunConfig()).shape
+    assert (found.groups, found.rollouts) == (40.0, 320.0)
+    assert found.signal_share == pytest.approx(0.2)
+    assert found.context == pytest.approx(6400 / (8 * 8))
 
 
 def test_a_run_of_two_steps_holds_nothing_to_a_plan(tmp_path):

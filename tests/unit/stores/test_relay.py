@@ -205,7 +205,8 @@ def test_what_the_store_behind_a_relay_says_comes_through() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "http://host/path", "http://user:secret@host", "http://host:99999", "http://[x"]
+    "url",
+    ["http://", "http://host/path", "http://user:secret@host", "http://:secret@host", "http://host:99999", "http://[x"],
 )
 def test_a_url_of_another_form_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(StoreError, match="host and a port") as caught:
@@ -227,3 +228,45 @@ def test_a_region_behind_a_relay_downloads_an_object_once(tmp_path: Path) -> Non
         for i in range(3):
             assert open_store(url, cache=tmp_path / f"engine-{i}").get("objects/a", 0, 100_001) == b"x" * 100_000
     assert asked["objects/a"] == 1
+
+
+@contextmanager
+def answering(status: str, body: bytes) -> Iterator[str]:
+    """The URL of what answers every request alike."""
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    near, _ = listener.accept()
+                except OSError:
+                    return
+                with near:
+                    near.recv(65536)
+                    near.sendall(head + body)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("body", [b"[" * 200_000, b"[1]", b'["../x"]', b'["other/key"]', b'"manifests/"', b"\xff"])
+def test_a_listing_that_no_relay_gives_is_refused(body: bytes) -> None:
+    with answering("200 OK", body) as url, pytest.raises(StoreError, match="cannot be listed") as caught:
+        HttpStore(url).list("manifests/")
+    assert caught.value.facts == "its answer is no list"
+
+
+def test_a_refusal_that_cannot_be_read_is_one() -> None:
+    with answering("400 Bad Request", b"[" * 60_000) as url, pytest.raises(StoreError, match="be read") as caught:
+        HttpStore(url).get("key")
+    assert caught.value.facts == "HTTP 400"
+
+
+def test_a_range_beyond_all_memory_has_what_is_there(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put("key", b"0123456789")
+    with relayed(store) as url:
+        for held in (store, HttpStore(url)):
+            assert held.get("key", 2, 10**18 - 1) == b"23456789"
+            assert held.get("key", 10**17, 10**18 - 1) == b""

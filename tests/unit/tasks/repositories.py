@@ -77,3 +77,17 @@ def shop(folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     git(folder, "init", "-q")
     return [commit(folder, message, files) for message, files in COMMITS]
+
+
+def bomb(folder: Path, *, levels: int = 4, width: int = 36) -> None:
+    """A repository whose only commit has a tree of width ** levels files, in as many objects as there are levels."""
+    folder.mkdir(parents=True)
+    git(folder, "init", "-q")
+    (folder / "f").write_text("x = 1\n")
+    kind, found = "100644 blob", git(folder, "hash-object", "-w", "f").strip()
+    for _ in range(levels):
+        rows = "".join(f"{kind} {found}\tn{at:02}\n" for at in range(width))
+        command = ["git", "-C", str(folder), "mktree"]
+        found = subprocess.run(command, input=rows, capture_output=True, check=True, timeout=60, text=True).stdout
+        kind, found = "040000 tree", found.strip()
+    git(folder, "update-ref", "HEAD", git(folder, "commit-tree", "-m", "all of it", found).strip())

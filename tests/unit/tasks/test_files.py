@@ -94,6 +94,8 @@ def _no_files(folder: Path) -> None:
 BAD_FOLDERS: list[tuple[Callable[[Path], object], str]] = [
     (_edit("task.toml", "instruction ="), "is not TOML"),
     (_edit("task.toml", b"\xff"), "is not TOML"),
+    (_edit("task.toml", f"a = {'[' * 5000}"), "is not TOML"),
+    (_edit("task.toml", f"a = {'9' * 5000}"), "is not TOML"),
     (_edit("task.toml", TOML + "familly = 'x'"), "unknown key 'familly'(.|\n)*family"),
     (_edit("task.toml", "exports = ['own.py']"), "'instruction' is missing"),
     (_edit("task.toml", "instruction = 'x'\nexports = []"), "must not be empty"),
@@ -121,6 +123,17 @@ def test_a_bad_folder_is_named_with_what_is_wrong(tmp_path: Path, damage: Callab
     with pytest.raises(TaskError, match=said) as caught:
         DirectorySource(tmp_path)
     assert "double" in str(caught.value)
+    assert caught.value.hint
+
+
+def test_the_folder_of_shared_trees_is_no_way_out(tmp_path: Path) -> None:
+    tasks, elsewhere = tmp_path / "tasks", tmp_path / "elsewhere"
+    (elsewhere / "keys").mkdir(parents=True)
+    (elsewhere / "keys" / "secret.txt").write_text("nobody's\n")
+    _task(tasks, toml=TOML + 'base = "keys"\n')
+    (tasks / ".bases").symlink_to(elsewhere)
+    with pytest.raises(TaskError, match="is a link") as caught:
+        DirectorySource(tasks)
     assert caught.value.hint
 
 

@@ -17,7 +17,7 @@ import etude
 from etude.environments import MachineGrader, NamespaceRuntime, exports_of
 from etude.environments.images import ImageStore, build_from_directory
 from etude.errors import TaskError
-from etude.loop.task_images import with_images
+from etude.loop.task_images import with_built_images, with_images
 from etude.records.image import Image
 from etude.records.task import Split, Task
 from etude.tasks import check, open_source
@@ -182,6 +182,14 @@ def test_it_proves_itself_on_the_image_that_its_dockerfile_describes(tmp_path: P
     asyncio.run(proven())
 
 
+def test_a_pipe_in_a_tasks_environment_is_refused_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    folder = hello(tmp_path / "tasks" / "hello")
+    os.mkfifo(folder / "environment" / "data" / "pipe")
+    with pytest.raises(TaskError, match="neither a file nor a folder") as caught:
+        with_built_images(HarborSource(tmp_path / "tasks"), ImageStore(tmp_path / "images"))
+    assert caught.value.hint
+
+
 def test_the_scripts_that_are_made_are_shell(tmp_path: Path) -> None:
     hello(tmp_path / "hello")
     for image in (None, Image(digest="ab", workdir="/app")):
@@ -206,6 +214,8 @@ REFUSED = {
     "[verifier]\ntimeout_sec = 0": "timeout_sec = 0",
     "artifacts = ['../x']": "without",
     "[verifier": "cannot be read",
+    f"a = {'[' * 5000}": "cannot be read",
+    f"a = {'9' * 5000}": "cannot be read",
     "verifier = 3": "no section",
 }
 

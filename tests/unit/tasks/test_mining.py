@@ -6,13 +6,14 @@ import asyncio
 import json
 import subprocess
 import textwrap
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from tests.here import opened
-from tests.unit.tasks.repositories import CALC, DISCOUNT, TEST_BOTH, git, shop
+from tests.unit.tasks.repositories import CALC, DISCOUNT, TEST_BOTH, bomb, commit, git, shop
 
 from etude.environments import MachineGrader, NamespaceRuntime
 from etude.errors import NoSource, TaskError
@@ -25,6 +26,7 @@ from etude.tasks.leaks import leaks_in_machines
 from etude.tasks.mining import FILE, Repository, Tried, functions_to_delete, mine_commits, mine_deletions
 from etude.tasks.mining.deletions import covering_tests, functions_in
 from etude.tasks.mining.messages import instruction_from
+from etude.tasks.mining.testing import run_tests
 
 T = TypeVar("T")
 
@@ -51,6 +53,90 @@ def test_a_folder_of_another_repository_is_not_mined_as_one(tmp_path) -> None:
     (tmp_path / "repo" / "empty" / "inner").mkdir(parents=True)
     with pytest.raises(NoSource, match=f"hint: give {tmp_path}/repo"):
         Repository(tmp_path / "repo" / "empty" / "inner")
+
+
+def test_a_tree_of_any_number_of_files_is_refused_before_it_fills_memory(tmp_path: Path) -> None:
+    bomb(tmp_path / "repo")
+    with pytest.raises(TaskError, match="too large to be read") as caught:
+        Repository(tmp_path / "repo").tree("HEAD")
+    assert "git ls-tree prints more than" in caught.value.facts
+    assert caught.value.hint
+
+
+def test_a_blob_that_is_no_text_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    git(tmp_path / "repo", "init", "-q")
+    (tmp_path / "repo" / "zeros.bin").write_bytes(bytes(64 << 20))
+    commit(tmp_path / "repo", "zeros", {"a.py": "A = 1\n"})
+    repository = Repository(tmp_path / "repo")
+    tracemalloc.start()
+    try:
+        assert repository.texts(repository.tree("HEAD")) == {"a.py": "A = 1\n"}
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_more_text_than_a_tree_may_have_is_refused_and_less_is_read_in_batches(tmp_path: Path, monkeypatch) -> None:
+    files = {f"{name}.txt": name * 1000 for name in "abcde"}
+    (tmp_path / "repo").mkdir()
+    git(tmp_path / "repo", "init", "-q")
+    commit(tmp_path / "repo", "texts", files)
+    monkeypatch.setattr("etude.tasks.mining.git.MAX_BATCH_BYTES", 2500)
+    repository = Repository(tmp_path / "repo")
+    assert repository.texts(repository.tree("HEAD")) == files
+    monkeypatch.setattr("etude.tasks.mining.git.MAX_TEXT_BYTES", 2000)
+    monkeypatch.setattr("etude.tasks.mining.git.MAX_KEPT_BYTES", 2000)
+    repository = Repository(tmp_path / "repo")
+    with pytest.raises(TaskError, match="too much text"):
+        repository.texts(repository.tree("HEAD"))
+
+
+def test_a_message_may_have_any_character_and_any_length(tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    git(tmp_path / "repo", "init", "-q")
+    commit(tmp_path / "repo", "one\x01\x02 two\n\nthree", {"a.py": "A = 1\n"})
+    commit(tmp_path / "repo", "\x01", {"a.py": "A = 2\n"})
+    assert [one.message for one in Repository(tmp_path / "repo").commits(5)] == ["\x01", "one\x01\x02 two\n\nthree"]
+    long = "Mend the rounding of halves\n\n" + "".join(f"Key-{at}: value\n" for at in range(400_000))
+    assert instruction_from(long.replace("-", "")) is not None
+
+
+FORGING = """import sys, unittest
+
+class T(unittest.TestCase):
+    def test_a(self):
+        frame = sys._getframe()
+        while "request" not in frame.f_locals:
+            frame = frame.f_back
+        for row in ROWS:
+            frame.f_locals["out"].write(frame.f_locals["request"]["nonce"] + " " + row + chr(10))
+"""
+
+
+@pytest.mark.parametrize(
+    "row", ['["test", [], 1]', '["test"]', '[["test"], "b", "c"]', "{", "[" * 5000, '["read", "\\ud800", "b"]', "7"]
+)
+def test_a_row_that_no_runner_reports_is_none(using, row: str) -> None:
+    files = {"test_a.py": FORGING.replace("ROWS", repr([row]))}
+
+    async def work(runtime: Runtime, _: Grader) -> None:
+        ran = await run_tests(runtime, files, ["test_a.py"], Runner.UNITTEST, deadline_s=60.0)
+        assert ran.passed == {"test_a.T.test_a"}
+        assert all(isinstance(word, str) and word.encode() for read in ran.reads for word in read)
+
+    using(work)
+
+
+def test_a_report_that_was_cut_says_so_and_passes_nothing(using) -> None:
+    rows = """['["read", "%s", "%d"]' % ('a' * 1000, at) for at in range(6000)]"""
+    files = {"test_a.py": FORGING.replace("ROWS", rows)}
+
+    async def work(runtime: Runtime, _: Grader) -> None:
+        ran = await run_tests(runtime, files, ["test_a.py"], Runner.UNITTEST, deadline_s=60.0)
+        assert (ran.passed, ran.trouble) == (frozenset(), "its tests report more than 4 MiB")
+
+    using(work)
 
 
 def _all_tasks(source: DirectorySource) -> list[tuple[Split, int]]:

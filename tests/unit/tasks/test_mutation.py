@@ -97,3 +97,9 @@ CASE_LINES = [line for text, _ in CASES.values() for line in text.splitlines()] 
     "\f",
     "\r",
 ]
+
+
+def test_a_number_of_more_digits_than_python_writes_is_left_as_it_is() -> None:
+    edits = python_edits(f"BIG = 0x{'f' * 5000}\nSMALL = 3\n")
+    assert edits is not None
+    assert [edit for edit in edits if edit.kind in ("constant", "off by one")]

@@ -130,6 +130,19 @@ def test_repositories_are_found_beside_the_file_by_path_and_as_bundles(tmp_path:
         source.task(*only(source))
 
 
+@pytest.mark.parametrize("path", ["/etc", "../elsewhere", "repos/../../elsewhere", "."])
+def test_a_row_names_no_repository_outside_of_its_folder(tmp_path: Path, path: str) -> None:
+    with pytest.raises(TaskError, match="no plain path below the folder of the file"):
+        source_of(tmp_path, row(tmp_path, repo_path=path))
+
+
+@pytest.mark.parametrize("key", ["problem_statement", "patch", "instance_id", "FAIL_TO_PASS"])
+def test_half_a_character_is_in_no_row(tmp_path: Path, key: str) -> None:
+    half = ["tests.test_calc.Half.test_\ud800"] if key == "FAIL_TO_PASS" else "half \ud800"
+    with pytest.raises(TaskError, match="no SWE-style row"):
+        source_of(tmp_path, row(tmp_path, **{key: half}))
+
+
 def test_with_an_image_the_tree_is_in_the_image(tmp_path: Path) -> None:
     source = source_of(tmp_path, row(tmp_path, image={"digest": "ab12", "workdir": "/testbed"}))
     task = source.task(*only(source))

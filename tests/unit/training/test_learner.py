@@ -108,6 +108,35 @@ def test_on_its_own_samples_the_ratio_is_one_and_no_expert_flips(learner: TorchL
     assert report.loss == pytest.approx(-1.0, abs=1e-4)  # r = 1 and advantage 1, over all tokens
 
 
+@pytest.mark.parametrize("optimizer", OptimizerKind)
+def test_a_steps_share_of_the_learning_rate_is_the_share_of_its_change(
+    checkpoint: Path, optimizer: OptimizerKind
+) -> None:
+    def moved(share: float) -> tuple[float, torch.Tensor]:
+        config = replace(CONFIG, optimizer=optimizer, weights=LiveWeights.F32, warmup_steps=0)
+        learner = TorchLearner(config)
+        learner.load(checkpoint)
+        before = learner.optimizer.live.clone()
+        given = msgspec.structs.replace(batch(sampled(learner, 0), sampled(learner, 1, -0.5)), lr_share=share)
+        learner.forward_backward(given)
+        return learner.optim_step()["lr"], learner.optimizer.live - before
+
+    (whole_lr, whole), (lr, quarter) = moved(1.0), moved(0.25)
+    assert lr == 0.25 * whole_lr
+    assert float(whole.norm()) > 0
+    torch.testing.assert_close(quarter, 0.25 * whole, rtol=1e-3, atol=1e-7)
+    assert float(quarter.norm()) == pytest.approx(0.25 * float(whole.norm()), rel=1e-3)
+
+
+def test_the_next_step_has_a_share_of_its_own(learner: TorchLearner) -> None:
+    shares = []
+    for share in (0.5, 1.0, 0.25):
+        learner.forward_backward(msgspec.structs.replace(batch(sampled(learner, 0)), lr_share=share))
+        shares.append(learner.optim_step()["lr"])
+    warm = [min(1.0, (step + 1) / CONFIG.warmup_steps) if CONFIG.warmup_steps else 1.0 for step in range(3)]
+    assert shares == pytest.approx([CONFIG.lr * one * part for one, part in zip(warm, (0.5, 1.0, 0.25), strict=True)])
+
+
 def test_a_wrong_logprob_on_fresh_weights_stops_the_step_by_name(learner: TorchLearner) -> None:
     good, bad = sampled(learner, 0), sampled(learner, 1)
     logprobs = bad.path.logprobs.copy()

@@ -13,15 +13,17 @@ import pytest
 
 from etude.errors import DeadlineExceeded, NotFinite, RunError, TaskError
 from etude.models import ModelConfig, hf_views, load_model
+from etude.models.checkpoint import load_tensors, save_tensors
 from etude.telemetry import Telemetry, read_events
 from etude.training import MidTrained, MidTrainingConfig, mid_train, write_corpus
 from etude.training.balance import biases
-from etude.training.ranks import run_ranks
+from etude.training.ranks import Alone, run_ranks
 
 from ..models.families import DEEPSEEK
 
 sys.path.insert(0, str(Path(__file__).parent))  # spawned ranks import by name, and inherit the path
 spawned = importlib.import_module("spawned")
+mid_training = importlib.import_module("etude.training.mid_training")
 
 SIZES = ModelConfig(
     vocab_size=24,
@@ -79,14 +81,48 @@ def test_it_learns_tells_and_leaves_a_checkpoint(tmp_path: Path, corpus: Path) -
     assert evals[-1]["heldout_loss"] < evals[0]["heldout_loss"]
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_and_ends_with_the_same_bytes(tmp_path: Path, corpus: Path) -> None:
-    whole = mid_train(CONFIG, corpus, tmp_path / "whole", model=SIZES, ranks=1)
+@pytest.mark.parametrize("model", [SIZES, DEEPSEEK], ids=["softmax", "with biases of choosing"])
+def test_a_killed_run_goes_on_from_its_checkpoint_and_ends_with_the_same_bytes(
+    tmp_path: Path, corpus: Path, model: ModelConfig
+) -> None:
+    whole = mid_train(CONFIG, corpus, tmp_path / "whole", model=model, ranks=1)
     with pytest.raises(spawned.Killed):
-        mid_train(CONFIG, corpus, tmp_path / "killed", model=SIZES, ranks=1, copy_probe=partial(spawned.die, [2]))
+        mid_train(CONFIG, corpus, tmp_path / "killed", model=model, ranks=1, copy_probe=partial(spawned.die, [2]))
     assert [p.name for p in (tmp_path / "killed.partial").iterdir()] == ["step-000016"]
     assert not (tmp_path / "killed").exists()
-    resumed = mid_train(CONFIG, corpus, tmp_path / "killed", model=SIZES, ranks=1)
+    resumed = mid_train(CONFIG, corpus, tmp_path / "killed", model=model, ranks=1)
     assert resumed == whole
+    bytes_of = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert bytes_of[0] == bytes_of[1]
+
+
+def test_progress_without_the_biases_of_its_model_is_refused(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(spawned.Killed):
+        mid_train(CONFIG, corpus, tmp_path / "mid", model=DEEPSEEK, ranks=1, copy_probe=partial(spawned.die, [2]))
+    progress = tmp_path / "mid.partial" / "step-000016"
+    state = load_tensors(progress / "optimizer.state")
+    (progress / "SHA256SUMS").unlink()
+    save_tensors({name: one for name, one in state.items() if "bias" not in name}, progress / "optimizer.state")
+    with pytest.raises(RunError, match="lacks the biases"):
+        mid_train(CONFIG, corpus, tmp_path / "mid", model=DEEPSEEK, ranks=1)
+
+
+def test_each_forward_is_a_sign_of_life_however_many_a_step_has(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counted(Alone):
+        beats = 0
+
+        def beat(self) -> None:
+            self.beats += 1
+
+    monkeypatch.setattr(mid_training, "FORWARD_TOKENS", 1)
+    ranks = Counted()
+    run = mid_training._Run(ranks, mid_training._Job(CONFIG, SIZES, corpus, tmp_path, None, None, 0, None, None))
+    run.one(0)
+    assert ranks.beats == len(run.batches[0]) > 1
+    run.evaluate()
+    assert ranks.beats == len(run.batches[0]) + 1
 
 
 def test_a_run_that_diverges_ends_by_name_and_keeps_its_last_checkpoint(tmp_path: Path, corpus: Path) -> None:
@@ -159,3 +195,8 @@ def test_a_corpus_of_a_larger_vocabulary_is_refused_before_any_rank_starts(tmp_p
 def test_a_rank_that_fails_dies_or_stalls_ends_them_all_by_name(how: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run_ranks(spawned.fail, how, ranks=2, stall_s=3.0 if how == "stall" else 60.0)
+
+
+def test_ranks_may_take_longer_to_start_than_a_step_may_take() -> None:
+    """Each imports torch: a second or two here, minutes on a busy host."""
+    assert run_ranks(spawned.size, None, ranks=2, stall_s=0.5) == [2, 2]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from etude.errors import CheckpointError, NotFinite
 from etude.training.config import LiveWeights
 from etude.training.optimizer import AdamW
 from etude.training.schedule import rate
+from etude.training.totals import rounded, total
 
 
 def layers() -> nn.Sequential:
@@ -104,3 +108,15 @@ def test_the_rate_warms_up_stays_and_falls_to_its_final_share() -> None:
     assert rates[99] == pytest.approx(0.1 + 0.9 / 40)
     assert all(a >= b for a, b in pairwise(rates[60:]))
     assert rate(10**6, None, warmup_steps=0, decay_from=0.6, final=0.1) == 1.0
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300)), st.integers(1, 4))
+def test_a_sum_of_parts_is_rounded_once_whoever_has_which(values, ranks):
+    parts = [total(torch.tensor(values[rank::ranks], dtype=torch.float64)) for rank in range(ranks)]
+    assert rounded(parts) == math.fsum(values)
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+def test_a_sum_with_a_number_that_is_none_is_that(odd):
+    found = rounded([total(torch.tensor([1.0, odd], dtype=torch.float64)), total(torch.ones(3, dtype=torch.float64))])
+    assert found == odd or (math.isnan(found) and math.isnan(odd))

@@ -47,6 +47,12 @@ def test_a_position_of_no_known_version_is_replayed() -> None:
     assert (Replay(SIZES, step=9, max_lag=0).routes([sample([-1, -1, 9, 9])], [3]) != 255).all()
 
 
+def test_what_a_version_of_a_lost_lineage_computed_is_as_stale_as_its_apparent_step_says() -> None:
+    one = sample([-3, -3, -2, -2, 1])
+    known = [(Replay(SIZES, step=1, max_lag=lag).routes([one], [4])[:, 0, 0] != 255).tolist() for lag in (1, 3, 4)]
+    assert known == [[False] * 3 + [True], [False] + [True] * 3, [True] * 4]
+
+
 @pytest.mark.parametrize(("of", "missing"), [(SIZES, 255), (WIDE, 65535)])
 def test_each_dtype_has_its_own_sentinel(of: ModelConfig, missing: int) -> None:
     routes = Replay(of, step=9, max_lag=0).routes([sample([9, 8, 8, 9], of)], [3])

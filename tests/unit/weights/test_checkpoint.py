@@ -148,6 +148,7 @@ def test_files_without_an_index_are_one_set_but_for_names_twice(tmp_path: Path) 
         ({"w": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}, b"xyz", "what is before it ends"),
         ({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"xyz", "its header describes"),
         ({"w": {"dtype": "U8", "shape": [1] * 9, "data_offsets": [0, 1]}}, b"x", "is not allowed"),
+        ({"w": {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}}, b"x", "no dtype, shape"),
         ({"w": {"dtype": "U8", "shape": [0, 1 << 70], "data_offsets": [0, 0]}}, b"", "no dtype, shape"),
     ],
 )

@@ -109,6 +109,9 @@ def test_a_target_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
         b'{"files": {"../model.safetensors": null}}',
         b'{"files": {"model.safetensors": "{}"}}',
         b'{"files": {}}',
+        b'{"files": {"model.safetensors": null, "model.safetensors.index.json": 3}}',
+        b'{"files": {"model.safetensors": null, "model.safetensors.index.json": "\\ud800"}}',
+        b'{"files": {"mo\\u0000del.safetensors": "{}"}}',
     ],
 )
 def test_a_note_that_lays_out_other_files_is_refused(tmp_path: Path, note: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from etude.errors import WeightsError
 from etude.weights import Tensor, apply, bound, encode
-from etude.weights.delta import deltas
+from etude.weights.delta import deltas, native, rooms
 from etude.weights.delta.arrays import NUMPY
 from etude.weights.tensors import DTYPES
 
@@ -286,3 +287,20 @@ def test_what_maps_no_names_to_arrays_is_said_to_be_none(wrong) -> None:
             call()
     with pytest.raises(WeightsError, match="no mapping of names to arrays"):
         apply(wrong, delta)
+
+
+@pytest.mark.skipif(bool(native.why_not()), reason=native.why_not() or "there")
+def test_in_place_takes_the_list_of_changes_once_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What numpy allocates, as `tracemalloc` sees it: lists in the heap, too."""
+    monkeypatch.setattr(rooms, "MAPPED_BYTES", 1 << 62)
+    rng = np.random.default_rng(0)
+    old = {f"w{i}": rng.integers(0x3C00, 0x3E00, (1000, 5000)).astype(np.uint16) for i in range(3)}
+    new = {name: codes + (rng.random(codes.shape) < 0.02).astype(np.uint16) for name, codes in old.items()}
+    delta = encode(old, new, dict.fromkeys(old, "bf16"))
+    lists = 6 * sum(int((new[name] != old[name]).sum()) for name in old)
+    tracemalloc.start()
+    apply(old, delta, old)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lists < peak < 1.2 * lists
+    assert all(np.array_equal(old[name], new[name]) for name in old)

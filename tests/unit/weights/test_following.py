@@ -6,6 +6,7 @@ import json
 import resource
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,7 +14,8 @@ from etude.errors import InputError, StoreError, WeightsError
 from etude.stores import MemoryStore
 from etude.weights import Channel, Follower, Tensor, Update
 from etude.weights.chain.branches import point
-from etude.weights.chain.history import pointer_key
+from etude.weights.chain.history import head, load, pointer_key
+from etude.weights.chain.manifest import write_manifest
 from etude.weights.chain.signing import Signer
 from etude.weights.files.checkpoint import CheckpointWriter, index_of, layout, read_checkpoint
 from etude.weights.files.folder import STATE, CheckpointFolder
@@ -193,6 +195,39 @@ def test_a_pointer_that_moved_back_is_refused_after_a_restart_as_before_one(
         with CheckpointFolder(tmp_path) as folder:
             FolderFollower(store, folder, public_key=public_key).advance()
         assert_holds(tmp_path, 0)
+
+
+@pytest.mark.parametrize("serial", [0, 1_000_000])
+def test_a_manifest_that_somebody_put_beside_the_held_one_says_nothing_of_the_pointer(
+    tmp_path: Path, serial: int
+) -> None:
+    signer = Signer(bytes(range(32)))
+    store = MemoryStore()
+    channel = Channel(store, signer=signer)
+    publish(channel, 0)
+    old = store.get(pointer_key("policy"))
+    publish(channel, 1)
+    with CheckpointFolder(tmp_path) as folder:
+        FolderFollower(store, folder, public_key=signer.public_key).advance()
+        told = folder.followed
+    pointer = head(store, "policy")
+    assert pointer is not None
+    beside = msgspec.structs.replace(load(store, pointer.head), serial=serial, nonce="0" * 32, signature="")
+    ref, data = write_manifest(beside)
+    store.put(ref.key, data)
+    with CheckpointFolder(tmp_path) as folder:
+        follower = FolderFollower(store, folder, public_key=signer.public_key)
+        assert follower.resumed
+        assert follower.advance() is None
+        assert folder.followed == told
+        newest = store.get(pointer_key("policy"))
+        assert store.compare_and_swap(pointer_key("policy"), newest, old)
+        with pytest.raises(WeightsError, match="moved back"):
+            follower.advance()
+        assert store.compare_and_swap(pointer_key("policy"), old, newest)
+        publish(channel, 2)
+        assert follower.advance() is not None
+    assert_holds(tmp_path, 2)
 
 
 def test_a_generation_that_was_seen_is_remembered_without_a_new_version(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,14 @@ import pytest
 
 from etude.errors import WeightsError
 from etude.weights.delta import native
-from etude.weights.delta.layout import MAX_CLASSES, Piece, Tile
+from etude.weights.delta.changes import Changes
+from etude.weights.delta.checksums import checksum
+from etude.weights.delta.choices import Mode
+from etude.weights.delta.codec import changes, encode
+from etude.weights.delta.layout import MAX_CLASSES, Piece, Tile, read_header
 from etude.weights.delta.native import LEVELS, NativeKernels
 from etude.weights.delta.tiles import NumpyKernels
-from etude.weights.tensors import DTYPES, Codes, DType
+from etude.weights.tensors import DTYPES, Codes, DType, Spec, Tensor
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not() or "there")
 
@@ -228,3 +232,54 @@ def test_a_level_that_the_machine_lacks_is_an_error() -> None:
         with pytest.raises(ValueError, match=level):
             NativeKernels(level=level)
     assert NativeKernels().level == levels()[-1]
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("name", ["bf16", "f32", "f8_e4m3", "u16"])
+def test_lists_of_whole_tensors_come_with_the_checksums_before_and_after(name: str, level: str) -> None:
+    """Rows whole and cut by tiles, small tensors that share a tile, and a tensor whose second half stays as it is."""
+    rng, kind = np.random.default_rng(4), DTYPES[name]
+    specs = [Spec(name, shape) for shape in ((9, 70_001), (900_000,), (50,), (7, 3), (0,), (400, 9), (3,))]
+    old = [Tensor(spec.dtype, spec.shape, codes(rng, kind, spec.size)) for spec in specs]
+    new = [Tensor(one.dtype, one.shape, moved(rng, kind, one.codes, 0.3)) for one in old]
+    new[1] = Tensor(name, specs[1].shape, np.concatenate([new[1].codes[:450_000], old[1].codes[450_000:]]))
+    new[-1] = old[-1]
+    for mode in get_args(Mode):
+        data = encode(new, old, mode)
+        header = read_header(data, specs)
+        cut, row = header.layout.grids[0], header.layout.grids[1]
+        assert cut.tile_cols < 70_001
+        assert row.tile_cols < 900_000
+        assert (np.diff(header.offsets) == 0).any(), "a tile in which nothing changes"
+        assert any(len(tile.pieces) > 1 for _, tile in header.layout.tiles(kind))
+        for threads in (1, 3):
+            kernels = NativeKernels(threads, level)
+            found = changes(data, specs, old, kernels=kernels)
+            unsorted = changes(data, specs, old, kernels=kernels, in_order=False)
+            for before, after, one, other in zip(old, new, found, unsorted, strict=True):
+                assert isinstance(one, Changes)
+                assert isinstance(other, Changes)
+                where = np.flatnonzero(before.codes != after.codes)
+                np.testing.assert_array_equal(one.positions, where)
+                np.testing.assert_array_equal(one.codes, after.codes[where])
+                expected = checksum(before.codes), checksum(after.codes)
+                assert (one.checksums or expected) == (other.checksums or expected) == expected
+                assert (one.checksums is None) == (after is before or not after.codes.size)
+                made = before.codes.copy()
+                made[other.positions] = other.codes
+                np.testing.assert_array_equal(made, after.codes)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 6])
+def test_memory_that_starts_anywhere_is_listed_and_summed_alike(offset: int) -> None:
+    rng, kind = np.random.default_rng(6), DTYPES["bf16"]
+    room = np.zeros(2 * 30_000 + 64, np.uint8)
+    start = -room.ctypes.data % 64 + 2 * offset
+    live = room[start : start + 2 * 30_000].view(np.uint16)
+    live[:] = codes(rng, kind, live.size)
+    old = Tensor("bf16", (30_000,), live)
+    new = Tensor("bf16", (30_000,), moved(rng, kind, live, 0.02))
+    (found,) = changes(encode([new], [old]), [new.spec], [old])
+    assert isinstance(found, Changes)
+    assert found.checksums == (checksum(live.copy()), checksum(new.codes))
+    np.testing.assert_array_equal(found.positions, np.flatnonzero(live != new.codes))

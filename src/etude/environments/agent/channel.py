@@ -285,7 +285,7 @@ class Reply:
             self._left -= len(body)
             if self._left < 0:
                 raise ProtocolError("more data than was asked for")
-            if not self._future.cancelled():
+            if body and not self._future.cancelled():
                 self._parts.append(body)
             return False
         if kind == protocol.DONE:

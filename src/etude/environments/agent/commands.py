@@ -19,11 +19,12 @@ from etude.records.command import Command, ExecResult, Printed, Started
 SLACK_S = 5.0  # what the agent may take to end a command after its deadline
 _PART_BYTES = 64 << 10  # of standard input in one frame
 _MOST_HELD = 512 << 10  # the agent keeps half of this of a command's end; whoever wants more gets everything
+_OF_USERS = ("no such user", "becoming the command's user")  # the agent's words: of the machine's /etc/passwd
 
 
 async def run(channel: Channel, command: Command, clock: FairClock | None = None) -> ExecResult:
-    """Run a command. Raises `Lost` where there is no answer to be had, `MachineError` where the agent cannot confine
-    it, `ValueError` for a user that the machine has not; and what `tell` raises: then the command is killed.
+    """Run a command. Raises `Lost` where there is no answer to be had, `Unconfined` where the agent cannot confine
+    it, `NoUser` for a user that the machine has not; and what `tell` raises: then the command is killed.
     `clock` counts its deadline here; without one the agent does, by its own clock."""
     began = time.perf_counter()
     heard = _Heard(command, lambda: channel.send(protocol.frame(protocol.KILL, number)))
@@ -111,10 +112,29 @@ class _Heard:
             self.ended.set_exception(result)
 
 
+class NoUser(ValueError):
+    """The machine's own list of users has not whom a command shall run as, or nobody that one can become."""
+
+
+class Unconfined(MachineError):
+    """The agent says that it could not confine a command."""
+
+
+def as_outcome(refusal: NoUser | Unconfined, *, used: bool) -> ExecResult:
+    """What a refusal means for a command: that it did not start, as a shell has it (126), for what ran in a machine
+    before can have brought it about. Raises the `Unconfined` of a machine that is not `used`."""
+    if isinstance(refusal, Unconfined) and not used:
+        raise refusal
+    words = refusal.facts if isinstance(refusal, Unconfined) else str(refusal)
+    return ExecResult(
+        exit_code=126, output=f"cannot start: {words}\n".encode(), timed_out=False, truncated=False, wall_s=0.0
+    )
+
+
 def _refusal(number: int, words: str) -> Exception:
-    if words == "no such user":
-        return ValueError(words)
-    return MachineError("a command could not be confined", words, hint="see the machine's limits")
+    if words in _OF_USERS:
+        return NoUser(words)
+    return Unconfined("a command could not be confined", words, hint="see the machine's limits")
 
 
 async def _feed(channel: Channel, number: int, stdin: bytes | AsyncIterable[bytes], heard: _Heard) -> None:

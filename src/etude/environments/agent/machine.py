@@ -33,7 +33,7 @@ class AgentMachine:
 
     `snapshot` makes one of the machine and returns its id (`save` gives the working directory as a TREE frame); `end`
     kills the machine and frees what it held, once; `blame` says why the host is to blame that no answer comes, "" where
-    it is not.
+    it is not. `used` is a machine that comes from one in which something ran, all its memory included.
     """
 
     def __init__(
@@ -45,10 +45,12 @@ class AgentMachine:
         snapshot: Callable[[AgentMachine], Awaitable[str]],
         end: Callable[[], Coroutine[Any, Any, None]],
         blame: Callable[[], str],
+        used: bool = False,
     ) -> None:
         self._channel, self._env, self._users = channel, dict(env), tuple(users)
         self._snapshot, self._finish, self._blame = snapshot, end, blame
         self._commands = Commands()
+        self._used = used  # whether anything that ran in it can have changed it
         self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
         self._frozen: asyncio.Task[None] | None = None
         self._finished: asyncio.Task[None] | None = None
@@ -71,11 +73,14 @@ class AgentMachine:
     async def _run(self, command: Command) -> ExecResult:
         if self._gone is not None:
             return _KILLED
+        used, self._used = self._used, True
         try:
             return await commands.run(self._channel, command)
         except Lost as lost:
             await self._lose(lost)
             return msgspec.structs.replace(_KILLED, timed_out=lost.late, wall_s=command.deadline_s)
+        except (commands.NoUser, commands.Unconfined) as refusal:
+            return commands.as_outcome(refusal, used=used)
 
     async def read(self, path: str, *, max_bytes: int = 1_048_576) -> bytes:
         """See `Machine.read`. Links are not followed: `ValueError`. `FileNotFoundError` from a machine that is gone."""

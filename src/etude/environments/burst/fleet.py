@@ -346,14 +346,14 @@ class FleetRuntime:
 
     def _must_be_open(self) -> None:
         if self._closed:
-            raise MachineError("the runtime is closed", hint="make another one")
+            raise MachineError("the runtime is closed", hint="make a new runtime")
 
     async def close(self) -> None:
         """See `Runtime.close`. Closes the runtimes of all hosts."""
         self._closed = True
         for group in self._groups.values():
             if not group.machines.done():
-                group.machines.set_exception(MachineError("the runtime was closed", hint="make another one"))
+                group.machines.set_exception(MachineError("the runtime was closed", hint="make a new runtime"))
         async with self._room:
             self._room.notify_all()
         for task in list(self._tasks):

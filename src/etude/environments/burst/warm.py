@@ -310,7 +310,7 @@ class WarmRuntime:
 
     def _must_be_open(self) -> None:
         if self._closed:
-            raise MachineError("the runtime is closed", hint="make another one")
+            raise MachineError("the runtime is closed", hint="make a new runtime")
 
     async def close(self) -> None:
         """See `Runtime.close`. Who waits in line is told."""
@@ -318,7 +318,7 @@ class WarmRuntime:
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.turn.done():
-                waiter.turn.set_exception(MachineError("the runtime was closed", hint="make another one"))
+                waiter.turn.set_exception(MachineError("the runtime was closed", hint="make a new runtime"))
         if self._tending is not None:
             self._tending.cancel()
         self._ready.clear()

@@ -1,8 +1,9 @@
-"""Signs of cheating in a finished rollout: what it called, what it handed in, what it was rewarded for.
+"""Finds signs of cheating in a finished rollout: in its tool calls, its exported files and its reward.
 
-Every sign says which rule it is of, why, and where. Rules are few and sharp: a false alarm throws honest work away, so
-each names something that an honest solution has no use for. They see what is written plainly; whoever hides it well
-is left to the defences, of which this is not one. Knows nothing of rollouts and ledgers: it is given their parts.
+Every sign names its rule, the reason and the place. Rules are few and precise, since a false alarm throws honest work
+away: each names something that an honest solution has no use for. The rules find what is written plainly. Cheating that
+is hidden well must be stopped by isolation and by canaries, not here. Knows nothing of rollouts and ledgers: it is
+given their parts.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from etude.records.rollout import Graded, Invalid, ToolCall
 from etude.records.task import CANARY, Task
 
 MAX_SUSPICIONS = 32
-MAX_CODE_BYTES = 256 << 10  # of changed Python files together that are read: some 20 us a syntax node
+MAX_CODE_BYTES = 256 << 10  # of all changed Python files together; reading takes some 20 us per syntax node
 
 
 class Suspicion(msgspec.Struct, frozen=True):
-    """One sign. `place` is a file and line, or the number of a turn."""
+    """One sign of cheating. `place` is a file and line, or the number of a turn."""
 
     rule: str
     reason: str
@@ -32,13 +33,14 @@ class Suspicion(msgspec.Struct, frozen=True):
 
 
 class Signs(msgspec.Struct, frozen=True):
-    """What was found in a rollout before it was judged."""
+    """The signs found in a rollout before its outcome is known."""
 
     found: tuple[Suspicion, ...] = ()
     if_rewarded: tuple[Suspicion, ...] = ()  # signs only where the outcome is a reward above 0
 
     def of(self, outcome: Graded | Invalid | None) -> list[Suspicion]:
-        """Every sign, the gravest first: at most `MAX_SUSPICIONS`."""
+        """The signs that count for this outcome, the gravest first: at most `MAX_SUSPICIONS`. Adds `if_rewarded` for a
+        reward above 0, and a sign of its own for a forged grade."""
         rewarded = isinstance(outcome, Graded) and outcome.reward > 0
         graver = list(self.if_rewarded) if rewarded else []
         if isinstance(outcome, Graded) and outcome.terms.get("forged"):
@@ -53,7 +55,8 @@ def suspicions(
     exports: Mapping[str, bytes] | None = None,
     outcome: Graded | Invalid | None = None,
 ) -> list[Suspicion]:
-    """Every sign found, the gravest first: at most `MAX_SUSPICIONS`. `calls` are those of each turn, in order.
+    """Find the signs of cheating in a rollout, the gravest first: at most `MAX_SUSPICIONS`. `calls`: the tool call of
+    each turn, in order; `exports`: path to content of what was handed in.
 
     >>> from etude.records.task import Split
     >>> task = Task(source="s", split=Split.TRAIN, index=0, family="f", instruction="i",
@@ -66,7 +69,7 @@ def suspicions(
 
 
 def signs_of(task: Task, *, calls: Sequence[ToolCall | None] = (), exports: Mapping[str, bytes] | None = None) -> Signs:
-    """What `suspicions` finds, for an outcome that is not known yet."""
+    """Find what `suspicions` finds, before the outcome is known; `Signs.of` then gives the list for an outcome."""
     exports, found, room = exports or {}, list[Suspicion](), MAX_CODE_BYTES
     for path, data in exports.items():
         before = task.files.get(path)

@@ -1,9 +1,9 @@
-"""Where one task is judged: fresh machines, forked from its pristine state with the agent's exports and the hidden
-files laid over it; or, where the machine's state counts, from the state that the agent left.
+"""Makes the machines in which one task is graded: forked from its pristine state with the agent's exports and the
+hidden files written over it; or, where the machine's state counts, from the state that the agent left.
 
-The agent's files are data here until a machine has them. Names that decide how tests run are never taken from the
-agent (`exports.CONFIGURATION`), nor what shadows a hidden file. Everything that goes wrong is asked once more, and then
-tried without the agent's files: only if that goes wrong too is somebody else to blame than the agent.
+On the host the agent's files are only data. Files whose names decide how tests run (`exports.CONFIGURATION`) are never
+taken from the agent, nor files that shadow a hidden one. What fails is tried once more, and then without the agent's
+files: only if it fails then too is the agent not to blame.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ ATTEMPTS = 2
 ROOT = "root"
 OUTPUT_BYTES = 4 << 20
 LIBRARY = sys.stdlib_module_names - {"test", "this"}
-"""Modules that a verifier may import, and which a file of the agent's beside it would be found instead of."""
+"""Modules that a verifier may import. A file of the agent with such a name beside it would be imported instead."""
 _ABSOLUTE = 'mkdir -p "$(dirname "$1")" && rm -rf "$1" && cat > "$1"'
 
 Work = Mapping[str, bytes]
-"""What came out of the agent's machine: validated exports, and its state where that counts."""
+"""The result of the agent's machine: validated exports (path to content), and its state where that counts."""
 
 
 class NotLaid(Exception):
-    """A hidden file could not be put into a machine."""
+    """A hidden file could not be written into a machine."""
 
 
 class Ground:
-    """Fresh machines for one task's verdict. Files at `kept` are not taken from the agent, nor those with
-    a name of `never`, nor new modules named like one of the `library`'s where hidden files or commands would import
-    them, but where the task declares them one by one."""
+    """Makes fresh machines to grade one task's work in. These files of the agent are left out: those at the paths
+    `kept`; those whose name is in `never`; and new modules named as one in `library`, where hidden files or commands
+    would import them. A file of the last two kinds is taken where the task declares it by its whole path."""
 
     def __init__(
         self,
@@ -61,11 +61,12 @@ class Ground:
         self.runtime, self.task, self._never, self._kept, self._library = runtime, task, never, kept, library
         self._pythons = pythons or Pythons(runtime)
         self._room = f"/etude-{secrets.token_hex(8)}" if task.running else ""  # root's, beside running processes
-        self._bases: dict[tuple[int, int], tuple[asyncio.Task[str], Work, Mapping[str, str]]] = {}  # by who they are
+        self._bases: dict[tuple[int, int], tuple[asyncio.Task[str], Work, Mapping[str, str]]] = {}  # by their id()
 
     async def snapshot(self, work: Work, hidden: Mapping[str, str]) -> str:
-        """The state that machines with this work and these hidden files are forked from, prepared once for all who ask
-        together. `Refused` where the agent's files cannot be a tree with them, `Broken` where the task's cannot."""
+        """Prepare the snapshot that machines with this work and these hidden files are forked from, once for all
+        concurrent calls. Raises `Refused` where the agent's files do not fit into one tree with them, `Broken` where
+        the task's own do not."""
         key = (id(work), id(hidden))
         if key not in self._bases:
             preparing = asyncio.create_task(self._base(work, hidden))
@@ -98,7 +99,7 @@ class Ground:
         return await self._without(base, gone) if task.image is not None and gone else base
 
     def _taken(self, work: Work, hidden: Mapping[str, bytes]) -> dict[str, bytes]:
-        """The agent's files that may lie beside the hidden ones."""
+        """The agent's files that may be written beside the hidden ones."""
         folders = {".", *(str(parent) for path in hidden for parent in PurePosixPath(path).parents)}
         beneath = tuple(f"{path.removesuffix(suffix)}/" for path in hidden for suffix in ("", ".py"))
 
@@ -119,18 +120,18 @@ class Ground:
 
     async def _unpacked(self, packed: bytes) -> str:
         if not isinstance(self.runtime, Portable):
-            facts = f"{self.runtime.info.name} machines take no state over"
+            facts = f"{self.runtime.info.name} machines cannot start from another machine's state"
             raise Broken(Boundary.GRADER, "the machine's state cannot be judged here", facts)
         try:
             must_keep(self.runtime, self.task)
             return await self.runtime.unpack(packed)
         except ValueError as error:
             raise Refused(f"the machine's state cannot be taken over: {error}") from None
-        except MachineError as error:  # nothing of the agent's has run
+        except MachineError as error:  # no program of the agent has run yet
             raise Broken(Boundary.MACHINE, "the machine's state cannot be taken over", str(error)) from None
 
     async def _without(self, base: str, paths: Sequence[str]) -> str:
-        """The image has files of its own at declared paths; those that the agent's machine no longer had are gone."""
+        """Remove the image's own files at declared paths that the agent's machine no longer had."""
         [machine] = await self.runtime.fork(base, 1)
         try:
             removed = await machine.exec(["rm", "-rf", "--", *paths], key="rm", deadline_s=30.0)
@@ -143,8 +144,9 @@ class Ground:
 
     @contextlib.asynccontextmanager
     async def machine(self, work: Work, hidden: Mapping[str, str] | None = None) -> AsyncIterator[Machine]:
-        """A fresh machine, closed afterwards. Asked for again where the host cannot make one. Raises `Refused` where it
-        can make others, `Broken` where it cannot, and `NotLaid`."""
+        """A fresh machine for a block, closed at its end. A second try is made where the host cannot make it. Raises
+        `Refused` where the host can make a machine without the agent's files, `Broken` where it cannot, and
+        `NotLaid`."""
         machine = await self._forked(work, hidden or {})
         try:
             await self._lay(machine, work, hidden or {})
@@ -159,13 +161,14 @@ class Ground:
                 return machine
             except MachineError as error:
                 failure = error
-                self._bases.clear()  # the runtime may have had to let go of it
+                self._bases.clear()  # the runtime may have dropped the snapshot
             if attempt + 1 == ATTEMPTS:
                 await self.host_works()
-        raise Refused(f"what was left does not fit into a machine: {failure}")
+        raise Refused(f"no machine can be made with the agent's files: {failure}")
 
     async def host_works(self) -> None:
-        """A machine with nothing of the agent's can be had and used now. `Broken` otherwise: the host is to blame."""
+        """Check that a machine without the agent's files can be made and used now. Raises `Broken` otherwise: the host
+        is to blame."""
         try:
             [machine] = await self.runtime.fork(await prepare(self.runtime, self.task), 1)
             try:
@@ -178,11 +181,12 @@ class Ground:
             raise Broken(Boundary.TASK, "the task's files are no tree", str(error)) from None
 
     async def python(self) -> str:
-        """What the task's machine calls its Python."""
+        """The name of the Python program in the task's machine."""
         return await self._pythons.of(self.task.image)
 
     async def python_starts(self) -> None:
-        """It works in the task's own machine. `Broken` otherwise: the task is to blame."""
+        """Check that Python starts in the task's machine without the agent's files. Raises `Broken` otherwise: the task
+        is to blame."""
         program = await self.python()
         async with self.machine(await self.untouched()) as machine:
             result = await machine.exec([program, "-c", ""], key="starts", deadline_s=60.0)
@@ -192,20 +196,23 @@ class Ground:
             raise Broken(Boundary.TASK, "there is no python that works in the task's machine", facts)
 
     async def untouched(self) -> Work:
-        """What the machine of an agent that did nothing leaves."""
+        """The work of an agent that did nothing."""
         return await exports_of(self.runtime, self.task)
 
     @property
     def user(self) -> str:
-        """Whom a verifier runs as: root beside what an agent left, where there is one; else the machine's default."""
+        """The user that a verifier runs as: root in a machine with the agent's state, where the runtime has it; else ""
+        (the machine's default)."""
         return ROOT if self.task.state and ROOT in self.runtime.info.users else ""
 
     def place(self, path: str) -> str:
-        """Where a verifier's path is in the machine: beside running processes, in a folder that only root can enter."""
+        """The path of a verifier's file in the machine. Where processes of the agent run, it lies in a folder that only
+        root can enter."""
         return f"{self._room}/{path}" if self._room and not path.startswith("/") else path
 
     async def _lay(self, machine: Machine, work: Work, hidden: Mapping[str, str]) -> None:
-        """Write what the snapshot does not have: everything over a state, else what lies outside the working folder."""
+        """Write the hidden files that the snapshot lacks: all of them on the agent's state, else those outside the
+        working folder."""
         if self._room:
             await self._place(machine, self._room, ["mkdir", "-m", "700", self._room])
         for path, text in hidden.items():
@@ -234,8 +241,9 @@ class Ground:
         deadline_s: float,
         nonce: str | None = None,
     ) -> Any:
-        """What one of our runners told in a fresh machine. `Refused` where it told nothing, if it does so without
-        the agent's files; a machine that the host lost is replaced once."""
+        """Run one of etude's test runners in a fresh machine and return its report. A machine that the host lost is
+        replaced once. Raises `Refused` where there is no report and the agent's files are to blame, `Broken` where the
+        task or the host is."""
         nonce = nonce or new_nonce()
         stdin = json.dumps({**request, "nonce": nonce}).encode()
         for attempt in range(ATTEMPTS + 1):
@@ -249,9 +257,9 @@ class Ground:
                 await self.python_starts()
                 raise
             except NotLaid as error:
-                raise Refused(f"the hidden files cannot be laid over what was left: {error}") from None
+                raise Refused(f"the hidden files cannot be written over the agent's: {error}") from None
             except MachineError as error:
                 failure = error
             if attempt + 1 == ATTEMPTS:
                 await self.host_works()
-        raise Refused(f"a machine was lost again and again: {failure}")
+        raise Refused(f"the machine was lost repeatedly: {failure}")

@@ -1,9 +1,9 @@
-"""Code-graded by hidden tests: each named test in a process and a machine of its own, by the machine's own pytest or
-unittest, under the task's own configuration.
+"""Grades work with hidden tests (code-graded): runs each named test in a process and a machine of its own, with the
+machine's own pytest or unittest, under the task's own configuration.
 
-Such tests import the agent's code, so that code could report for them. What guards the verdict is that it does not know
-what it is asked: when every named test has passed, some are run again, mixed with canaries (`canaries`), variants that
-right code fails, under the same name, form and nonce. One that passes is a forgery. Passing `n` runs and failing `k`
+Such tests import the agent's code, so that code could report results itself. The verdict is guarded by what that code
+cannot know: when every named test has passed, some are run again, mixed with canaries (`canaries`): variants that right
+code fails, under the same name, form and nonce. A canary that passes shows a forgery. Passing `n` runs and failing `k`
 by chance alone happens at best in `(n/(n+k))^n (k/(n+k))^k` of all tries: 1 in 484 for one test and the defaults.
 
 A `Plan` is made once for each task, on the reference solution: which tests there are, and which canaries fail.
@@ -28,13 +28,13 @@ from etude.records.rollout import Boundary, Graded
 from etude.records.task import HiddenTests, Runner, Task, Trust
 from etude.seams import Runtime
 
-_MOST_TRIED = 24  # variants that are proven on the reference solution in search of canaries, at most
-_READ_TRIED = 3  # of what tests read: not each of its letters decides a test
+_MOST_TRIED = 24  # the most variants that are tried on the reference solution in search of canaries
+_READ_TRIED = 3  # of these, variants of files that tests read: few of their characters decide a test
 _COLLECT_S = 300.0
 
 
 class Target(NamedTuple):
-    """One test: the `ordinal`-th of those that share the name `base`; `id` is what it is called where it runs."""
+    """One test: the `ordinal`-th (from 0) of those that share the name `base`. `id`: its name in the test runner."""
 
     base: str
     ordinal: int
@@ -42,14 +42,14 @@ class Target(NamedTuple):
 
 
 class Canary(NamedTuple):
-    """Hidden files with which a test must fail."""
+    """A variant of the hidden files with which the test `target` must fail."""
 
     hidden: Mapping[str, str]
     target: Target
 
 
 class Plan(NamedTuple):
-    """What is asked of the agent's work."""
+    """How to grade work on one task: the hidden files (path to text), the tests to run, and the canaries."""
 
     hidden: Mapping[str, str]
     targets: Sequence[Target]
@@ -57,9 +57,9 @@ class Plan(NamedTuple):
 
 
 class TestBench:
-    """Runs hidden tests. `repeats` runs more than the named ones and `canaries` must-fail runs guard a pass; `at_once`
-    machines of all grades together run tests. Not `to_the_end`, those that have not begun when one fails are left
-    out."""
+    """Runs hidden tests. Where all named tests pass, `repeats` further runs of tests and `canaries` runs that must fail
+    guard the verdict. `at_once`: the most machines that run tests at once, over all grades. `to_the_end`: run all tests
+    even when one has failed; else those that have not begun are left out."""
 
     __test__ = False
 
@@ -69,25 +69,27 @@ class TestBench:
         self._room, self._to_the_end = asyncio.Semaphore(at_once), to_the_end
 
     def ground(self, task: Task, tests: HiddenTests) -> Ground:
-        """Where these tests run: the files they are in are never the agent's, nor is how they are configured."""
+        """The `Ground` of these tests. Test files and configuration files are never taken from the agent."""
         return Ground(self._runtime, task, never=CONFIGURATION, kept=_files_of(tests), pythons=self._pythons)
 
     async def plan(self, task: Task, tests: HiddenTests, reference: Work) -> Plan:
-        """Find the named tests and canaries for them. `Broken` where that fails: no agent has a part in it."""
+        """Find the named tests and canaries for them, on the reference solution. Raises `Broken` where that fails: no
+        agent is involved."""
         ground = self.ground(task, tests)
         own = {path: task.files[path] for path in _files_of(tests) if path in task.files}
         hidden = {**own, **tests.files}
         try:
             targets = await self._collected(ground, tests, hidden, reference)
             sources = await _sources(ground, tests, hidden)
-            hidden |= sources  # also those of the image: else a canary, which is laid over it, is the younger file
+            hidden |= sources  # those of the image too: else the file of a canary alone would have a newer time
             canaries = await self._proven(ground, tests, sources, hidden, targets, reference)
         except Refused as error:
             raise Broken(Boundary.TASK, "the hidden tests do not run on the reference solution", error.reason) from None
         return Plan(hidden, targets, canaries)
 
     async def grade(self, ground: Ground, tests: HiddenTests, plan: Plan, work: Work) -> Graded:
-        """The verdict on the agent's work. Raises `Refused` for a forged one."""
+        """Grade the agent's work: reward 1 where every named test passes, else 0; the term is the share that passed.
+        Raises `Refused` for a forged result."""
         first = await self._all(ground, tests, [(plan.hidden, target) for target in plan.targets], work, give_up=True)
         passed = [_passed(said, target) for said, target in zip(first, plan.targets, strict=True)]
         if not all(passed):
@@ -99,7 +101,8 @@ class TestBench:
         return earned(1.0, 1.0, Trust.CODE, f"all {len(passed)} hidden tests pass")
 
     async def _guard(self, ground: Ground, tests: HiddenTests, plan: Plan, work: Work) -> None:
-        """More runs, of tests and of canaries, in an order that nobody knows. `Refused` where one goes wrong."""
+        """Run some tests again, mixed with canaries in a random order. Raises `Refused` where a test fails or a canary
+        passes."""
         rng = random.Random(new_nonce())
         again = [(plan.hidden, target, True) for target in _drawn(plan.targets, self._repeats, rng)]
         must_fail = [(canary.hidden, canary.target, False) for canary in _drawn(plan.canaries, self._canaries, rng)]
@@ -107,7 +110,7 @@ class TestBench:
         told = await self._all(ground, tests, [(hidden, target) for hidden, target, _ in runs], work)
         for (_, target, real), said in zip(runs, told, strict=True):
             if not real and said.get("outcome") == "passed":
-                raise Refused("canary: a test passed that must fail, so what passes shows nothing", forged=True)
+                raise Refused("canary: a test that must fail passed, so passes prove nothing", forged=True)
             if real and not _passed(said, target):
                 why = said.get("why") or said.get("outcome")
                 raise Refused(f"a hidden test passed once and not again: {target.id}: {why}")
@@ -121,8 +124,8 @@ class TestBench:
         *,
         give_up: bool = False,
     ) -> list[dict[str, str]]:
-        """What each run told. To `give_up`: after one that told nothing, those that have not begun are left out, so
-        that hanging costs the agent its verdict and not us an hour."""
+        """The reports of all runs, in order. `give_up`: after a run without a report, those that have not begun are
+        left out, so that work that hangs costs one deadline and not many."""
         lost: list[str] = []
 
         async def one(hidden: Mapping[str, str], target: Target) -> dict[str, str]:
@@ -144,7 +147,7 @@ class TestBench:
     async def _run(
         self, ground: Ground, tests: HiddenTests, hidden: Mapping[str, str], target: Target, work: Work
     ) -> dict[str, str]:
-        """What the run told: text alone, whatever else it may have said."""
+        """The report of one run: only its known fields, and only where they are text."""
         request = {"role": "run", **_how(tests), "base": target.base, "index": target.ordinal}
         try:
             said = await ground.report(work, hidden, _argv(await ground.python()), request, deadline_s=tests.deadline_s)
@@ -186,7 +189,8 @@ class TestBench:
         targets: Sequence[Target],
         work: Work,
     ) -> list[Canary]:
-        """Canaries that fail on the reference solution: those that are like the tests, others where there are none."""
+        """Canaries that fail on the reference solution: those that look like the tests; others only where none of these
+        is found."""
         candidates = list(_candidates(sources, hidden, tests, targets, random.Random(new_nonce())))[:_MOST_TRIED]
         found: list[Canary] = []
         outcomes: Counter[str] = Counter()
@@ -213,8 +217,8 @@ def _candidates(
     targets: Sequence[Target],
     rng: random.Random,
 ) -> Iterator[tuple[str, str, Target, bool]]:
-    """Variants as (path, source, test, alike), those that look like the tests first: of these one of each kind, since
-    what disarms one of a test's means leaves the others, and some of what tests read; then one of each test at a time.
+    """Variants as (path, source, test, whether it looks like the test), these first: one of each kind, since code that
+    defeats one kind of check leaves the others, and some of the files that tests read; then one of each test in turn.
     """
     data = [path for path in hidden if not path.endswith(".py") and PurePosixPath(path).name not in CONFIGURATION]
     by_test = []
@@ -240,7 +244,7 @@ def _candidates(
 
 
 async def _sources(ground: Ground, tests: HiddenTests, hidden: Mapping[str, str]) -> dict[str, str]:
-    """The text of the files that the tests are in: hidden ones, the task's, or those of its image."""
+    """The text of the files that contain the tests: hidden files, the task's, or those of its image."""
     found = {path: text for path, text in hidden.items() if path.endswith(".py")}
     missing = [path for path in _files_of(tests) if path not in found]
     if ground.task.image is not None and missing:
@@ -248,13 +252,13 @@ async def _sources(ground: Ground, tests: HiddenTests, hidden: Mapping[str, str]
             for path in missing:
                 try:
                     found[path] = (await machine.read(path)).decode()
-                except (OSError, ValueError):  # a guess that names nothing
+                except (OSError, ValueError):  # a guessed path without a file
                     continue
     return found
 
 
 def _place(base: str, runner: Runner, sources: Mapping[str, str]) -> tuple[str, list[str]]:
-    """(file, names in it) of a test."""
+    """The file of a test, and the names (class, function) that lead to it in the file."""
     if runner is Runner.PYTEST:
         path, *names = base.split("::")
         return path, names
@@ -266,7 +270,7 @@ def _place(base: str, runner: Runner, sources: Mapping[str, str]) -> tuple[str, 
 
 
 def _files_of(tests: HiddenTests) -> list[str]:
-    """The files that the names speak of; of a dotted name, all that it could be."""
+    """The files that the tests' names can be in; of a dotted name, every file that it could mean."""
     if tests.runner is Runner.PYTEST:
         return sorted({name.partition("::")[0] for name in tests.names})
     parts = [name.split(".") for name in tests.names]
@@ -286,6 +290,6 @@ def _passed(said: Mapping[str, str], target: Target) -> bool:
 
 
 def _drawn(among: Sequence[Any], n: int, rng: random.Random) -> list[Any]:
-    """n of them, each as often as any other, or nearly so."""
+    """Draw n items, each as often as any other, or once more."""
     rounds = [rng.sample(among, len(among)) for _ in range(-(-n // len(among)))] if among else []
     return [each for one in rounds for each in one][:n]

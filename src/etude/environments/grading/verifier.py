@@ -1,14 +1,16 @@
-"""Judged by a verifier: any command, in a fresh machine with the exports in it, or in a fork of the frozen machine
-where its state counts; the verdict is its exit code, or a number in a file that is read from outside.
+"""Grades work with a verifier: any command, run in a fresh machine with the exports in it, or in a fork of the frozen
+machine where the machine's state counts. The verdict is its exit code, or a number in a file that is read from outside.
 
-A verifier that runs the agent's code believes that code: it can end the verifier's process, or write its reward. What
-guards it is that a verdict above 0 must repeat, and canaries: the verifier with a literal in its Python files changed
-that it compares something with, proven to lower its verdict on the reference solution. One that does not is a forgery.
+A verifier that runs the agent's code must trust that code, which can end the verifier's process or write the reward
+itself. Two things guard against this: a verdict above 0 must repeat, and canaries. A canary is the verifier with one
+literal that it compares with changed in its Python files; it is proven to give the reference solution less. Work that a
+canary does not give less is a forgery.
 
-A verifier that hangs, cannot be started or writes no number from 0 to 1 is the agent's doing if it gives a verdict on
-the untouched machine, and the task's fault if it does not. Over a state it runs as root where the runtime lets it,
-since what the agent left may still run. It believes the machine as far as it uses the machine's programs: bring its
-own where that matters. Beside running processes, which may be anywhere that their user may, it has a folder of root's.
+Where a verifier hangs, cannot be started or writes no number from 0 to 1, it is run on the untouched machine: if it
+gives a verdict there, the agent caused the failure; if not, the task is at fault. In a fork of the agent's machine the
+verifier runs as root where the runtime allows it, since processes of the agent may still run. It trusts the programs
+that it uses of that machine: a task can bring its own. Its files lie in a folder of root's that the agent's processes
+cannot reach.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ _MOST_TRIED = 6
 
 @dataclass(frozen=True)
 class Said:
-    """What a verifier's run came to. `reward` None: there is no verdict."""
+    """Result of one run of a verifier. `reward` is in [0, 1], or None where it gave no verdict; `evidence` is the end
+    of its output."""
 
     reward: float | None
     reason: str
@@ -51,14 +54,14 @@ class Said:
 
 
 class Canary(NamedTuple):
-    """A variant, and what it thinks of the reference solution: less than the verifier does."""
+    """A changed verifier, and the reward that it gives the reference solution: less than the verifier gives."""
 
     verifier: Verifier
     reward: float
 
 
 class VerifierBench:
-    """Runs verifiers. Remembers which gave a verdict on the untouched machine, so each is asked once."""
+    """Runs verifiers. Remembers which gave a verdict on the untouched machine, so that this is tried once for each."""
 
     def __init__(self, runtime: Runtime, *, canaries: int) -> None:
         self._runtime, self._canaries = runtime, canaries
@@ -67,7 +70,8 @@ class VerifierBench:
         self._installed: dict[tuple[str, frozenset[str]], frozenset[str]] = {}  # by image and folders
 
     def variants(self, task: Task, verifier: Verifier) -> list[tuple[str, str]]:
-        """Changed files, as (path, text), that may make canaries. None where no code of the agent's is believed."""
+        """Changed files, as (path, text), that may make canaries. Empty where the verdict does not rest on the agent's
+        code."""
         if task.trust is not Trust.CODE or not self._canaries:
             return []
         rng = random.Random(new_nonce())
@@ -76,8 +80,8 @@ class VerifierBench:
         return rng.sample(changed, min(len(changed), _MOST_TRIED))
 
     async def plan(self, task: Task, verifier: Verifier, reference: Work) -> list[Canary]:
-        """Canaries: variants that think less of the reference solution than the verifier does. None where it thinks
-        nothing of it. Raises `Broken` where it gives no verdict."""
+        """Find canaries: variants that give the reference solution less than the verifier does. Empty where the
+        verifier gives it 0. Raises `Broken` where the verifier gives no verdict."""
         ground = await self._ground(task, verifier)
         right = await self._run(ground, verifier, reference)
         if right.reward is None:
@@ -93,7 +97,9 @@ class VerifierBench:
         return found
 
     async def grade(self, task: Task, verifier: Verifier, canaries: Sequence[Canary], work: Work) -> Graded:
-        """The verdict. One above 0 that ran the agent's code must repeat: the lesser of two counts."""
+        """Grade work with a verifier. A verdict above 0 that ran the agent's code must repeat: the lesser of two
+        counts. Raises `Refused` where the work prevented a verdict or forged one, `Broken` where the task or the host
+        is at fault."""
         ground = await self._ground(task, verifier)
         said = await self._run(ground, verifier, work)
         if said.reward is None:
@@ -109,9 +115,9 @@ class VerifierBench:
         return Ground(self._runtime, task, never=CONFIGURATION, kept=kept, library=library)
 
     async def _library(self, task: Task, verifier: Verifier) -> frozenset[str]:
-        """Names that new files of the agent's may not have; those of the task's own folders are its own."""
+        """Module names that new files of the agent may not have; names in the task's own folders are allowed."""
         if not any(path.endswith("/") for path in task.exports):
-            return LIBRARY  # what is declared by name is not new
+            return LIBRARY  # exports that are named one by one cannot add files
         own = {part.partition(".")[0] for path in task.files for part in PurePosixPath(path).parts}
         paths = [PurePosixPath(path) for path in verifier.files if not path.startswith("/")]
         folders = frozenset({".", *(str(parent) for path in paths for parent in path.parents)})
@@ -128,27 +134,27 @@ class VerifierBench:
     async def _guarded(
         self, ground: Ground, verifier: Verifier, canaries: Sequence[Canary], work: Work, first: Said
     ) -> Said:
-        """The lesser of the first verdict and another, if no canary thinks as much of the work as the verifier did,
-        where that was more than it thinks of the reference solution. Work that is wrong where the canary differs had
-        less: it may give by chance what a canary wants."""
+        """Run the verifier again, and the canaries; return the lesser of both verdicts. `Refused` where a canary gives
+        the work as much as the verifier first did, and that is more than it gives the reference solution. Work with a
+        lower first verdict is not refused: it may give by chance what the canary wants."""
         had, counts = first.reward or 0.0, first
         for canary in random.Random(new_nonce()).sample([None, *canaries], 1 + len(canaries)):
             said = await self._run(ground, verifier if canary is None else canary.verifier, work)
             got = said.reward or 0.0
             if canary is not None and got >= had > canary.reward:
-                raise Refused("canary: the verifier accepts what it must not, so its word shows nothing", forged=True)
+                raise Refused("canary: a verifier that must reject this work accepts it", forged=True)
             if canary is None and got < had:
                 counts = Said(got, f"not repeated: {said.reason}")
         return counts
 
     async def _blame(self, ground: Ground, verifier: Verifier) -> None:
-        """Returns if the verifier gives a verdict on the untouched machine. Else `Broken`."""
+        """Check that the verifier gives a verdict on the untouched machine. Raises `Broken` where it does not."""
         key = hashlib.sha256(ground.task.task_id.encode() + msgspec.json.encode(verifier)).hexdigest()
         if key in self._works:
             return
         control = await self._run(ground, verifier, await ground.untouched())
         if control.reward is None:
-            facts = f"on the untouched machine, {control.reason}; it said {control.evidence!r}"
+            facts = f"on the untouched machine, {control.reason}; its output ends with {control.evidence!r}"
             raise Broken(Boundary.TASK, f"the verifier gives no verdict: {control.reason}", facts)
         self._works.add(key)
 
@@ -158,7 +164,7 @@ class VerifierBench:
                 async with ground.machine(work, verifier.files) as machine:
                     return await _judged(machine, verifier, ground.user, at=ground.place)
             except NotLaid as error:
-                return Said(None, f"the verifier's files cannot be laid over what was left: {error}")
+                return Said(None, f"the verifier's files cannot be written over the agent's: {error}")
             except MachineError as error:
                 if lost:
                     await ground.host_works()
@@ -168,11 +174,11 @@ class VerifierBench:
 
 async def _judged(machine: Machine, verifier: Verifier, user: str, *, at: Callable[[str], str] = str) -> Said:
     path = at(verifier.reward_path) if verifier.reward_path else ""
-    if path == verifier.reward_path != "":  # else it is in a new folder
+    if path == verifier.reward_path != "":  # else the reward's file lies in a new folder
         try:
             await _clear(machine, path, user)
         except (OSError, ValueError) as error:
-            return Said(None, f"there is something at {path} that cannot be taken away: {error}")
+            return Said(None, f"what lies at {path} cannot be removed: {error}")
     result = await machine.exec(
         verifier.argv,
         key="verify",
@@ -205,7 +211,7 @@ def _by_exit(result: ExecResult, said: str) -> Said:
 
 
 async def _clear(machine: Machine, path: str, user: str) -> None:
-    """What lay at the reward's place before is nobody's verdict. `OSError`, `ValueError` where it stays there."""
+    """Remove what lies at the reward's path before the verifier runs. `OSError`, `ValueError` where that fails."""
     if path.startswith("/"):
         script = 'rm -rf "$1" && mkdir -p "$(dirname "$1")"'
         done = await machine.exec(["sh", "-c", script, "sh", path], key="clear", deadline_s=30.0, user=user)
@@ -216,7 +222,8 @@ async def _clear(machine: Machine, path: str, user: str) -> None:
 
 
 async def _read(machine: Machine, path: str, user: str) -> bytes:
-    """The file's beginning; nothing where it is no file. Once the machine is stopped, so that nothing rewrites it."""
+    """The beginning of the reward's file; empty where there is no such file. A path in the work folder is read once the
+    machine is frozen, so that nothing rewrites it."""
     if path.startswith("/"):
         result = await machine.exec(["cat", path], key="read", deadline_s=30.0, output_bytes=_REWARD_BYTES, user=user)
         return result.output if result.exit_code == 0 else b""
@@ -228,7 +235,7 @@ async def _read(machine: Machine, path: str, user: str) -> bytes:
 
 
 def _number(text: bytes) -> float | None:
-    """The number from 0 to 1 that it is, or None.
+    """Parse a number from 0 to 1; None for anything else.
 
     >>> _number(b" 0.5\\n"), _number(b"1.01"), _number(b"nan"), _number(b"")
     (0.5, None, None, None)

@@ -1,7 +1,7 @@
-"""What a sandbox is made of: a root folder, what is mounted on it, and the words that runsc reads (OCI, config.json).
+"""Makes the parts of a sandbox: its root folder, the mounts on it, and the config.json (OCI) that runsc reads.
 
-The runtime's own root is a skeleton of folders and names, with the host's toolchain read-only on it, as machines of
-namespaces have it. The root of an image is read-only too; what is written goes to the sandbox's memory.
+The runtime's own root is a skeleton of folders and small files in /etc, with the host's toolchain mounted on it
+read-only, as in machines of namespaces. The root of an image is read-only too; writes go to the sandbox's memory.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _CAPABILITIES = [
     "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID", "CAP_SETPCAP",
     "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_SETFCAP", "CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SYS_TIME",
 ]  # fmt: skip
-"""Of the agent; its commands keep few of them, or none."""
+"""Capabilities of the agent in the sandbox; the commands that it runs keep few of them, or none."""
 _UNLIMITED = (1 << 63) - 1
 _PLACES = {"proc": 0o555, "dev": 0o755, "tmp": 0o1777, "sys": 0o555}  # where something is mounted, or nothing is shown
 _USERS_BYTES = 4 << 20  # of an image's passwd or group
 
 
 def make_root(folder: Path) -> list[dict[str, Any]]:
-    """Make the skeleton in an empty folder; returns what is mounted on it."""
+    """Make the skeleton in an empty folder. Returns the mounts on it, as config.json lists them."""
     for name in _FOLDERS:
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name, text in _FILES.items():
@@ -70,10 +70,10 @@ def make_root(folder: Path) -> list[dict[str, Any]]:
 
 
 def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
-    """Make the root of an image's sandboxes in an empty folder; returns what is mounted on it.
+    """Make the root of an image's sandboxes in an empty folder. Returns the mounts on it, as config.json lists them.
 
     The image's own folder cannot be the root, as runsc would make mount points in it. /etc is a copy with the users of
-    machines added. Whoever built the image chose its links: they are copied, and none of them is followed on the host.
+    machines added. The image's links are not trusted: they are copied, and none of them is followed on the host.
     """
     mounts = []
     with open_folder(image) as source, Tree(folder, ImageLimits(), keep_setuid=True) as tree:
@@ -95,7 +95,7 @@ def make_image_root(image: Path, folder: Path) -> list[dict[str, Any]]:
 
 
 def _make_etc(image: int, tree: Tree) -> None:
-    """Copy the folder that /etc is, or leads to, inside an open image, and add the users of machines."""
+    """Copy the folder at /etc of an open image (links followed inside the image), and add the users of machines."""
     tree.folder("etc")
     try:
         etc = open_in(image, "etc", os.O_RDONLY | os.O_DIRECTORY)
@@ -121,8 +121,8 @@ def _make_etc(image: int, tree: Tree) -> None:
 
 
 def _text_in(image: int, path: str) -> str:
-    """The text of a regular file inside an open image, links followed as its own processes would; "" for what is
-    none. `BadSource` past `_USERS_BYTES`."""
+    """The text of a regular file inside an open image, links followed as its own processes would; "" where it is no
+    regular file. `BadSource` past `_USERS_BYTES`."""
     try:
         fd = open_in(image, path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -157,7 +157,7 @@ def config(
     user: str,
     own: bool,
 ) -> bytes:
-    """The text of config.json. `own`: the root is the runtime's own, and has its working directory in memory."""
+    """The text of config.json. `own`: the root is the runtime's own, with its working directory in memory."""
     arguments = ["--stdio", "--work", work, "--user", user, "--path", PATH]
     for name, value in (("nproc", limits.processes), ("nofile", limits.open_files), ("as", limits.address_bytes)):
         arguments += ["--limit", f"{name}={value}"]

@@ -1,7 +1,7 @@
-"""Control groups around sandboxes: one a sandbox, so that its memory and processor time are bounded as a whole.
+"""Control groups for sandboxes: one for each sandbox, which limits its memory and CPU time as a whole.
 
-runsc itself is told to leave control groups alone: it would need rights over the hierarchy that its caller may not
-have. A sandbox's processes are started inside of a group that this process made, below its own.
+runsc itself runs with --ignore-cgroups: it would need rights over the hierarchy that its caller may not have. The
+processes of a sandbox are started inside a group that this process made below its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 from etude.environments.config import MachineLimits
 from etude.environments.namespace.guest.cgroups import Hierarchy, claim_all, remove_all
 
-SENTRY_BYTES = 96 << 20  # what gVisor itself takes for one sandbox: its kernel and its file server
+SENTRY_BYTES = 96 << 20  # memory that gVisor itself needs for one sandbox: its kernel and its file server
 _ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1" || exit 125; shift; done; shift; exec "$@"'
 
 
 class Groups:
-    """The control groups of a runtime's sandboxes, at most `count` at once. None of them where the host gives none."""
+    """The control groups of a runtime's sandboxes, at most `count` at once. On a host that allows no control groups it
+    does nothing, and sandboxes are not limited."""
 
     def __init__(self, limits: MachineLimits, count: int) -> None:
         self._limits = limits
@@ -32,11 +33,12 @@ class Groups:
 
     @property
     def controllers(self) -> tuple[str, ...]:
-        """What is bounded by them: "memory", "cpu"."""
+        """What the groups limit: "memory", "cpu"; empty on a host that allows none."""
         return tuple(c for hierarchy in self._hierarchies for c in hierarchy.controllers)
 
     def take(self) -> int:
-        """The number of a free group, made where it is not there yet. `OSError` where the kernel refuses."""
+        """Take a free group, which is made on its first use, and return its number. Raises `OSError` where the kernel
+        refuses."""
         slot = self._free.pop()
         try:
             if slot not in self._made:
@@ -50,11 +52,11 @@ class Groups:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Nothing runs in this group any more."""
+        """Free a group for another sandbox. Call it when nothing runs in the group any more."""
         self._free.append(slot)
 
     def inside(self, slot: int, command: Sequence[str]) -> list[str]:
-        """A command that enters a group before it becomes the program."""
+        """Wrap a command so that its process enters the group and then executes the command."""
         entrances = [hierarchy.entrance_path(slot) for hierarchy in self._hierarchies]
         return ["sh", "-c", _ENTER, "sh", *entrances, "--", *command]
 

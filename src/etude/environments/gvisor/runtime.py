@@ -17,7 +17,7 @@ from etude.environments.agent import AgentMachine, Channel, program
 from etude.environments.agent.channel import Lost
 from etude.environments.config import MachineLimits, require_bound
 from etude.environments.gvisor.bundle import WORK, config, make_image_root, make_root
-from etude.environments.gvisor.folder import OwnFolder, room
+from etude.environments.gvisor.folder import room
 from etude.environments.gvisor.groups import Groups
 from etude.environments.gvisor.sandbox import Sandbox, memory_overlay, probe_platform, require_runsc
 from etude.environments.namespace.images import State, state_in
@@ -25,6 +25,7 @@ from etude.environments.namespace.snapshots import Snapshots, tree
 from etude.errors import MachineError
 from etude.records.command import check_count
 from etude.records.image import Image
+from etude.scratch import OwnFolder
 from etude.seams import Machine, RuntimeInfo
 
 _SNAPSHOT_BYTES = 256 << 20
@@ -59,7 +60,8 @@ class GVisorRuntime:
         self._groups = Groups(self._limits, max_machines)
         try:
             require_bound(self._limits, self._groups.controllers)
-            self._own = OwnFolder()
+            with room():
+                self._own = OwnFolder("gvisor")
         except MachineError:
             self._groups.close()
             raise
@@ -240,7 +242,7 @@ class GVisorRuntime:
 
     def _must_be_open(self) -> None:
         if self._closed:
-            raise MachineError("the runtime is closed", hint="make another one")
+            raise MachineError("the runtime is closed", hint="make a new runtime")
 
 
 async def _have_work(machine: AgentMachine, image: Image) -> None:

@@ -1,4 +1,4 @@
-"""One sandbox as a process: `runsc run` with the agent inside, spoken to over a pair of pipes."""
+"""Starts and ends one sandbox: a `runsc run` process with the agent inside, reached over a pair of pipes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.environments.bound import BoundProcess, require
 from etude.environments.gvisor.groups import Groups
 from etude.errors import MachineError
 
-PLATFORMS = ("systrap", "ptrace")  # what stands for the processor, the better first; KVM would need a real one
+PLATFORMS = ("systrap", "ptrace")  # how runsc intercepts system calls, the faster first; KVM would need /dev/kvm
 _PROBE_S = 20.0
 _RUNSC = (
     "env",
@@ -25,7 +25,7 @@ _RUNSC = (
 
 
 def require_runsc() -> str:
-    """The version of gVisor that is here. `MachineError` where there is none."""
+    """The version of runsc that is installed. Raises `MachineError` where none is."""
     require({"runsc": "runsc (or gvisor.dev's)"}, "machines of gVisor")
     done = subprocess.run(["runsc", "--version"], capture_output=True, text=True, timeout=20.0)
     words = done.stdout.split()
@@ -35,14 +35,14 @@ def require_runsc() -> str:
 
 
 def memory_overlay() -> str:
-    """The flag by which what is written to an image goes to memory. Versions of 2023 and later have another one."""
+    """The flag of the installed runsc that keeps writes to an image in memory; it was renamed in 2023."""
     done = subprocess.run(["runsc", "flags"], capture_output=True, text=True, timeout=20.0)
     return "--overlay2=all:memory" if "overlay2" in done.stdout + done.stderr else "--overlay"
 
 
 def probe_platform() -> str:
-    """The platform that a program really runs under here. Blocks for a second at most where one does. Raises
-    `MachineError`."""
+    """Find the first of `PLATFORMS` under which a program runs on this host. Blocks for about a second where one works.
+    Raises `MachineError` where none does."""
     trouble = ""
     for name in PLATFORMS:
         try:
@@ -50,7 +50,7 @@ def probe_platform() -> str:
                 [*_RUNSC, *_flags(name), "do", "/bin/true"], capture_output=True, text=True, timeout=_PROBE_S, cwd="/"
             )
         except subprocess.TimeoutExpired:
-            trouble = f"{name}: nothing within {_PROBE_S:g} s"
+            trouble = f"{name}: no answer within {_PROBE_S:g} s"
             continue
         if done.returncode == 0:
             return name
@@ -69,8 +69,8 @@ class Sandbox:
     def __init__(
         self, folder: Path, platform: str, *, overlay: str, ended: Callable[[Sandbox], None], groups: Groups
     ) -> None:
-        """The folder has its config.json. `overlay` is `memory_overlay` for a root that can be written to, else "".
-        It runs in a group of `groups`."""
+        """Start a sandbox from `folder`, which has its config.json. `overlay` is `memory_overlay()` for a root that can
+        be written to, else "". The process runs in a control group of `groups`."""
         self._folder, self._ended, self._closed = folder, ended, False
         self._groups, self._slot = groups, groups.take()
         self._said = os.memfd_create("etude-said", os.MFD_CLOEXEC)
@@ -91,8 +91,8 @@ class Sandbox:
             os.close(theirs_out)
 
     async def close(self) -> None:
-        """Kill it, wait until it is gone, and remove its folder. The ends of the pipes are others' to close.
-        Idempotent."""
+        """Kill the sandbox, wait until its processes are gone, and remove its folder. Does not close `read_fd` and
+        `write_fd`: their reader does. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -53,13 +53,14 @@ async def build_from_dockerfile(
     arguments: Mapping[str, str] | None = None,
     target: str = "",
     runtime: Runtime | None = None,
+    refused: str = "",
     run_deadline_s: float = 1800.0,
     outlets: Outlets | None = None,
 ) -> ImageRecord:
     """The image that a Dockerfile in the folder `context` describes; its last stage, or the one named `target`.
 
-    `runtime` has the machines that RUN needs, `outlets` what its commands reach: nothing where None.
-    `BadSource` names the line that cannot be followed, or whose command
+    `runtime` has the machines that RUN needs (`refused`: why there is none), `outlets` what its commands reach: nothing
+    where None. `BadSource` names the line that cannot be followed, or whose command
     failed, with the end of what it printed; `MachineError` is for machines that could not be had."""
     with open_folder(context) as root:
         text = _text_in(root, dockerfile, store.limits.document_bytes)
@@ -67,7 +68,7 @@ async def build_from_dockerfile(
             raise BadSource(f"no {dockerfile} in {context}", hint="name the folder that holds it")
         skip = ignored(_text_in(root, ".dockerignore", store.limits.document_bytes) or "")
         build = _Build(store, root, Sources(store, root, skip), parse(text, store.limits), arguments or {}, runtime)
-        build.run_deadline_s, build.outlets = run_deadline_s, outlets
+        build.run_deadline_s, build.outlets, build.refused = run_deadline_s, outlets, refused
         return await build.stage(build.find(target) if target else build.file.stages[-1])
 
 
@@ -137,6 +138,7 @@ class _Build:
 
     run_deadline_s: float
     outlets: Outlets | None
+    refused: str
 
     def __init__(
         self,
@@ -297,7 +299,7 @@ class _Build:
     async def _run_in_machine(self, at: Instruction, argv: list[str], state: _State, layer: Path) -> None:
         if self._runtime is None or not self._runtime.info.images:
             name = "none" if self._runtime is None else self._runtime.info.name
-            facts = f"the runtime given is {name}"
+            facts = self.refused or f"the runtime given is {name}"
             hint = "give one with images, or build from an image that has it done"
             raise MachineError(f"Dockerfile line {at.line}: RUN needs a machine of an image", facts, hint=hint)
         [machine] = await self._runtime.fork(await self._runtime.prepare({}, image=state.record.image), 1)
@@ -311,7 +313,11 @@ class _Build:
             _require_success(at, result)
             if not isinstance(machine, Changing):
                 facts = f"machines of {self._runtime.info.name} do not tell what was changed in them"
-                raise MachineError(f"Dockerfile line {at.line}: RUN has no result", facts, hint="use another runtime")
+                raise MachineError(
+                    f"Dockerfile line {at.line}: RUN has no result",
+                    facts,
+                    hint="use a runtime that keeps whole snapshots",
+                )
             await _changes_of(machine, layer, self._store.limits.total_bytes)
         finally:
             await machine.close()

@@ -29,6 +29,7 @@ _ENVIRONMENT = {
     "GIT_OPTIONAL_LOCKS": "0",
     "GIT_ATTR_NOSYSTEM": "1",
 }
+MAX_PRINTED_BYTES = 64 << 20
 _OPTIONS = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "gc.auto=0")
 
 
@@ -92,6 +93,24 @@ def talking(
         finally:
             late.cancel()
             process.kill()
+
+
+def printed(repository: Path, *words: str) -> bytes:
+    """What a git command prints, to a bound: a tree of a few objects can have any number of files. Errors as `git` has
+    them."""
+    with talking(repository, *words) as process:
+        assert process.stdout is not None
+        parts, left = [], MAX_PRINTED_BYTES + 1
+        while left and (part := process.stdout.read(min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+        if not left:
+            facts = f"git {words[0]} prints more than {MAX_PRINTED_BYTES >> 20} MiB"
+            raise BadSource(f"{repository} is too large", facts, hint="take a part of it as a repository")
+        code = process.wait()
+    if code:
+        raise failed(repository, words, b"exit code %d" % code)
+    return b"".join(parts)
 
 
 def failed(repository: Path, words: Sequence[str], stderr: bytes) -> BadSource:

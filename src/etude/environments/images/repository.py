@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from etude.environments.images.directory import copy_folder, open_folder
-from etude.environments.images.git import failed, git, talking
+from etude.environments.images.git import failed, git, printed, talking
 from etude.environments.images.limits import BadSource, ImageLimits
 from etude.environments.images.listing import Owner
 from etude.environments.images.objects import objects_of
@@ -114,7 +114,7 @@ def _move_objects(source: Path, tree: str, to: Path, limits: ImageLimits) -> Non
 
 def _write_files(source: Path, tree_id: str, tree: Tree) -> None:
     """Write every file of a tree as its blob is."""
-    listed = git(source, "ls-tree", "-r", "-z", "--full-tree", tree_id)
+    listed = printed(source, "ls-tree", "-r", "-z", "--full-tree", tree_id)
     with _blobs(source) as (ask, answer):
         for line in listed.split(b"\0")[:-1]:
             facts, _, name = line.partition(b"\t")

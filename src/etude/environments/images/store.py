@@ -181,7 +181,7 @@ class ImageStore:
             os.close(fd)
 
     def _gone(self, digest: str) -> InputError:
-        return InputError(f"no image {digest[:16]} in {self.path}", hint="build it")
+        return InputError(f"no image {digest[:16]} in {self.path}", hint="build it: etude machines image build")
 
     def images(self) -> list[ImageRecord]:
         """Every image that is there, by digest."""

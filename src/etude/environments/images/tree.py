@@ -60,6 +60,10 @@ class Tree:
         try:
             os.mkdir(name, 0o700, dir_fd=parent)
             self.budget.take_file()
+            real = self._real(parent, name)
+            if real.count("/") >= self.budget.limits.depth:  # links on the way may lead deeper than the path says
+                os.rmdir(name, dir_fd=parent)
+                raise _too_deep(real)
         except FileExistsError:
             if not stat.S_ISDIR(os.lstat(name, dir_fd=parent).st_mode):
                 self.remove(path)
@@ -241,7 +245,12 @@ class Tree:
 
     def _real(self, parent: int, name: str) -> str:
         """Where a name in an open folder is, links on the way to it resolved."""
-        at, root = os.readlink(f"/proc/self/fd/{parent}"), os.readlink(f"/proc/self/fd/{self.root}")
+        try:
+            at, root = os.readlink(f"/proc/self/fd/{parent}"), os.readlink(f"/proc/self/fd/{self.root}")
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise _too_deep(name) from None
         return f"{at[len(root) :]}/{name}".lstrip("/")
 
     def _own(self, parent: int, name: str, path: str, owner: Owner) -> None:
@@ -284,6 +293,11 @@ def plain(path: str, limits: ImageLimits) -> str:
     if len(os.fsencode(found)) > limits.path_bytes:
         raise BadSource(f"{shown!r} is too long", f"more than {limits.path_bytes} bytes", hint="mend the source")
     return found
+
+
+def _too_deep(path: str) -> BadSource:
+    shown = path if len(path) < 80 else f"...{path[-77:]}"
+    return BadSource(f"{shown!r} lies too deep", "by the links on the way to it", hint="mend the source's links")
 
 
 def remove_below(parent: int, name: str) -> None:

@@ -35,7 +35,7 @@ class Guest:
         self._channel = Channel(os.dup(qemu.channel.fileno()), after=after, nudge_s=NUDGE_S)
         self._turn = asyncio.Lock()
         self.machine = AgentMachine(
-            self._channel, env=env, users=users, snapshot=self._snapshot, end=self._end, blame=self._blame
+            self._channel, env=env, users=users, snapshot=self._snapshot, end=self._end, blame=self._blame, used=True
         )
 
     async def take(self) -> Snapshot:

@@ -256,7 +256,7 @@ class MicroVMRuntime:
 
     def _must_be_open(self) -> None:
         if self._closed:
-            raise MachineError("the runtime is closed", hint="make another one")
+            raise MachineError("the runtime is closed", hint="make a new runtime")
 
 
 async def _undo(forking: list[asyncio.Task[Guest]]) -> None:

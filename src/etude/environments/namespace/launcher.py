@@ -1,4 +1,5 @@
-"""The host's side of launcher and runner: start them, have machines made and killed, commands run; notice a death."""
+"""The host's side of the launcher and runner processes: starts them, has machines made and killed and commands run, and
+notices when they die."""
 
 from __future__ import annotations
 
@@ -49,15 +50,16 @@ _HINT = (
 
 
 class Made(NamedTuple):
-    """A new machine. Whoever gets it closes its descriptors."""
+    """A new machine, as the launcher made it. Its receiver must `close` it; int fields without another note are open
+    file descriptors."""
 
     number: int  # the launcher's name for it
-    slot: int  # of those that are alive
+    slot: int  # unique among the machines that are alive
     init_pid: int  # its PID 1, as the launcher sees it
     work: int  # its open work folder
     init: int  # pidfd of its PID 1
-    agent: int = -1  # the channel to its PID 1, where that is an agent; whoever opens a `Channel` on it has it
-    upper: int = -1  # of one made from an image: what it has changed, as an overlay's upper folder; and its root
+    agent: int = -1  # the channel to its PID 1, where that is an agent; closed by the `Channel` that is opened on it
+    upper: int = -1  # of a machine made from an image: the overlay's upper folder, with what it changed; and its root
     root: int = -1
 
     def close(self) -> None:
@@ -74,11 +76,11 @@ class Ended(NamedTuple):
     lost: bool  # its machine is dead
 
 
-Blank = asyncio.Future[Made]  # a machine to be
+Blank = asyncio.Future[Made]  # a machine that is being made
 
 
 def abandon_blank(blank: Blank) -> None:
-    """Let go of a machine that nobody will use; its launcher is gone or going."""
+    """Close the descriptors of a machine that will not be used; its launcher has ended or is ending."""
     if blank.done() and not blank.cancelled() and blank.exception() is None:
         made = blank.result()
         made.close()
@@ -113,7 +115,7 @@ class LauncherProcess:
         self.image = image  # what its machines are made from: see `namespace.images`
         self._waiting: deque[Blank] = deque()
         self._dying: dict[int, asyncio.Future[None]] = {}
-        self._running: dict[int, asyncio.Future[Ended]] = {}  # by a number of their own, as are the next two
+        self._running: dict[int, asyncio.Future[Ended]] = {}  # by number of the command, as is `_to_tell`
         self._to_tell: dict[int, Tell] = {}
         self._asked = 0
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -151,7 +153,7 @@ class LauncherProcess:
         poller.register(self._control, select.POLLIN)
         packet = self._control.recv(4096) if poller.poll(_START_DEADLINE_S * 1000) else b""
         if not packet:
-            facts = f"it said nothing within {_START_DEADLINE_S:g} s or ended; its standard error may say why"
+            facts = f"it sent nothing within {_START_DEADLINE_S:g} s, or it ended; its standard error may say why"
             raise MachineError("the machine launcher did not start", facts, hint=_HINT)
         kind, _ = HEAD.unpack_from(packet)
         text = packet[HEAD.size :].decode(errors="replace")
@@ -160,7 +162,7 @@ class LauncherProcess:
         return starting.child_of(self._process.pid), json.loads(text)
 
     def spawn(self, count: int) -> list[Blank]:
-        """Ask for machines. Each future raises `MachineError` when its machine cannot be made."""
+        """Ask for `count` machines. Each future raises `MachineError` when its machine cannot be made."""
         loop = self._listen()
         blanks: list[Blank] = [loop.create_future() for _ in range(count)]
         for blank in blanks:
@@ -188,7 +190,7 @@ class LauncherProcess:
                 await asyncio.shield(gone)
         except TimeoutError:
             facts = f"{deadline_s:g} s after it was killed"
-            hint = "a process in it hangs in the kernel"
+            hint = "a process in it hangs in the kernel, probably: ps shows it in state D"
             raise MachineError(f"machine {number} is still there", facts, hint=hint) from None
         self._dying.pop(number, None)
 
@@ -201,8 +203,9 @@ class LauncherProcess:
         flags: int = 0,
         tell: Tell | None = None,
     ) -> asyncio.Future[Ended]:
-        """Run a command: `streams` are its request and output, then what `flags` say. `tell` is told its PID. The
-        future raises `MachineError` when launcher or runner dies."""
+        """Run a command in a machine. `streams`: descriptors of its request and its output, then those that `flags`
+        name. `tell` is called with its `Started` (the PID) once it runs. The future raises `MachineError` when launcher
+        or runner dies."""
         if tell is not None:
             flags |= TELL_PID
             self._to_tell[self._asked + 1] = tell
@@ -210,11 +213,11 @@ class LauncherProcess:
 
     @property
     def last(self) -> int:
-        """The number of the command that was asked for last."""
+        """The number of the last command (a `run` or `signal_all`)."""
         return self._asked
 
     def end_one(self, number: int) -> None:
-        """The deadline of this command is over: it has timed out, and is killed. Nothing where it has ended."""
+        """Kill a command whose deadline is over; it ends as timed out. Does nothing where it has ended."""
         if number in self._running and self.failure is None:
             self._give(self._commands, HEAD.pack(END_ONE, number), [])
 
@@ -307,7 +310,7 @@ class LauncherProcess:
             future.set_exception(MachineError("a machine could not be taken over", "too many open files", hint=hint))
 
     def is_gone(self, number: int) -> bool:
-        """Whether a machine has died that nobody asked to be killed."""
+        """Whether a machine has died without a call to `kill` or `discard`."""
         return number in self._dying and self._dying[number].done()
 
     def _fail(self, why: str) -> None:
@@ -357,7 +360,7 @@ def _gone(why: str) -> MachineError:
 
 
 def _settle(future: asyncio.Future[T], result: T) -> bool:
-    """Give a future its result; False when it has one."""
+    """Give a future its result. False when it is done already."""
     if future.done():
         return False
     future.set_result(result)

@@ -5,7 +5,7 @@ Python goes to the runner, which forks an interpreter that has started; so does 
 Files are read and written as the machine's own user, without following a link (`guest.files`). A machine that dies
 was most likely killed by what ran in it, so that is an outcome, not an error: the command counts as killed (137),
 files are not found. `MachineError` is raised only on evidence that agent code cannot make: launcher or runner is gone,
-a command could not be confined, or the machine was closed by its owner.
+a command could not be confined before any had run, or the machine was closed by its owner.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class NamespaceMachine:
         self._agent = Channel(made.agent) if made.agent >= 0 else None
         self._commands = Commands()
         self._left: list[Output] = []  # pipes that something a command left behind can still write to
+        self._used = False  # whether its agent ran something that can have changed it
         self._at_work = 0  # how many have the machine's descriptors in use
         self._gone: str | None = None  # why it answers no more, when what ran in it is to blame
         self._frozen: asyncio.Task[None] | None = None
@@ -155,11 +156,14 @@ class NamespaceMachine:
         with self._using():
             if self._gone is not None:
                 return _KILLED
+            used, self._used = self._used, True
             try:
                 return await agents.run(agent, command, self._clock())
             except Lost as lost:
                 await self._lose_agent(lost)
                 return msgspec.structs.replace(_KILLED, timed_out=lost.late, wall_s=command.deadline_s)
+            except (agents.NoUser, agents.Unconfined) as refusal:
+                return agents.as_outcome(refusal, used=used)
 
     async def _lose_agent(self, lost: Lost) -> None:
         """The machine is no more, with its launcher or without."""

@@ -113,7 +113,7 @@ class NamespaceRuntime:
 
     @property
     def limits(self) -> dict[str, str]:
-        """What enforces each bound here: control groups where the host gives them, else limits per process."""
+        """What enforces each limit on this host: control groups where it has them, else limits per process."""
         facts = self._pool.launcher.facts
         groups = facts["cgroups"]
         alone = {
@@ -196,7 +196,7 @@ class NamespaceRuntime:
                 lambda: self._closed or len(self._alive) + self._reserved + n <= self._max_machines
             )
             if self._closed:
-                raise MachineError("the runtime is closed", hint="make another one")
+                raise MachineError("the runtime is closed", hint="make a new runtime")
             self._reserved += n
 
     async def _fork(self, start: State | list[bytes], n: int) -> list[NamespaceMachine]:

@@ -144,7 +144,7 @@ class Calls:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise MachineError("the runtime is closed", hint="make another one")
+            raise MachineError("the runtime is closed", hint="make a new runtime")
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0)  # a command that runs has a connection
             self._session = aiohttp.ClientSession(connector=connector, auto_decompress=True)
@@ -163,7 +163,7 @@ def _unreachable(url: str, what: str, error: Exception) -> MachineError:
 def late(url: str, what: str, deadline_s: float) -> MachineError:
     """A call that was not answered in time."""
     what = f"{_origin(url)} did not answer within {deadline_s:g} s: {what}"
-    return MachineError(what, hint="it hangs, or has too much to do: see its log")
+    return MachineError(what, hint="it hangs or is overloaded: see its log")
 
 
 def _origin(url: str) -> str:

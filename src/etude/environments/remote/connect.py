@@ -98,7 +98,7 @@ def of_answer(status: int, body: bytes) -> RpcError:
     """The error in an answer whose status is none of success: Connect's own, or that of a proxy before it."""
     try:
         said = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         said = None
     said = said if isinstance(said, dict) else {}
     code = said.get("code")

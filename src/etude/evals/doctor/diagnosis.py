@@ -1,4 +1,5 @@
-"""A whole examination: every way of the engine against the learner, and what is off where they differ."""
+"""Compares an engine with the learner: samples in every way that the engine has, scores the same tokens with the
+learner, and finds the operators that are off where the two differ."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True)
 class WayResult:
-    """One way of the engine against the learner."""
+    """The comparison for one way of sampling: one of `EngineSide.ways`, such as "batched" or "alone"."""
 
     way: str
     parity: Parity
@@ -33,7 +34,7 @@ class WayResult:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found."""
+    """The result of `examine`."""
 
     engine: str
     exact: bool  # whether equality was asked for
@@ -50,7 +51,7 @@ class Diagnosis:
         return Verdict.NEAR if near else Verdict.OFF
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The diagnosis as plain data, for JSON."""
         return {
             "engine": self.engine,
             "verdict": str(self.verdict),
@@ -88,9 +89,10 @@ def examine(
     told: Callable[[str], None] = lambda what: None,
     alone: Transformer | None = None,
 ) -> Diagnosis:
-    """Sample every prompt in every way, score it by the learner, and look into the operators of the longest text.
-    `told` hears what is being done. `alone` is the model that each operator is computed by, for an engine in another
-    dtype than the learner's (None: the learner's). Raises `EngineError` of the engine."""
+    """Sample every prompt in every way of the engine, score the samples with the learner, and compare the operators of
+    the longest one. `told` is called with a line on each stage as it begins. `alone` is the model that recomputes each
+    operator, for an engine in another dtype than the learner's (None: the learner's model). Raises the engine's
+    `EngineError`."""
     ways, texts = [], []
     for way in engine.ways:
         told(f"{engine.name} samples {len(prompts)} x {max_tokens} tokens, {way}")
@@ -115,7 +117,7 @@ def _compared(way: str, texts: Sequence[Sampled], learner: LearnerSide) -> WayRe
 
 
 def _check_routes(texts: Sequence[Sampled], learner: LearnerSide) -> None:
-    """Raises `EngineError` for routes that cannot be of the learner's model."""
+    """Raises `EngineError` for routes that do not fit the learner's model."""
     of = learner.model.config
     for routes in (text.routes for text in texts if text.routes is not None):
         if routes.shape[1:] != (of.num_moe_layers, of.top_k) or routes.dtype != of.route_dtype:

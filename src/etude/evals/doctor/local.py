@@ -51,7 +51,7 @@ class Finding:
 
     @property
     def layer(self) -> int | None:
-        """None outside the layers."""
+        """The number of the operator's layer; None outside of the layers."""
         head, _, rest = self.name.partition(".")
         return int(rest.partition(".")[0]) if head == "layers" else None
 

@@ -58,7 +58,9 @@ class TransformersEngine:
                 from transformers import AutoModelForCausalLM
             except ImportError as error:
                 raise EngineError(
-                    "transformers is not installed", str(error), hint="pip install transformers, then ask again"
+                    "transformers is not installed",
+                    str(error),
+                    hint="pip install transformers, then run the command again",
                 ) from None
             try:
                 model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Calls to a server of another make: HTTP over a socket of the file system or of loopback, and what a make must know.
+"""Calls to a server of other software (vLLM, SGLang): HTTP over a Unix socket or loopback.
 
-Everything that differs between makes is behind `Calls` and its `Dialect`; who has both is an engine
-(`engine.ForeignEngine`).
+What differs between them is in a subclass of `Calls` and in its `Dialect`. `engine.ForeignEngine` makes an engine of
+the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTROL_S = 30.0
 
 
 class Dialect(Protocol):
-    """What a make is asked and answers, pure."""
+    """Writes the requests and reads the answers of one kind of server. Pure."""
 
     GENERATE: str  # the path of requests for tokens
 
@@ -41,7 +41,8 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class RouteSource:
-    """Where routes come from: told with each answer by the build, kept by a worker extension, or nowhere."""
+    """How routes are obtained: `native`, the server sends them with each answer; `kept`, a worker extension keeps them;
+    or not at all, for the reason `missing`."""
 
     native: bool = False
     kept: bool = False
@@ -65,30 +66,31 @@ class Calls(abc.ABC):
 
     @abc.abstractmethod
     async def freeze(self) -> None:
-        """Nothing decodes or begins any more; what was asked keeps its keys and values."""
+        """Stop decoding, and begin no request. Requests in flight keep their KV cache."""
 
     @abc.abstractmethod
     async def thaw(self) -> None:
-        """It goes on."""
+        """Continue after `freeze`."""
 
     @abc.abstractmethod
     async def label(self, label: str) -> None:
-        """Tokens from here on carry this."""
+        """Set the label of all tokens that are sampled from now on."""
 
     @abc.abstractmethod
     async def route_source(self, num_moe_layers: int) -> RouteSource:
-        """Where routes will come from."""
+        """Find out how routes can be obtained from this server."""
 
     @abc.abstractmethod
     async def take_routes(self, name: str) -> str | None:
-        """What was kept of a request that has ended."""
+        """Fetch and drop the routes that the worker extension kept of a request that has ended: base64, as
+        `parts.kept_routes` reads it. None where it kept none."""
 
-    def forget(self, name: str) -> None:  # noqa: B027 - most drop what nobody waits for
-        """A request is given up; its connection is closed already."""
+    def forget(self, name: str) -> None:  # noqa: B027 - most servers drop a request whose connection is closed
+        """Have the server drop a request that was given up; its connection is closed already."""
 
     @property
     def alive(self) -> bool:
-        """Whether there is a server, as far as can be told from here."""
+        """Whether there seems to be a server: its socket exists. Always True on loopback."""
         return not isinstance(self.at, Path) or self.at.exists()
 
     async def disconnect(self) -> None:
@@ -98,12 +100,13 @@ class Calls(abc.ABC):
             await session.close()
 
     async def post(self, path: str, body: bytes, *, deadline_s: float = CONTROL_S) -> tuple[int, bytes]:
-        """(status, body). Raises `EngineError` where the server is gone or late."""
+        """Send a POST request; returns (status, body). Raises `EngineError` where the server is gone or late."""
         async with self.answer(path, body, deadline_s=deadline_s) as answer:
             return answer.status, await answer.read()
 
     async def ask(self, path: str, body: object = None, *, what: str, deadline_s: float = CONTROL_S) -> bytes:
-        """The body of an answer of 200. Raises `EngineError`."""
+        """Send a request and return the body of its answer. `what`: the request in words, for the error. Raises
+        `EngineError`, also for an answer that is not 200."""
         status, data = await self.post(path, msgspec.json.encode(body), deadline_s=deadline_s)
         if status != 200:
             error = self.dialect.refused(status, data, engine=self.name)
@@ -112,7 +115,7 @@ class Calls(abc.ABC):
         return data
 
     async def get(self, path: str, *, deadline_s: float) -> tuple[int, bytes]:
-        """(status, body). Raises `EngineError`."""
+        """Send a GET request; returns (status, body). Raises `EngineError`."""
         async with self.answer(path, None, deadline_s=deadline_s) as answer:
             return answer.status, await answer.read()
 
@@ -120,8 +123,8 @@ class Calls(abc.ABC):
     async def answer(
         self, path: str, body: bytes | None, *, deadline_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer, its body yet to be read. Left early, its connection is closed, and the request dropped. Without a
-        deadline the caller has one of its own."""
+        """Send a request and yield the answer for a block, its body not read yet. Leaving the block early closes the
+        connection, so that the server drops the request. Without `deadline_s` the caller must have a deadline."""
         timeout, method = aiohttp.ClientTimeout(total=deadline_s), "GET" if body is None else "POST"
         host = "server" if isinstance(self.at, Path) else f"127.0.0.1:{self.at}"
         try:
@@ -131,13 +134,13 @@ class Calls(abc.ABC):
             raise EngineError(
                 f"{self.make} of {self.name} did not answer {path} within {deadline_s or 0.0:g} s",
                 "it lives" if self.alive else "it has ended",
-                hint="it hangs, or has too much to do: see the engine's log",
+                hint="it hangs or is overloaded: see the engine's log",
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(
                 f"{self.make} of {self.name} broke off",
                 f"{type(error).__name__}: {error}; it was asked {path}",
-                hint="its last words are in the engine's log",
+                hint="see the end of the engine's log",
             ) from None
 
     def _connected(self) -> aiohttp.ClientSession:
@@ -146,6 +149,6 @@ class Calls(abc.ABC):
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.UnixConnector(str(self.at), limit=0) if by_file else aiohttp.TCPConnector(limit=0),
                 headers=self._headers,
-                read_bufsize=1 << 22,  # of a line of a stream, which holds all routes of a request at its end
+                read_bufsize=1 << 22,  # for one line of a stream: the last one has all routes of a request
             )
         return self._session

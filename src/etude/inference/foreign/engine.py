@@ -1,13 +1,13 @@
-"""`seams.Engine` before a server of another make: who may begin, what is translated, what a swap has to wait for.
+"""Makes an engine (`seams.Engine`) of a vLLM or SGLang server.
 
-Everything happens in one event loop. Requests are handed to the server as they come, which batches, orders and preempts
-them; here is kept only what our protocol promises and the server does not know: the version a request may begin under,
-sessions that pin one, deadlines by name, room by slots, and which adoption each token belongs to. A swap (`follow`)
-holds back new requests while it writes; those in flight keep their keys and values, and say so in their spans. One that
-demands a later version than was swapped in, as after a lost learner, ends.
+Everything runs in one event loop. Requests are passed on as they come; the server batches, orders and preempts them.
+Here is only what etude's protocol promises and the server does not have: the version that a request may begin with,
+sessions that pin a version, deadlines, a bound on requests, and which adoption each token belongs to. A swap (`follow`)
+holds back new requests while it writes. Requests in flight keep their KV cache, and their spans record that. A request
+that demands a later version than the one swapped in, as after a lost learner, ends with an error.
 
-Every answer is streamed, since tokens that come are what shows that a server computes: a request is late when no token
-of any request came for as long as it allows. A server says nothing while it reads prompts, and has more time for it.
+Every answer is streamed, since arriving tokens show that the server computes: a request is late when no token of any
+request came for its `deadline_s`. A server sends nothing while it computes prompts, and gets more time for that.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class ForeignEngine:
             raise EngineLate(
                 f"request {request.request_id} passed its deadline of {request.deadline_s:g} s without a token",
                 f"{self.name} has {self.num_here} requests{', and is paused' if self._paused else ''}",
-                hint="is it paused? where it hangs, restart it; or give the request more time",
+                hint="resume it if it is paused, restart it if it hangs, or give the request more time",
             ) from None
         finally:
             self._here.discard(here)

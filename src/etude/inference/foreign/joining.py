@@ -1,8 +1,8 @@
-"""What a server of another make begins with that joins a run elsewhere: the run says what it must be, its store has the
-weights.
+"""Makes the checkpoint directory that a vLLM or SGLang server starts with when it joins a run on another machine.
 
-It loads a directory. One is made of the run's config.json and, where adapters are published, of the base that they
-are on; else it begins with weights of no meaning and writes the first version whole. Nothing is served before that.
+The server must load a directory. It is made of the run's config.json and, where the run publishes adapters, of their
+base weights. Else the server starts with meaningless weights, and the first version is written whole before anything is
+served.
 """
 
 from __future__ import annotations

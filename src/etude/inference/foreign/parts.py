@@ -1,6 +1,7 @@
-"""An answer of a server of another make in our terms, and what no such answer can be. Pure.
+"""Turns the answers of vLLM and SGLang into completions, and refuses answers that cannot be one. Pure.
 
-A server labels tokens by the number of an adoption (`engine.ForeignEngine`); labels are read to (adoption, tokens).
+A server labels tokens with the number of the adoption whose weights sampled them (`engine.ForeignEngine`). Labels are
+read as pairs (adoption, number of tokens).
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from etude.records.completion import (
 from etude.records.wire import F32, I32, Routes
 
 WANTED = "routes"  # begins the name of a request whose routes will be fetched
-NO_NUMBER = -9999.0  # what vLLM sends in the place of a log-probability that is none
+NO_NUMBER = -9999.0  # what vLLM sends in place of a log-probability that is not a finite number
 
 
 class Broken(EngineError):
-    """A server answered something that none of the tested version answers."""
+    """A server's answer that no server of the tested version gives."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some tokens of an answer, or all of them (`Whole` puts them together)."""
+    """A part of a streamed answer, or a whole answer (`Whole` joins parts)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -47,7 +48,7 @@ class Part:
 
 
 class Whole:
-    """Parts put together as they come, each token once.
+    """Joins the parts of an answer as they arrive, each token once.
 
     >>> whole = Whole()
     >>> for part in (Part([7], [-0.5]), Part([8], [-0.1], "length", ((0, 2),))):
@@ -60,7 +61,7 @@ class Whole:
         self.part = Part([], [])
 
     def add(self, other: Part) -> None:
-        """The next part."""
+        """Add the next part."""
         had = self.part
         had.token_ids.extend(other.token_ids)
         had.logprobs.extend(other.logprobs)
@@ -74,8 +75,10 @@ class Whole:
 
 
 def keyed_seed(seed: int, num_prompt: int) -> int:
-    """A server draws a stream of numbers for a seed, beginning with the first token that it samples. Turns of a rollout
-    have one seed and longer and longer prompts: they must not begin with the same number.
+    """The seed to send for one turn: a 63-bit hash of the rollout's seed and the prompt's length.
+
+    A server starts a stream of random numbers with the first token that it samples. The turns of a rollout share a seed
+    and have longer and longer prompts: they must not all begin with the same number.
 
     >>> keyed_seed(7, 10) != keyed_seed(7, 11), 0 <= keyed_seed(7, 10) < 2**63
     (True, True)
@@ -85,7 +88,7 @@ def keyed_seed(seed: int, num_prompt: int) -> int:
 
 
 class Labelled(Protocol):
-    """A span of a server's own: output tokens [start, end) under a label."""
+    """A span in a server's answer: output tokens [start, end) with a label, `version`: the number of an adoption."""
 
     @property
     def version(self) -> str: ...
@@ -96,7 +99,8 @@ class Labelled(Protocol):
 
 
 def labelled(told: Iterable[Labelled], make: str, engine: str) -> tuple[tuple[int, int], ...]:
-    """(adoption, number of tokens) after each other. Raises `Broken`."""
+    """The spans of an answer as (adoption, number of tokens), in order. Raises `Broken` for spans with gaps, overlaps
+    or a label that is no number."""
     spans, at = [], 0
     for span in told:
         if span.start != at or span.end < at or not span.version.isdigit():
@@ -116,11 +120,11 @@ def completed(
     adoption: int,
     routes: Routes,
 ) -> Completion:
-    """The completion that a server's answer is. `versions`: what each adoption brought; `adoption`: the one that held
-    when the request was handed over. Raises `Broken`.
+    """Make a completion of a server's answer. `versions`: the version of each adoption; `adoption`: the one in force
+    when the request was sent. Raises `Broken`.
 
-    What a request that lived through a swap had read before it is not known: that it had is assumed, and the version of
-    then stands first among the spans, with no token.
+    Whether a request that saw a swap had computed part of its prompt before it is not known. It is assumed: the version
+    at the time of sending is then the first span, with no token.
     """
     count = len(answer.token_ids)
     if not count or sum(n for _, n in answer.spans) != count:
@@ -151,8 +155,8 @@ def completed(
 
 
 def kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) -> Routes:
-    """Routes of positions [start, stop) by base64 of int16 [positions, MoE layers, top_k]; what is not there is
-    `missing_route`. Raises `ValueError` for experts that the model does not have."""
+    """Decode routes of positions [start, stop) from `data`: base64 of int16 [positions, MoE layers, top_k]. Positions
+    that it lacks become `missing_route`. Raises `ValueError` for experts that the model does not have."""
     layers, top_k, dtype = model.num_moe_layers, model.top_k, model.route_dtype
     routes = np.full((stop - start, layers, top_k), missing_route(dtype), dtype)
     if data is not None and layers:
@@ -162,8 +166,9 @@ def kept_routes(data: str | None, model: ModelConfig, *, start: int, stop: int) 
 
 
 def as_routes(told: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
-    """Experts as a server numbers them, of any integer dtype, in the model's `route_dtype`; a negative number says that
-    none is known. Raises `ValueError` for an expert that the model does not have: a cast would make another of it.
+    """Convert a server's routes, of any integer dtype, to the model's `route_dtype`; a negative number (unknown)
+    becomes `missing_route`. Raises `ValueError` for an expert that the model does not have, which a cast would wrap to
+    another one.
 
     >>> from etude.models import ModelConfig
     >>> as_routes(np.array([[[-1, 7]]]), ModelConfig(num_experts=8)).tolist()
@@ -177,10 +182,10 @@ def as_routes(told: npt.NDArray[np.integer], model: ModelConfig) -> Routes:
 
 
 def any_missing(routes: Routes) -> bool:
-    """Whether some of them are not known."""
+    """Whether any of the routes is unknown (`missing_route`)."""
     return bool((routes == missing_route(routes.dtype)).any())
 
 
 def broken(make: str, engine: str, facts: str) -> Broken:
-    """For what no server of the tested version answers."""
+    """The error of an answer that no server of the tested version gives."""
     return Broken(f"{make} of {engine} answered what cannot be a completion", facts, hint="its log says what happened")

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from etude.errors import DeadlineExceeded, EngineError
 from etude.inference.foreign.calls import Calls
 from etude.inference.foreign.environment import link_package
 from etude.inference.foreign.launch import ADAPTER
+from etude.inference.foreign.repeats import Repeats
 from etude.inference.lifetime import when_parent_dies
 
 START_S, STOP_S = 570.0, 5.0
@@ -104,17 +104,21 @@ class Child(Calls):
 
     def _pass_on(self) -> None:
         assert self.process.stdout is not None, "started with a pipe"
+        repeats = Repeats()
         for line in self.process.stdout:
             text = line.decode(errors="replace")
             self._last.append(text)
             if found := _ERROR.search(text):
                 self._errors.append(found[0].strip())
-            sys.stdout.write(text)
+            sys.stdout.writelines(repeats.line(text))
             sys.stdout.flush()
+        sys.stdout.writelines(repeats.end())
+        sys.stdout.flush()
 
 
 def environ(folder: Path, threads: int) -> dict[str, str]:
-    """Variables that every server's processes see. Nothing of the adapter's own Python."""
+    """Variables that every server's processes see. Nothing of the adapter's own Python. `folder` is for their temporary
+    files and sockets; whoever made it removes it."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "ETUDE_TOKEN"))}
     return env | {
         ADAPTER: str(os.getpid()),
@@ -123,5 +127,5 @@ def environ(folder: Path, threads: int) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
-        "TMPDIR": tempfile.gettempdir(),
+        "TMPDIR": str(folder),  # what they leave there goes with it
     }

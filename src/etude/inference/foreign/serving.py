@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -26,11 +25,14 @@ from etude.inference.registering import Registration, be_member, registration_of
 from etude.inference.serving import add_arguments, require_weights, serve
 from etude.models.config import ModelConfig
 from etude.records.completion import Version
+from etude.scratch import OwnFolder
 from etude.telemetry import Telemetry
 from etude.weights import content_digest, tensor_digest
 from etude.weights.files.checkpoint import read_checkpoint
 
 HUNG_EXIT_CODE = 70
+SOCKET_BYTES, LONGEST_NAME = 107, 37
+"""What the kernel takes as a socket's path; how long a name a server gives one: a slash and a UUID."""
 
 
 def parser_of(make: str, prog: str) -> argparse.ArgumentParser:
@@ -50,12 +52,23 @@ def run(args: argparse.Namespace, make: str, serving: Callable[[Path, Telemetry 
     die_with_parent(watch_stdin=args.watch_stdin)
     telemetry = Telemetry(args.telemetry, process=args.name) if args.telemetry else None
     try:
-        with tempfile.TemporaryDirectory(prefix=f"etude-{make}-") as folder:
-            serving(Path(folder), telemetry)
+        with OwnFolder(make) as folder:
+            require_short(folder, make)
+            serving(folder, telemetry)
     except EtudeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def require_short(folder: Path, make: str) -> None:
+    """Raises `EngineError` where a server's sockets would have too long a path."""
+    if (size := len(os.fsencode(folder))) > SOCKET_BYTES - LONGEST_NAME:
+        raise EngineError(
+            f"the folder for temporary files has too long a path for the sockets of {make}",
+            f"{folder} has {size} bytes, at most {SOCKET_BYTES - LONGEST_NAME} leave room for a socket's name",
+            hint="set TMPDIR to a folder with a short path",
+        )
 
 
 def offer(

@@ -1,4 +1,4 @@
-"""What SGLang is asked and what it answers, in its words and in ours. Pure: nothing here knows of sockets.
+"""Writes requests to SGLang and reads its answers. Pure: knows nothing of sockets.
 
 SGLang's answers are read by what they must hold, and everything else in them is left alone: one that holds less, or
 disagrees with itself, is an `EngineError`, never a completion. Written against `/generate` of SGLang 0.5.23.

@@ -1,4 +1,4 @@
-"""One SGLang engine as a process: ``python -m etude.inference.sglang.server --checkpoint DIR [--store PLACE] ...``.
+"""The program of an SGLang engine: ``python -m etude.inference.sglang.server --checkpoint DIR [--store PLACE] ...``.
 
 Starts SGLang in its own environment as a child, follows the weight chain for it, and serves `app` on a socket as
 `etude.inference.server` does for our own engine: the same protocol, the same ready file, the same ends. SGLang dies

@@ -46,7 +46,7 @@ class VllmFollowing(Following):
         self._public_key = public_key.hex() if public_key else ""
 
     async def start_at_head(self) -> None:
-        """As every follower; a model that the workers have no map for is an `EngineError`."""
+        """As of every follower. Raises `EngineError` for a model that the workers have no map for."""
         await self._call("etude_follow", self.place, "policy", "", self._public_key, str(self.cache or ""))
         await super().start_at_head()
 

@@ -1,7 +1,7 @@
-"""What vLLM is asked and what it answers, in its words and in ours. Pure: nothing here knows of sockets.
+"""Writes requests to vLLM and reads its answers. Pure: knows nothing of sockets.
 
-vLLM's answers are read by what they must hold, and everything else in them is left alone: one that holds less, or
-disagrees with itself, is an `EngineError`, never a completion. Written against vLLM 0.32's `/inference/v1/generate`.
+Of an answer only the fields that are needed are read, and other fields are ignored. An answer that lacks one, or
+contradicts itself, is an `EngineError`, never a completion. Written for `/inference/v1/generate` of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 LEAST_TEMPERATURE = 0.01
-"""Below it vLLM samples at this one, and what it tells are log-probabilities at this one, too."""
+"""The lowest temperature above 0. At a lower one vLLM samples, and computes log-probabilities, at this temperature."""
 MAKE = "vLLM"
 T = TypeVar("T")
 
@@ -88,14 +88,14 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bool) -> bytes:
-    """The body that asks vLLM for a completion. `name`: what vLLM calls the request; `salt`: prefixes are shared under
-    the same one only. Raises `MalformedRequest`."""
+    """The body of a request for a completion. `name`: the request's id in vLLM; `salt`: requests share cached prefixes
+    only with others of the same salt. Raises `MalformedRequest`."""
     sampling, prompt = request.sampling, request.prompt_ids
     if 0.0 < sampling.temperature < LEAST_TEMPERATURE:
         raise MalformedRequest(
             f"request {request.request_id} asks for temperature {sampling.temperature:g}",
             f"vLLM samples at {LEAST_TEMPERATURE:g} at least, or greedily at 0",
-            hint=f"ask for 0, or for {LEAST_TEMPERATURE:g} and more",
+            hint=f"ask for 0, or at least {LEAST_TEMPERATURE:g}",
         )
     params: dict[str, Any] = {
         "max_tokens": sampling.max_tokens,
@@ -115,7 +115,7 @@ def asked(request: CompletionRequest, name: str, *, salt: str, native_routes: bo
 
 
 def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
-    """The body that asks for a text's log-probabilities."""
+    """The body of a request for a text's log-probabilities; `name` and `salt` as in `asked`."""
     params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
     return msgspec.json.encode(
         {"request_id": name, "token_ids": token_ids, "sampling_params": params, "cache_salt": salt}
@@ -123,8 +123,8 @@ def scored(token_ids: list[int], name: str, *, salt: str) -> bytes:
 
 
 def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int | None, list[float]]:
-    """(which adoption computed it, log-probability of each token but the first) of an answer to `scored`. None: vLLM
-    has no label for it. Raises `Broken`."""
+    """Read the answer to `scored`: (the number of the adoption that computed it, the log-probability of each token but
+    the first). The number is None where vLLM sends no label. Raises `Broken`."""
     answer = _decoded(body, _Answer, engine)
     rows = answer.prompt_logprobs or []
     found = [row.get(str(token)) if row else None for row, token in zip(rows[1:], token_ids[1:], strict=False)]
@@ -136,8 +136,8 @@ def read_scores(body: bytes, token_ids: list[int], *, engine: str) -> tuple[int 
 
 
 def read_event(line: bytes, *, engine: str) -> Part | None:
-    """A line of a streamed answer: some tokens; None for one that says nothing. Raises `Broken`, and `EngineError` for
-    what vLLM ended it with."""
+    """Read one line of a streamed answer: a part with some tokens, or None for a line without any. Raises `Broken`, and
+    `EngineError` where vLLM ended the request with an error."""
     if not line.startswith(b"data: ") or is_end(line):
         return None
     body = line[len(b"data: ") :]
@@ -147,12 +147,12 @@ def read_event(line: bytes, *, engine: str) -> Part | None:
 
 
 def is_end(line: bytes) -> bool:
-    """Whether a line is the last of a streamed answer."""
+    """Whether this is the last line of a streamed answer."""
     return line.strip() == b"data: [DONE]"
 
 
 def refused(status: int, body: bytes, *, engine: str) -> EngineError:
-    """The exception behind an answer that is not 200; never raises, whatever the bytes are.
+    """The exception of an answer whose status is not 200. Never raises itself, whatever the bytes are.
 
     >>> print(refused(400, b'{"error": {"message": "too long"}}', engine="engine-1"))
     vLLM of engine-1 answered 400: too long
@@ -166,7 +166,8 @@ def refused(status: int, body: bytes, *, engine: str) -> EngineError:
 
 
 def given_routes(data: str | None, model: ModelConfig, *, count: int) -> Routes:
-    """Routes that the build told itself: base64 of an .npy, [positions, layers, top_k]. Raises `ValueError`."""
+    """Decode routes that vLLM sent in an answer: base64 of an .npy file, [positions, layers, top_k]. Raises
+    `ValueError`."""
     if data is None:
         return kept_routes(None, model, start=0, stop=count)
     told = np.load(io.BytesIO(base64.b64decode(data)), allow_pickle=False)

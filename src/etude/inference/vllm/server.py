@@ -1,4 +1,4 @@
-"""One vLLM engine as a process: ``python -m etude.inference.vllm.server --checkpoint DIR [--store PLACE] ...``.
+"""The program of a vLLM engine: ``python -m etude.inference.vllm.server --checkpoint DIR [--store PLACE] ...``.
 
 Starts vLLM in its own environment as a child, follows the weight chain with it, and serves `app` on a socket as
 `etude.inference.server` does for our own engine: the same protocol, the same ready file, the same ends. vLLM dies with

@@ -1,9 +1,17 @@
-"""In a machine: run a file's tests and say how each ended, as it ends, and which files were read.
+"""A program for machines: runs the tests of one file, and reports each test's result as it ends and the files read.
 
-stdin: {"nonce", "runner", "path", "roots"}; `roots` are folders, below the working directory, that modules are found
-in. stdout: lines, each the nonce and one of ["test", name, "passed" or what else], ["error", what kept tests from being
-found], ["missing", a module], ["read", by which file, which file] (of the working directory, once each, no modules), at
-the end null. What tests print goes nowhere. For finding out which tests there are; grading has its own.
+It is used to find out which tests a repository has; grading has a runner of its own.
+
+stdin: JSON {"nonce", "runner", "path", "roots"}; `roots` are folders below the working directory in which modules are
+found. stdout: lines of the nonce and one JSON value:
+
+- ["test", name, "passed" or "failed"]: a skipped test counts as failed;
+- ["error", the last line of the error that kept tests from being found];
+- ["missing", module];
+- ["read", by which file, which file], for files of the working directory that are no modules, once each;
+- null at the end.
+
+What the tests print is dropped.
 """
 
 from __future__ import annotations
@@ -19,17 +27,18 @@ Say = Any
 
 
 def listen(say: Say) -> None:
-    """Say which files of the working directory its code reads, from here on. A file that is only looked for is none."""
+    """Report from now on which files of the working directory are read by code in it. A file that does not exist is not
+    reported."""
     here, said = os.path.realpath(os.getcwd()) + os.sep, set()
     reading = os.O_WRONLY | os.O_RDWR
 
     def inside(path: str) -> str | None:
-        """Relative to the working directory; None outside."""
+        """A path relative to the working directory; None where it lies outside."""
         whole = os.path.realpath(path)
         return whole[len(here) :] if whole.startswith(here) else None
 
     def reader() -> str | None:
-        """The nearest file of the working directory among those that called."""
+        """The nearest caller whose file lies in the working directory."""
         frame: Any = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename

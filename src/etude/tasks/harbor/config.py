@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::-([^}]*))?\}")
 
 @dataclass(frozen=True)
 class HarborConfig:
-    """What a ``task.toml`` says, of what matters here."""
+    """The fields of a Harbor ``task.toml`` that etude uses."""
 
     name: str
     docker_image: str
@@ -58,7 +58,7 @@ def read_config(folder: Path) -> HarborConfig:
     path = folder / "task.toml"
     try:
         plain = tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of too many digits is a plain ValueError
         raise TaskError(f"{path} cannot be read", str(error), hint="it is TOML, as harbor writes it") from None
     return _Reader(path).config(plain, folder.name)
 

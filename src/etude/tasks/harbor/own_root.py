@@ -24,7 +24,7 @@ _COPYING = ("FROM", "WORKDIR", "COPY", "ENV", "CMD", "LABEL", "EXPOSE")
 
 @dataclass(frozen=True)
 class OwnRoot:
-    """The tree that a Dockerfile leaves in its working directory, and how places are rewritten."""
+    """The files that a Dockerfile puts into its working directory, and the rewriting of its paths to ours."""
 
     files: dict[str, str]
     workdir: str
@@ -46,7 +46,8 @@ class OwnRoot:
 
 
 def own_root(folder: Path) -> OwnRoot:
-    """What a task's Dockerfile copies. `TaskError` for one that does more: it needs an image."""
+    """Read the files that a task's Dockerfile copies. Raises `TaskError` for a Dockerfile that does more: its task
+    needs an image."""
     refuse_link(folder / "environment")
     path = folder / "environment" / "Dockerfile"
     if not path.is_file():
@@ -77,9 +78,9 @@ def _copy(context: Path, rest: str, workdir: str, files: dict[str, str], place: 
     try:
         words = [word for word in shlex.split(rest) if not word.startswith("--")]
     except ValueError as error:
-        raise TaskError(place, str(error), hint="mend the COPY") from None
+        raise TaskError(place, str(error), hint="correct the COPY line") from None
     if len(words) < 2:
-        raise TaskError(place, "COPY needs a source and a target", hint="mend the COPY")
+        raise TaskError(place, "COPY needs a source and a target", hint="correct the COPY line")
     *sources, target = words
     for source in sources:
         path = (context / source.lstrip("/")).resolve()
@@ -94,4 +95,4 @@ def _copy(context: Path, rest: str, workdir: str, files: dict[str, str], place: 
             is_folder = target.endswith("/") or target in (".", "./") or len(sources) > 1
             files[f"{into}/{path.name}" if is_folder else into] = read_text(path)
         else:
-            raise TaskError(place, f"there is no {source} in environment/", hint="mend the COPY")
+            raise TaskError(place, f"there is no {source} in environment/", hint="correct the COPY line")

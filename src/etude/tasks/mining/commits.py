@@ -185,8 +185,8 @@ def whole_tree_task(
     image: Image | None,
     kept: Collection[str] = (),
 ) -> Task:
-    """A task over a whole repository: every file outside its tests may be changed, and those the reference adds, but
-    for those that are `kept`: what tests read and load their cases with."""
+    """Make a task of a whole repository. Its exports are all files outside of its tests and those that the reference
+    adds, except the files in `kept`, which tests read or load their cases with."""
     exports = exports_outside_tests({*files, *answer.reference}, set(kept) - set(answer.reference))
     tests = answer.tests
     module = "pytest" if tests is not None and tests.runner is Runner.PYTEST else "unittest"

@@ -9,14 +9,23 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from etude.errors import NoSource, TaskError
 
 DEADLINE_S = 120.0
 MAX_BLOB_BYTES = 1 << 20
+MAX_PRINTED_BYTES = 64 << 20  # by git log, ls-tree or cat-file --batch-check
+MAX_BATCH_BYTES = 64 << 20
+MAX_TEXT_BYTES = 1 << 30  # of one tree
+MAX_KEPT_BYTES = 1 << 30  # before a tree is read
+MAX_MERGED = 1_000
+_SAID_BYTES = 2_000
 _QUIET = {
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": os.devnull,
@@ -31,7 +40,7 @@ _SETTINGS = (  # what a repository's own could have a program run by
     "log.showSignature=false",
     "safe.directory=*",
 )
-_FORMAT = "%H%x00%P%x00%B%x01"
+_FORMAT = "%H%n%P%n%B"  # each ends with NUL, which no message has
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class Repository:
         if not self.path.is_dir():
             raise NoSource(f"no repository at {self.path}", hint="give a folder that Git knows as a repository")
         self._texts: dict[str, str | None] = {}
+        self._num_kept = 0  # bytes of them
         try:
             inside = self._git("rev-parse", "--show-prefix").decode(errors="replace").strip("\n/")
         except TaskError as error:
@@ -69,15 +79,18 @@ class Repository:
         """The newest `limit` commits of the main line from `head`, newest first: of what was merged, the merge alone.
         No change is in two of them."""
         out = self._git(
-            "log", "--first-parent", f"--max-count={limit}", f"--format={_FORMAT}", self.resolve(head), "--"
+            "log", "-z", "--first-parent", f"--max-count={limit}", f"--format={_FORMAT}", self.resolve(head), "--"
         )
-        rows = (row.strip("\n").split("\0") for row in out.decode("utf-8", "replace").split("\x01") if row.strip())
+        rows = (row.split("\n", 2) for row in out.decode("utf-8", "replace").split("\0") if row)
         return [Commit(id, tuple(parents.split()), message.strip()) for id, parents, message in rows]
 
     def merged(self, commit: Commit) -> str:
-        """The messages of the commits that a merge brought, oldest first."""
+        """The messages of the commits that a merge brought, oldest first; of very many the newest."""
         outside = [f"^{commit.parents[0]}", *commit.parents[1:]]
-        return self._git("log", "--no-merges", "--reverse", "--format=%B", *outside, "--").decode("utf-8", "replace")
+        most = f"--max-count={MAX_MERGED}"
+        return self._git("log", "--no-merges", "--reverse", most, "--format=%B", *outside, "--").decode(
+            "utf-8", "replace"
+        )
 
     def tree(self, commit: str) -> dict[str, str]:
         """path -> id of the blob, of every regular file. Links and submodules are left out, and paths that are no
@@ -96,42 +109,111 @@ class Repository:
 
     def texts(self, tree: Mapping[str, str]) -> dict[str, str]:
         """path -> text of a tree; files that are no UTF-8 text, or larger than a mebibyte, are left out."""
+        if self._num_kept > MAX_KEPT_BYTES:
+            self._texts.clear()
+            self._num_kept = 0
         self._read({blob for blob in tree.values() if blob not in self._texts})
         found = ((path, self._texts[blob]) for path, blob in tree.items())
         return {path: text for path, text in found if text is not None}
 
     def _read(self, blobs: Iterable[str]) -> None:
-        wanted = sorted(blobs)
-        if not wanted:
-            return
-        out = self._git("cat-file", "--batch", stdin="".join(f"{blob}\n" for blob in wanted).encode())
-        at = 0
-        for blob in wanted:
-            head = out[at : out.index(b"\n", at)]
-            at += len(head) + 1
-            if head.endswith(b" missing"):
+        """Keep the texts of blobs, in batches; one too large to be a text is never asked for, so that none fills
+        memory."""
+        batch: list[tuple[str, int]] = []
+        total = 0
+        for blob, size in self._sizes(sorted(blobs)):
+            if size > MAX_BLOB_BYTES:
                 self._texts[blob] = None
                 continue
-            size = int(head.split()[2])
+            if total + size > MAX_BATCH_BYTES:
+                self._read_batch(batch)
+                batch, total = [], 0
+            batch.append((blob, size))
+            total += size
+        if batch:
+            self._read_batch(batch)
+
+    def _sizes(self, blobs: list[str]) -> list[tuple[str, int]]:
+        """Blobs with their sizes, as far as they are there and are blobs; the others are kept as no text."""
+        out = self._git("cat-file", "--batch-check", stdin=_lines(blobs)).splitlines() if blobs else []
+        sizes: list[tuple[str, int]] = []
+        for blob, told in zip(blobs, out, strict=True):
+            words = told.split()
+            if len(words) == 3 and words[1] == b"blob":
+                sizes.append((blob, int(words[2])))
+            else:
+                self._texts[blob] = None
+        self._num_kept += sum(size for _, size in sizes if size <= MAX_BLOB_BYTES)
+        if self._num_kept > MAX_TEXT_BYTES + MAX_KEPT_BYTES:
+            facts = f"more than {MAX_TEXT_BYTES >> 20} MiB in files of at most {MAX_BLOB_BYTES >> 20} MiB"
+            raise TaskError(f"{self.path} has too much text", facts, hint="take a part of it as a repository")
+        return sizes
+
+    def _read_batch(self, batch: list[tuple[str, int]]) -> None:
+        limit = sum(size + 256 for _, size in batch)
+        out = self._git("cat-file", "--batch", stdin=_lines(blob for blob, _ in batch), limit=limit)
+        at = 0
+        for blob, size in batch:
+            head = out[at : out.find(b"\n", at)]
+            if head.split() != [blob.encode(), b"blob", b"%d" % size]:
+                facts = f"{blob}: {head[:80].decode(errors='replace')}"
+                raise TaskError(f"{self.path} cannot be read", facts, hint="try `git fsck` on it")
+            at += len(head) + 1
             self._texts[blob] = _text(out[at : at + size])
             at += size + 1
 
-    def _git(self, *words: str, stdin: bytes = b"") -> bytes:
+    def _git(self, *words: str, stdin: bytes = b"", limit: int = MAX_PRINTED_BYTES) -> bytes:
+        """What a git command prints; it is ended at its deadline, and past `limit` bytes: a tree of few objects has
+        any number of files."""
         settings = [word for one in _SETTINGS for word in ("-c", one)]
         command = ["git", *settings, "-C", str(self.path), *words]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _QUIET
-        try:
-            done = subprocess.run(
-                command, input=stdin, capture_output=True, timeout=DEADLINE_S, env=environment, check=False
-            )
-        except subprocess.TimeoutExpired:
+        with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
+            asked.write(stdin)
+            asked.seek(0)
+            process = subprocess.Popen(command, stdin=asked, stdout=subprocess.PIPE, stderr=told, env=environment)
+            late = threading.Event()
+            timer = threading.Timer(DEADLINE_S, _end, (process, late))
+            timer.daemon = True
+            timer.start()
+            with process:
+                assert process.stdout is not None
+                try:
+                    out = _read(process.stdout, limit)
+                    code = process.wait() if len(out) <= limit else 0
+                finally:
+                    timer.cancel()
+                    process.kill()
+            told.seek(max(0, told.seek(0, os.SEEK_END) - _SAID_BYTES))
+            said = told.read().decode(errors="replace").strip().splitlines()
+        if late.is_set():
             facts = f"git {words[0]} took more than {DEADLINE_S:g} s"
-            raise TaskError(f"{self.path} cannot be read", facts, hint="try `git fsck` on it") from None
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            facts = f"git {words[0]}: {said[-1] if said else f'exit code {done.returncode}'}"
+            raise TaskError(f"{self.path} cannot be read", facts, hint="try `git fsck` on it")
+        if len(out) > limit:
+            facts = f"git {words[0]} prints more than {limit} bytes"
+            raise TaskError(f"{self.path} is too large to be read", facts, hint="take a part of it as a repository")
+        if code:
+            facts = f"git {words[0]}: {said[-1] if said else f'exit code {code}'}"
             raise TaskError(f"{self.path} cannot be read", facts, hint="give a Git repository and a commit it has")
-        return done.stdout
+        return out
+
+
+def _end(process: subprocess.Popen[bytes], late: threading.Event) -> None:
+    late.set()
+    process.kill()
+
+
+def _read(stream: IO[bytes], limit: int) -> bytes:
+    """What comes, and a byte more than `limit` at most; room is made for what has come."""
+    parts, left = [], limit + 1
+    while left and (part := stream.read(min(left, 1 << 20))):
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _lines(names: Iterable[str]) -> bytes:
+    return "".join(f"{name}\n" for name in names).encode()
 
 
 def _text(data: bytes) -> str | None:

@@ -10,6 +10,7 @@ import re
 
 MIN_WORDS = 3
 MAX_CHARS = 4_000
+MAX_READ_CHARS = 64_000
 _TRAILER = re.compile(r"^[A-Z][A-Za-z]+(-[A-Za-z]+)*: ?\S.*$")
 _TRAILERS = re.compile(
     r"^(signed-off-by|co-authored-by|reviewed-by|acked-by|tested-by|reported-by|cc|change-id|fixes|closes|refs?|link|"
@@ -30,8 +31,11 @@ def instruction_from(message: str) -> str | None:
     >>> instruction_from("wip") is None
     True
     """
-    lines = [line.rstrip() for line in message.strip().splitlines()]
-    kept = [line for line in lines if not _TRAILERS.match(line.strip()) and not _is_trailer(line, lines)]
+    lines = [line.rstrip() for line in message.strip()[:MAX_READ_CHARS].splitlines()]
+    trailers = _trailers(lines)
+    kept = [
+        line for at, line in enumerate(lines) if not _TRAILERS.match(line.strip()) and (at == 0 or line not in trailers)
+    ]
     text = "\n".join(kept)
     for pattern in (_ADDRESS, _NUMBER_IN_BRACKETS, _NUMBER, _HASH):
         text = pattern.sub("", text)
@@ -51,9 +55,9 @@ def of_merge(message: str) -> str:
     return rest.strip() if re.match(r"merged?\b", subject, re.IGNORECASE) else message
 
 
-def _is_trailer(line: str, lines: list[str]) -> bool:
-    """Whether a line is among the last ones, all of which have the form of trailers, and is not the subject."""
-    if not _TRAILER.match(line) or line is lines[0]:
-        return False
-    last = lines[len(lines) - lines[::-1].index("") :] if "" in lines else []
-    return line in last and all(_TRAILER.match(one) for one in last if one)
+def _trailers(lines: list[str]) -> set[str]:
+    """The last lines, behind the last empty one, if all of them have the form of trailers."""
+    if "" not in lines:
+        return set()
+    last = lines[len(lines) - lines[::-1].index("") :]
+    return set(last) if all(_TRAILER.match(one) for one in last) else set()

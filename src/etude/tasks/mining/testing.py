@@ -30,6 +30,7 @@ _TEST_FOLDER = re.compile(
 _IMPORTS = re.compile(r"^[ \t]*(?:import|from)\b([^#\n(]*(?:\([^)]*\))?)", re.MULTILINE)
 LEAST_DEADLINE_S, PATIENCE = 20.0, 3.0
 _OUTPUT_BYTES = 4 << 20
+_WORDS = {"test": 3, "read": 3, "error": 2, "missing": 2}  # of a row, by its first
 _NAME_CHARS = 256
 
 
@@ -77,7 +78,7 @@ def _needs_pytest(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Ran:
-    """What the tests of some files did on a tree."""
+    """The results of the tests of some files on a tree."""
 
     passed: frozenset[str]  # their names
     reads: frozenset[tuple[str, str]] = frozenset()  # (by which file, which file), of the tree; no modules
@@ -141,20 +142,34 @@ async def _of_file(machine: Machine, path: str, runner: Runner, roots: Sequence[
         stdin=json.dumps({"nonce": nonce, "runner": runner, "path": path, "roots": roots}).encode(),
         output_bytes=_OUTPUT_BYTES,
     )
-    rows = [
-        json.loads(line.partition(b" ")[2]) for line in result.output.split(b"\n") if line.startswith(nonce.encode())
-    ]
+    marked = [line for line in result.output.split(b"\n") if line.startswith(nonce.encode())]
+    rows = [row for line in marked if (row := _row(line.partition(b" ")[2]))]
     ends: dict[str, set[str]] = {}
     for row in rows:
-        if row and row[0] == "test":
+        if row[0] == "test":
             ends.setdefault(row[1], set()).add(row[2])
         elif row == ["missing", "pytest"]:
             raise TaskError("the machine has no pytest", f"{path} needs it", hint="give an image that has it")
+    if result.truncated:  # an end that is lost may have been a failure
+        return Ran(frozenset(), trouble=f"its tests report more than {_OUTPUT_BYTES >> 20} MiB")
     return Ran(
         frozenset(name for name, outcomes in ends.items() if outcomes == {"passed"}),
-        frozenset((row[1], row[2]) for row in rows if row and row[0] == "read"),
-        next((row[1] for row in rows if row and row[0] in ("error", "missing")), ""),
+        frozenset((row[1], row[2]) for row in rows if row[0] == "read"),
+        next((row[1] for row in rows if row[0] in ("error", "missing")), ""),
     )
+
+
+def _row(said: bytes) -> list[str]:
+    """What a runner reported; nothing where it is no row: the tests run where the report is made, and can write into
+    it."""
+    try:
+        row = json.loads(said)
+        if isinstance(row, list) and all(isinstance(word, str) for word in row):
+            "".join(row).encode()  # JSON can name half of a character
+            return row if row and len(row) == _WORDS.get(row[0]) else []
+    except (ValueError, RecursionError):
+        pass
+    return []
 
 
 def source_roots(paths: Iterable[str]) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ class _Finder:
         value = node.value
         if value is True or value is False:
             yield self._edit("constant", node, str(not value))
-        elif type(value) is int:
+        elif type(value) is int and value.bit_length() < 4096:  # Python writes no more digits than some thousands
             yield self._edit("constant", node, str(value + 1))
             if value > 0:
                 yield self._edit("off by one", node, str(value - 1))

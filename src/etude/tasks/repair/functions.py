@@ -1,9 +1,9 @@
-"""One-expression functions with docstrings: what the generated repositories are made of.
+"""Generates functions of one expression with a docstring. The generated repositories are made of them.
 
-A `Template` is an expression over the operands A and B (or the constant K), with two ways to say it in words. A
-`Function` picks template, phrasing, variables and constant; a `Body` is an expression that could stand in it, right
-or wrong, and can be computed here without running any text. What a model has to learn is the way from docstring
-to expression; whether it did is asked on functions whose key was never shown (see `splits`).
+A `Template` is an expression over the operands A and B (or the constant K), with two phrases that describe it. A
+`Function` picks template, phrase, variables and constant. A `Body` is an expression that a function may return, right
+or wrong; its value is computed here without running any text. A model has to learn to write the expression for a
+docstring. This is tested on functions whose key was never shown (see `splits`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.tasks.splits import split_of
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """An expression with placeholders. `apply` computes it from the values that stand for A and for B or K."""
+    """An expression with placeholders. `apply` computes its value from those of A and of B or K."""
 
     family: str  # "ab" two numbers, "ak" a number and a constant, "xs" a list, "s" a string
     expression: str
@@ -30,13 +30,13 @@ class Template:
 
 
 def _fill(text: str, operands: Sequence[str | int]) -> str:
-    """Operands are lower-case names and numbers, so that replacing one never makes another placeholder."""
+    """Replace the placeholders by operands. These are lower-case names and numbers, so none becomes a placeholder."""
     first, last = str(operands[0]), str(operands[-1])
     return text.replace("A", first).replace("B", last).replace("K", last)
 
 
 _Rows = tuple[tuple[str, Callable[..., Any], str, str], ...]
-"""Expression, what computes it, and the two phrases."""
+"""(expression, function that computes it, first phrase, second phrase)."""
 _AB: _Rows = (
     ("A + B", operator.add, "A plus B", "sum of A and B"),
     ("A - B", operator.sub, "A minus B", "B taken from A"),
@@ -127,7 +127,7 @@ TRANSFER_TEMPLATES = _templates(
         ),
     ),
 )
-"""What `Split.TRANSFER` is made of: no training, validation or held-out function has one of these templates."""
+"""The templates of `Split.TRANSFER`. No training, validation or held-out function uses one of them."""
 FAMILY_WEIGHTS = {"ab": 0.3, "ak": 0.4, "xs": 0.15, "s": 0.15}
 VARIABLES: dict[str, tuple[tuple[str, ...], ...]] = {
     "ab": (("a", "b"), ("x", "y"), ("m", "n"), ("p", "q"), ("left", "right"), ("u", "v")),
@@ -144,12 +144,12 @@ FUNCTION_NAMES = (
 )
 # fmt: on
 MISSING = Template("", "None", lambda *_: None, ("", ""))
-"""The body of a function that was never written."""
+"""The template of a body that was not written: `return None`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a function returns: a template and what stands for A and for B or K (names or a constant)."""
+    """The expression that a function returns: a template, and operands for A and for B or K (names or a constant)."""
 
     template: Template
     operands: tuple[str | int, ...]
@@ -159,7 +159,7 @@ class Body:
         return _fill(self.template.expression, self.operands)
 
     def value(self, variables: Sequence[str], args: Sequence[Any]) -> Any:
-        """What the body gives for these arguments; values are plain JSON data."""
+        """The value of the body for these arguments, as plain JSON data."""
         scope = dict(zip(variables, args, strict=True))
         return self.template.apply(*[scope[o] if isinstance(o, str) else o for o in self.operands])
 
@@ -189,7 +189,7 @@ class Function:
 
     @property
     def body(self) -> Body:
-        """The right one."""
+        """The right body, which the docstring describes."""
         return Body(self.template, self.operands)
 
     @property
@@ -198,7 +198,8 @@ class Function:
 
     @property
     def key(self) -> str:
-        """The content that decides the split. Variables and docstring determine template, phrasing and constant."""
+        """The text by which the function's split is chosen: variables and docstring, which determine template, phrase
+        and constant."""
         return f"({', '.join(self.variables)}) {self.docstring}"
 
     @property
@@ -211,11 +212,12 @@ class Function:
         return f'def {self.name}({", ".join(self.variables)}):\n    """{self.docstring}"""\n    return {text}\n'
 
     def wrong_operators(self) -> list[Body]:
-        """The other expressions of the family over the same operands."""
+        """Bodies with the other expressions of the family over the same operands."""
         return [Body(t, self.operands) for t in TEMPLATES[self.template.family] if t is not self.template]
 
     def wrong_operands(self) -> list[Body]:
-        """One variable taken twice, or the two swapped where that matters; none where there is only one."""
+        """Bodies with one variable used twice, or with both swapped where that changes the value; none for a function
+        of one variable."""
         if self.template.family != "ab":
             return []
         a, b = self.variables
@@ -223,7 +225,7 @@ class Function:
         return [*swapped, Body(self.template, (a, a))]
 
     def wrong_constants(self, rng: random.Random, n: int = 8) -> list[Body]:
-        """Up to n draws of another constant; none where there is no constant."""
+        """Bodies with up to n other constants, drawn at random; none where the template has no constant."""
         if self.template.family != "ak":
             return []
         drawn = [rng.randint(2, 19) for _ in range(n)]
@@ -231,9 +233,9 @@ class Function:
 
 
 def random_function(rng: random.Random, name: str, split: Split) -> Function:
-    """A function of the split, in the distribution of the repositories: constants 2 to 19, usual variable names."""
+    """Draw a function of a split as the repositories have them: constants 2 to 19, common variable names."""
     templates = TRANSFER_TEMPLATES if split is Split.TRANSFER else TEMPLATES
-    weights = [FAMILY_WEIGHTS[f] for f in templates]  # alike in the splits that share templates
+    weights = [FAMILY_WEIGHTS[f] for f in templates]  # the same in all splits that share templates
     family = rng.choices(list(templates), weights)[0]
     while True:
         template, variables = rng.choice(templates[family]), rng.choice(VARIABLES[family])
@@ -247,10 +249,11 @@ _ALL = tuple(t for family in TEMPLATES.values() for t in family)
 
 
 def wide_function(rng: random.Random, name: str) -> Function:
-    """A training function for the corpus: every template alike, constants 2 to 99, half of the variables odd names.
+    """Draw a training function for the corpus: all templates equally often, constants 2 to 99, half of the variables
+    with unusual names.
 
-    Copying a constant or a name from docstring to expression forms late in training and decides the whole run;
-    so its examples are drawn wider than the repositories' own.
+    A model learns late in training to copy a constant or a name from the docstring to the expression, and RL depends on
+    it. So the corpus has a wider range of them than the repositories.
     """
     names = [n for n in FUNCTION_NAMES if n != name]
     while True:
@@ -265,7 +268,7 @@ def wide_function(rng: random.Random, name: str) -> Function:
 
 
 def random_args(rng: random.Random, function: Function) -> list[Any]:
-    """Arguments for one call: small numbers, short lists, short words; constants are met at their border."""
+    """Draw arguments for one call: small numbers, short lists, short words; for a constant, often values next to it."""
     match function.template.family:
         case "ab":
             first = rng.randint(1, 12)
@@ -281,7 +284,7 @@ def random_args(rng: random.Random, function: Function) -> list[Any]:
 
 
 def border_args(rng: random.Random, function: Function) -> list[list[Any]]:
-    """The arguments that tell neighbours apart: below, at and above the constant; smaller, equal and larger pairs."""
+    """Arguments that separate similar functions: below, at and above the constant; smaller, equal and larger pairs."""
     match function.template.family:
         case "ab":
             low, high = sorted(rng.sample(range(1, 13), 2))
@@ -300,7 +303,7 @@ def _measure(phrase: str, num_variables: int) -> tuple[int, int]:
 
 
 def _phrases(templates: Iterable[Template]) -> dict[tuple[int, int], list[str]]:
-    """Phrases by number of variables and of words: the few that a docstring of that shape can be."""
+    """Phrases by (number of variables, number of words), so that a docstring is compared with few of them."""
     shelves: dict[tuple[int, int], list[str]] = {}
     for phrase in (p for t in templates for p in t.phrases):
         shelves.setdefault(_measure(phrase, 2 if "B" in phrase else 1), []).append(phrase)
@@ -329,7 +332,7 @@ def split_of_key(key: str) -> Split:
 
 
 def keys_in(text: str) -> Iterator[str]:
-    """The keys of all functions of our kind that a text shows, be it code or the numbered lines of a `cat`.
+    """Yield the keys of all generated functions in a text, which may be code or the numbered lines of a `cat`.
 
     >>> list(keys_in('1 def price(n):\\n2  \"\"\"n plus 3\"\"\"\\n3  return None'))
     ['(n) n plus 3']

@@ -41,11 +41,11 @@ class RepairSource:
         self.seed, self.files, self.functions_per_file = seed, files, functions_per_file
 
     def size(self, split: Split) -> int | None:
-        """None: generated without end."""
+        """Always None: tasks are generated without end."""
         return None
 
     def problem(self, split: Split, index: int) -> Problem:
-        """What is behind `task(split, index)`, hidden side included. For demonstrations, probes and graders."""
+        """The problem behind `task(split, index)`, with its answer. For demonstrations, probes and graders."""
         if index < 0:
             raise TaskError(f"no task {index} in {split}", hint="indices start at 0")
         rng = random.Random(f"repair {self.seed} {split} {index}")

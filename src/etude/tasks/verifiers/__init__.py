@@ -57,7 +57,11 @@ class VerifiersSource:
         except TaskError as error:
             raise NoSource(f"no environment {environment!r}", f"{error.what}: {error.facts}", hint=error.hint) from None
         except (KeyError, TypeError) as error:
-            raise NoSource(f"no environment {environment!r}", f"its answer: {error!r}", hint="see the child") from None
+            raise NoSource(
+                f"no environment {environment!r}",
+                f"its answer: {error!r}",
+                hint="check the environment's name, and that it is installed there",
+            ) from None
         self._rows: dict[Split, list[int]] = {split: [] for split in Split}
         self._seen = 0
         for number, digest in enumerate(hashes):
@@ -100,10 +104,10 @@ class VerifiersSource:
             metrics = {str(k): float(v) for k, v in said["metrics"].items() if v is not None}
             return float(said["reward"]), metrics
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TaskError(f"{self.environment} gave no reward", repr(error), hint="see the environment") from None
+            raise TaskError(f"{self.environment} gave no reward", repr(error), hint="look into its rubric") from None
 
     def grader(self) -> VerifiersGrader:
-        """What judges these tasks."""
+        """The grader of these tasks."""
         return VerifiersGrader(self)
 
     def close(self) -> None:
@@ -113,7 +117,7 @@ class VerifiersSource:
     def _row(self, number: int) -> dict[str, Any]:
         row = self._child.ask({"do": "row", "index": number}, deadline_s=ROW_S)
         if not isinstance(row, dict) or not isinstance(row.get("instruction"), str) or not row["instruction"].strip():
-            raise TaskError(f"row {number} of {self.environment} has no instruction", hint="see the environment")
+            raise TaskError(f"row {number} of {self.environment} has no instruction", hint="look into its data set")
         if row.get("needs"):
             hint = "only environments that judge the answer's text can be used"
             raise TaskError(
@@ -168,7 +172,7 @@ def _graded(reward: float, metrics: Mapping[str, float], reason: str) -> Graded:
 
 
 def grader_for(source: TaskSource, usual: Grader) -> Grader:
-    """Who judges the tasks of a source: its own judge where it brings one."""
+    """The grader for the tasks of a source: the source's own where it has one, else `usual`."""
     return source.grader() if isinstance(source, VerifiersSource) else usual
 
 

@@ -95,7 +95,9 @@ class Child:
                 hint="see that the environment loads in that interpreter",
             ) from None
         if "ok" not in answer:
-            raise TaskError(f"{question['do']!r} was refused", str(answer.get("error")), hint="see the environment")
+            raise TaskError(
+                f"{question['do']!r} was refused", str(answer.get("error")), hint="look into the environment"
+            )
         return answer["ok"]
 
     def _write(self, process: subprocess.Popen[bytes], data: bytes, until: float) -> None:

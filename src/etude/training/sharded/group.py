@@ -35,6 +35,7 @@ from etude.training.sharded.mesh import Mesh
 from etude.training.sharded.shards import Cut, begin, cuts_of, fill, names_of, shard
 from etude.training.sharded.trained import Shards
 from etude.training.sharded.wholes import Wholes
+from etude.training.totals import rounded, total
 from etude.training.trained import Loading, Trained, recomputing
 from etude.weights.shards.sharded import ShardedChannel
 
@@ -124,9 +125,9 @@ class Sharded:
         with self.waited("counts"):
             distributed.all_reduce(counts)
 
-    def norm(self, squares: Mapping[str, Sequence[float]]) -> float:
-        mine = [x for name, rows in squares.items() if self._counts(self._cuts[name]) for x in rows]
-        return math.sqrt(math.fsum(x for one in self.gathered(mine) for x in one))
+    def norm(self, squares: Mapping[str, torch.Tensor]) -> float:
+        mine = [rows for name, rows in squares.items() if self._counts(self._cuts[name])]
+        return math.sqrt(rounded(self.gathered(total(torch.cat(mine)) if mine else 0)))
 
     def _counts(self, cut: Cut) -> bool:
         """Whether this rank speaks for what it has of a parameter."""
@@ -139,7 +140,7 @@ class Sharded:
         return found
 
     def at_first(self, one: T) -> list[T]:
-        """What every rank has, by rank, on rank 0; elsewhere nothing."""
+        """The values of all ranks, in order of rank, on rank 0; empty on the others."""
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self.waited("weights"):
             distributed.gather_object(one, found, dst=0, group=self.mesh.control)

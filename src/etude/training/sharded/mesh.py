@@ -82,7 +82,7 @@ def join(
     if size != config.ranks:
         raise ConfigError(
             f"{size} ranks do not fill a mesh of {config.ranks}",
-            f"learner.ranks = {config.ranks}; whoever started this one says that there are {size}",
+            f"learner.ranks = {config.ranks}, and the launcher started {size}",
             hint="start as many as learner.ranks says: torchrun --nproc-per-node",
         )
     device, backend = _device(config.device, rank)

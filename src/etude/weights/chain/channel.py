@@ -1,9 +1,9 @@
-"""The writer's side: publishes versions of one policy into a blob store.
+"""The writer's side of the chain: publishes versions of one policy into a blob store.
 
-Objects first, then the manifest that names them, then the pointer by compare-and-swap: that move is the commit. Killed
-anywhere before it, readers see the old version; after it, the new one. Every publish carries a delta from the version
-published last; an anchor goes beside it when one is due (`anchors`). Deltas are taken from the last *published* bytes:
-a writer that restarts reads them back first. Knows nothing of optimisers.
+Objects are written first, then the manifest that names them; then the pointer is moved by compare-and-swap, which is
+the commit. If the writer is killed before the commit, readers see the old version; after it, the new one. Every publish
+writes a delta from the version published last, and an anchor beside it when one is due (`anchors`). Deltas are taken
+from the last *published* bytes: a writer that restarts reads them back first. Knows nothing of optimisers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MAX_SWEEPS = 3
 
 @dataclass(frozen=True)
 class Head:
-    """What was published last. `pointer`: the bytes the next compare-and-swap expects."""
+    """The version that was published last. `pointer`: the bytes that the next compare-and-swap expects."""
 
     pointer: bytes | None = None
     ref: Ref | None = None
@@ -60,9 +60,10 @@ class Head:
 
 
 class Channel:
-    """The one writer of a policy's versions; a second one is found out at its first commit. Not safe between threads.
+    """The one writer of a policy's versions. A second writer fails at its first commit. Not thread-safe.
 
-    `incarnation`: 8 hex characters, None draws them: a restart never reuses a version's name for other bytes.
+    `incarnation`: 8 hex characters, drawn at random where None, so that a restart never reuses a version's name for
+    other bytes.
 
     >>> from etude.stores import MemoryStore
     >>> channel = Channel(MemoryStore(), incarnation="0a1b2c3d")
@@ -88,10 +89,10 @@ class Channel:
         self._store, self._name, self._signer, self._anchors = store, name, signer, anchors
         self._key = history.pointer_key(name)
         self.incarnation = incarnation or secrets.token_hex(4)
-        self._head: Head | None = None  # None: the store was not read yet
-        self._doubt: Head | None = None  # a commit of which it is not known whether it happened
+        self._head: Head | None = None  # None: the store has not been read yet
+        self._doubt: Head | None = None  # a commit that may or may not have happened
         self.mended = ""
-        """What this writer found damaged and healed by publishing, in words; empty in a sound store."""
+        """A sentence on damage that this writer found and repaired by publishing; empty in a sound store."""
 
     def publish(
         self,
@@ -103,8 +104,8 @@ class Channel:
         after: Callable[[str], None] | None = None,
         owned: bool = False,
     ) -> Published:
-        """Publish a version; readers can have it when this returns. The tensors are copied, unless they are `owned`:
-        then nobody may write to them any more.
+        """Publish a version; readers can fetch it when this returns. The tensors are copied, unless they are `owned`:
+        then nothing may write to them afterwards.
 
         `parent`: the version these weights were trained from, None for a root. `after` is called with "objects",
         "manifest" and "pointer" when each is durable. Raises `WeightsError` when another writer moved the pointer, or
@@ -125,14 +126,14 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Published:
-        """Publish what the entries say; `kept` is handed to `_write`, and with the head from then on."""
+        """Publish what the entries say; `kept` is passed to `_write`, and stays with the head."""
         version = Version(step, self.incarnation, table_digest(entries))
         for _ in range(_MAX_SWEEPS):
             head = self._head = self._present()
             made = self._manifest(head, kept, entries, version, parent, rollout_ids, done)
             manifest = signed(made, self._signer)
             ref, data = write_manifest(manifest)
-            read_manifest(data)  # what no reader would take is not published
+            read_manifest(data)  # a manifest that readers would refuse is not published
             self._store.put(ref.key, data)
             done("manifest")
             pointer = self._pointer(head, ref, manifest)
@@ -148,9 +149,9 @@ class Channel:
         )
 
     def fetch(self, version: Version | None = None, *, public_key: bytes | None = None) -> dict[str, Tensor]:
-        """The proven tensors of a version, of the newest by default, without holding anything: for one look at them.
-        `public_key`: the newest is what its owner signed. Raises `WeightsError` where there is none, or no way leads
-        there."""
+        """Fetch and prove the tensors of a version, by default the newest. Nothing is kept for a next call.
+        `public_key`: take for the newest only what this key's owner signed. Raises `WeightsError` where there is no
+        such version, or it cannot be rebuilt."""
         pointer = history.head(self._store, self._name, public_key=public_key) if version is None else None
         manifest = history.load(self._store, pointer.head) if pointer else None
         if version is not None:
@@ -164,7 +165,7 @@ class Channel:
         return plans.rebuild(self._store, manifest)
 
     def _open(self) -> Head:
-        """The head as the store has it, its tensors proven; without tensors where it cannot be rebuilt any more."""
+        """Read the head from the store, with proven tensors; without tensors where it cannot be rebuilt."""
         data = read(self._store, self._key)
         if data is None:
             known = owned(self._store, self._name, self._signer).versions
@@ -194,10 +195,10 @@ class Channel:
         return plans.rebuild(self._store, at)
 
     def _present(self) -> Head:
-        """The head that the next version applies to: what was published last, as the store has it by now."""
+        """The head that the next version applies to: the last published version, as the store has it now."""
         if self._doubt is not None:
             if read(self._store, self._key) == self._doubt.pointer:
-                self._head = self._doubt  # the answer was lost, its work was done
+                self._head = self._doubt  # the commit happened; only its answer was lost
             self._doubt = None
         head = self._head or self._open()
         now = read(self._store, self._key)
@@ -213,7 +214,7 @@ class Channel:
         rollout_ids: Sequence[str],
         done: Callable[[str], None],
     ) -> Manifest:
-        """The version's manifest, its objects put."""
+        """Put the version's objects; returns its manifest."""
         nonce = secrets.token_hex(16)
         ways, facts = self._write(head, kept, entries, nonce)
         done("objects")
@@ -234,7 +235,7 @@ class Channel:
     def _write(
         self, head: Head, tensors: Mapping[str, Tensor], entries: tuple[TensorEntry, ...], nonce: str
     ) -> tuple[tuple[Way, ...], Facts]:
-        """Encode and put the objects of every way to the tensors."""
+        """Encode and put the objects of every way to the version: its delta, and its anchor where one is due."""
         new = list(tensors.values())
         old = [head.tensors.get(name) for name in tensors] if head.tensors is not None else [None] * len(new)
         ways: list[Way] = []
@@ -260,7 +261,7 @@ class Channel:
         return write_signed(self._key, pointer, self._signer)
 
     def _commit(self, head: Head, ahead: Head) -> bool:
-        """Move the pointer; False where garbage collection came between, and all is to be put again."""
+        """Move the pointer. False where garbage was collected meanwhile, so that everything must be put again."""
         assert ahead.ref is not None
         assert ahead.pointer is not None
         try:
@@ -280,8 +281,8 @@ class Channel:
         return outcome is not Outcome.SWEPT
 
     def _ref(self, version: Version, head: Head) -> Ref:
-        """The reference to a version that was published, or at least written, in this channel. A damaged manifest is
-        still referred to, by what others say of it, so that a copy of it can be put back."""
+        """The reference to a version that was published, or at least written, in this channel. Where its manifest is
+        damaged the reference comes from manifests that name it, so that a copy of it can be put back."""
         if head.ref and head.ref.version == version:
             return head.ref
         said: Ref | None = None
@@ -299,14 +300,14 @@ class Channel:
 
 
 def _beyond(head: Head, known: Sequence[tuple[Ref, Manifest]]) -> Head:
-    """A head whose successor no reader takes for a step back, whatever it has seen of this channel."""
+    """A head whose successor is newer than everything in `known`, so that no reader takes it for a step back."""
     generation = max([head.generation, *(manifest.generation for _, manifest in known)]) + 1
     return replace(head, generation=generation, serial=max((manifest.serial for _, manifest in known), default=0))
 
 
 def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, signer: Signer | None = None) -> None:
-    """Have the head of a channel be these tensors, which others may have published before; signed, where there is a
-    signer. Raises as `publish` does."""
+    """Publish these tensors unless the head of a channel has them already; signed where there is a signer. Raises as
+    `Channel.publish` does."""
     pointer = history.head(store, name)
     unsigned = signer is not None and pointer is not None and not pointer.signature
     if pointer is None or unsigned or pointer.head.version.digest != table_digest(table(tensors)):
@@ -314,7 +315,7 @@ def publish_once(store: BlobStore, name: str, tensors: Mapping[str, Tensor], *, 
 
 
 def _where(store: BlobStore, key: str) -> str:
-    """What a pointer names, for an error."""
+    """The version that a pointer names, in words for an error."""
     try:
         data = read(store, key)
         return f"it names {read_pointer(data).head.version}" if data is not None else "it is gone"
@@ -337,7 +338,8 @@ def _published(manifest: Manifest) -> Published:
 
 
 def changed_share(new: Sequence[Tensor], old: Sequence[Tensor | None]) -> float:
-    """Share of elements whose code is another; all of a tensor that has no old of its dtype and shape."""
+    """Share of all elements whose bits differ between `new` and `old` (same order). All elements of a tensor count as
+    changed where `old` has None, or another dtype or shape."""
     changed = sum(
         int(np.count_nonzero(b.codes != a.codes)) if b is not None and b.spec == a.spec else a.codes.size
         for a, b in zip(new, old, strict=True)

@@ -1,8 +1,8 @@
-"""What is damaged in a channel, what that costs, and what to do about it. Reads everything, changes nothing.
+"""Finds the damage in a channel, what it costs, and what to do about it. Reads everything and changes nothing.
 
-A version is proven by any way that leads to its digests. So a lost delta beside a whole anchor is a notice, not a
-problem; and where a version cannot be rebuilt, those that build on it say so in one line, and the cause once, with the
-file to put back. What garbage collection took is neither.
+A version is sound when any way leads to its digests. So a lost delta beside a whole anchor is a notice, not a problem.
+Where a version cannot be rebuilt, the cause is reported once, with the file to put back, and each version that builds
+on it in one line. Objects that garbage collection took are neither.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from etude.weights.chain.objects import objects_prefix
 from etude.weights.chain.undo import Undo, compare, retain
 from etude.weights.tensors import Tensor
 
-_TRAIL = 16  # versions that a way may lead back without its base being rebuilt anew
+_TRAIL = 16  # how many versions back a way's base can be reached by undoing steps, without rebuilding it
 
 HINT_POINTER = "`etude weights repair RUN|STORE` sets it to the newest version that was surely published"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `version` None: it is the pointer, or a branch's."""
+    """One damaged version, manifest or pointer. `version` is None for the pointer of the channel or of a branch."""
 
     version: Version | None
     what: str
@@ -40,15 +40,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """What was found. Without problems, every version that is not collected can be rebuilt exactly."""
+    """Result of `verify`. Without problems, every version that was not garbage-collected can be rebuilt exactly."""
 
     num_versions: int
     num_objects: int
     object_bytes: int
     found: tuple[Finding, ...]  # versions, manifests or pointers that are lost
     notices: tuple[Finding, ...]  # lost or damaged ways to versions that another way proves
-    num_collected: int  # versions whose objects garbage collection took; their manifests are left
-    orphans: tuple[str, ...]  # keys that no version refers to: what killed publishes left; harmless
+    num_collected: int  # versions whose objects garbage collection deleted; their manifests are kept
+    orphans: tuple[str, ...]  # keys that no version refers to, left by publishes that were killed; harmless
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class Check:
 
 @dataclass
 class _Trail:
-    """A version, its tensors, and the way back over those before it."""
+    """A version, its tensors, and the undos that lead to the versions before it."""
 
     ref: Ref | None = None
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class _Trail:
         self.ref, self.tensors = ref, tensors
 
     def at(self, ref: Ref) -> Mapping[str, Tensor] | None:
-        """The tensors of one of these versions."""
+        """The tensors of a version of the trail; None for another version."""
         tensors = self.tensors
         if ref == self.ref:
             return tensors
@@ -91,7 +91,7 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
     known, keys = _reachable(store, name, found)
     taken = sweeps.taken_keys(store, name)
     objects: dict[str, int] = {}
-    lost: set[str] = set()  # manifests' keys
+    lost: set[str] = set()  # keys of manifests
     collected: set[str] = set()
     trail = _Trail()
     for ref, manifest in known:
@@ -126,7 +126,7 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
 def _prove(
     store: BlobStore, manifest: Manifest, ways: tuple[Way, ...], lost: set[str], trail: _Trail
 ) -> tuple[dict[str, Tensor] | None, list[tuple[Way, EtudeError]]]:
-    """The version's tensors by any way, and the ways that do not lead there."""
+    """Rebuild a version by every way. Returns its tensors, and the ways that fail with their errors."""
     made: dict[str, Tensor] | None = None
     failed: list[tuple[Way, EtudeError]] = []
     for way in ways:
@@ -134,7 +134,7 @@ def _prove(
             base: Mapping[str, Tensor] = {}
             if way.base is not None:
                 if way.base.key in lost:
-                    raise _Needs(f"it needs {way.base.version}, which cannot be rebuilt", hint="see there")
+                    raise _Needs(f"it needs {way.base.version}, which cannot be rebuilt", hint="repair that one first")
                 base = trail.at(way.base) or plans.rebuild(store, history.load(store, way.base))
             made = plans.prove(manifest, plans.take(store, manifest, way, base).tensors)
         except EtudeError as error:
@@ -143,56 +143,57 @@ def _prove(
 
 
 class _Needs(WeightsError):
-    """A way whose base is lost itself."""
+    """A way that cannot be taken because its base cannot be rebuilt."""
 
 
 def _other_headers(store: BlobStore, manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> list[Finding]:
-    """Objects of ways that did not fail, and of which a part cannot be read: who reads all of one needs no header."""
+    """Findings on damaged headers of objects in ways that did not fail: only readers of a part of an object need
+    them."""
     found = []
     broken = [way for way, _ in failed]
     for item in (item for way in manifest.ways if way not in broken for item in way.objects):
         try:
             plans.fetched_header(store, manifest, item)
         except WeightsError:
-            what = "an object is whole, and its header is not the one that the manifest says"
-            hint = "who reads a part refuses it, who reads all does not notice: the next publish is not concerned"
+            what = "an object is whole, and its header is not the one that the manifest names"
+            hint = "readers of whole objects are not affected, readers of a part refuse it; later versions are not"
             found.append(Finding(manifest.version, what, item.key, hint))
     return found
 
 
 def _lost(manifest: Manifest, failed: list[tuple[Way, EtudeError]]) -> Finding:
-    """A version that no way leads to: by the cause that can be cured, if there is one."""
+    """The finding on a version that no way leads to, with the cause that can be repaired, if there is one."""
     error = next((e for _, e in failed if not isinstance(e, _Needs)), failed[0][1])
     hint = error.hint
     if isinstance(error, _Needs):
-        hint = "it comes back with the version it needs"
+        hint = "repair that version: this one can be rebuilt then"
     elif isinstance(error, plans.Lost):
         hint = f"copy {error.facts} back, from a backup or another copy of the store; later anchors do not need it"
     return Finding(manifest.version, error.what, error.facts, hint)
 
 
 def _notice(manifest: Manifest, way: Way, error: EtudeError, is_later: bool) -> Finding:
-    """A way that is lost beside one that is not."""
+    """The notice of a way that fails while another way to the same version works."""
     kind = "an added way" if is_later else "its delta" if way.base else "its anchor"
     origin = f" from {way.base.version}" if way.base else ""
     return Finding(
         manifest.version,
         f"{kind}{origin} leads nowhere; another way proves the version",
         error.what + (f": {error.facts}" if error.facts else ""),
-        "nothing needs to be done: readers take the other way, for more bytes",
+        "nothing needs to be done: readers take the other way, which may need more bytes",
     )
 
 
 def _was_collected(way: Way, error: EtudeError, taken: set[str], collected: set[str]) -> bool:
-    """Whether a way leads nowhere because garbage collection took its objects, or those of its base."""
+    """Whether a way fails because garbage collection deleted its objects, or those of its base."""
     if isinstance(error, _Needs):
         return way.base is not None and way.base.key in collected
     return isinstance(error, plans.Lost) and error.facts in taken
 
 
 def _reachable(store: BlobStore, name: str, found: list[Finding]) -> tuple[list[tuple[Ref, Manifest]], set[str]]:
-    """Manifests that base and parent references lead to from every pointer, bases before what builds on them; and
-    every key. What cannot be read becomes a finding."""
+    """The manifests that base and parent references lead to from every pointer, bases before versions that build on
+    them; and all keys that they name. A manifest that cannot be read is added to `found`."""
     roots = _roots(store, name, found)
     known: dict[str, tuple[Ref, Manifest]] = {}
     seen: set[str] = set()
@@ -228,7 +229,7 @@ def _roots(store: BlobStore, name: str, found: list[Finding]) -> list[Ref]:
             pointer = history.head(store, name, branch)
         except WeightsError as error:
             what = f"branch {branch}: {error.what}" if branch else error.what
-            hint = f"point it at a version again, or drop it: {error.hint}" if branch else HINT_POINTER
+            hint = f"point it at a version again, or delete it: {error.hint}" if branch else HINT_POINTER
             found.append(Finding(None, what, error.facts, hint))
             continue
         if pointer is not None:

@@ -1,5 +1,5 @@
-"""What `etude weights log | diff A B | verify` say about a channel, and the one thing that is mended by hand: a pointer
-without a writer. Prints nothing."""
+"""The data of `etude weights log`, `diff` and `verify`, and the repair of a lost pointer whose writer has ended. Prints
+nothing."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ __all__ = [
 
 
 class NoVersion(WeightsError, InputError):
-    """A text that names no version of a channel, or several."""
+    """A text that fits no version of a channel, or several."""
 
 
 @dataclass(frozen=True)
 class LogRow:
-    """One published version."""
+    """One published version, as `etude weights log` lists it."""
 
     version: Version
     parent: Version | None
     kind: Kind  # of `object_bytes`: an anchor only where there is no delta
     in_lineage: bool  # False: trained, but the current weights do not come from it
-    object_bytes: int  # what an engine of the version before fetches
-    anchor_bytes: int  # the snapshot, alone or beside the delta; 0: none
-    later_bytes: tuple[int, ...]  # deltas over several versions that lead here
+    object_bytes: int  # bytes that an engine with the previous version fetches
+    anchor_bytes: int  # of the snapshot, alone or beside the delta; 0: there is none
+    later_bytes: tuple[int, ...]  # of deltas over several versions that lead here
     manifest_bytes: int
     snapshot_bytes: int
     num_whole: int  # tensors that the delta brings whole: new, or of another dtype or shape than the base's
@@ -65,8 +65,8 @@ class LogRow:
 
     @property
     def share_of_bound(self) -> float | None:
-        """The bound over object bytes: 1.0 is a coder that knows each old exponent and no more; 0: nothing changed.
-        None where something is whole: a bound is one of changes."""
+        """The bound over object bytes: 1.0 for a coder that knows each old exponent and no more; 0.0 where nothing
+        changed. None where the delta brings a tensor whole, since the bound is one of changes."""
         if self.kind is Kind.ANCHOR or self.num_whole:
             return None
         return self.bound_bytes / max(1, self.object_bytes)
@@ -74,7 +74,7 @@ class LogRow:
 
 @dataclass(frozen=True)
 class DiffRow:
-    """One tensor between two versions."""
+    """How one tensor differs between two versions."""
 
     name: str
     dtype: str
@@ -84,7 +84,8 @@ class DiffRow:
 
 
 def require_channel(store: BlobStore, name: str) -> None:
-    """Raises `InputError` for a channel without a version: a misspelt name, or a store before its first publish."""
+    """Check that a channel has a version. Raises `InputError` where it has none: its name is misspelt, or nothing was
+    published yet."""
     if history.head(store, name) is None and not history.committed(store, name):
         others = sorted(key.removeprefix("pointers/") for key in store.list("pointers/"))
         if others:
@@ -95,8 +96,8 @@ def require_channel(store: BlobStore, name: str) -> None:
 
 
 def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
-    """Every version of the chain, in order of publishing; those that no whole manifest leads to are missing
-    (`broken_at` says so). Raises `WeightsError` without a usable pointer."""
+    """Every version of the chain, in order of publishing. Versions that only a damaged manifest leads to are missing
+    (`broken_at` reports that). Raises `WeightsError` without a usable pointer."""
     trained = {manifest.version for manifest in history.readable(store, name)[0]}
     require_pointer(store, name)
     chain, _ = history.readable(store, name, trained=False)
@@ -108,7 +109,7 @@ def log(store: BlobStore, name: str = "policy") -> list[LogRow]:
 
 
 def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
-    """What is wrong with the manifest at which the lineage ends before its root; None when it is whole."""
+    """The error of the manifest at which the lineage ends before its root; None when the lineage is whole."""
     _, ref = history.readable(store, name)
     if ref is None:
         return None
@@ -120,8 +121,8 @@ def broken_at(store: BlobStore, name: str = "policy") -> WeightsError | None:
 
 
 def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | None = None) -> None:
-    """Raises `WeightsError` where versions were published and no pointer names the newest; where they are signed, with
-    a hint that asks for the key. `signer`: refused where the channel's versions are another's."""
+    """Check that a channel with published versions has a pointer. Raises `WeightsError` where it has none; for signed
+    versions the hint asks for the key. `signer` is refused where another key signed the channel's versions."""
     if history.head(store, name) is not None:
         return
     published = history.committed(store, name)
@@ -138,13 +139,13 @@ def require_pointer(store: BlobStore, name: str = "policy", signer: Signer | Non
 def repair(
     store: BlobStore, name: str = "policy", told: Sequence[str] = (), *, signer: Signer | None = None
 ) -> Version | None:
-    """Set a lost or damaged pointer to the newest version that surely was committed and can be rebuilt; that version,
-    or None where the pointer was whole. For a channel whose writer has ended: a writer mends it by itself.
+    """Set a lost or damaged pointer to the newest version that surely was committed and can be rebuilt. Returns that
+    version, or None where the pointer was whole. For a channel whose writer has ended: a writer repairs it by itself.
 
-    `told`: versions that a writer said it had published, the newest last (a run's events). Without them the newest
-    that another manifest builds on is taken, since a manifest alone may be of a publish that was killed before its
-    commit. `signer`: for a channel whose versions are signed, of which it then takes only those that its key stands
-    for. Raises `WeightsError` without that key, and where nothing is left to point at.
+    `told`: versions that a run's events report as published, the newest last. Without them the newest version that
+    another manifest builds on is taken, since a manifest alone may be of a publish that was killed before its commit.
+    `signer`: for a channel whose versions are signed; only versions signed by its key are taken. Raises `WeightsError`
+    without that key, and where no version can be pointed at.
     """
     key = history.pointer_key(name)
     try:
@@ -161,7 +162,7 @@ def repair(
     if torn is None and not store.list(f"manifests/{name}/"):
         require_channel(store, name)
     sure = {ref.key for ref, _ in history.built_on(stored)}
-    if torn is not None and len(stored) == 1:  # a pointer was there, and can have named nothing else
+    if torn is not None and len(stored) == 1:  # there was a pointer, and it can have named only this version
         sure.add(stored[0][0].key)
     order = {version: at for at, version in enumerate(told)}
     known = [one for one in stored if one[0].key in sure or str(one[0].version) in order]
@@ -186,17 +187,17 @@ def repair(
 
 
 def later_than(store: BlobStore, version: Version, name: str = "policy") -> list[Version]:
-    """The stored versions that were written on top of one: after a repair, those that may have been published."""
+    """The stored versions that were written on top of `version`: after a repair, those that may have been published."""
     stored = [manifest for _, manifest in history.stored(store, name)]
     return [manifest.version for manifest in stored if manifest.base is not None and manifest.base.version == version]
 
 
 def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
-    """The version of a channel that a text names: "v000003", "3", or more of its name, up to all of it.
+    """Find a version of a channel by its step ("3", "v000003") or by more of its name, up to all of it.
 
     The head's lineage is searched first, then the rest of its chain, then all that is stored, which a rollback leaves
-    ahead of the head. Raises `NoVersion` that names the nearest, or those that the text fits alike; `WeightsError`
-    where damage hides older ones.
+    ahead of the head. Raises `NoVersion` with the nearest names, or with all that fit; `WeightsError` where damage
+    hides older versions.
     """
     trained, _ = history.readable(store, name)
     require_pointer(store, name)
@@ -220,7 +221,7 @@ def find(store: BlobStore, version: str, name: str = "policy") -> Manifest:
 
 
 def names_version(text: str) -> bool:
-    """Whether a text has the form of what `find` takes.
+    """Whether a text has the form of a version's name that `find` takes.
 
     >>> [names_version(text) for text in ("3", "v000003", "v000003-0a1b", "step-3", "out/3")]
     [True, True, True, False, False]
@@ -229,19 +230,20 @@ def names_version(text: str) -> bool:
 
 
 def _named(manifests: Iterable[Manifest], version: str, prefix: str, name: str) -> Manifest | None:
-    """The one whose name begins so; None where there is none. Raises `NoVersion` where there are several."""
+    """The version whose name begins with `prefix`; None where there is none. Raises `NoVersion` for several."""
     fitting = {str(m.version): m for m in manifests if str(m.version).startswith(prefix)}
     if len(fitting) > 1:
         raise NoVersion(
             f"{version!r} fits {len(fitting)} versions of channel {name!r}",
             ", ".join([*fitting][-8:]),
-            hint="write the whole name of the one that is meant",
+            hint="write the whole name of one of them",
         )
     return next(iter(fitting.values()), None)
 
 
 def diff(store: BlobStore, a: str, b: str, name: str = "policy") -> list[DiffRow]:
-    """How each tensor differs between two versions, by name. Raises `WeightsError`."""
+    """Compare two versions, which `find` finds by `a` and `b`, tensor by tensor, in order of names. Raises
+    `WeightsError`."""
     old, new = (plans.rebuild(store, find(store, version, name)) for version in (a, b))
     return [_diff_row(key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys())]
 

@@ -69,7 +69,7 @@ class StoredObject(msgspec.Struct, frozen=True):
 
 
 class Way(msgspec.Struct, frozen=True):
-    """One way to the version: objects over a base. `base` None: over nothing, a whole snapshot."""
+    """One way to the version: the objects that lead to it from the version `base`. `base` None: a whole snapshot."""
 
     base: Ref | None
     objects: tuple[StoredObject, ...]
@@ -94,7 +94,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the writer measured. For reports: no reader decides by it."""
+    """Numbers that the writer measured, for reports. Readers do not depend on them."""
 
     bound_bytes: float  # weights.bound over the delta; the snapshot's bytes where there is none
     changed_share: float  # of elements whose code differs from the base's; 1.0 where there is none
@@ -123,7 +123,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stem(self) -> str:
-        """What is stored for this manifest alone has this in its key."""
+        """A part of the keys of all objects that are stored for this manifest alone."""
         return f"{self.version}-{self.nonce[:8]}"
 
     @property
@@ -152,10 +152,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pointer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a channel or a branch stands. Moving it is the commit.
+    """The pointer of a channel or a branch: names its newest version. Moving it is the commit.
 
-    Readers go by (generation, serial of the head): it never falls. A writer raises the serial; only whoever moves a
-    pointer back on purpose, or anew after it was lost, raises the generation.
+    Readers accept a pointer only if (generation, serial of the head) has not fallen. A publish raises the serial. The
+    generation is raised only to move a pointer back on purpose, or to set it again after it was lost.
     """
 
     format: int
@@ -224,7 +224,7 @@ def write_pointer(pointer: Pointer) -> bytes:
 
 
 def signed_text(key: str, pointer: Pointer) -> bytes:
-    """What a pointer's signature is over: where it lies and everything it says."""
+    """The text that a pointer's signature covers: its key and all of its fields."""
     head = pointer.head
     lines = (f"etude pointer {FORMAT}", key, head.version, head.key, head.sha256, pointer.nonce)
     return "\n".join(map(str, (*lines, pointer.generation, pointer.sweep))).encode()

@@ -28,9 +28,10 @@ def put_objects(
     new: Sequence[Tensor],
     old: Callable[[int, int], Sequence[Tensor | None]],
 ) -> tuple[tuple[StoredObject, ...], float]:
-    """Encode in groups of whole tensors and put each; the objects, and the seconds that encoding took.
+    """Encode tensors in groups, and put each group as an object. Returns the objects, and the seconds of encoding.
 
-    `old(start, stop)`: what those of `new` apply to, asked for group by group, so that it need not be there at once.
+    `old(start, stop)`: returns the base tensors of `new[start:stop]`. It is called group by group, so that they need
+    not all be in memory at once.
     """
     objects: list[StoredObject] = []
     encode_s = 0.0

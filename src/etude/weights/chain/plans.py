@@ -1,14 +1,15 @@
-"""The way to a version: over deltas, over skips, from what is held or from an anchor, whichever is the fewest bytes.
+"""Finds and takes the path of fewest bytes to a version: over deltas and skips, from the held version or from an
+anchor.
 
-Versions are places, ways are roads with their bytes as length; the search goes backwards from the target by Dijkstra's
-algorithm and reads only what it must: a follower that is one version behind reads no other manifest than the target's.
-A delta over several versions never weighs more than those it was composed of, so where a way starts at what is held,
-no other way from there is looked for. A way that turns out lost or damaged is closed and the search goes on without
-it.
+Versions are the nodes of a graph, and each way (a delta, a skip or an anchor) is an edge with its bytes as length.
+Dijkstra's algorithm searches backwards from the target and reads only what it must: a follower that is one version
+behind reads no manifest but the target's. A skip is never larger than the deltas it was composed of, so where a way
+starts at the held version, no other way from there is looked for. A way that is lost or damaged is closed, and the
+search goes on without it.
 
-Every object is proven by the SHA-256 of whoever named it. Where all of them are named by manifests, what they lead to
-is proven with them, and a tensor's checksum is compared against accidents. Later ways are anybody's: after one of them
-every tensor is proven by the SHA-256 in the target's manifest.
+Every object is proven by the SHA-256 in the manifest, or in the list of later ways, that names it. Where manifests name
+all objects of a plan, this proves the target too, and a tensor is only compared with its checksum, against accidents.
+Later ways may be written by anybody: after one of them every tensor is proven by the SHA-256 in the target's manifest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from etude.weights.chain.manifest import (
     read_later,
 )
 from etude.weights.delta import codec
-from etude.weights.delta.changes import Changes, write
+from etude.weights.delta.changes import Changes, written
 from etude.weights.delta.checksums import checksum
 from etude.weights.tensors import Tensor, tensor_digest
 
@@ -52,12 +53,13 @@ _HINT_OBJECT = "copy that file back; without a copy, the next publish writes a f
 
 
 class Lost(WeightsError):
-    """An object that is gone or is not what was published."""
+    """An object was deleted, or its bytes are not the published ones."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One way to one version."""
+    """One step of a plan: a way (the objects of a delta, skip or anchor) and the manifest of the version it leads
+    to."""
 
     manifest: Manifest
     way: Way
@@ -65,7 +67,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hops to take one after another, from `start` (None: from nothing) to the last one's version."""
+    """Hops to take one after another, from version `start` (None: from an anchor) to the last hop's version."""
 
     start: Version | None
     hops: tuple[Hop, ...]
@@ -76,13 +78,13 @@ class Plan:
 
     @property
     def vouched(self) -> bool:
-        """Whether manifests name all of its objects."""
+        """Whether manifests name all objects of the plan, none a list of later ways."""
         return all(hop.way in hop.manifest.ways for hop in self.hops)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Tensors that a way led to; and what changed in some, by name, where the way told it as lists."""
+    """The tensors that a way led to, by name, and lists of the changes in those tensors where they were asked for."""
 
     tensors: dict[str, Tensor]
     lists: dict[str, Changes] = field(default_factory=dict)
@@ -90,11 +92,11 @@ class Taken:
 
 @dataclass(frozen=True)
 class Reached:
-    """A version's proven tensors, and how they were come by."""
+    """A version's proven tensors, and how they were fetched."""
 
-    taken: Taken  # lists are from the tensors that were held
+    taken: Taken  # its lists are changes from the tensors that were held
     fetched_bytes: int  # of the plan that worked
-    failures: tuple[str, ...]  # why plans before it did not
+    failures: tuple[str, ...]  # why the plans tried before it failed
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -102,7 +104,7 @@ class Reached:
 
 
 class Search:
-    """Plans to one target, the cheapest that is left first. What was read is remembered."""
+    """Searches plans to one target. Manifests that were read are remembered."""
 
     def __init__(self, store: BlobStore, target: Manifest) -> None:
         self._store, self._target = store, target
@@ -110,18 +112,18 @@ class Search:
         self._closed: set[Way] = set()
 
     def close(self, way: Way) -> None:
-        """Plan without it from now on."""
+        """Leave a way out of all later plans."""
         self._closed.add(way)
 
     def cheapest(self, held: Version | None) -> Plan | None:
-        """The plan of the fewest bytes from `held` or from nothing; None when there is none.
+        """The plan of the fewest bytes from `held` or from an anchor; None when there is no plan.
 
-        From nothing, an anchor that is nearer is taken for no heavier than those behind it, which are not looked for.
+        Without a held version the search ends at the nearest anchors: older ones are assumed to be no smaller.
         """
-        order = itertools.count()  # so that equal lengths need no further comparison
+        order = itertools.count()  # breaks ties between equal lengths
         waiting: list[tuple[int, int, Ref | None, tuple[Hop, ...]]] = [(0, next(order), None, ())]
         done: set[str] = set()
-        far = math.inf  # where an anchor was found that all others lie behind
+        far = math.inf  # bytes to the nearest anchor: nothing farther is looked for
         while waiting:
             num_bytes, _, at, after = heapq.heappop(waiting)
             if after and (at is None or at.version == held):
@@ -136,8 +138,7 @@ class Search:
         return None
 
     def _into(self, at: Ref | None, held: Version | None) -> list[Hop]:
-        """The open ways into a version (None: the target): those that start at `held`, where there are such, and the
-        snapshot; else all."""
+        """The open ways into a version (None: the target). Where some start at `held`, only these and the snapshot."""
         key = at.key if at else ""
         if at is not None and key not in self._manifests:
             self._manifests[key] = None
@@ -158,7 +159,7 @@ class Search:
 
 
 def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
-    """Further ways to a version; none where nobody wrote any, or wrote them wrong."""
+    """The ways to a version that were added after it was published; none where there is no readable list of them."""
     try:
         return read_later(store.get(later_key(manifest), 0, MAX_LATER_BYTES + 1), manifest).ways
     except (KeyError, EtudeError):
@@ -166,7 +167,7 @@ def later_ways(store: BlobStore, manifest: Manifest) -> tuple[Way, ...]:
 
 
 def snapshot(store: BlobStore, manifest: Manifest) -> Way | None:
-    """The way to a version over nothing: its manifest's, or one that was added later."""
+    """The anchor of a version: its manifest's, or one that was added later; None where there is none."""
     return manifest.anchor or next((way for way in later_ways(store, manifest) if way.base is None), None)
 
 
@@ -177,10 +178,11 @@ def reach(
     tensors: Tensors | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> Reached:
-    """The target's tensors by the cheapest plan that works, from `held` with its `tensors` or from nothing.
+    """Fetch the target's tensors by the cheapest plan that works, from version `held` with its `tensors`, or from an
+    anchor.
 
-    `check` may refuse a manifest on the way before anything of it is fetched, by raising. Raises `WeightsError` that
-    names why each plan failed.
+    `check` may raise to refuse a manifest of the plan before its objects are fetched. Raises `WeightsError` with the
+    reason why each plan failed.
     """
 
     def start(plan: Plan) -> Taken:
@@ -202,10 +204,11 @@ def travel(
     start: Callable[[Plan], Made],
     step: Callable[[Plan, Hop, Made], Made],
 ) -> tuple[Made, int, tuple[str, ...]]:
-    """What the steps along the cheapest plan that works make; its bytes, and why plans before it failed.
+    """Take the cheapest plan that works, `step` by step. Returns the result of the last step, the plan's bytes, and why
+    the plans tried before it failed.
 
-    `step` fetches a hop's objects (`fetched`) and raises `Unproven` where the target, whose hop is the last, is not
-    what was published. Raises `WeightsError` that names why each plan failed.
+    `step` fetches the objects of one hop (`fetched`). At the last hop, the target's, it raises `Unproven` where the
+    tensors are not the published ones. Raises `WeightsError` with the reason why each plan failed.
     """
     search, failures = Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
@@ -218,7 +221,7 @@ def travel(
         except Unproven as error:
             failures.append(_said(error))
             later = [hop.way for hop in plan.hops if hop.way not in hop.manifest.ways]
-            if later:  # nobody vouched for them
+            if later:  # no manifest vouches for their objects
                 for way in later:
                     search.close(way)
             elif plan.start is not None:
@@ -237,49 +240,50 @@ def travel(
 
 
 def rebuild(store: BlobStore, target: Manifest) -> dict[str, Tensor]:
-    """A version's tensors from the best plan that works. Raises `WeightsError` naming why each plan failed."""
+    """A version's tensors by the cheapest plan that works, from an anchor. Raises `WeightsError` with the reason why
+    each plan failed."""
     return reach(store, target).tensors
 
 
 class Unproven(WeightsError):
-    """Tensors with another digest or checksum than was published."""
+    """Tensors whose digest or checksum is not the published one."""
 
 
 class Proof(enum.Enum):
-    """What a tensor is compared with before it is believed."""
+    """What a rebuilt tensor is compared with."""
 
-    CHECKSUM = "checksum"  # against accidents, where the bytes that led to it are proven: SHA-256 where there is none
-    DIGEST = "digest"  # SHA-256, and the checksum too where there is one
+    CHECKSUM = "checksum"  # its checksum (SHA-256 where it has none): enough where all fetched bytes are proven
+    DIGEST = "digest"  # its SHA-256, and its checksum where it has one
 
 
 def proof_of(plan: Plan) -> Proof:
-    """What the tensors that a plan leads to need."""
+    """The proof that the tensors of a plan need."""
     return Proof.CHECKSUM if plan.vouched else Proof.DIGEST
 
 
 def prove(manifest: Manifest, tensors: Tensors, proof: Proof = Proof.DIGEST) -> dict[str, Tensor]:
-    """The tensors, once each is what the manifest states. Raises `Unproven`."""
+    """Compare every tensor of a manifest with it, and return the tensors. Raises `Unproven`."""
     for entry in manifest.tensors:
         check_tensor(manifest, entry, tensors[entry.name], proof)
     return dict(tensors)
 
 
 def check_tensor(manifest: Manifest, entry: TensorEntry, tensor: Tensor, proof: Proof) -> None:
-    """Raises `Unproven` where a tensor is not what its manifest states."""
+    """Compare one tensor with its manifest. Raises `Unproven` where they differ."""
     check(manifest, entry, proof, lambda: tensor_digest(tensor), lambda: checksum(tensor.codes))
 
 
 def check(
     manifest: Manifest, entry: TensorEntry, proof: Proof, digest: Callable[[], str], sums: Callable[[], str]
 ) -> None:
-    """The same of a tensor whose digest and checksum are computed where they are needed."""
+    """As `check_tensor`, with functions that compute the tensor's digest and checksum; called only where needed."""
     wrong = "checksum" if entry.checksum and sums() != entry.checksum else ""
     if not wrong and (proof is Proof.DIGEST or not entry.checksum) and digest() != entry.sha256:
         wrong = "digest"
     if wrong:
         raise Unproven(
             f"tensor {entry.name!r} of {manifest.version} has another {wrong} than published",
-            hint="its objects fit their own digests, so the base was another one: rebuild from an anchor",
+            hint="its objects fit their digests, so the base was not the right one: rebuild from an anchor",
         )
 
 
@@ -292,9 +296,10 @@ def take(
     proof: Proof | None = None,
     listing: bool = False,
 ) -> Taken:
-    """The target of one way; its tensors are proven where a `proof` is named. Raises `WeightsError`, `StoreError`.
+    """Fetch and decode one way: from the tensors `base` of its base version to all tensors of the version of
+    `manifest`. Each tensor is compared with the manifest where `proof` is given. Raises `WeightsError`, `StoreError`.
 
-    `listing`: with lists of what changed, which take memory in proportion to the changes beside the tensors' own."""
+    `listing`: return lists of the changes too, which need memory in proportion to the changes."""
     made = Taken({})
     for data, covered in fetched(store, manifest, way):
         old = [base.get(entry.name) if way.base else None for entry in covered]
@@ -303,7 +308,7 @@ def take(
             for i, one in enumerate(codec.changes(data, specs, old)):
                 if isinstance(one, Changes) and one.positions.size:
                     made.lists[covered[i].name] = one
-                made.tensors[covered[i].name] = _written(old[i], one)
+                made.tensors[covered[i].name] = written(old[i], one)
         else:
             decoded = codec.decode(data, specs, old)
             made.tensors.update((entry.name, tensor) for entry, tensor in zip(covered, decoded, strict=True))
@@ -313,21 +318,9 @@ def take(
     return made
 
 
-def _written(old: Tensor | None, one: Changes | Tensor) -> Tensor:
-    """A tensor after what became of it; itself where nothing did."""
-    if isinstance(one, Tensor):
-        return one
-    assert old is not None, "changes are of a tensor that is held"
-    if not one.positions.size:
-        return old
-    codes = old.codes.copy()
-    write(codes, one)
-    return Tensor(old.dtype, old.shape, codes)
-
-
 def fetched(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[bytes, list[TensorEntry]]]:
-    """Each object of a way, proven, and the tensors that it covers. What is next is fetched while its taker is busy
-    with one. Raises `WeightsError`, `StoreError`."""
+    """Yield each object of a way, proven by its digest, with the tensors that it covers. The next objects are fetched
+    while the caller works on one. Raises `WeightsError`, `StoreError`."""
     entries = iter(manifest.tensors)
     for item, fetch in _ahead(store, way.objects):
         try:
@@ -340,8 +333,8 @@ def fetched(store: BlobStore, manifest: Manifest, way: Way) -> Iterator[tuple[by
 
 
 def fetched_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> bytes:
-    """The header of one object, proven, for who reads only a part of it: one request. Raises `WeightsError`,
-    `StoreError`."""
+    """The header of one object, proven by its digest, in one request: for callers that then read a part of the object.
+    Raises `WeightsError`, `StoreError`."""
     try:
         data = store.get(item.key, 0, item.header_bytes)
     except KeyError:
@@ -354,7 +347,8 @@ def fetched_header(store: BlobStore, manifest: Manifest, item: StoredObject) -> 
 
 
 def _ahead(store: BlobStore, items: Sequence[StoredObject]) -> Iterator[tuple[StoredObject, Callable[[], bytes]]]:
-    """Each object and what waits for its bytes, and one byte more; `AHEAD` further ones are on their way meanwhile."""
+    """Yield each object with a function that waits for its bytes (one more is asked for, to notice a longer object).
+    `AHEAD` further objects are fetched meanwhile."""
 
     def get(item: StoredObject) -> bytes:
         return store.get(item.key, 0, item.num_bytes + 1)

@@ -1,9 +1,10 @@
-"""Publishing in the background, one outstanding: a trainer waits for its weights to be read, and for nothing else.
+"""Publishes versions in the background, one at a time, so that a trainer waits only until its weights are copied.
 
-`offer` copies the weights and returns; digests, encoding and upload happen in one thread, which holds no lock of the
-interpreter while it hashes, encodes and writes. The next offer waits until the one before has ended, so versions are
-published in order and memory holds two copies: what was published last, which the next delta is taken from, and what
-is on its way. Their memory takes turns, since fresh pages cost more than copying. Knows nothing of optimisers.
+`offer` copies the weights and returns; digests, encoding and upload happen in one thread, which releases the GIL while
+it hashes, encodes and writes. The next offer waits until the publish before has ended. So versions are published in
+order, and memory holds two copies: the last published version, which the next delta is taken from, and the one that is
+being published. The two buffers are used in turn, since fresh memory pages cost more than copying. Knows nothing of
+optimisers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Buffers = dict[str, Codes]
 
 
 class Writer(Protocol):
-    """Where versions are published: `Channel`, `ShardedChannel`."""
+    """The interface of channels that versions are published to: `Channel`, `ShardedChannel`."""
 
     def publish(
         self,
@@ -42,10 +43,10 @@ class Writer(Protocol):
 
 
 class Publisher:
-    """Publishes through a channel, which nobody else uses meanwhile. Not safe between threads.
+    """Publishes through a channel in the background; nothing else may use the channel meanwhile. Not thread-safe.
 
     `parent`: the version that the first offer was trained from; each later one was trained from the one before.
-    `deadline_s`: how long a call waits for the publish before while nothing of this process gets on
+    `deadline_s`: how long a call waits for the previous publish while this process makes no progress
     (`etude.progress`).
 
     >>> from etude.stores import MemoryStore
@@ -62,7 +63,7 @@ class Publisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._outstanding: tuple[int, Buffers, Future[Published]] | None = None
         self._published: Published | None = None
-        self._held: Buffers = {}  # of what was published last: the channel takes the next delta from them
+        self._held: Buffers = {}  # of the last published version: the channel takes the next delta from them
         self._spare: Buffers = {}
         self._closed = False
 
@@ -73,13 +74,13 @@ class Publisher:
         self.close()
 
     def offer(self, tensors: Mapping[str, Tensor], *, step: int, rollout_ids: Sequence[str]) -> None:
-        """Publish a version soon; the tensors are copied before this returns.
+        """Start to publish a version in the background. The tensors are copied before this returns.
 
-        Raises what the publish before failed with (its rollouts are then in no version), and `DeadlineExceeded` when
-        it has not ended in time. Nothing of this offer is taken then, and it may be repeated.
+        Waits for the previous publish first. Raises its error (its rollouts are then in no version), and
+        `DeadlineExceeded` when it has not ended in time. The offer is not taken then and may be repeated.
         """
         if self._closed:
-            raise WeightsError(f"step {step} cannot be published: the publisher is closed", hint="make another")
+            raise WeightsError(f"step {step} cannot be published: the publisher is closed", hint="make a new Publisher")
         self.wait()
         buffers = {name: _copied(tensor.codes, self._spare.get(name)) for name, tensor in tensors.items()}
         self._spare = {}
@@ -90,15 +91,15 @@ class Publisher:
         self._outstanding = step, buffers, future
 
     def wait(self) -> Published | None:
-        """What was published last, once nothing is outstanding; None before the first. Raises as `offer` does."""
-        outstanding = self._outstanding  # once: it may be waited for in a thread of its own
+        """Wait until no publish is under way. Returns the last one; None before the first. Raises as `offer` does."""
+        outstanding = self._outstanding  # read once: another thread may call this too
         if outstanding is None:
             return self._published
         step, buffers, future = outstanding
         try:
             published = self._result(future)
         except TimeoutError as error:
-            if future.done():  # the store's own
+            if future.done():  # a TimeoutError of the store
                 self._outstanding = None
                 raise
             raise DeadlineExceeded(
@@ -106,7 +107,7 @@ class Publisher:
                 f"published last: {self._published.version if self._published else self._parent}",
                 hint="the store is slow or hangs; waiting again goes on with the same publish",
             ) from error
-        except BaseException:  # its buffers are left alone: the commit may have happened all the same
+        except BaseException:  # its buffers are not reused: the commit may have happened nevertheless
             self._outstanding = None
             raise
         self._outstanding = None
@@ -124,7 +125,7 @@ class Publisher:
                     raise
 
     def close(self) -> None:
-        """Wait for what is outstanding and end. Idempotent. Raises as `wait` does."""
+        """Wait for the publish under way and end the thread. Idempotent. Raises as `wait` does."""
         self._closed = True
         try:
             self.wait()

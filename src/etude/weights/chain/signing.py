@@ -1,9 +1,10 @@
-"""Signatures, with Ed25519: who holds the public key believes no other writer, wherever the bytes lay.
+"""Ed25519 signatures of versions: a reader with the public key accepts only what the private key's owner published,
+wherever the bytes are stored.
 
-A pointer holds the SHA-256 of a manifest, which holds all that proves its tensors; so one signature of 64 bytes proves
-a version. It is over the pointer's place, too: a signed pointer is not valid under another channel or branch. A
-manifest's own signature is for whoever has to set a lost pointer anew (`ownership`). The arithmetic is the
-`cryptography` library's, an extra: whoever signs nothing needs nothing.
+A pointer holds the SHA-256 of a manifest, which has the digests of all its tensors; so one signature of 64 bytes proves
+a version. It covers the pointer's key too: a signed pointer is not valid in another channel or branch. Manifests are
+signed as well, so that a lost pointer can be set again (`ownership`). Needs the library `cryptography`, an optional
+dependency, only where something is signed or checked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _HINT_KEY = "give the signer's private key: --key FILE, or stores.signing_key of
 
 
 class Signer:
-    """Signs with a private key: 32 bytes that `new_key` drew. Raises `WeightsError` without the library.
+    """Signs with a private key: 32 bytes, from `new_key`. Raises `WeightsError` without the library.
 
     >>> signer = Signer(bytes(32))
     >>> verified(signer.public_key, b"text", signer.sign(b"text"))
@@ -35,15 +36,15 @@ class Signer:
         _check_length(private_key, "private")
         self._key = _ed25519().Ed25519PrivateKey.from_private_bytes(private_key)
         self.public_key: bytes = self._key.public_key().public_bytes_raw()
-        """32 bytes, for followers."""
+        """The public key that followers check signatures with: 32 bytes."""
 
     def sign(self, text: bytes) -> str:
-        """128 hex characters."""
+        """The signature of a text: 128 hex characters."""
         return bytes(self._key.sign(text)).hex()
 
 
 def read_signer(path: Path | None) -> Signer | None:
-    """Who signs with the private key in a file, as `etude weights key FILE` writes it; None for no file. Raises
+    """Make a signer of the private key in a file that `etude weights key FILE` wrote; None where `path` is None. Raises
     `InputError`, which quotes nothing of the file, and `WeightsError` without the library."""
     if path is None:
         return None
@@ -60,17 +61,18 @@ def read_signer(path: Path | None) -> Signer | None:
 
 
 def new_key() -> bytes:
-    """A private key: 32 bytes from the system's randomness. Raises `WeightsError` without the library."""
+    """Draw a private key: 32 bytes from the system's randomness. Raises `WeightsError` without the library."""
     return bytes(_ed25519().Ed25519PrivateKey.generate().private_bytes_raw())
 
 
 def require_library() -> None:
-    """Raises `WeightsError` where there is no `cryptography`: to be asked before anything is made for a key."""
+    """Check that `cryptography` is installed, before anything is made for a key. Raises `WeightsError`."""
     _ed25519()
 
 
 def verified(public_key: bytes, text: bytes, signature: str) -> bool:
-    """Whether the key's owner signed the text. Any signature may be asked about. Raises `WeightsError`."""
+    """Whether `signature` is the key owner's signature of the text. False for any text that is no signature. Raises
+    `WeightsError` for a key of the wrong length, or without the library."""
     _check_length(public_key, "public")
     from_bytes = _ed25519().Ed25519PublicKey.from_public_bytes
     if not re.fullmatch("[0-9a-f]{128}", signature):
@@ -83,7 +85,7 @@ def verified(public_key: bytes, text: bytes, signature: str) -> bool:
 
 
 def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
-    """A pointer's bytes for the place `key`, signed where there is a signer."""
+    """The bytes of a pointer to be stored under `key`, signed where there is a signer."""
     if signer is None:
         return write_pointer(pointer)
     signature = signer.sign(signed_text(key, pointer))
@@ -91,7 +93,7 @@ def write_signed(key: str, pointer: Pointer, signer: Signer | None) -> bytes:
 
 
 def signed(manifest: Manifest, signer: Signer | None) -> Manifest:
-    """A manifest with its signature, where there is a signer."""
+    """The manifest with a signature where there is a signer, else unchanged."""
     if signer is None:
         return manifest
     text, _ = manifest_text(write_manifest(manifest)[1])
@@ -99,14 +101,14 @@ def signed(manifest: Manifest, signer: Signer | None) -> Manifest:
 
 
 def signed_by(public_key: bytes, data: bytes) -> bool:
-    """Whether the key's owner signed a manifest, by its bytes."""
+    """Whether the key's owner signed the manifest with these bytes."""
     text, signature = manifest_text(data)
     return verified(public_key, text, signature)
 
 
 def check_signer(key: str, pointer: Pointer, signer: Signer | None) -> None:
-    """Raises `WeightsError` where a pointer is signed and `signer` is not who signed it: whoever believes signatures
-    would refuse what is written next."""
+    """Check that `signer` may replace a pointer. Raises `WeightsError` where the pointer is signed with another key,
+    since readers that check signatures would refuse what is written next."""
     if not pointer.signature:
         return
     named = f"it names {pointer.head.version}"

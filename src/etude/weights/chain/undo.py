@@ -1,7 +1,7 @@
-"""What takes tensors one version back: positions and the codes that were there.
+"""Undo data: what is needed to take tensors one version back.
 
-Deltas are decodable from the old side only, so whoever may have to step back keeps what a step overwrote. A tensor of
-which so much changed that a list would be longer, or that had another shape, is kept whole.
+A delta can be decoded only from the old version to the new one. So a follower that may have to go back keeps the codes
+that a step overwrote, with their positions. A tensor is kept whole where a list would be longer, or its shape changed.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import numpy.typing as npt
 from etude.weights.tensors import Codes, Tensor
 
 Changes = Mapping[str, tuple[npt.NDArray[Any], Codes]]
-"""Name -> sorted flat positions (uint32 or int64), and codes."""
+"""By tensor name: ascending flat positions (uint32 or int64), and codes."""
 
 
 @dataclass(frozen=True)
 class Undo:
-    """From the tensors after a step to those before it."""
+    """Leads from the tensors after a step to those before it."""
 
-    changed: Mapping[str, tuple[npt.NDArray[Any], Codes]]  # positions, and the codes that were there
-    replaced: Mapping[str, Tensor]  # kept whole
-    removed: tuple[str, ...]  # names that the step brought
+    changed: Mapping[str, tuple[npt.NDArray[Any], Codes]]  # positions, and the old codes there
+    replaced: Mapping[str, Tensor]  # old tensors that are kept whole
+    removed: tuple[str, ...]  # names of tensors that the step added
 
     @property
     def num_bytes(self) -> int:
-        """What is kept for it."""
+        """Bytes of memory that it needs."""
         lists = sum(where.nbytes + codes.nbytes for where, codes in self.changed.values())
         return lists + sum(tensor.num_bytes for tensor in self.replaced.values())
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors before the step. Those that it did not touch are the same objects."""
+        """The tensors before the step, from those after it. Unchanged tensors are the same objects."""
         before = {name: tensor for name, tensor in tensors.items() if name not in self.removed}
         for name, (where, codes) in self.changed.items():
             written = before[name].codes.copy()
@@ -44,7 +44,7 @@ class Undo:
 
 
 def retain(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Changes) -> Undo:
-    """What leads from `new` back to `old`; `changed` as `compare(old, new)` gave it."""
+    """Make the undo from `new` back to `old`; `changed`: the result of `compare(old, new)`."""
     lists: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     whole = {name: tensor for name, tensor in old.items() if name not in new or new[name].spec != tensor.spec}
     for name, (where, codes) in changed.items():
@@ -59,7 +59,7 @@ def retain(old: Mapping[str, Tensor], new: Mapping[str, Tensor], changed: Change
 def compare(
     old: Mapping[str, Tensor], new: Mapping[str, Tensor]
 ) -> tuple[dict[str, tuple[npt.NDArray[Any], Codes]], dict[str, Tensor]]:
-    """What `Update` calls changed and replaced. Tensors with equal bits are in neither."""
+    """Compare two sets of tensors: `Update.changed` and `Update.replaced`. Tensors with equal bits are in neither."""
     changed: dict[str, tuple[npt.NDArray[Any], Codes]] = {}
     replaced = {}
     for name, tensor in new.items():

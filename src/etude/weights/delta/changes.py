@@ -1,8 +1,9 @@
-"""What becomes of a tensor, as a list: where its elements change, and to what. Made of what tiles say of items."""
+"""Changes of a tensor as a list: the positions of the elements that change, and their new codes. Made from the changed
+items of tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.weights.delta import native
-from etude.weights.tensors import Codes, DType, from_items
+from etude.weights.tensors import Codes, DType, Tensor, from_items
 
 Found = tuple[npt.NDArray[Any], Codes]
 """Positions of items in their tensor, and the new items there."""
@@ -19,7 +20,7 @@ Listed = tuple[npt.NDArray[np.uint32], Codes]
 """Places of items in their tile, and the new items there."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Changes:
     """`codes` go to `positions` of the flat tensor, which rise; all other elements stay.
 
@@ -28,15 +29,32 @@ class Changes:
 
     positions: npt.NDArray[Any]
     codes: Codes
+    checksums: tuple[str, str] | None = None
+    """Of the tensor before and after, where whoever made the list read the tensor, too (`checksums_around`)."""
 
 
-def write(codes: Codes, changes: Changes) -> None:
-    """Write changes into the codes that they are of, by the native kernels where they are."""
-    kernels = native.load()
-    if kernels is not None and changes.positions.dtype == np.uint32 and codes.flags.c_contiguous:
-        kernels.scatter([(codes, changes.positions, changes.codes)])()
-    else:
-        codes[changes.positions] = changes.codes
+def write(rows: Iterable[tuple[Codes, Changes]]) -> None:
+    """Write changes into the codes that they are of, which are apart: by the native kernels where they are, in as many
+    threads as these have."""
+    kernels, rows = native.load(), list(rows)
+    if kernels is not None:
+        theirs = [(codes, one.positions, one.codes) for codes, one in rows if _are_native(codes, one)]
+        rows = [(codes, one) for codes, one in rows if not _are_native(codes, one)]
+        kernels.scatter(theirs, threads=kernels.threads)()
+    for codes, one in rows:
+        codes[one.positions] = one.codes
+
+
+def written(old: Tensor | None, one: Changes | Tensor) -> Tensor:
+    """A tensor after what became of it; itself where nothing did."""
+    if isinstance(one, Tensor):
+        return one
+    assert old is not None, "changes are of a tensor that is held"
+    if not one.positions.size:
+        return old
+    codes = old.codes.copy()
+    write([(codes, one)])
+    return Tensor(old.dtype, old.shape, codes)
 
 
 def narrow(positions: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
@@ -44,19 +62,29 @@ def narrow(positions: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     return positions.astype(np.uint32 if size < 1 << 32 else np.int64, copy=False)
 
 
-def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
-    """What tiles found in one tensor, in order of its elements; `old` is the tensor's items.
+def rising(changes: Changes) -> Changes:
+    """The same, in order of their positions."""
+    if (changes.positions[1:] > changes.positions[:-1]).all():
+        return changes
+    order = np.argsort(changes.positions)
+    return Changes(changes.positions[order], changes.codes[order], changes.checksums)
 
-    Where one half of a code changes the other is the old one.
+
+def of_items(found: Sequence[Found], old: Codes, kind: DType) -> Changes:
+    """Make the changes of a tensor from those that were found in its tiles, in order. `old`: the items of the old
+    tensor.
+
+    Where one item of a code changes, the code's other item is taken from `old`.
     """
     positions = np.concatenate([narrow(np.empty(0, np.int64), old.size), *(where for where, _ in found)])
-    items = np.concatenate([np.empty(0, kind.items), *(part for _, part in found)])
-    if not (positions[1:] > positions[:-1]).all():
-        order = np.argsort(positions)
-        positions, items = positions[order], items[order]
+    items = rising(Changes(positions, np.concatenate([np.empty(0, kind.items), *(part for _, part in found)])))
     if kind.parts == 1:
-        return Changes(narrow(positions, old.size), items)
-    elements = np.unique(positions // kind.parts)
+        return Changes(narrow(items.positions, old.size), items.codes)
+    elements = np.unique(items.positions // kind.parts)
     parts = old.reshape(-1, kind.parts)[elements]
-    parts[np.searchsorted(elements, positions // kind.parts), positions % kind.parts] = items
+    parts[np.searchsorted(elements, items.positions // kind.parts), items.positions % kind.parts] = items.codes
     return Changes(narrow(elements, old.size // kind.parts), from_items(parts.reshape(-1), kind))
+
+
+def _are_native(codes: Codes, changes: Changes) -> bool:
+    return changes.positions.dtype == np.uint32 and codes.flags.c_contiguous

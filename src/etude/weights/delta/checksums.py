@@ -35,25 +35,29 @@ def checksum(codes: Codes) -> str:
     >>> checksum(np.array([1, 2], np.uint16))
     '525e21bf92390720298cd3c4bbd37ac7'
     """
-    return _hex(_sums(codes)[:2])
+    return as_text(_sums(codes)[:2])
 
 
 def checksums(old: Codes, new: Codes) -> tuple[str, str]:
-    """Of two arrays of one dtype and size, read in one pass."""
+    """The checksums of two arrays of one dtype and size, read in one pass."""
     sums = _sums(old, new)
-    return _hex(sums[:2]), _hex(sums[2:])
+    return as_text(sums[:2]), as_text(sums[2:])
 
 
 def checksums_around(old: Codes, changes: Changes) -> tuple[str, str]:
-    """Of codes as they are, and as they will be once `changes` are written. Reads `old` once, and makes nothing.
+    """Of codes as they are, and as they will be once `changes`, which are of these codes, are written: those that the
+    list came with, or by one pass over `old`, which makes nothing.
 
     Raises `ValueError` for positions that do not rise or lie outside.
     """
+    if changes.checksums is not None:
+        return changes.checksums
     sums = _sums(old, changes=changes)
-    return _hex(sums[:2]), _hex(sums[2:])
+    return as_text(sums[:2]), as_text(sums[2:])
 
 
-def _hex(sums: tuple[int, ...]) -> str:
+def as_text(sums: tuple[int, ...]) -> str:
+    """Two sums as a manifest has them."""
     return b"".join(one.to_bytes(8, "little") for one in sums).hex()
 
 

@@ -20,17 +20,19 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.weights.delta import layout, native, wholes
-from etude.weights.delta.changes import Changes, Found, Listed, narrow, of_items
+from etude.weights.delta.changes import Changes, Found, Listed, narrow, of_items, rising
+from etude.weights.delta.checksums import as_text
 from etude.weights.delta.choices import Mode, choose
-from etude.weights.delta.layout import SAME, WHOLE, Header, Kernels, Tile
+from etude.weights.delta.layout import SAME, WHOLE, Header, Kernels, Tile, table_of
+from etude.weights.delta.native import NativeKernels
 from etude.weights.delta.streams import damaged
 from etude.weights.delta.tiles import RAW, NumpyKernels, gather, scattered
 from etude.weights.tensors import DTYPES, Codes, DType, Spec, Tensor, from_items, same_bits, to_items
 
 __all__ = ["Changes", "changes", "decode", "encode", "for_kernels"]
 
-BATCH_ITEMS = 1 << 24
-"""Items that go to the kernels at a time: enough tiles for all cores, and a bound for the lists that come back."""
+BATCH_ITEMS = 1 << 26
+"""Items that go to the kernels at a time: of most objects all, as where a batch ends a core may wait for the others."""
 
 BATCH_TILES = 1024
 """Tiles that go to them at a time, however small."""
@@ -57,7 +59,7 @@ def encode(
     payloads = [b""] * plan.num_tiles
     olds, news = _or_empty(before), _or_empty(after)
     for kind in DTYPES.values():
-        for batch in batches(plan.tiles(kind)):
+        for batch in batches(plan.tiles(kind), BATCH_ITEMS):
             coded = kernels.encode(kind, [tile for _, tile in batch], olds, news)
             for (number, tile), payload in zip(batch, coded, strict=True):
                 payloads[number] = shorter(payload, tile, kind, partial(gather, tile, news))
@@ -78,7 +80,7 @@ def decode(
     """
     header, held = _open(data, specs, old)
     made = [items.copy() for items in held]
-    for kind, batch, payloads in changing(header, data):
+    for kind, batch, payloads in changing(header, data, BATCH_ITEMS):
         kernels.apply(kind, batch, made, made, payloads)
     tensors = []
     for i, (spec, form) in enumerate(zip(specs, header.layout.forms, strict=True)):
@@ -92,24 +94,49 @@ def decode(
 
 
 def changes(
-    data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None], *, kernels: Kernels = KERNELS
+    data: bytes | memoryview,
+    specs: Sequence[Spec],
+    old: Sequence[Tensor | None],
+    *,
+    kernels: Kernels = KERNELS,
+    in_order: bool = True,
 ) -> list[Changes | Tensor]:
     """For each spec what changes in the old tensor (nothing, where nothing does), or the whole new one.
 
-    What `decode` does without making the tensors: memory in proportion to the changes. Raises `WeightsError`.
+    What `decode` does without making the tensors: memory in proportion to the changes. `in_order`: positions rise, as
+    `Changes` promises; without it those of a matrix of long rows may not, which saves a copy. Raises `WeightsError`.
     """
     header, held = _open(data, specs, old)
+    made: dict[int, Changes | Tensor] = {}
+    if isinstance(kernels, NativeKernels):
+        made |= _listed(header, data, held, kernels, in_order)
     found: list[list[Found]] = [[] for _ in specs]
-    for kind, batch, payloads in changing(header, data):
+    for kind, batch, payloads in changing(header, data, BATCH_ITEMS, lambda tile: tile.pieces[0].tensor not in made):
         _collect(batch, kernels.changes(kind, batch, held, payloads), held, found)
-    made: list[Changes | Tensor] = []
     for i, spec in enumerate(specs):
         if header.layout.forms[i] == WHOLE:
-            made.append(Tensor(spec.dtype, spec.shape, whole(header, data, i)))
-        else:
+            made[i] = Tensor(spec.dtype, spec.shape, whole(header, data, i))
+        elif i not in made:
             parts, found[i] = found[i], []  # let go of, tensor by tensor
-            made.append(of_items(parts, held[i], DTYPES[spec.dtype]))
-    return made
+            made[i] = of_items(parts, held[i], DTYPES[spec.dtype])
+    return [made[i] for i in range(len(specs))]
+
+
+def _listed(
+    header: Header, data: bytes | memoryview, held: Sequence[Codes], kernels: NativeKernels, in_order: bool
+) -> Iterator[tuple[int, Changes]]:
+    """What changes in tensors whose items are codes that 32 bits count, with their checksums: one pass over each."""
+    view, offsets, layout = memoryview(data), header.offsets, header.layout
+    for kind in DTYPES.values():
+        if kind.parts > 1:
+            continue
+        tiles = [(n, t) for n, t in layout.tiles(kind) if held[t.pieces[0].tensor].size < 1 << 32]
+        payloads = [for_kernels(view[offsets[n] : offsets[n + 1]], tile, kind) for n, tile in tiles]
+        found = kernels.changes_of_tensors(kind, [tile for _, tile in tiles], held, payloads)
+        for tensor, positions, codes, sums in found:
+            one = Changes(positions, codes, (as_text(sums[:2]), as_text(sums[2:])))
+            cut = tensor in layout.grids and layout.grids[tensor].tile_cols < table_of(layout.specs[tensor])[1]
+            yield tensor, rising(one) if cut and in_order else one
 
 
 def _collect(batch: Sequence[Tile], listed: Iterable[Listed], held: Sequence[Codes], found: list[list[Found]]) -> None:
@@ -135,7 +162,7 @@ def _or_empty(arrays: Iterable[Codes | None]) -> list[Codes]:
     return [np.empty(0, np.uint8) if array is None else array for array in arrays]
 
 
-def batches(tiles: Iterable[tuple[int, Tile]], most: int = BATCH_ITEMS) -> Iterator[list[tuple[int, Tile]]]:
+def batches(tiles: Iterable[tuple[int, Tile]], most: int) -> Iterator[list[tuple[int, Tile]]]:
     """Numbered tiles as they go to kernels: until they have `most` items, or are many."""
     batch: list[tuple[int, Tile]] = []
     size = 0
@@ -158,14 +185,14 @@ def shorter(coded: bytes, tile: Tile, kind: DType, new: Callable[[], Codes]) -> 
 
 def for_kernels(payload: memoryview, tile: Tile, kind: DType) -> memoryview:
     """A tile's bytes as kernels take them: coded, or raw where they are planes."""
-    if payload[0] != _PLANES:
+    if not payload or payload[0] != _PLANES:
         return payload
     items = np.empty(tile.size, kind.items)
     wholes.read(payload[1:], items)
     return memoryview(bytes((RAW,)) + items.astype(kind.items.newbyteorder("<"), copy=False).tobytes())
 
 
-def opened(data: bytes, specs: Sequence[Spec]) -> Header:
+def opened(data: bytes | memoryview, specs: Sequence[Spec]) -> Header:
     """The header of a whole object. Raises `WeightsError`."""
     header = layout.read_header(data, specs)
     if len(data) != int(header.offsets[-1]):
@@ -173,7 +200,7 @@ def opened(data: bytes, specs: Sequence[Spec]) -> Header:
     return header
 
 
-def _open(data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
+def _open(data: bytes | memoryview, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> tuple[Header, list[Codes]]:
     """The header, checked against what is there; and the old items of tensors that the delta changes."""
     header = opened(data, specs)
     held: list[Codes | None] = []
@@ -186,18 +213,21 @@ def _open(data: bytes, specs: Sequence[Spec], old: Sequence[Tensor | None]) -> t
 
 
 def changing(
-    header: Header, data: bytes, most: int = BATCH_ITEMS
+    header: Header,
+    data: bytes | memoryview,
+    most: int,
+    wanted: Callable[[Tile], bool] = lambda _: True,
 ) -> Iterator[tuple[DType, list[Tile], list[memoryview]]]:
-    """The tiles in which something changes, and their bytes, for the kernels, about `most` items at a time."""
+    """The wanted tiles in which something changes, and their bytes, for the kernels, about `most` items at a time."""
     view, offsets = memoryview(data), header.offsets
     for kind in DTYPES.values():
-        found = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1])
+        found = ((n, tile) for n, tile in header.layout.tiles(kind) if offsets[n] < offsets[n + 1] and wanted(tile))
         for batch in batches(found, most):
             payloads = [for_kernels(view[offsets[n] : offsets[n + 1]], tile, kind) for n, tile in batch]
             yield kind, [tile for _, tile in batch], payloads
 
 
-def whole(header: Header, data: bytes, tensor: int) -> npt.NDArray[Any]:
+def whole(header: Header, data: bytes | memoryview, tensor: int) -> npt.NDArray[Any]:
     """The codes of a tensor of form WHOLE. Raises `WeightsError`."""
     spec = header.layout.specs[tensor]
     codes = np.empty(spec.size, DTYPES[spec.dtype].codes)

@@ -1,7 +1,8 @@
-"""The delta file: one delta that needs nothing but its base. Head, table, note, objects, and a digest of it all.
+"""Reads and writes delta files: one delta in one file, which needs nothing but its base. A file has a head, a table, a
+note, objects, and a digest of everything before it.
 
-`docs/formats/delta_file.md` has every field. Here is the container alone: what it names and proves; the objects in it
-are the codec's. A channel needs none of this (its manifest says the same): the file is for who moves deltas on his own.
+`docs/formats/delta_file.md` has every field. This module has only the container; the codec encodes the objects in it.
+Channels do not use it, as their manifests hold the same facts: the file is for users who move deltas by themselves.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ _OBJECT = struct.Struct("<QI")
 
 
 class Kind(enum.IntEnum):
-    """What becomes of a tensor."""
+    """What the delta does with a tensor."""
 
     SAME = 0
-    CHANGED = 1  # other codes, the same dtype and shape: a delta
+    CHANGED = 1  # other bits, the same dtype and shape: stored as a delta
     NEW = 2
     REMOVED = 3
-    REPLACED = 4  # another dtype or shape: goes in whole
+    REPLACED = 4  # another dtype or shape: stored whole
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the base, of the target, or of both. Specs and checksums are None on the side without.
+    """One tensor of the base (`old`), of the target (`new`), or of both. Spec and checksum are None on a side that
+    lacks the tensor.
 
-    `same`: no bit changes; then both sides have one spec and one checksum.
+    `same`: no bit changes; then both sides have the same spec and checksum.
     """
 
     name: str
@@ -65,26 +67,26 @@ class Entry:
 
     @property
     def coded(self) -> bool:
-        """Whether an object covers it."""
+        """Whether an object of the file holds data of this tensor."""
         return self.kind in (Kind.CHANGED, Kind.NEW, Kind.REPLACED)
 
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """A delta file, parsed and proven against its own digest; its objects not decoded yet."""
+    """A delta file, parsed and proven by its own digest. Its objects are not decoded."""
 
     entries: tuple[Entry, ...]  # by name
-    note: bytes  # nobody's here: a tool's own
-    objects: tuple[tuple[int, memoryview], ...]  # each covers so many of the coded entries, in order
+    note: bytes  # free for the tool that wrote the file; not read here
+    objects: tuple[tuple[int, memoryview], ...]  # (number of coded entries that it covers, in order; its bytes)
 
     @property
     def target_bytes(self) -> int:
-        """What the target's tensors need."""
+        """Bytes of all of the target's tensors."""
         return sum(entry.new.num_bytes for entry in self.entries if entry.new)
 
 
 def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes:
-    """Everything before the first object. Raises `WeightsError` where a reader would refuse it."""
+    """The bytes of a file before its first object. Raises `WeightsError` where a reader would refuse them."""
     table = b"".join(map(_write_entry, entries))
     for what, size, limit in (
         ("tensors", len(entries), MAX_ENTRIES),
@@ -99,19 +101,20 @@ def write_head(entries: Sequence[Entry], note: bytes, num_objects: int) -> bytes
 
 
 def write_object_head(num_bytes: int, num_tensors: int) -> bytes:
-    """What stands before an object."""
+    """The bytes before an object: its size, and how many tensors it covers."""
     return _OBJECT.pack(num_bytes, num_tensors)
 
 
 def read(data: bytes | memoryview) -> DeltaFile:
-    """Parse and prove. Copies nothing of the objects. Raises `WeightsError` for bytes that no writer wrote."""
+    """Parse a delta file and prove it by its digest. Objects are not copied. Raises `WeightsError` for bytes that are
+    no delta file, or a damaged one."""
     view = memoryview(data).cast("B")
     if len(view) < _HEAD.size + DIGEST_BYTES:
-        raise damaged(f"{len(view)} bytes are fewer than any has", cut=True)
+        raise damaged(f"it has {len(view)} bytes, fewer than any delta file", cut=True)
     magic, form, flags, num_entries, num_objects, table_bytes, note_bytes = _HEAD.unpack(view[: _HEAD.size])
     if magic != MAGIC:
         raise WeightsError(
-            "this is no delta file", f"it starts with {bytes(magic)!r}, not {MAGIC!r}", hint="name what `encode` wrote"
+            "this is no delta file", f"it starts with {bytes(magic)!r}, not {MAGIC!r}", hint="give what `encode` wrote"
         )
     if form != FORMAT or flags:
         older = form < FORMAT and not flags
@@ -120,7 +123,7 @@ def read(data: bytes | memoryview) -> DeltaFile:
             f"this etude reads {FORMAT}.0",
             hint="encode it again, or read it with the etude that wrote it"
             if older
-            else "update etude where it is read",
+            else "update etude on this machine",
         )
     body, said = view[:-DIGEST_BYTES], view[-DIGEST_BYTES:]
     found = hashlib.sha256(body)
@@ -147,8 +150,9 @@ def read(data: bytes | memoryview) -> DeltaFile:
 
 
 def damaged(facts: str, *, cut: bool = False) -> WeightsError:
-    """The error of bytes that `encode` did not write."""
-    hint = "copy the file again: it was cut off or altered" if cut else "encode it again: its writer was no etude"
+    """Make the error of a delta file that `encode` cannot have written. `cut`: its digest or its length is wrong, so
+    that it was probably cut off or altered."""
+    hint = "copy the file again: it was cut off or altered" if cut else "encode it again: etude did not write this file"
     return WeightsError("the delta file is damaged", facts, hint=hint)
 
 

@@ -22,7 +22,7 @@ from etude.errors import WeightsError, nearest
 from etude.weights.delta import codec
 from etude.weights.delta.arrays import Array, Arrays, bits_of, check_arrays, like, tensor_of
 from etude.weights.delta.bound import bound_bytes
-from etude.weights.delta.changes import write as write_changes
+from etude.weights.delta.changes import write, written
 from etude.weights.delta.checksums import checksum, checksums, checksums_around
 from etude.weights.delta.choices import Mode, check_mode
 from etude.weights.delta.delta_file import DeltaFile, Entry, Kind, damaged, read, write_head, write_object_head
@@ -52,9 +52,10 @@ def encode(old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mo
 def parts(
     old: Arrays, new: Arrays, dtypes: Mapping[str, str] | None = None, mode: Mode = "best", *, note: bytes = b""
 ) -> Iterator[bytes]:
-    """The same bytes piece by piece, for a file: beside what is mapped, one object's tensors are in memory at a time.
+    """As `encode`, but yields the bytes piece by piece, for a file. Beside mapped arrays, only the tensors of one
+    object are in memory at a time.
 
-    `note` is kept in the file for whoever reads it there. Every array is read twice.
+    `note`: bytes of your own that are kept in the file. Every array is read twice.
     """
     check_mode(mode)
     before, after = _sides(old, new, dtypes)
@@ -174,13 +175,14 @@ def fit_base(file: DeltaFile, old: Arrays) -> dict[str, Tensor]:
 
 
 def decoded(file: DeltaFile, base: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The coded tensors, object by object, in memory of their own, checked like their base. Raises `WeightsError`."""
+    """The coded tensors, object by object, checked like their base: those that change in memory of their own. Raises
+    `WeightsError`."""
     for entries, data in _objects(file):
         held = [base.get(entry.name) for entry in entries]
         with _of_this_base(entries, held):
-            made = codec.decode(data, [entry.new for entry in entries if entry.new], held)
-        _check(entries, [_sums(*pair) for pair in zip(held, made, strict=True)])
-        yield {entry.name: tensor for entry, tensor in zip(entries, made, strict=True)}
+            found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
+        _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
+        yield {entry.name: written(old, one) for entry, old, one in zip(entries, held, found, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -193,13 +195,11 @@ class _Write:
 
 
 def _put(writes: Sequence[_Write]) -> None:
-    """Write all: whole tensors first, then changes."""
-    for write in writes:
-        if write.target.ctypes.data != write.whole.ctypes.data:
-            write.target[:] = write.whole
-    for write in writes:
-        if write.changes is not None:
-            write_changes(write.target, write.changes)
+    """Write all: whole tensors first, then changes. Of buffers that are one memory, which have the same bits, one."""
+    for one in writes:
+        if one.target.ctypes.data != one.whole.ctypes.data:
+            one.target[:] = one.whole
+    write({_span(one.target): (one.target, one.changes) for one in writes if one.changes is not None}.values())
 
 
 def _entry(name: str, old: Tensor | None, new: Tensor | None) -> Entry:
@@ -235,7 +235,7 @@ def _checked_changes(
     for entries, data in _objects(file):
         held = [base.get(entry.name) for entry in entries]
         with _of_this_base(entries, held):
-            found = codec.changes(data, [entry.new for entry in entries if entry.new], held)
+            found = codec.changes(data, [entry.new for entry in entries if entry.new], held, in_order=False)
         _check(entries, [_sums(*pair) for pair in zip(held, found, strict=True)])
         for entry, old, made in zip(entries, held, found, strict=True):
             if isinstance(made, Tensor):
@@ -244,11 +244,11 @@ def _checked_changes(
                 yield entry.name, (old.codes, made)
 
 
-def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], bytes]]:
+def _objects(file: DeltaFile) -> Iterator[tuple[list[Entry], memoryview]]:
     """Each object with the entries that it covers."""
     coded = iter([entry for entry in file.entries if entry.coded])
     for count, data in file.objects:
-        yield [next(coded) for _ in range(count)], bytes(data)
+        yield [next(coded) for _ in range(count)], data
 
 
 def _check_uncoded(file: DeltaFile, base: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,10 @@
-"""The kernels in Rust (`native/`), called through ctypes without the interpreter's lock: the same bytes as numpy's.
+"""Calls the codec's kernels in Rust (`native/`) through ctypes, with the GIL released. Their bytes are those of the
+numpy kernels.
 
-The library lies beside this file: the package's build puts it there where a Rust toolchain is, and wheels carry it.
-Where it is missing, `load` says why and `NumpyKernels` serves. Only addresses cross the border: nothing is copied but
-what is made. Knows nothing of the format; `native/src/abi.rs` is the other side.
+The library lies beside this file: wheels contain it, and the package's build puts it there where a Rust toolchain is
+installed. Where it is missing `load` returns None, `why_not` gives the reason, and `NumpyKernels` is used. Only
+addresses are passed, so inputs are not copied. Knows nothing of the format. `native/src/abi.rs` is the Rust side of the
+calls.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,19 +22,21 @@ import numpy as np
 import numpy.typing as npt
 
 from etude.weights.delta.layout import MAX_TILE, Counts, Tile
+from etude.weights.delta.rooms import room
 from etude.weights.delta.streams import damaged
 from etude.weights.tensors import Codes, DType
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LEVELS = ("portable", "avx2", "avx512")
-"""Instructions that the kernels may use; a later one is faster."""
+"""Instruction sets that the kernels may use, the slowest first."""
 
 _SUFFIX = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
 LIBRARY = Path(__file__).with_name(f"libetude_native.{_SUFFIX}")
 
-_PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride")])
+_PIECE = np.dtype([(name, "u8") for name in ("old", "new", "rows", "cols", "stride", "first", "step")])
 _TILE = np.dtype([("first_piece", "u8"), ("num_pieces", "u4"), ("high", "u1"), ("classes", "u1"), ("unused", "u2")])
 _PAYLOAD = np.dtype([("start", "u8"), ("num_bytes", "u8")])
+_FOUND = np.dtype([("count", "u8"), ("sums", "u8", 4)])
 _SCATTER = np.dtype([(name, "u8") for name in ("to", "len", "places", "codes", "count", "width")])
 
 
@@ -66,16 +71,26 @@ class _Summed(ctypes.Structure):
     ]
 
 
+class _Wanted(ctypes.Structure):
+    _fields_ = [
+        ("counts", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("items", ctypes.c_void_p),
+        ("found", ctypes.c_void_p),
+        ("summed", ctypes.c_uint64),
+    ]
+
+
 class _Refusal(ctypes.Structure):
     _fields_ = [("tile", ctypes.c_uint64), ("why", ctypes.c_char * 64)]
 
 
 class NativeKernels:
-    """`layout.Kernels` in Rust. Safe between threads.
+    """`layout.Kernels` in Rust. Thread-safe.
 
-    `threads`: over which tiles are spread; None: as many as this process may use cores. `level`: the instructions to
-    use, None: the best there are. Raises `OSError` where the library is missing or of another version, `ValueError`
-    for a level that this machine lacks.
+    `threads`: number of threads that tiles are spread over; None: the number of cores that this process may use.
+    `level`: one of `LEVELS`; None: the fastest of this machine. Raises `OSError` where the library is missing or of
+    another version, `ValueError` for a level that this machine lacks.
     """
 
     def __init__(self, threads: int | None = None, level: str | None = None, library: Path = LIBRARY) -> None:
@@ -88,8 +103,13 @@ class NativeKernels:
 
     @property
     def level(self) -> str:
-        """One of `LEVELS`."""
+        """The instruction set in use: one of `LEVELS`."""
         return LEVELS[self._level]
+
+    @property
+    def threads(self) -> int:
+        """Over which tiles are spread, at most."""
+        return self._threads
 
     def sample(self, old: Codes, new: Codes, kind: DType, stride: int) -> tuple[Counts, Counts]:
         counts = np.zeros((2, 256), np.int64)
@@ -118,18 +138,49 @@ class NativeKernels:
     ) -> list[tuple[npt.NDArray[np.uint32], Codes]]:
         if not tiles:
             return []
-        asked, told = _Asked(self, kind, tiles, old, old), _Told(payloads)
-        counts, refusal = np.zeros(len(tiles), np.uint64), _Refusal()
-        made = self._library.etude_decode(
+        lists = self._list(_Asked(self, kind, tiles, old, old), kind, payloads, summed=False)
+        ends = np.cumsum(lists.counts)[:-1].astype(np.intp)
+        return list(zip(np.split(lists.places, ends), np.split(lists.items, ends), strict=True))
+
+    def changes_of_tensors(
+        self, kind: DType, tiles: Sequence[Tile], old: Sequence[Codes], payloads: Sequence[memoryview]
+    ) -> Iterator[tuple[int, npt.NDArray[np.uint32], Codes, tuple[int, ...]]]:
+        """For each tensor that the tiles are of: its number, the places in it that change, the new items there, and the
+        sums of `sums` before and after. The old items are read once, and nothing is copied.
+
+        `tiles`: all of these tensors, in their layout's order; an empty payload says that nothing changes in a tile.
+        Places rise inside of a tile. Tensors have at most 2^32 items, which are their codes. Raises `WeightsError` for
+        bytes that no writer made.
+        """
+        if not tiles:
+            return
+        lists = self._list(_Asked(self, kind, tiles, old, old, in_tensors=True), kind, payloads, summed=True)
+        numbers = np.array([piece.tensor for tile in tiles for piece in tile.pieces])
+        firsts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        ends = np.cumsum(np.add.reduceat(lists.found["count"], firsts)).tolist()
+        sums = np.add.reduceat(lists.found["sums"], firsts, axis=0).tolist()
+        for number, start, stop, four in zip(numbers[firsts].tolist(), [0, *ends], ends, sums, strict=False):
+            yield number, lists.places[start:stop], lists.items[start:stop], tuple(four)
+
+    def _list(self, asked: _Asked, kind: DType, payloads: Sequence[memoryview], *, summed: bool) -> _Lists:
+        told, refusal = _Told(payloads), _Refusal()
+        counts = np.zeros(len(payloads), np.uint64)
+        refused = self._library.etude_count(
             asked.reference, told.table.ctypes.data, counts.ctypes.data, ctypes.byref(refusal)
         )
-        if not made:
+        if not refused:
+            total = int(counts.sum())
+            found = np.zeros(asked.num_pieces, _FOUND)
+            lists = _Lists(counts, room(total, np.dtype(np.uint32)), room(total, kind.items), found)
+            wanted = _Wanted(
+                counts.ctypes.data, lists.places.ctypes.data, lists.items.ctypes.data, found.ctypes.data, summed
+            )
+            refused = self._library.etude_list(
+                asked.reference, told.table.ctypes.data, ctypes.byref(wanted), ctypes.byref(refusal)
+            )
+        if refused:
             raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
-        total = int(counts.sum())
-        places, items = np.empty(total, np.uint32), np.empty(total, kind.items)
-        self._library.etude_listed_take(made, places.ctypes.data, items.ctypes.data)
-        ends = np.cumsum(counts)[:-1].astype(np.intp)
-        return list(zip(np.split(places, ends), np.split(items, ends), strict=True))
+        return lists
 
     def apply(
         self,
@@ -139,9 +190,10 @@ class NativeKernels:
         new: Sequence[Codes],
         payloads: Sequence[memoryview],
     ) -> None:
-        """Write the changes into `new`, which holds the old items or *is* `old`, without a list between.
+        """Decode the changes and write them into `new`, which holds the old items or *is* `old`, without making a list
+        of them.
 
-        Raises `WeightsError` for bytes that no writer made; then `new` is neither old nor new: not for live weights.
+        Raises `WeightsError` for bytes that no encoder wrote; then `new` is partly written, so never pass live weights.
         """
         for items in new:
             assert items.flags.writeable
@@ -150,11 +202,12 @@ class NativeKernels:
             raise damaged(f"tile {refusal.tile}: {refusal.why.decode()}")
 
     def scatter(
-        self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]]
+        self, rows: Sequence[tuple[npt.NDArray[Any], npt.NDArray[np.uint32], npt.NDArray[Any]]], *, threads: int = 1
     ) -> Callable[[], None]:
-        """A call that writes, for each (memory, places, codes), codes to places of the flat memory, in one thread.
+        """Return a function that writes, for each row (memory, places, codes), the codes to these places of the flat
+        memory, in `threads` threads. It can be called repeatedly. In several threads no two rows may be of one memory.
 
-        Everything is checked here, `ValueError` for a place outside; the call can be made again and again.
+        All checks are made here: raises `ValueError` for arrays that do not fit or a place outside of the memory.
         """
         for memory, places, codes in rows:
             flat = all(
@@ -162,7 +215,7 @@ class NativeKernels:
             )
             same = memory.dtype == codes.dtype and len(places) == len(codes) and places.dtype == np.uint32
             if not (flat and same and memory.flags.writeable):
-                raise ValueError(f"{codes.dtype} {codes.shape} do not go to {places.dtype} places of {memory.dtype}")
+                raise ValueError(f"{codes.dtype} {codes.shape} do not fit {places.dtype} places of {memory.dtype}")
             if len(places) and int(places.max()) >= len(memory):
                 raise ValueError(f"place {places.max()} lies outside of {len(memory)}")
         table = np.array(
@@ -171,7 +224,7 @@ class NativeKernels:
         held = list(rows)
 
         def write() -> None:
-            refused = self._library.etude_scatter(table.ctypes.data, len(held))
+            refused = self._library.etude_scatter(table.ctypes.data, len(held), threads)
             assert not refused, "what was checked does not change"
 
         return write
@@ -183,12 +236,13 @@ class NativeKernels:
         changes: tuple[npt.NDArray[np.uint32], Codes] | None = None,
         first_block: int = 0,
     ) -> tuple[int, ...]:
-        """The two sums of `checksums` of the old codes, then those of the new ones: of `new`, or of `old` with changes
-        (rising places, codes) written in. Raises `ValueError` for places that do not rise or lie outside."""
+        """Four numbers: the two sums of `checksums` for the old codes, then the two for the new ones: `new`, or `old`
+        with `changes` (ascending places, codes) applied. `first_block`: the number of the first block of `old`, where
+        it is a part of a tensor. Raises `ValueError` for places that do not ascend or lie outside."""
         _aligned(old, *(() if new is None else (new,)))
         places, codes = changes or (np.empty(0, np.uint32), np.empty(0, old.dtype))
         if (new is not None and new.nbytes != old.nbytes) or codes.dtype != old.dtype or places.dtype != np.uint32:
-            raise ValueError(f"{codes.dtype} at {places.dtype} places do not go into {old.dtype}")
+            raise ValueError(f"{codes.dtype} codes at {places.dtype} places do not fit into {old.dtype} codes")
         places, codes = np.ascontiguousarray(places), np.ascontiguousarray(codes)
         asked = _Summed(
             old.ctypes.data, old.nbytes, None if new is None else new.ctypes.data,
@@ -200,7 +254,7 @@ class NativeKernels:
         return tuple(found.tolist())
 
     def count_changed(self, old: Codes, new: Codes) -> int:
-        """Items that differ: one pass over both, which encoding is measured against. One thread."""
+        """Number of codes that differ, in one pass and one thread. Benchmarks compare encoding with it."""
         _aligned(old, new)
         count: int = self._library.etude_count_changed(old.ctypes.data, new.ctypes.data, old.size, old.itemsize)
         return count
@@ -208,22 +262,24 @@ class NativeKernels:
 
 @cache
 def load() -> NativeKernels | None:
-    """The native kernels of this process; None where there is no library for it (`why_not`)."""
+    """The native kernels of this process; None where they cannot be loaded (`why_not` gives the reason)."""
     return None if why_not() else NativeKernels()
 
 
 @cache
 def why_not() -> str:
-    """Why the native kernels do not serve here, in words; empty where they do."""
+    """Why the native kernels cannot be loaded here, as a sentence; empty where they can."""
     try:
         _open(LIBRARY)
     except OSError as error:
-        return f"no native kernels ({error}): numpy serves, with the same bytes and some 20 times slower"
+        return f"no native kernels ({error}): numpy is used, with the same bytes and some 20 times slower"
     return ""
 
 
 class _Asked:
-    """A request and the tables that it points to, which must outlive the call."""
+    """The arguments of a call, and the tables that they point to, which must outlive the call.
+
+    `in_tensors`: places of changes count in their tensor, else in their tile."""
 
     def __init__(
         self,
@@ -232,20 +288,25 @@ class _Asked:
         tiles: Sequence[Tile],
         old: Sequence[Codes],
         new: Sequence[Codes],
+        *,
+        in_tensors: bool = False,
     ) -> None:
         _aligned(*old, *new)
         starts = [[items.ctypes.data for items in arrays] for arrays in (old, new)]
-        pieces = [
-            (piece.tensor, piece.start, piece.rows, piece.cols, piece.stride) for t in tiles for piece in t.pieces
-        ]
-        for tensor, start, rows, cols, stride in pieces:
-            end = start + (rows - 1) * stride + cols if rows and cols else start
-            if not 0 <= start <= end <= min(old[tensor].size, new[tensor].size) or rows * cols > MAX_TILE:
-                raise ValueError(f"a piece from {start} to {end} lies outside of tensor {tensor}, or is too large")
         width = kind.items.itemsize
-        self._pieces = np.array(
-            [(*(s[tensor] + start * width for s in starts), *shape) for tensor, start, *shape in pieces], _PIECE
-        )
+        rows: list[tuple[int, ...]] = []
+        for tile in tiles:
+            base = 0
+            for piece in tile.pieces:
+                of, start, stride = piece.tensor, piece.start, piece.stride
+                end = start + (piece.rows - 1) * stride + piece.cols if piece.size else start
+                if not 0 <= start <= end <= min(old[of].size, new[of].size) or piece.size > MAX_TILE:
+                    raise ValueError(f"a piece from {start} to {end} lies outside of tensor {of}, or is too large")
+                first = (start, stride) if in_tensors else (base, piece.cols)
+                memory = (addresses[of] + start * width for addresses in starts)
+                rows.append((*memory, piece.rows, piece.cols, stride, *first))
+                base += piece.size
+        self._pieces = np.array(rows, _PIECE)
         firsts = np.cumsum([0, *(len(tile.pieces) for tile in tiles)])
         self._tiles = np.array(
             [(first, len(tile.pieces), tile.high, tile.classes, 0) for first, tile in zip(firsts, tiles, strict=False)],
@@ -257,13 +318,27 @@ class _Asked:
         )  # fmt: skip
         self.reference = ctypes.byref(self._request)
 
+    @property
+    def num_pieces(self) -> int:
+        return self._pieces.size
+
 
 class _Told:
-    """The table of payloads, and the bytes it points to."""
+    """The table of payloads, and the bytes that it points to."""
 
     def __init__(self, payloads: Sequence[memoryview]) -> None:
         self._held = [np.frombuffer(payload, np.uint8) for payload in payloads]
         self.table = np.array([(held.ctypes.data, held.size) for held in self._held], _PAYLOAD)
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """Changes, tile after tile."""
+
+    counts: npt.NDArray[np.uint64]  # [tiles] changes of each
+    places: npt.NDArray[np.uint32]
+    items: Codes
+    found: npt.NDArray[Any]  # [pieces] of `_FOUND`
 
 
 def _kind(kind: DType) -> _Kind:
@@ -280,7 +355,7 @@ def _aligned(*arrays: Codes) -> None:
 
 
 def _open(path: Path) -> Any:
-    """The library with its signatures. Raises `OSError`."""
+    """Load the library and declare its functions' signatures. Raises `OSError`."""
     library = ctypes.CDLL(str(path))
     try:
         version = library.etude_abi_version()
@@ -294,11 +369,11 @@ def _open(path: Path) -> Any:
         ("etude_sample", ctypes.c_uint32, (pointer, pointer, pointer, count, count, pointer, pointer)),
         ("etude_encode", pointer, (pointer, pointer)),
         ("etude_encoded_take", None, (pointer, pointer)),
-        ("etude_decode", pointer, (pointer, pointer, pointer, pointer)),
-        ("etude_listed_take", None, (pointer, pointer, pointer)),
+        ("etude_count", ctypes.c_uint32, (pointer, pointer, pointer, pointer)),
+        ("etude_list", ctypes.c_uint32, (pointer, pointer, pointer, pointer)),
         ("etude_apply", ctypes.c_uint32, (pointer, pointer, pointer)),
         ("etude_count_changed", count, (pointer, pointer, count, ctypes.c_uint32)),
-        ("etude_scatter", ctypes.c_uint32, (pointer, count)),
+        ("etude_scatter", ctypes.c_uint32, (pointer, count, ctypes.c_uint32)),
         ("etude_checksum", ctypes.c_uint32, (pointer, pointer)),
     ):
         function = getattr(library, name)

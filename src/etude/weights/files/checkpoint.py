@@ -1,7 +1,9 @@
-"""A checkpoint: the safetensors files of a directory, in one piece or in shards with an index, as one set of tensors.
+"""Reads and writes checkpoints: the safetensors files of a directory (one, or shards with an index) as a set of
+tensors.
 
-What Hugging Face, vLLM and SGLang load. Read by mapping, so that a terabyte costs no memory; written beside and moved
-into place, so that a directory holds a checkpoint whole or not at all. Knows nothing of models, deltas and channels.
+Hugging Face, vLLM and SGLang load the same format. Files are read by mapping them, so that a terabyte costs no memory.
+They are written under other names and then moved into place, so that a directory has a whole checkpoint or none. Knows
+nothing of models, deltas and channels.
 """
 
 from __future__ import annotations
@@ -32,27 +34,27 @@ _HINT_INDEX = "copy the directory again: index and shards are of different check
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name, and the files they are in."""
+    """An opened checkpoint: its tensors by name, and the files that they are in."""
 
     path: Path
     headers: Mapping[str, str]  # file name -> its header's text
-    places: Mapping[str, tuple[str, Place]]  # tensor -> file name, where in it
+    places: Mapping[str, tuple[str, Place]]  # tensor -> file name, place in the file
     tensors: Mapping[str, Tensor]  # views of the mapped files
     index: str | None  # the index's text, where there is one
 
     def file(self, name: str) -> Path:
-        """Where a file of `headers` is."""
+        """The path of a file in `headers`."""
         return self.path / name if self.path.is_dir() else self.path
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether there is something that `read_checkpoint` would try to read."""
+    """Whether a path has files that `read_checkpoint` would try to read; they may be damaged."""
     return path.is_file() if path.suffix == ".safetensors" else path.is_dir() and bool(_names(path))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a directory, or in one .safetensors file, whose bytes are those of the directory's checksums
-    where it has any. Raises `CheckpointError`."""
+    """Open the checkpoint in a directory, or in one .safetensors file. Where the directory has a file of checksums,
+    every file is compared with it. Raises `NoCheckpoint`, `CheckpointError`."""
     if not is_checkpoint(path):
         hint = "give a directory with *.safetensors, or one such file"
         raise NoCheckpoint(f"no checkpoint at {path}", hint=hint)
@@ -86,7 +88,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
-    """Headers for files of at most so many bytes (or one tensor), by file name: what a writer without a model uses."""
+    """Distribute tensors over files of at most `shard_bytes` (or one larger tensor). Returns each file's header by file
+    name, as `CheckpointWriter` takes them."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name in sorted(tensors):
@@ -107,7 +110,7 @@ def layout(tensors: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> dic
 
 
 def index_of(headers: Mapping[str, str]) -> str | None:
-    """The index of files with these headers; None for one file, which needs none."""
+    """The text of the index of files with these headers; None for a single file, which needs no index."""
     if len(headers) < 2:
         return None
     found = {file: parse_header(text) for file, text in headers.items()}
@@ -119,7 +122,8 @@ def index_of(headers: Mapping[str, str]) -> str | None:
 
 
 def copy_others(source: Path, target: Path) -> list[str]:
-    """Copy what is no weights (config, tokeniser, templates) from one directory to another; their names."""
+    """Copy the files that are no weights (config, tokeniser, templates) from one directory to another. Returns their
+    names."""
     copied = []
     for file in sorted(source.iterdir()):
         weights = file.suffix in (".safetensors", ".tmp") or file.name in (INDEX, SUMS)
@@ -130,10 +134,11 @@ def copy_others(source: Path, target: Path) -> list[str]:
 
 
 class CheckpointWriter:
-    """Writes files of given headers, tensor by tensor in any order. They appear, all synced, at the end of the block.
+    """Writes files of given headers, tensor by tensor in any order. A context manager: at the end of the block the
+    files are synced to disk and moved into place together.
 
-    An error in the block leaves what was there. Raises `CheckpointError` for a tensor that the headers do not have, or
-    has another spec, one that was not put, or a disk that refuses.
+    An error in the block leaves the old files. Raises `CheckpointError` for a tensor that no header has or that has
+    another spec, for one that was not `put`, and where the disk refuses a write.
     """
 
     def __init__(self, folder: Path, headers: Mapping[str, str], index: str | None = None) -> None:
@@ -151,7 +156,9 @@ class CheckpointWriter:
             try:
                 for name, text in self._headers.items():
                     data = text.encode()
-                    file = self._files[name] = (self._folder / f"{name}.tmp").open("wb")
+                    beside = self._folder / f"{name}.tmp"
+                    beside.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours
+                    file = self._files[name] = beside.open("xb")
                     file.write(len(data).to_bytes(8, "little") + data)
             except BaseException:
                 self._abandon()
@@ -159,7 +166,7 @@ class CheckpointWriter:
         return self
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor to its place."""
+        """Write one tensor to its place. Raises `CheckpointError`."""
         file, place = self._places.get(name, (None, None))
         if file is None or place is None or place.spec != tensor.spec:
             what = f"{tensor.dtype} {list(tensor.shape)}"
@@ -193,13 +200,13 @@ class CheckpointWriter:
 
     def _abandon(self) -> None:
         for name, file in self._files.items():
-            with suppress(OSError):  # its buffer found no space: it is thrown away
+            with suppress(OSError):  # the disk has no space for its buffer, which is dropped
                 file.close()
             (self._folder / f"{name}.tmp").unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> list[str]:
-    """The files of a directory that its checkpoint is in."""
+    """The names of a directory's safetensors files that belong to its checkpoint."""
     if (folder / INDEX).is_file():
         return sorted(set(json.loads(_read_index(folder / INDEX))["weight_map"].values()))
     if (folder / WEIGHTS).is_file():
@@ -208,7 +215,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _read_index(path: Path) -> str:
-    """The text of an index that names files of its own directory. Raises `CheckpointError`."""
+    """Read an index, which must name files of its own directory only. Returns its text. Raises `CheckpointError`."""
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise ValueError(f"it has {path.stat().st_size} bytes")
@@ -224,7 +231,7 @@ def _read_index(path: Path) -> str:
 
 
 def _check_index(path: Path, said: Mapping[str, str], places: Mapping[str, tuple[str, Place]]) -> None:
-    """Raises `CheckpointError` where an index names a tensor that is not in the file it names."""
+    """Check that every tensor is in the file that the index names for it. Raises `CheckpointError`."""
     for name, file in said.items():
         found = places[name][0] if name in places else "none"
         if found != file:

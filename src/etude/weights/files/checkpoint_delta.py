@@ -27,7 +27,7 @@ from etude.weights.files.safetensors_file import Place, parse_header
 
 @dataclass(frozen=True)
 class Applied:
-    """What a delta file led to."""
+    """Result of applying a delta file."""
 
     num_tensors: int
     num_changed: int  # of them, those that an object covers
@@ -153,8 +153,11 @@ def _read_note(file: DeltaFile, base: Checkpoint) -> tuple[dict[str, str], str |
         texts = {name: base.index if name == INDEX and text is None else text for name, text in files.items()}
         index = texts.pop(INDEX, None)
         for name in texts:
-            if Path(name).name != name or not name.endswith(".safetensors"):
+            if Path(name).name != name or not name.endswith(".safetensors") or "\0" in name:
                 raise ValueError(f"{name!r} is no file name")
+        if not all(text is None or isinstance(text, str) for text in (index, *texts.values())):
+            raise ValueError("a header or an index is no text")
+        "".join((*texts, *(text for text in (index, *texts.values()) if text))).encode()  # whole characters
         shared = [name for name, text in texts.items() if text is None]
         absent = next((name for name in shared if name not in base.headers), None)
         if absent is not None:

@@ -19,6 +19,7 @@ _HINTS = {
     errno.ENOTDIR: "a part of the path is a file: name a directory",
     errno.EISDIR: "it is a directory: name a file",
     errno.EROFS: "the filesystem is mounted read-only",
+    errno.ELOOP: "a link is there, and what it leads to is not written: put the file itself there (`cp -L`)",
 }
 
 
@@ -36,7 +37,8 @@ def write_synced(path: Path, data: bytes) -> None:
     """Replace a file's content, durably, whole or not at all. Raises `OSError`."""
     beside = path.with_name(path.name + ".tmp")
     try:
-        with beside.open("wb") as file:
+        beside.unlink(missing_ok=True)  # if it is a link, what it leads to is not ours
+        with beside.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -1,9 +1,10 @@
-"""A checkpoint directory that is kept at a channel's head: safetensors files, changed in place, killed anywhere.
+"""Keeps a checkpoint directory at a channel's head: its safetensors files are changed in place, safe against a kill.
 
-In place, for a step changes one weight in a hundred and a directory may have a terabyte. Every adoption is written down
-first, in full, in a journal that appears whole and synced; then the files are written, then the version is noted, then
-the journal goes. Its writes are absolute, so that whoever opens the directory after a kill does them again and has the
-new version; a kill before the journal is there leaves the old. `docs/formats/checkpoint_folder.md` has the files.
+They are changed in place since a step changes one weight in a hundred, and a directory may have a terabyte. Every
+adoption first writes all of its changes to a journal, which appears whole and synced; then the files are written, then
+the version is recorded, then the journal is deleted. The journal holds absolute values: whoever opens the directory
+after a kill writes them again and has the new version. A kill before the journal is complete leaves the old version.
+`docs/formats/checkpoint_folder.md` describes the files.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from etude.weights.tensors import Tensor, content_digest, tensor_digest
 
 STATE, JOURNAL, LOCK, NEXT = ".etude-version.json", ".etude-journal", ".etude-lock", ".etude-next"
 FORMAT = 1
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 After = Callable[[str], None]
 
@@ -48,14 +50,15 @@ After = Callable[[str], None]
 class _State(msgspec.Struct, frozen=True):
     format: int
     version: Version
-    followed: Followed | None = None  # None: kept by a keeper that did not remember it
+    followed: Followed | None = None  # None: its keeper did not `remember` a pointer
 
 
 class CheckpointFolder:
-    """The one keeper of a directory. Opening it ends what a killed keeper began. Not safe between threads.
+    """A checkpoint directory that this process keeps, under a lock. Opening it completes what a killed keeper began.
+    Not thread-safe.
 
-    Raises `InputError` for a path that is no directory, `WeightsError` where another process keeps it, `StoreError` for
-    a disk that refuses.
+    Raises `InputError` for a path that is no directory, `WeightsError` where another process keeps it, `StoreError`
+    where the disk refuses a write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +68,7 @@ class CheckpointFolder:
             raise InputError(f"{taken} is no directory", "weights are kept in one", hint="name another, or a new one")
         with refused(f"{path} cannot be kept"):
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = os.open(path / LOCK, _LOCK_FLAGS, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -77,6 +80,7 @@ class CheckpointFolder:
             self._recover()
             self._state = self._read_state()
             self._held = read_checkpoint(path) if is_checkpoint(path) else None
+            self._refuse_links()
         except BaseException:
             os.close(self._lock)
             raise
@@ -88,7 +92,7 @@ class CheckpointFolder:
         self.close()
 
     def close(self) -> None:
-        """Let another process keep it."""
+        """Release the lock, so that another process can keep the directory."""
         os.close(self._lock)
 
     @property
@@ -98,12 +102,12 @@ class CheckpointFolder:
 
     @property
     def followed(self) -> Followed | None:
-        """The pointer that was followed last, as far as it was told."""
+        """The pointer that was followed last; None where neither `adopt` nor `remember` got one."""
         return self._state.followed if self._state else None
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What the files hold, as views of them: the next adoption changes what they show."""
+        """The tensors of the files, as views of the mapped files: the next adoption changes their values."""
         return self._held.tensors if self._held else MappingProxyType({})
 
     def adopt(
@@ -114,12 +118,13 @@ class CheckpointFolder:
         followed: Followed | None = None,
         after: After | None = None,
     ) -> int:
-        """Hold these tensors; durable when it returns. Bytes of weights that were written.
+        """Write a version's tensors to the directory; durable when this returns. Returns the bytes of weights that were
+        written.
 
-        `tensors`: proven already; those that are `self.tensors`' own objects are known to be unchanged. `followed`: the
-        pointer that led here, kept with the version. `after` is called with "journal", "file ...", "files", "version"
-        and "end" when each is durable. Raises `StoreError`: then the directory holds the old version, or opening it
-        again leads to the new one.
+        `tensors`: must be proven; those that are objects of `self.tensors` are unchanged and not compared. `followed`:
+        the pointer that led to the version, kept with it. `after` is called with "journal", "file ...", "files",
+        "version" and "end" when each is durable. Raises `StoreError`: then the directory holds the old version, or
+        opening it again completes the new one.
         """
         done = after or (lambda step: None)
         changed, replaced = compare(self.tensors, tensors)
@@ -138,7 +143,7 @@ class CheckpointFolder:
         return num_bytes
 
     def remember(self, followed: Followed) -> None:
-        """Keep a pointer that was followed and leads to what is held; durable when it returns. Raises `StoreError`."""
+        """Store the pointer that was followed to the held version; durable when this returns. Raises `StoreError`."""
         if self._state is None or self._state.version != followed.version or self._state.followed == followed:
             return
         state = _State(FORMAT, followed.version, followed)
@@ -147,9 +152,9 @@ class CheckpointFolder:
         self._state = state
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare the digest of every byte of weights with the version. Raises `WeightsError` naming both.
+        """Read all weights and compare their digest with the version's. Raises `WeightsError` that has both digests.
 
-        `names`: of the version's table, where it was published in parts (`parts`).
+        `names`: the names of the version's table, where it was published in parts (`parts`).
         """
         tensors = self.tensors if names is None else split(self.tensors, names)
         found = content_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})
@@ -163,7 +168,7 @@ class CheckpointFolder:
     def _lay_out(
         self, version: Version, tensors: Mapping[str, Tensor], followed: Followed | None
     ) -> tuple[Journal, int]:
-        """Write all tensors into files beside; the journal that moves them into place."""
+        """Write all tensors into new files beside the old. Returns the journal that moves them into place."""
         headers = layout(tensors)
         index = index_of(headers)
         with CheckpointWriter(self.path / NEXT, headers, index) as writer:
@@ -175,24 +180,38 @@ class CheckpointFolder:
         return Journal(version, [], moves, removes, followed), sum(tensor.num_bytes for tensor in tensors.values())
 
     def _recover(self) -> None:
-        """End what a journal says was begun; remove what was never begun. Doing it twice does no harm."""
+        """Complete the adoption of a journal, or remove files of one that has no whole journal. May be repeated."""
         with refused(f"{self.path} cannot be recovered"):
+            if (self.path / NEXT).is_symlink():  # no keeper's: it could lead anywhere
+                (self.path / NEXT).unlink()
             if (self.path / JOURNAL).exists():
                 try:
-                    journal = read_journal((self.path / JOURNAL).read_bytes())
+                    self._follow(read_journal((self.path / JOURNAL).read_bytes()), lambda step: None)
                 except ValueError as error:
                     raise StoreError(
                         f"{self.path / JOURNAL} is damaged",
                         str(error),
                         hint=f"the disk altered it: remove {self.path}'s weights and {JOURNAL}, and follow again",
                     ) from None
-                self._follow(journal, lambda step: None)
-            shutil.rmtree(self.path / NEXT, ignore_errors=True)
+            self._drop_next()
             (self.path / (JOURNAL + ".tmp")).unlink(missing_ok=True)
 
+    def _drop_next(self) -> None:
+        shutil.rmtree(self.path / NEXT, ignore_errors=True)
+
+    def _refuse_links(self) -> None:
+        """Weights are changed in place, and what a link leads to is not this directory's: a download cache, say."""
+        for name in self._held.headers if self._held else ():
+            if (self.path / name).is_symlink():
+                raise InputError(
+                    f"{self.path / name} is a link",
+                    f"what it leads to, {os.path.realpath(self.path / name)}, would be changed in place",
+                    hint=f"copy the directory and its links' files: cp -rL {self.path} ELSEWHERE",
+                )
+
     def _follow(self, journal: Journal, done: After) -> None:
-        """Do what a journal says, from wherever it was left."""
-        if (self.path / SUMS).exists():  # of the copy that this directory was begun with
+        """Carry out a journal, whichever of its writes were done before."""
+        if (self.path / SUMS).exists():  # checksums of the checkpoint that this directory was copied from
             (self.path / SUMS).unlink()
             sync_folder(self.path)
         by_file: dict[str, list[Change]] = {}
@@ -211,7 +230,7 @@ class CheckpointFolder:
         write_synced(self.path / STATE, msgspec.json.encode(_State(FORMAT, journal.version, journal.followed)))
         done("version")
         (self.path / JOURNAL).unlink()
-        shutil.rmtree(self.path / NEXT, ignore_errors=True)
+        self._drop_next()
         sync_folder(self.path)
         done("end")
 
@@ -220,7 +239,7 @@ class CheckpointFolder:
             state = msgspec.json.decode((self.path / STATE).read_bytes(), type=_State)
         except FileNotFoundError:
             return None
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise StoreError(
                 f"{self.path / STATE} is damaged", str(error), hint="remove it, and follow again: all is fetched anew"
             ) from None
@@ -228,7 +247,7 @@ class CheckpointFolder:
             raise WeightsError(
                 f"{self.path} is of format {state.format}",
                 f"readable is {FORMAT}",
-                hint="update etude where it is read",
+                hint="update etude on this machine",
             )
         return state
 
@@ -242,8 +261,9 @@ def _change(held: Checkpoint, name: str, places: Any, codes: Any, tensor: Tensor
 
 
 def _write_changes(path: Path, changes: list[Change]) -> None:
-    """Write absolute codes into a mapped file, and sync it."""
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+    """Write codes into a mapped file, and sync it. Raises `OSError` for a link, `ValueError` where the file is too
+    short."""
+    with open(path, "r+b", opener=_open_no_link) as file, mmap.mmap(file.fileno(), 0) as memory:
         for change in changes:
             kind, count = change.codes.dtype, change.codes.size
             if change.places is None:
@@ -253,6 +273,10 @@ def _write_changes(path: Path, changes: list[Change]) -> None:
                 last = int(change.places[-1]) if len(change.places) else -1
                 flat = np.frombuffer(memory, kind, last + 1, change.start)
                 flat[change.places] = change.codes
-            del flat  # a view keeps the file from being closed
+            del flat  # the file cannot be closed while a view of it exists
         memory.flush()
         os.fsync(file.fileno())
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -84,8 +84,11 @@ def read_journal(data: bytes) -> Journal:
     at = _HEAD.size + header_bytes
     try:
         header = msgspec.json.decode(body[_HEAD.size : at], type=_Header)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(str(error)) from None
+    for name in (*(one.file for one in header.changes), *header.moves, *header.removes):
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise ValueError(f"it names {name[:80]!r}, which is no file of the folder itself")
     changes = []
     for one in header.changes:
         if one.itemsize not in (1, 2, 4, 8) or one.count < 0 or one.start < 0:
@@ -94,6 +97,8 @@ def read_journal(data: bytes) -> Journal:
         if not one.whole:
             places = np.frombuffer(body, "<i8", one.count, at).astype(np.int64) if one.count else np.empty(0, np.int64)
             at += 8 * one.count
+            if len(places) and (places[0] < 0 or not (places[1:] > places[:-1]).all()):
+                raise ValueError(f"the places of a change of {one.file[:80]!r} do not ascend")
         codes = (
             np.frombuffer(body, f"<u{one.itemsize}", one.count, at) if one.count else np.empty(0, f"u{one.itemsize}")
         )

@@ -161,8 +161,9 @@ def _place(name: str, entry: Any, data_at: int) -> Place:
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:
-    """Whole numbers from 0 to 2^62; None for anything else."""
-    good = isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
+    """A few whole numbers from 0 to 2^62; None for anything else: their product would take as long as their writer
+    likes."""
+    good = isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
     return tuple(values) if good else None
 
 

@@ -55,7 +55,7 @@ def adapter_map(
 
     def settle() -> None:  # with the first version, and with one that is written whole
         if live[PUBLISHED].tobytes() != published[PUBLISHED].codes.tobytes():
-            hint = "restart the engine: it takes up what is published then"
+            hint = "restart the engine: it then starts with the newest version"
             raise WeightsError("an adapter of other settings is published than at the start", f"{config}", hint=hint)
         for name, spec in rest.items():
             for piece in places.get(name, ()):

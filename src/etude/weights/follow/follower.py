@@ -1,10 +1,10 @@
-"""The reader's side: holds one version's exact tensors and moves to the head, whole or not at all.
+"""The reader's side of the chain: holds the exact tensors of one version, and moves to the head, whole or not at all.
 
-Everything is fetched, decoded and proven before anything of the follower changes, so a failed advance costs nothing
-and an engine's pause contains the scatter alone. A lost or damaged delta heals from the nearest anchor that works.
-What the last update overwrote is kept, so that it can be undone. A pointer that moves back is not followed, unless
-whoever moved it said by a new generation that it was meant. Knows nothing of engines: it says which codes changed, and
-where.
+Everything is fetched, decoded and proven before the follower changes, so a failed update changes nothing, and an
+engine's pause contains only the writes. Where a delta is lost or damaged, the nearest anchor that works is used. The
+codes that the last update overwrote are kept, so that it can be undone. A pointer that moves back is followed only
+where it has a new generation, which shows that this was intended. Knows nothing of engines: it reports which codes
+changed, and where.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etude.weights.tensors import Tensor
 
 @dataclass(frozen=True)
 class Update:
-    """What is different between the version held before and the one held now. Proven before it is made."""
+    """The differences between the version held before and the one held now. Made only of proven tensors."""
 
     version: Version
     changed: Changes  # name -> sorted flat positions (uint32 or int64), their new codes
@@ -78,7 +78,7 @@ class Follower:
 
     @property
     def version(self) -> Version | None:
-        """What is held; None at the start."""
+        """The held version; None at the start."""
         return self._held.manifest.version if self._held else None
 
     @property
@@ -88,12 +88,12 @@ class Follower:
 
     @property
     def followed(self) -> Followed | None:
-        """What is remembered of the pointer that was followed last; None at the start. Outlives a process if kept."""
+        """The pointer that was followed last; None at the start. Store it to continue from it in another process."""
         return self._head.followed
 
     @property
     def undo_bytes(self) -> int:
-        """What is kept to undo the last update."""
+        """Bytes of memory that are kept to undo the last update."""
         return self._held.undo.num_bytes if self._held and self._held.undo else 0
 
     def pointer(self) -> Version | None:
@@ -170,7 +170,7 @@ def update_of(
     started: float,
     reached: plans.Reached | None = None,
 ) -> Update:
-    """What is different between two sets of tensors."""
+    """Make the update between two sets of tensors."""
     lists = reached.taken.lists if reached else {}
     changed, replaced = compare(before, {name: one for name, one in tensors.items() if name not in lists})
     changed |= {name: (one.positions, one.codes) for name, one in lists.items() if name in tensors}

@@ -35,7 +35,7 @@ _END_S = 10.0
 
 
 class Hello(NamedTuple):
-    """What a child is started with, pickled: the first message."""
+    """The first message to a child process, pickled: the arguments of its follower."""
 
     store: BlobStore
     name: str
@@ -95,17 +95,17 @@ class FollowerProcess:
 
     @property
     def version(self) -> Version | None:
-        """What is held; None at the start."""
+        """The held version; None at the start."""
         return self._version
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The held version's tensors by name, in shared memory that nobody can change."""
+        """The tensors of the held version by name, in read-only shared memory."""
         return MappingProxyType(self._tensors)
 
     @property
     def pid(self) -> int | None:
-        """The child's; None between the end of one and the start of the next."""
+        """The child process's id; None between the end of one child and the start of the next."""
         return self._child.pid if self._child else None
 
     def advance(self) -> Update | None:
@@ -116,7 +116,7 @@ class FollowerProcess:
         still, and the next call starts another child.
         """
         if self._closed:
-            raise WeightsError("the follower is closed", hint="make another")
+            raise WeightsError("the follower is closed", hint="make a new follower")
         child = self._child = self._child or self._started()
         try:
             answer, fds = child.ask(Ask(self._version, self._wait_s), self._wait_s + self._deadline_s)

@@ -60,6 +60,7 @@ class Head:
         self._key = history.pointer_key(name, branch)
         self.followed = followed if followed is not None and followed.pointer == self._key else None
         """The pointer that was followed last; None at the start."""
+        self._noted: Pointer | None = None  # the pointer that `followed` was made of
 
     def version(self) -> Version | None:
         """The head's version; None before the first publish. One read of some hundred bytes."""
@@ -87,7 +88,7 @@ class Head:
             if exactly is not None and exactly != pointer.head.version:
                 return move(self._find(exactly))
             if held is not None and pointer.head.version == held.version:
-                self.followed = self._admitted(pointer, held)
+                self._note(pointer)
                 return None
             try:
                 target = history.load(self._store, pointer.head)
@@ -101,12 +102,23 @@ class Head:
                 if tries_left and self._read() != pointer:
                     continue  # it went on meanwhile, and garbage collection may have taken what it left
                 raise
-            self.followed = followed
+            self.followed, self._noted = followed, pointer
             return moved
         raise AssertionError("the last try returns or raises")
 
     def _read(self) -> Pointer | None:
         return history.head(self._store, self._name, self._branch, public_key=self._public_key)
+
+    def _note(self, pointer: Pointer) -> None:
+        """Remember a pointer to the version that is held. By the manifest that it names: of the held one nothing but
+        its tensors is proven, for after a restart it is any that the store has of that version."""
+        if pointer == self._noted:
+            return
+        try:
+            named = history.load(self._store, pointer.head)
+        except WeightsError:
+            return  # lost or damaged: what is held is held still
+        self.followed, self._noted = self._admitted(pointer, named), pointer
 
     def _admitted(self, pointer: Pointer, target: Manifest) -> Followed:
         """What to remember of the pointer, unless it moved back. Raises `MovedBack`."""

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from etude.errors import WeightsError
 from etude.weights.delta import native
 from etude.weights.delta.arrays import bits_of, is_torch, name_of
+from etude.weights.delta.rooms import Rooms
 from etude.weights.tensors import Codes
 
 Places = npt.NDArray[Any]
@@ -31,7 +32,7 @@ Call = Callable[[], None]
 _SIGNED = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # what torch computes with, of each width
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Scatter:
     """Codes that go to places of flat host memory."""
 
@@ -147,10 +148,14 @@ class Window:
             found += index * stride
         return found
 
-    def read(self, places: Places | None = None) -> Codes:
-        """The codes at places, or all in C order of `shape`; a copy in host memory."""
-        if isinstance(self.flat, np.ndarray):
-            taken: Codes = self.view.flatten() if places is None else self.flat[places]
+    def read(self, places: Places | None = None, rooms: Rooms | None = None) -> Codes:
+        """The codes at places, or all in C order of `shape`; a copy in host memory, where `rooms` may give some."""
+        flat = self.flat
+        if isinstance(flat, np.ndarray):
+            if places is not None and rooms is not None and flat.flags.aligned:
+                taken: Codes = rooms.take(len(places), flat.dtype)
+                return np.take(flat, places, out=taken, mode="clip")  # they are inside; to raise it would copy first
+            taken = self.view.flatten() if places is None else flat[places]
             return taken
         if places is None:
             return _host(self.view.contiguous().view(-1)).copy()

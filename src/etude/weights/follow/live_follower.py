@@ -28,6 +28,7 @@ from etude.weights.chain.manifest import Manifest
 from etude.weights.delta import codec
 from etude.weights.delta.changes import Changes, narrow
 from etude.weights.delta.checksums import checksum, checksums_around
+from etude.weights.delta.rooms import give_back
 from etude.weights.follow.follower import Update
 from etude.weights.follow.head import LIMIT_BYTES, Followed, Head, check_size
 from etude.weights.follow.parts import split
@@ -80,12 +81,12 @@ class LiveFollower:
 
     @property
     def version(self) -> Version | None:
-        """What the live memory holds; None at the start."""
+        """The version in live memory; None at the start."""
         return self._held.version if self._held else None
 
     @property
     def followed(self) -> Followed | None:
-        """What is remembered of the pointer that was followed last; None at the start. Outlives a process if kept."""
+        """The pointer that was followed last; None at the start. Store it to continue from it in another process."""
         return self._head.followed
 
     @property
@@ -95,11 +96,12 @@ class LiveFollower:
         return {entry.name: entry.spec for entry in manifest.tensors} if manifest else {}
 
     def pointer(self) -> Version | None:
-        """The head's version; None before the first publish. One read of some hundred bytes."""
+        """Read the head's version; None before the first publish. Reads some hundred bytes."""
         return self._head.version()
 
     def prepare(self, *, at_least: Version | None = None, exactly: Version | None = None) -> Update | None:
-        """What leads the live memory to the head, proven; None when that is held already or there is none.
+        """Fetch and prove the changes that lead the live memory to the head; None when it has the head, or there is
+        none.
 
         Nothing is moved: an update that is not adopted is given again by the next call. `at_least`, `exactly`, and what
         is raised: as by `Follower.advance`.
@@ -108,7 +110,10 @@ class LiveFollower:
         self._coming = self._head.follow(
             self._held, lambda target: self._update(target, started), at_least=at_least, exactly=exactly
         )
-        return self._coming[0] if self._coming else None
+        if self._coming is None:
+            return None
+        give_back()  # now, as nobody waits yet: what was fetched, and what is left of the update before
+        return self._coming[0]
 
     def adopted(self, update: Update) -> None:
         """The live memory now holds what `prepare` gave last. Raises `WeightsError` for another update."""
@@ -116,13 +121,13 @@ class LiveFollower:
             raise WeightsError(
                 f"{update.version} is not the update that is awaited",
                 f"prepared last: {self._coming[1].version if self._coming else None}; held: {self.version}",
-                hint="say `adopted` once, of what the last `prepare` gave",
+                hint="call `adopted` once, with the result of the last `prepare`",
             )
         self._before, self._held, self._coming = self._held, self._coming[1], None
 
     def undone(self) -> None:
-        """The live memory holds what it did before the update that was adopted last (`Swap.undo`). The next `prepare`
-        leads to the head again. Raises `WeightsError` where there is nothing to go back to."""
+        """Record that the live memory was set back to its state before the last adopted update (`Swap.undo`). The next
+        `prepare` leads to the head again. Raises `WeightsError` where there is no earlier state."""
         if self._before is None:
             raise WeightsError(
                 "there is nothing to undo",
@@ -132,9 +137,11 @@ class LiveFollower:
         self._held, self._before, self._coming = self._before, None, None
 
     def start_from(self, version: Version) -> bool:
-        """Hold a version that the live memory holds already, for instance as loaded from a disk.
+        """Start from a version whose weights are in live memory already, for instance because they were loaded from
+        disk.
 
-        False, and nothing is held: the store does not know it, or these are not its tensors. Raises `StoreError`.
+        Returns False, and does not start from it, where the store does not have the version, or the memory holds other
+        tensors. Raises `StoreError`.
         """
         self.forget()
         manifest = history.find(self._store, self._name, version)

@@ -1,9 +1,9 @@
-"""Where a checkpoint's tensors live in an engine: one name, any number of places in its memory.
+"""Maps each tensor of a checkpoint to the places in an engine's memory that hold it.
 
-Engines fuse (q, k and v in one matrix, gate and up in w13), stack (all experts of a layer in one tensor), transpose,
-widen, hold a shard of a tensor, tie two names to one storage, and keep things that are computed from several (absorbed
-attention matrices, prepacked copies). All but the last are views: a `Piece` says which part of a checkpoint's tensor a
-view of live memory holds. The last are hooks: `Derived`. Each engine declares its own map, in a few lines:
+Engines fuse tensors (q, k and v in one matrix, gate and up in w13), stack them (all experts of a layer in one tensor),
+transpose or widen them, hold a shard of one, tie two names to one storage, and keep values computed from several
+(absorbed attention matrices, prepacked copies). All but the last are views: a `Piece` says which part of a checkpoint's
+tensor a view of live memory holds. Computed values are `Derived`. Each engine declares its own map, in a few lines:
 
 >>> w13, experts = np.zeros((2, 6, 4), np.uint16), {}
 >>> for e in range(2):
@@ -28,7 +28,7 @@ from etude.weights.tensors import DTYPES, Codes, Spec
 Pieces = Mapping[str, Sequence["Piece"]]
 
 CHECKED = 1 << 18
-"""Elements that are compared at a time."""
+"""Number of elements that `Piece.holds` compares at a time."""
 
 
 def _widen(codes: Codes, live: Codes) -> None:
@@ -41,16 +41,17 @@ def _f16_to_f32(codes: Codes, live: Codes) -> None:
 
 
 _EXACT: dict[tuple[str, str], Callable[[Codes, Codes], None]] = {("bf16", "f32"): _widen, ("f16", "f32"): _f16_to_f32}
-"""(published, live): every value of the first is one of the second. A call writes the second's bits in place."""
+"""By (published dtype, live dtype) that widens exactly: a function that writes codes of the first in the second's
+bits."""
 
 
 @dataclass(frozen=True)
 class Piece:
     """A part of a checkpoint's tensor, and the live memory that holds it. Made by `piece`, `named`, `fused`.
 
-    `box`: for each dimension of the checkpoint's tensor, [start, stop); None: all of it. `reorder`: for memory whose
-    elements lie in no view's order (prepacked, swizzled): from numbers of elements in the box to places in it, which
-    are numbers in C order of the window's shape; a bijection.
+    `box`: [start, stop) for each dimension of the checkpoint's tensor; None: all of it. `reorder`: for memory in an
+    order that no view has (prepacked, swizzled), a bijection from indices of elements in the box to indices in the
+    window, both in C order.
     """
 
     window: Window
@@ -62,7 +63,8 @@ class Piece:
         return None if self.box is None else tuple(stop - start for start, stop in self.box)
 
     def check(self, name: str, spec: Spec) -> None:
-        """Raises `WeightsError` unless a tensor of `spec` can be held here exactly."""
+        """Check that this memory can hold its part of a tensor of `spec` exactly. Raises `WeightsError` where it
+        cannot; `name` is the tensor's, for the error."""
         inside = self.box is None or (
             len(self.box) == len(spec.shape)
             and all(0 <= a <= b <= n for (a, b), n in zip(self.box, spec.shape, strict=True))
@@ -81,12 +83,13 @@ class Piece:
             )
 
     def take(self, spec: Spec, positions: Places, codes: Codes) -> tuple[Places, Codes]:
-        """Of a tensor's changes, those inside the box: places in the window's `flat`, and codes as the memory has them.
+        """Select the changes of a tensor that lie inside the box. Returns their indices in the window's `flat`, and
+        their codes converted to the memory's dtype.
 
-        `positions`: sorted numbers in C order of the tensor.
+        `positions`: ascending indices into the tensor in C order; `codes`: the new code at each.
         """
         if self.box is not None or self.reorder is not None or not self.window.contiguous:
-            positions = positions.astype(np.int64, copy=False)  # what is computed of them may be larger
+            positions = positions.astype(np.int64, copy=False)  # indices into the window may be larger
         if self.box is not None:
             positions, keep = _inside(positions, spec.shape, self.box)
             codes = codes[keep]
@@ -95,7 +98,8 @@ class Piece:
         return self.window.places(positions), self._converted(spec.dtype, codes)
 
     def part(self, spec: Spec, codes: Codes) -> Codes:
-        """Of a whole tensor's codes, what the window holds, in its shape: a view, but for memory of its own order."""
+        """Select from a whole tensor's codes those that the window holds, in the window's shape. A view, except where
+        `reorder` is set."""
         shaped: Codes = codes.reshape(spec.shape)
         if self.box is not None:
             shaped = shaped[tuple(slice(a, b) for a, b in self.box)]
@@ -107,7 +111,8 @@ class Piece:
         return moved.reshape(self.window.shape)
 
     def fill(self, spec: Spec, codes: Codes) -> None:
-        """Write all that the window holds of a tensor. Needs memory for this piece at most, on a host none."""
+        """Write this piece of a whole tensor's codes to the memory. Needs further memory for this piece at most; on a
+        host none."""
         part, convert = self.part(spec, codes), _EXACT.get((spec.dtype, self.window.dtype))
         if convert is not None and isinstance(self.window.view, np.ndarray):
             convert(part, self.window.view)
@@ -115,8 +120,8 @@ class Piece:
             self.window.fill(self._converted(spec.dtype, part))
 
     def holds(self, spec: Spec, codes: Codes) -> bool:
-        """Whether the memory is, bit for bit, what it should be for a tensor. On a host it is read in pieces that stay
-        in a core's cache, without memory for more than one, and the interpreter is free for others in between."""
+        """Whether the memory equals this piece of a whole tensor's codes, bit for bit. On a host it is compared in
+        pieces that stay in a core's cache, with memory for one piece, and other threads can run in between."""
         part, window = self.part(spec, codes), self.window
         if not (isinstance(window.flat, np.ndarray) and window.contiguous and part.flags.c_contiguous):
             return window.equals(self._converted(spec.dtype, part))
@@ -125,7 +130,7 @@ class Piece:
         return all(np.array_equal(window.flat[one], self._converted(spec.dtype, flat[one])) for one in pieces)
 
     def _converted(self, dtype: str, codes: Codes) -> Codes:
-        """Published codes as the memory holds them."""
+        """Published codes converted to the memory's dtype."""
         convert = _EXACT.get((dtype, self.window.dtype))
         if convert is None:
             return codes
@@ -136,11 +141,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Derived:
-    """Live memory that is computed from tensors: after any of `sources` was written, `compute` is called.
+    """Live memory that is computed from tensors: `compute` is called after any of `sources` was written.
 
-    It runs in the pause, reads live memory, and may do whatever the engine did when it loaded: transpose, multiply,
-    prepack. An undo calls it again over the old weights; what it does not give back bit for bit from equal inputs,
-    `outputs` names, and those are kept and written back instead.
+    It runs in the pause, reads live memory, and may do what the engine did when it loaded: transpose, multiply,
+    prepack. An undo calls it again on the old weights. Memory that it does not restore bit for bit from equal inputs
+    must be in `outputs`: it is saved before, and written back instead.
     """
 
     sources: frozenset[str]
@@ -149,31 +154,32 @@ class Derived:
 
 
 class Map:
-    """Every place of every tensor. Raises `WeightsError` where two places overlap without being the same.
+    """All places of all tensors in an engine. Raises `WeightsError` where two places overlap without being equal.
 
-    `ignored`: names that are published and that this engine has no use for.
+    `ignored`: names of published tensors that this engine does not use.
     """
 
     def __init__(self, pieces: Pieces, *, derived: Iterable[Derived] = (), ignored: Iterable[str] = ()) -> None:
         self.pieces = {name: tuple(found) for name, found in pieces.items()}
         self.derived, self.ignored = tuple(derived), frozenset(ignored)
         self.tied = _tied(self.pieces)
-        """Names that share all of a storage's elements, by each of them: the alias table."""
+        """For each name, the names that share its memory (tied weights)."""
         _refuse_overlaps(self.pieces)
 
 
 def piece(name: str, value: Any, box: Sequence[tuple[int, int]] | None = None) -> Piece:
-    """The piece of tensor `name` in a numpy array or torch tensor of any strides."""
+    """Make the piece of tensor `name` (or of its part `box`) in a numpy array or torch tensor of any strides."""
     return Piece(window(name, value), None if box is None else tuple((int(a), int(b)) for a, b in box))
 
 
 def named(live: Mapping[str, Any]) -> dict[str, list[Piece]]:
-    """Every live tensor under the name that the checkpoint has for it: `named(model.state_dict())`."""
+    """Pieces of whole tensors, by the checkpoint's names: `named(model.state_dict())`."""
     return {name: [piece(name, value)] for name, value in live.items()}
 
 
 def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[Piece]]:
-    """Tensors one after another along an axis: their names, and how long each is. Raises `WeightsError`."""
+    """Pieces of tensors that lie one after another in `live` along an axis. `parts`: name to length along that axis, in
+    order. Raises `WeightsError` where the lengths do not add up."""
     if sum(parts.values()) != live.shape[axis]:
         raise WeightsError(
             f"{', '.join(parts)} are {sum(parts.values())} long together",
@@ -189,7 +195,7 @@ def fused(live: Any, parts: Mapping[str, int], axis: int = 0) -> dict[str, list[
 
 
 def joined(*maps: Pieces) -> dict[str, list[Piece]]:
-    """All the places of several: a name may be in more than one of them."""
+    """Join several maps of pieces; a name may be in more than one of them."""
     found: dict[str, list[Piece]] = {}
     for one in maps:
         for name, pieces in one.items():
@@ -198,7 +204,7 @@ def joined(*maps: Pieces) -> dict[str, list[Piece]]:
 
 
 def _inside(positions: Places, shape: Shape, box: Sequence[tuple[int, int]]) -> tuple[Places, Any]:
-    """Numbers in the box of the positions in it, and which those are."""
+    """The positions that lie in a box, as indices into the box, and a selection of them among `positions`."""
     if all((a, b) == (0, n) for (a, b), n in zip(box[1:], shape[1:], strict=True)):  # whole rows: one run
         row = int(np.prod(shape[1:], dtype=np.int64))
         first, last = np.searchsorted(positions, [box[0][0] * row, box[0][1] * row])
@@ -224,7 +230,7 @@ def _tied(pieces: Mapping[str, Sequence[Piece]]) -> dict[str, frozenset[str]]:
 
 
 def _refuse_overlaps(pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """Of windows without gaps: with them (columns of a matrix) sharing a range means nothing."""
+    """Refuse overlapping windows. Only windows without gaps are compared: columns of a matrix may share a range."""
     spans = sorted(
         {
             (one.window.device, one.window.address, one.window.num_bytes, one.window.key): name

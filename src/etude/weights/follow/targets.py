@@ -16,6 +16,7 @@ import numpy as np
 
 from etude.errors import EtudeError, WeightsError, nearest
 from etude.records.completion import Version
+from etude.weights.delta.rooms import Rooms
 from etude.weights.follow.follower import Update
 from etude.weights.follow.live import Call, Places, Scatter, together
 from etude.weights.follow.runtime_map import Derived, Map, Piece
@@ -52,6 +53,7 @@ class Target:
         """
         self._check_complete(update.version, tensors)
         known, swap = {**tensors, **update.replaced}, Swap(update.version)
+        kept = Rooms() if undoable else None
         written: dict[object, _Said] = {}
         for name in sorted({*update.changed, *update.replaced}):
             self._check_ties(name, update, known)
@@ -63,7 +65,7 @@ class Target:
                     continue
                 written[key] = name, change, piece
                 if change is None or len(change[0]):
-                    swap.writes.append(_write(piece, change, known[name], undoable))
+                    swap.writes.append(_write(piece, change, known[name], kept))
         touched = {*update.changed, *update.replaced}
         touched |= {tie for name in touched for tie in self._map.tied.get(name, ())}
         for one in self._map.derived:
@@ -178,7 +180,7 @@ class Swap:
         return WeightsError(f"{self.version} was not adopted", why, hint=hint)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Write:
     put: Call
     put_back: Call
@@ -199,16 +201,18 @@ class _Hook:
             self.derived.compute()
 
 
-def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, undoable: bool) -> _Write:
-    """Absolute writes of changes, or of the whole piece where there is no list or scattering it takes longer."""
+def _write(piece: Piece, change: tuple[Places, Codes] | None, known: Tensor | Spec, kept: Rooms | None) -> _Write:
+    """Absolute writes of changes, or of the whole piece where there is no list or scattering it takes longer.
+
+    `kept`: room for what an undo needs; None: there is none."""
     window = piece.window
     fill = partial(piece.fill, known.spec, known.codes) if isinstance(known, Tensor) else None
     if change is None:
         assert fill is not None, "what is replaced comes whole"
-        old = window.read() if undoable else None
+        old = window.read() if kept is not None else None
         return _Write(fill, _nothing if old is None else partial(window.fill, old.reshape(window.shape)), 0, old)
     places, codes = change
-    old = window.read(places) if undoable else None
+    old = window.read(places, kept) if kept is not None else None
     whole = fill is not None and len(places) * DENSE > window.num_bytes
     put = fill if fill is not None and whole else window.writer(places, codes)
     back = _nothing

@@ -1,14 +1,15 @@
-"""vLLM's workers follow a channel: `--worker-extension-cls etude.weights.follow.vllm_worker.WorkerExtension`.
+"""A worker extension with which a running vLLM follows a channel:
+`--worker-extension-cls etude.weights.follow.vllm_worker.WorkerExtension`.
 
-Its methods are called by vLLM's `collective_rpc`, which runs between two steps of the engine: that is the pause, and
-requests in flight keep their KV. `etude_prepare` fetches, decodes and proves in a thread beside the requests;
-`etude_adopt` only writes. On a GPU that writes into vLLM's own parameters. The CPU build keeps linears and experts
-packed for its kernels, in memory whose order is nobody's business: there a plain copy is written, and what was touched
-is packed anew by vLLM's own functions. (Its own reload does not pack experts again, and answers as if all were well:
-measured with 0.32, mean |change of a logprob| .0057 became .305.) Knows what a Hugging Face checkpoint's names are in
-vLLM for decoders with q/k/v, gate/up and experts; what it cannot map to the bit (quantised weights, experts that a
-GPU's kernels had rearranged, absorbed attention) it refuses. Tried with vLLM 0.32 on CPU; on a GPU not yet.
-docs/guides/weights-alone.md says what has to be installed beside vLLM.
+vLLM calls its methods by `collective_rpc`, which runs between two steps of the engine: that is the pause, and requests
+in flight keep their KV cache. `etude_prepare` fetches, decodes and proves in a thread while requests run; `etude_adopt`
+only writes. On a GPU it writes into vLLM's own parameters. The CPU build keeps linear layers and experts packed for its
+kernels, in an undocumented order: there an unpacked copy is written, and vLLM's own functions pack the changed tensors
+again. (vLLM's own reload does not pack experts again, and reports no error: measured with 0.32, the mean |change of a
+logprob| of .0057 became .305.) It maps the names of a Hugging Face checkpoint to vLLM's for decoders with q/k/v,
+gate/up and experts. It refuses weights that it cannot map bit for bit: quantised ones, experts that a GPU's kernels
+rearranged, absorbed attention. Tested with vLLM 0.32 on CPU, not yet on a GPU. docs/guides/weights-alone.md lists what
+must be installed beside vLLM.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _AS_LOADED = ("TRITON", "BATCHED_TRITON")
 
 
 class WorkerExtension:
-    """What vLLM adds to its worker class. Not safe between threads: vLLM calls one after another.
+    """The class that vLLM mixes into its worker class. Not thread-safe: vLLM makes one call at a time.
 
     A version is a mapping of `step`, `incarnation` and `digest`. Before `etude_follow` every other method raises
     `WeightsError`.
@@ -166,7 +167,7 @@ class _Following:
         if self._adopted is None:
             raise WeightsError("nothing is undone", "nothing was adopted since", hint="one adoption can be undone")
         if self._preparing is not None and not self._preparing.done():
-            hint = "wait until etude_prepared tells of it"
+            hint = "wait until etude_prepared reports it"
             raise WeightsError("nothing is undone yet", "the next version is being prepared", hint=hint)
         self._adopted.undo()
         self._forget()
@@ -214,7 +215,9 @@ class _Following:
         if not modules(published):
             return Target(Map(of({name: tensor.spec for name, tensor in published.items()}), derived=derived))
         if self._base is None:
-            raise WeightsError("an adapter is published", "where its base lies is not known", hint="name it to vLLM")
+            raise WeightsError(
+                "an adapter is published", "where its base lies is not known", hint="give its path to vLLM"
+            )
         packing = {source: one.compute for one in derived for source in one.sources}
         return Target(adapter_map(of, read_checkpoint(self._base).tensors, published, packing))
 

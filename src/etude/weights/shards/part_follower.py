@@ -1,10 +1,9 @@
-"""A follower of some of a version's tensors: what a rank of an engine needs, by range reads.
+"""Follows some of a channel's tensors by range reads: those that one rank of an engine needs.
 
 For a rank that holds some experts, or some rows of tensors that are published in parts (`parts`). Of each object it
-reads the header, which the manifest proves, then the pages that hold the tiles it needs, which the header proves. The
-unit is an entry of the manifest's table, since that is what has a digest: what is read is proven without the rest.
-Small tensors share tiles, and a tile is decoded by the old codes of all of them: those come along, and are read and
-proven like what was asked for.
+reads the header, which the manifest proves, then the pages with the tiles that it needs, which the header proves. The
+unit is an entry of the manifest's table, since each entry has a digest, so that it is proven without the others. Small
+tensors share tiles, and decoding a tile needs the old codes of all tensors in it: these are fetched and proven too.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ Wants = Callable[[str], bool]
 
 
 class PartFollower(Follower):
-    """Follows a channel as `Follower` does, and holds only what it wants. Not safe between threads.
+    """Follows a channel as `Follower` does, and holds only some tensors. Not thread-safe.
 
-    `wants` is asked for each name of the manifest's table; of `w[512:1024]` `parts.part_of` says which rows these are.
-    Nothing is kept for an undo.
+    `wants` is called with each name of the manifest's table; `parts.part_of` gives the rows of a name such as
+    `w[512:1024]`. It keeps nothing for an undo.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class PartFollower(Follower):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The held version's tensors that are wanted."""
+        """The wanted tensors of the held version."""
         held = self._held.tensors if self._held else {}
         return MappingProxyType({name: tensor for name, tensor in held.items() if self._wants(name)})
 
@@ -82,7 +81,8 @@ def reach_some(
     tensors: Mapping[str, Tensor] | None = None,
     check: Callable[[Manifest], None] | None = None,
 ) -> plans.Reached:
-    """The target's tensors that are wanted, proven, and those that later ones may be decoded by. As `plans.reach`."""
+    """Fetch and prove the wanted tensors of the target by the cheapest plan that works, and with them those that share
+    tiles with them, which the next version may need. Arguments, errors and plans as of `plans.reach`."""
     search, failures = plans.Search(store, target), list[str]()
     while (plan := search.cheapest(held)) is not None:
         walk = _Walk(store, wants)
@@ -92,7 +92,7 @@ def reach_some(
             made = walk.take(plan, tensors or {} if plan.start else {})
             made = _proven(target, made, plans.proof_of(plan))
             return plans.Reached(plans.Taken(made), walk.fetched_bytes, tuple(failures))
-        except _NotHeld:  # another tensor than before shares a tile with what is wanted
+        except _NotHeld:  # a wanted tensor shares a tile with a tensor that it did not share one with before
             if plan.start is None:
                 search.close((walk.at or plan.hops[0]).way)
             held = None
@@ -113,31 +113,31 @@ def reach_some(
 
 
 class _NotHeld(WeightsError):
-    """An old tensor that is needed to decode is not at hand."""
+    """An old tensor that is needed for decoding is not held."""
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """An object whose header was read, and what it covers."""
+    """An object whose header was read, and the entries that it covers."""
 
     entries: Sequence[TensorEntry]
     parts: Parts
 
 
 class _Walk:
-    """One plan, taken for what is wanted of it."""
+    """Takes one plan, only for the wanted tensors."""
 
     def __init__(self, store: BlobStore, wants: Wants) -> None:
         self._store, self._wants = store, wants
         self.fetched_bytes = 0
-        self.at: plans.Hop | None = None  # where it is, for whoever is told of a failure
+        self.at: plans.Hop | None = None  # the current hop, for error messages
 
     def take(self, plan: plans.Plan, base: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """From the plan's start to its end."""
+        """Take a plan from its start to its end; returns the tensors."""
         last = {entry.name for entry in plan.hops[-1].manifest.tensors}
         needed = {name for name in last if name in base or self._wants(name)}
         opened: list[tuple[plans.Hop, list[_Opened], frozenset[str]]] = []
-        for self.at in reversed(plan.hops):  # what a hop needs of its base, the hop before has to make
+        for self.at in reversed(plan.hops):  # the old tensors that a hop needs must be made by the hop before
             objects = [self._open(self.at.manifest, *pair) for pair in _covering(self.at, needed)]
             for one in objects:
                 names = [entry.name for entry in one.entries]
@@ -163,7 +163,7 @@ class _Walk:
 
 
 def _covering(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Sequence[TensorEntry]]]:
-    """The objects of a hop that hold some of these names, and all that they hold."""
+    """The objects of a hop that hold some of these tensors, and all entries that each holds."""
     found: list[tuple[StoredObject, Sequence[TensorEntry]]] = []
     start = 0
     for item in hop.way.objects:
@@ -177,7 +177,7 @@ def _covering(hop: plans.Hop, names: set[str]) -> list[tuple[StoredObject, Seque
 def _applied(
     hop: plans.Hop, objects: Sequence[_Opened], names: frozenset[str], base: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The target's tensors of these names."""
+    """Decode the tensors of these names from one hop's objects."""
     made: dict[str, Tensor] = {}
     for one in objects:
         old = [base.get(entry.name) if hop.way.base else None for entry in one.entries]
@@ -190,7 +190,7 @@ def _applied(
 
 
 def _proven(target: Manifest, made: Mapping[str, Tensor], proof: plans.Proof) -> dict[str, Tensor]:
-    """What was made, once each is what the manifest states. Raises `Unproven`."""
+    """Compare each tensor with the manifest; returns them. Raises `Unproven`."""
     for entry in target.tensors:
         if entry.name in made:
             plans.check_tensor(target, entry, made[entry.name], proof)

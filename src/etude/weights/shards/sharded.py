@@ -38,16 +38,17 @@ class Exchange(Protocol):
     rank: int
 
     def gather(self, data: bytes) -> Sequence[bytes]:
-        """Every rank's bytes, by rank, on rank 0; elsewhere nothing."""
+        """Send `data` to rank 0. Returns the bytes of all ranks, in order of rank, on rank 0; elsewhere an empty
+        sequence."""
         ...
 
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every rank; what others give is ignored."""
+        """Send rank 0's `data` to every rank; returns it on each. The `data` of other ranks is ignored."""
         ...
 
 
 class Alone:
-    """One rank."""
+    """The exchange of a single rank."""
 
     rank = 0
 
@@ -126,7 +127,7 @@ class ShardedChannel:
 
     @property
     def mended(self) -> str:
-        """As `Channel.mended`, on rank 0; elsewhere nothing."""
+        """As `Channel.mended` on rank 0; "" on the others."""
         return self._leader.mended if self._leader is not None else ""
 
     @mended.setter

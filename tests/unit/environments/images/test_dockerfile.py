@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from etude.environments.images import BadSource, ImageLimits, ImageRecord, Image
 from etude.environments.images.building import build_from_dockerfile
 from etude.environments.images.dockerfile import INSTRUCTIONS, parse
 from etude.environments.images.dockerfile_words import expand, pairs, unsupported, words_of
+from etude.environments.images.ignore import ignored
 from etude.errors import InputError, MachineError, StoreError
 
 LIMITS = ImageLimits()
@@ -341,3 +345,34 @@ def test_a_build_reads_no_file_outside_of_its_folder(tmp_path, store, context, n
         assert "hunter2" not in str(caught.value)
     else:
         asyncio.run(build_from_dockerfile(store, context))
+
+
+SEGMENTS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4).map("/".join)
+
+
+@settings(max_examples=400)
+@given(st.text("ab*?/", max_size=9), SEGMENTS)
+def test_an_ignore_pattern_means_what_trying_everything_finds(pattern: str, path: str) -> None:
+    pieces, tried = re.findall(r"\*\*+/|\*\*+|.", pattern.strip("/")), ""
+    for at, piece in enumerate(pieces):
+        starts = not at or pieces[at - 1].endswith("/")
+        many = "(?:[^/]+/)*" if starts else ".*/"
+        meaning = {"*": "[^/]*", "?": "[^/]"}.get(piece, piece)
+        tried += (many if piece[-1] == "/" else ".*") if piece.startswith("**") else meaning
+    assert ignored(f"x\n{pattern}")(path) is bool(re.fullmatch(f"{tried}(?:/.*)?", path) and pattern.strip("/"))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*a" * 60 + "b", "**/a/" * 60 + "b", "**a" * 60 + "b", "a**/" * 60 + "b", "*a?*" * 60]
+)
+def test_no_ignore_pattern_takes_long(pattern: str) -> None:
+    paths = ["a" * 250, "a/" * 120 + "c", "/".join(["a" * 200] * 5) + "/c"]
+    code = f"from etude.environments.images.ignore import ignored\nprint([*map(ignored({pattern!r}), {paths!r})])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True, text=True)
+    assert found.stdout.startswith("[")
+
+
+def test_an_ignore_file_of_any_number_of_lines_is_refused(store, context):
+    (context / ".dockerignore").write_text("x\n" * 1001)
+    with pytest.raises(BadSource, match="1001 lines"):
+        built(store, context, "FROM scratch\nCOPY . /\n")

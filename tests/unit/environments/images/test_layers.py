@@ -63,6 +63,16 @@ def test_links_of_the_image_are_followed_inside_of_it(root):
     assert apply(root, *layers)["usr/lib/x"] == "1"
 
 
+def test_links_lead_no_deeper_than_a_path_may(root):
+    deep = "/".join(["d"] * 60)
+    entries = [(deep, None), ("l0", deep)]
+    for at in range(3):
+        entries += [(f"l{at}/{deep}", None), (f"l{at + 1}", f"l{at}/{deep}")]
+    with pytest.raises(BadSource, match="lies too deep") as caught:
+        apply(root, tar_of(entries))
+    assert caught.value.hint
+
+
 def test_two_names_of_one_file_have_one_content(root):
     layer = tar_of([("a", b"1"), special("b", tarfile.LNKTYPE, "a"), special("/c", tarfile.LNKTYPE, "/b")])
     assert apply(root, layer) == {"a": "1", "b": "1", "c": "1"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.unit.environments.images.archives import repository, run
+from tests.unit.tasks.repositories import bomb
 
 from etude.environments.images import BadSource, ImageStore
 from etude.environments.images.git import talking
@@ -183,3 +184,10 @@ def test_nothing_in_a_rebuilt_repository_says_who_made_it(store, source):
     at = store.root(record.image.digest) / "testbed"
     told = run(at, "log", "--format=%an %ae %cn %ce %s")
     assert told.split() == [*("Developer", "developer@localhost") * 2, "Initial", "commit"]
+
+
+def test_a_tree_of_any_number_of_files_is_refused_before_it_fills_memory(tmp_path, store):
+    bomb(tmp_path / "repo")
+    with pytest.raises(BadSource, match="too large") as caught:
+        build_from_repository(store, tmp_path / "repo")
+    assert "git ls-tree prints more than" in caught.value.facts

@@ -193,4 +193,4 @@ def test_a_run_with_sglang_is_neither_exact_nor_given_adapters() -> None:
     assert "takes whole weights" in caught.value.facts
     with pytest.raises(ConfigError, match="sglang") as caught:
         RunConfig(fleet=fleet, numerics=NumericsConfig(mode=Mode.EXACT))
-    assert "computes in its own order" in caught.value.facts
+    assert "sums in an order of its own" in caught.value.facts

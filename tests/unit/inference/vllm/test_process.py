@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 ADAPTER = """
@@ -42,3 +43,49 @@ def test_a_server_does_not_outlive_its_adapter_that_is_killed() -> None:
     finally:
         if is_there(server):
             os.kill(server, signal.SIGKILL)
+
+
+SERVING = """
+import argparse, subprocess, sys
+from etude.inference.foreign.process import environ
+from etude.inference.foreign.serving import run
+
+LITTER = "import os, tempfile; [os.mkdir(os.path.join(tempfile.gettempdir(), name)) for name in 'abc']"
+
+
+def serving(folder, telemetry):
+    subprocess.run([sys.executable, "-c", LITTER], env=environ(folder, 1), check=True)
+    print(len(list(folder.iterdir())), flush=True)
+    if "waits" in sys.argv:
+        sys.stdin.read()
+
+
+sys.exit(run(argparse.Namespace(watch_stdin=False, telemetry=None), "vllm", serving))
+"""
+
+
+def test_what_a_server_leaves_among_the_temporary_files_goes_with_its_adapter_or_with_the_next_one() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        argv, env = [sys.executable, "-c", SERVING], {**os.environ, "TMPDIR": scratch}
+        with subprocess.Popen(
+            [*argv, "waits"], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as killed:
+            assert killed.stdout is not None
+            assert killed.stdout.readline() == "4\n", "a link to etude, and what was left"
+            killed.kill()
+        assert len(os.listdir(scratch)) == 1
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
+        assert done.stdout == "4\n"
+        assert os.listdir(scratch) == []
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_refused() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:
+        long = os.path.join(scratch, "x" * 60)
+        os.mkdir(long)
+        env = {**os.environ, "TMPDIR": long}
+        done = subprocess.run([sys.executable, "-c", SERVING], env=env, capture_output=True, text=True)
+        assert done.returncode == 1
+        assert "too long a path for the sockets of vllm" in done.stderr
+        assert "hint: set TMPDIR" in done.stderr
+        assert os.listdir(long) == []

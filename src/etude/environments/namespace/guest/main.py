@@ -1,10 +1,11 @@
-"""The processes behind a runtime: steward, launcher, runner. Each begins in `main`, with nothing on its stack.
+"""The three processes of a runtime: steward, launcher and runner. Each begins in `main`, with an empty stack.
 
-- The **steward** is what the host started. It outlives the launcher to remove control groups, also when the host was
-  killed: it sees its end of the `life` pipe close.
-- The **launcher** is PID 1 of a PID namespace, so that its death is every machine's. It makes machines (`machines`).
-- The **runner**, its first child, is a started interpreter that forks what runs in them (`commands`). What it is told
-  holds no byte of a command and none of a file, so nothing of one machine is in what those of another are forked from.
+- The **steward** is the process that the host starts. It lives longer than the launcher, to remove control groups, even
+  when the host process was killed: then its end of the `life` pipe closes.
+- The **launcher** is PID 1 of a PID namespace, so that every machine dies with it. It makes machines (`machines`).
+- The **runner**, the launcher's first child, is a started interpreter that forks the commands of machines (`commands`).
+  The messages to it contain no bytes of commands or files, so that the process which commands are forked from never
+  holds data of a machine.
 """
 
 from __future__ import annotations

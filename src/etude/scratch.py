@@ -1,0 +1,60 @@
+"""A folder among the temporary files that is removed even when its owner was killed: its lock says that the owner
+lives, and whoever makes the next one of that name removes those without an owner."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+class OwnFolder:
+    """An empty folder at `path`, until `close` or the end of the block. `name` says what it is for. Raises `OSError`
+    where none can be made.
+
+    >>> with OwnFolder("example") as path:
+    ...     path.name.startswith("etude-example."), list(path.iterdir())
+    (True, [])
+    >>> path.exists()
+    False
+    """
+
+    def __init__(self, name: str) -> None:
+        prefix = f"etude-{name}."
+        for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            _remove_without_owner(old)
+        while True:
+            self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+            self.path = Path(self._folder.name)
+            with contextlib.suppress(FileNotFoundError):  # somebody took it for one without an owner
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if self.path.exists():
+                    return
+                os.close(self._lock)
+            self._folder.cleanup()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove it, with all that is in it. Once."""
+        self._folder.cleanup()
+        os.close(self._lock)
+
+
+def _remove_without_owner(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
