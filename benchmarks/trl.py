@@ -95,14 +95,16 @@ class Point:
 
 
 def make_environment(folder: Path) -> Path:
-    """TRL's interpreter; its environment is made first where there is none."""
-    python = folder / "bin" / "python"
-    if not python.exists():
+    """TRL's interpreter; its environment is made first where there is none, or one that was not finished."""
+    python, mark = folder / "bin" / "python", folder / "installed.txt"
+    torch = next(line for line in Path("constraints.txt").read_text().splitlines() if line.startswith("torch=="))
+    wanted = [torch.strip(), *VERSIONS, "-e", ".[train]"]
+    if not mark.exists() or mark.read_text() != "\n".join(wanted):
         venv.create(folder, with_pip=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        torch = next(line for line in Path("constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-        subprocess.run([*pip, torch.strip()], check=True, stdout=sys.stderr)
-        subprocess.run([*pip, torch.strip(), *VERSIONS, "-e", "."], check=True, stdout=sys.stderr)
+        subprocess.run([*pip, wanted[0]], check=True, stdout=sys.stderr)
+        subprocess.run([*pip, *wanted], check=True, stdout=sys.stderr)
+        mark.write_text("\n".join(wanted))
     return python
 
 
