@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.here import opened
 
 from etude.environments import NamespaceRuntime
+from etude.environments.agent.commands import Unconfined, as_outcome
 from etude.environments.namespace.guest import files, wire
 from etude.environments.namespace.machine import NamespaceMachine
 from etude.environments.namespace.output import Output
@@ -118,15 +119,24 @@ def test_a_command_that_cannot_be_confined_is_the_hosts_fault(monkeypatch):
     with_machine(use)
 
 
-def test_a_command_that_the_agent_cannot_confine_is_the_hosts_fault_too():
+def test_a_user_whom_a_machine_cannot_become_is_a_command_that_did_not_start():
     async def use(machine):
         if machine._agent is None:
             pytest.skip("no agent was built")
         machine._users = ("user", "4444")  # of whom the machine's user namespace does not know
-        with pytest.raises(MachineError, match="becoming the command's user"):
-            await machine.exec(["true"], key="1", deadline_s=20, user="4444")
+        return await machine.exec(["true"], key="1", deadline_s=20, user="4444")
 
-    with_machine(use)
+    result = with_machine(use)
+    assert (result.exit_code, result.output) == (126, b"cannot start: becoming the command's user\n")
+
+
+def test_what_an_untouched_machine_cannot_confine_is_the_hosts_fault():
+    refusal = Unconfined(
+        "a command could not be confined", "joining its control group", hint="see the machine's limits"
+    )
+    with pytest.raises(MachineError, match="could not be confined"):
+        as_outcome(refusal, used=False)
+    assert as_outcome(refusal, used=True).exit_code == 126
 
 
 def test_an_agent_that_cannot_be_run_here_is_done_without_and_said_to_be(tmp_path, monkeypatch):
