@@ -283,7 +283,7 @@ def test_a_run_of_an_earlier_etude_has_notices_and_no_problem(copy: Path) -> Non
     for sums in copy.rglob("SHA256SUMS"):
         sums.unlink()
     with contextlib.closing(sqlite3.connect(copy / "ledger.sqlite")) as connection:
-        connection.execute("DROP TABLE sums")
+        connection.execute("DROP TABLE row_sums")
         connection.commit()
     proof = prove(copy)
     assert not proof.problems

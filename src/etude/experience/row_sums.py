@@ -12,7 +12,8 @@ import sqlite3
 import zlib
 from collections.abc import Iterator
 
-SUMS = "sums"
+SUMS = "row_sums"
+FORMER = "sums"  # CRCs of another form, in ledgers of an earlier etude
 TABLE = f"""
 CREATE TABLE {SUMS} (
     name TEXT NOT NULL,
@@ -44,6 +45,7 @@ def keep_sums(connection: sqlite3.Connection) -> None:
     if not has_sums(connection):
         connection.execute("BEGIN IMMEDIATE")
         connection.execute(TABLE)
+        connection.execute(f"DROP TABLE IF EXISTS {FORMER}")
         for table, columns in _tables(connection):
             crc = f"SELECT '{table}', rowid, etude_row_crc({', '.join(columns)}) FROM {table}"
             connection.execute(f"INSERT INTO {SUMS} {crc}")
@@ -79,6 +81,6 @@ def wrong_rows(connection: sqlite3.Connection) -> Iterator[str]:
 
 def _tables(connection: sqlite3.Connection) -> list[tuple[str, list[str]]]:
     """Every table but that of the CRCs, and its columns."""
-    sql = "SELECT name FROM main.sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name != ?"
-    names = [name for (name,) in connection.execute(sql, (SUMS,))]
+    sql = "SELECT name FROM main.sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%' AND name NOT IN (?, ?)"
+    names = [name for (name,) in connection.execute(sql, (SUMS, FORMER))]
     return [(name, [row[1] for row in connection.execute(f"PRAGMA main.table_info({name})")]) for name in sorted(names)]

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from pathlib import Path
 
 import pytest
 
 from etude.errors import LedgerError, StoreError
-from etude.experience import Ledger
+from etude.experience import Ledger, row_sums
+from etude.experience.sqlite import SqliteDatabase
 
 
 @pytest.mark.parametrize("content", [b"not sqlite at all" * 100, b"SQLite format 3\0" + b"\xff" * 4096])
@@ -45,3 +48,21 @@ def test_a_ledger_that_kept_rollouts_itself_can_be_looked_at_and_not_gone_on_wit
     reading.close()
     with pytest.raises(LedgerError, match="has ledger format 1"):
         Ledger(tmp_path / "ledger.sqlite", capacity=8)
+
+
+def test_a_ledger_with_checksums_of_an_earlier_form_is_read_and_gets_new_ones(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path, capacity=2).close()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as db:
+        name = row_sums.SUMS
+        db.execute("CREATE TABLE sums (name TEXT, row INTEGER, crc INTEGER, PRIMARY KEY (name, row)) WITHOUT ROWID")
+        db.execute(f"INSERT INTO sums SELECT name, row, crc + 1 FROM {name}")
+        db.execute(f"DROP TABLE {name}")
+    with contextlib.closing(SqliteDatabase(path, readonly=True)) as old:
+        old.prove()
+    Ledger(path, capacity=2).close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        assert row_sums.SUMS in tables
+        assert "sums" not in tables
+        assert not list(row_sums.wrong_rows(db))
