@@ -1,7 +1,13 @@
 """What following costs an engine: memory, the pause, and catching up. A model of 1 GB in bf16, real optimiser steps.
 
-The versions are those of `benchmarks.delta_pairs` at 1e-6, of which 1.1 % change in a step, with the model's tensors
-`--copies` times over. A writer publishes them to a directory, a compactor adds skips. Then an engine-like process, live
+The versions are those of `benchmarks.delta_pairs` at 1e-6, of which 1.1 % change in a step, `--copies` times over, in two
+layouts, since what is kept for each tensor does not depend on its size:
+
+    stacked    each tensor is `--copies` copies, stacked: 2.9 MB a tensor. In Qwen3-30B-A3B an expert's matrix is 3.1 MB
+    named      each copy has names of its own, as if the model had more layers: 143 KB a tensor, smaller than in any
+               model that is served
+
+A writer publishes them to a directory, a compactor adds skips. Then an engine-like process, live
 weights and no more, follows version by version, each publish being the move of the pointer:
 
     process    by a `FollowerProcess`: a child decodes and proves, and hands over an image
@@ -13,7 +19,7 @@ weights and no more, follows version by version, each publish being the move of 
 scatter. Extra memory is the proportional set size of the engine and its children less that of the engine before
 anything was followed, and less the lists: while it waits, and at most while it moves, looked at every 10 ms during the
 first updates; times are of the others. `--copies 20` is 1 GB and needs about 8 GB of memory.
-`python -m benchmarks.weights_follow [--copies N] [--ways process library on_live lists]`
+`python -m benchmarks.weights_follow [--copies N] [--layouts stacked named] [--ways process library on_live lists]`
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import argparse
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +50,7 @@ from etude.weights.follow.runtime_map import Map, named
 from etude.weights.follow.targets import Target
 
 CHANNEL = "policy"
+Layout = Callable[[dict[str, Tensor], int], dict[str, Tensor]]
 WAYS = ("process", "library", "on_live", "lists")
 WATCHED, TIMED = 2, 4
 """Updates whose memory is looked at, and updates whose times are taken."""
@@ -53,18 +60,29 @@ GOALS = {"extra_share_of_model": 0.02, "catch_up_share_of_chain": 0.45}
 PATIENCE_S = 600.0
 
 
-def copied(tensors: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
-    """The same tensors under several names: more layers, as it were."""
+def named_copies(tensors: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
+    """The same tensors under several names."""
     return {f"c{i:03d}.{name}": tensor for i in range(copies) for name, tensor in tensors.items()}
 
 
-def publish(root: Path, versions: Iterator[dict[str, Tensor]], copies: int) -> tuple[list[bytes], float]:
+def stacked_copies(tensors: dict[str, Tensor], copies: int) -> dict[str, Tensor]:
+    """Each tensor several times over, along its first axis."""
+    return {
+        name: Tensor(tensor.dtype, (copies * tensor.shape[0], *tensor.shape[1:]), np.tile(tensor.codes, copies))
+        for name, tensor in tensors.items()
+    }
+
+
+LAYOUTS: dict[str, Layout] = {"stacked": stacked_copies, "named": named_copies}
+
+
+def publish(root: Path, versions: Iterator[dict[str, Tensor]]) -> tuple[list[bytes], float]:
     """Every version and its skips, durable; the pointer to each, and the share that changes in a step."""
     store = DirectoryStore(root)
     channel, compactor, parent = Channel(store, CHANNEL), Compactor(store, CHANNEL), None
     pointers, shares = [], []
     for step, tensors in enumerate(versions):
-        made = channel.publish(copied(tensors, copies), step=step, parent=parent, rollout_ids=[], owned=True)
+        made = channel.publish(tensors, step=step, parent=parent, rollout_ids=[], owned=True)
         parent = made.version
         shares.append(made.changed_share)
         compactor.step()
@@ -239,11 +257,12 @@ def catch_up(root: Path, pointers: list[bytes]) -> dict[str, Any]:
     }
 
 
-def measure(root: Path, folder: Path, copies: int, ways: list[str]) -> dict[str, Any]:
+def measure(root: Path, folder: Path, copies: int, ways: list[str], layout: str = "named") -> dict[str, Any]:
     """Publish, follow each way, catch up."""
+    copied = LAYOUTS[layout]
     first = copied(next(delta_pairs.versions(folder)), copies)
     started = time.perf_counter()
-    pointers, share = publish(root, delta_pairs.versions(folder), copies)
+    pointers, share = publish(root, (copied(tensors, copies) for tensors in delta_pairs.versions(folder)))
     return {
         "model_bytes": sum(tensor.num_bytes for tensor in first.values()),
         "tensors": len(first),
@@ -257,11 +276,14 @@ def measure(root: Path, folder: Path, copies: int, ways: list[str]) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--copies", type=int, default=20)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--folder", type=Path, default=delta_pairs.FOLDER, help="where the pairs are kept")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
-        found = measure(Path(root), args.folder, args.copies, args.ways)
+    found = {}
+    for layout in args.layouts:
+        with tempfile.TemporaryDirectory() as root:
+            found[layout] = measure(Path(root), args.folder, args.copies, args.ways, layout)
     report("weights_follow", {"copies": args.copies, "goals": GOALS, **found})
 
 
