@@ -20,15 +20,27 @@ Row = dict[str, Any]
 
 def front(result: Row) -> str:
     """What the first page tells: solve rates and how long it takes."""
-    rows, rate = result["rows"], "held-out solve rate, 512 tasks, temperature 1, one try"
+    rows, mean = result["rows"], result["seeds"]
     steps = rows[0]["rl"]["steps"]
     random = [row["baselines"]["random"] for row in rows]
+    head = [
+        "solve rate, one try at temperature 1",
+        "before RL",
+        f"after {steps} steps of RL",
+        "kinds never trained on: before, after",
+        "whole run",
+    ]
+    table = [
+        [f"seed {row['seed']}", *_rates(row, row["transfer"], "{}"), _clock(row["command_wall_s"])] for row in rows
+    ]
+    if mean:
+        over = {"before": mean["transfer before"], "after": mean["transfer after"]}
+        table.append([f"mean of {len(rows)} seeds", *_rates(mean, over, "**{}**"), ""])
     return "\n".join([
-        *markdown([rate, "before RL", f"after {steps} steps of RL", "whole run"], (
-            [f"seed {row['seed']}", _rate(row["before"], "{}"), _rate(row["after"], "**{}**"),
-             _clock(row["command_wall_s"])] for row in rows
-        )),
+        *markdown(head, table),
         "",
+        "512 held-out tasks, and 256 tasks of kinds that training never sees. The tasks are variants of fewer functions, so",
+        "the 95 % interval of a seed counts functions, not tasks; that of the mean is the variance between seeds.",
         f"(two cores of an {_chip(result)}, {max(map(_gib, rows)):.2f} GiB at the peak; `python -m benchmarks.laptop`,",
         f"[results](benchmarks/results/laptop.json); a random agent solves {min(random):.2f} to {max(random):.2f} "
         "and an oracle 1.0)",
@@ -43,6 +55,8 @@ def example(result: Row) -> str:
         ("held-out before", lambda row: f"{row['before']['rate']:.3f}"),
         (f"validation at step {steps}", lambda row: ", ".join(f"{point['rate']:.2f}" for point in row["during"])),
         ("**held-out after** (95 % interval)", lambda row: _rate(row["after"], "**{}**")),
+        ("kinds never trained on: before", lambda row: _rate(row["transfer"]["before"], "{}")),
+        ("kinds never trained on: after", lambda row: _rate(row["transfer"]["after"], "{}")),
         ("corpus, mid-training, RL", lambda row: ", ".join(
             f"{row['wall_s'][phase]:.0f} s" for phase in ("corpus", "mid-training", "rl"))),
         ("whole command", lambda row: f"{row['command_wall_s']:.0f} s"),
@@ -79,6 +93,12 @@ def page(path: Path) -> str:
 
 def _rate(found: Row, form: str) -> str:
     return f"{form.format(format(found['rate'], '.3f'))} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def _rates(known: Row, transfer: Row, form: str) -> list[str]:
+    """Cells of one row: kinds that are trained on, before and after, then the others."""
+    others = f"{_rate(transfer['before'], '{}')}, {_rate(transfer['after'], form)}"
+    return [_rate(known["before"], "{}"), _rate(known["after"], form), others]
 
 
 def _clock(seconds: float) -> str:

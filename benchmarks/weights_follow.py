@@ -1,7 +1,7 @@
 """What following costs an engine: memory, the pause, and catching up. A model of 1 GB in bf16, real optimiser steps.
 
-The versions are those of `benchmarks.delta_pairs` at 1e-6, of which 1.1 % change in a step, `--copies` times over, in two
-layouts, since what is kept for each tensor does not depend on its size:
+The versions are those of `benchmarks.delta_pairs` at 1e-6, of which 1.1 % change in a step, `--copies` times over, in
+two layouts, since what is kept for each tensor does not depend on its size:
 
     stacked    each tensor is `--copies` copies, stacked: 2.9 MB a tensor. In Qwen3-30B-A3B an expert's matrix is 3.1 MB
     named      each copy has names of its own, as if the model had more layers: 143 KB a tensor, smaller than in any

@@ -57,8 +57,9 @@ def test_a_learner_waits_for_its_weights_to_be_read(tmp_path):
     assert 0 < found["read_s"] <= found["stall_s_max"]
 
 
+@pytest.mark.parametrize("layout", weights_follow.LAYOUTS)
 @pytest.mark.parametrize("way", weights_follow.WAYS)
-def test_an_engine_follows_every_version_and_who_is_late_fetches_less_than_the_chain(folder, tmp_path, way):
-    found = weights_follow.measure(tmp_path / "store", folder, 1, [way])
+def test_an_engine_follows_every_version_and_who_is_late_fetches_less_than_the_chain(folder, tmp_path, way, layout):
+    found = weights_follow.measure(tmp_path / "store", folder, 2 if layout == "stacked" else 1, [way], layout)
     assert found["follow"][way]["list_bytes"] > 0
     assert found["catch_up"]["fetched_bytes"] < found["catch_up"]["chain_bytes"]
