@@ -98,7 +98,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
         for mode in MODES:
             files[mode] = took(f"{mode} encode", partial(encode, _tensors(old), _tensors(new), mode=mode))
             made = took(f"{mode} apply new", partial(apply, _tensors(old), files[mode]))
-            _same([made[key].reshape(-1) for key in names], new.codes)
+            _same([made[key].reshape(-1).view(c.dtype) for key, c in zip(names, new.codes, strict=True)], new.codes)
             _copy(live, old)
             took(f"{mode} apply in place", partial(apply, _tensors(live), files[mode], live.named()))
             _same(live.codes, new.codes)
