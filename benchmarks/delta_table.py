@@ -1,4 +1,4 @@
-"""The tables of docs/concepts/deltas.md, made from `results/delta.json`: what is told is what was measured.
+"""The tables of docs/concepts/deltas.md, made from `results/delta.json` and `results/delta_public.json`.
 
 `python -m benchmarks.delta_table` writes them into the page; a test holds the page to them.
 """
@@ -15,6 +15,13 @@ from benchmarks.report import RESULTS
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "deltas.md"
 FROM, TO = "<!-- results/delta.json -->\n", "<!-- end -->\n"
+FROM_PUBLIC = "<!-- results/delta_public.json -->\n"
+CALLS = {
+    "encode": "`encode`",
+    "apply in place": "`apply`, in place",
+    "apply new": "`apply`, into new memory",
+    "update": "a `LiveFollower`'s update, from pointer to live memory",
+}
 SPEEDS = dict(zip(COMPARED, ("encode", "decode into new memory", "in place"), strict=True))
 
 
@@ -45,6 +52,31 @@ def tables(result: Mapping[str, Any]) -> str:
         ),
         "",
     ])  # fmt: skip
+
+
+def public_table(result: Mapping[str, Any]) -> str:
+    """Markdown: what the public calls cost at the pair that has goals, on one core, and what a second core gains."""
+    pair = next(pair for pair in result["pairs"] if pair["pair"] == GOAL_PAIR)
+    copy, scan, host = pair["memcpy"], pair["scan"], result["host"]
+    calls = {told: [pair.get(f"{mode} {call}") for mode in MODES] for call, told in CALLS.items()}
+    return "\n".join([
+        f"One core of an {host['cpu']}, commit {result['commit']}, at `{GOAL_PAIR}`; GB of snapshot a CPU second.",
+        f"A copy of a snapshot makes {copy['gb_per_s']:.1f}. *2 cores* is two cores to one, by wall time: a copy gains",
+        f"{copy['two_cores']:.2f} there, a scan of both snapshots {scan['two_cores']:.2f}. One core takes nearly all",
+        "that the memory gives.",
+        "",
+        *markdown(
+            ["call", "best", "÷ memcpy", "2 cores", "fast", "÷ memcpy", "2 cores"],
+            ([told, *(cell for one in found for cell in _call(one))] for told, found in calls.items()),
+        ),
+        "",
+    ])  # fmt: skip
+
+
+def _call(found: Mapping[str, float] | None) -> list[str]:
+    if found is None:
+        return ["", "", ""]
+    return [f"{found['gb_per_s']:.1f}", f"{found['of_memcpy']:.2f}", f"{found['two_cores']:.2f}"]
 
 
 def _ours(row: Mapping[str, Any], mode: str) -> list[str]:
@@ -91,9 +123,11 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def page(text: str) -> str:
     """The page's text with the tables of the results that are committed."""
-    before, _, rest = text.partition(FROM)
-    after = rest.partition(TO)[2]
-    return before + FROM + tables(json.loads((RESULTS / "delta.json").read_text())) + TO + after
+    made = {FROM: ("delta", tables), FROM_PUBLIC: ("delta_public", public_table)}
+    for start, (name, table) in made.items():
+        before, _, rest = text.partition(start)
+        text = before + start + table(json.loads((RESULTS / f"{name}.json").read_text())) + TO + rest.partition(TO)[2]
+    return text
 
 
 if __name__ == "__main__":

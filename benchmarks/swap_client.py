@@ -7,11 +7,11 @@ swap happens in mid-generation (their version spans prove it). All decode in the
 by token, the others are answered whole, so that clients cost little.
 
 The gap at a swap is the longest between two tokens of one completion, as they arrive, from the publish until just after
-the adoption: it holds fetching, decoding and proving, too. The *extra* gap is that less the median of all gaps. Windows
-as long as those, laid where nothing is published, are measured likewise: what engine, clients and machine do by
-themselves. What shares the cores is named with its CPU seconds; a second run has a busy process beside it.
-`--model 1gb` serves 541M weights, of which about 1.2 % change in a version, to completions so long that hardly a new
-prompt, which takes as long as some tokens, comes between (8 GB of memory).
+the adoption: it holds fetching, decoding and proving, too. A gap in which a new prompt was read is left out. The
+*extra* gap is that less the median of all gaps. Windows as long as those, laid where nothing is published, are measured
+likewise: what engine, clients and machine do by themselves. What shares the cores is named with its CPU seconds; a
+second run has a busy process beside it.
+`--model 1gb` serves 541M weights, of which about 1.2 % change in a version (8 GB of memory).
 `python -m benchmarks.swap_client [--model laptop | 1gb] [--checkpoint DIR] [--swaps N]`
 """
 
@@ -54,6 +54,8 @@ from etude.weights import Channel
 from etude.weights.chain.history import pointer_key
 
 PROMPT_TOKENS = 64
+SAME_STEP_S = 0.02
+"""Tokens of one step arrive within so long."""
 LISTENERS, GRACE_S, READY_S, DEADLINE_S = 4, 0.1, 60.0, 600.0
 CHANNEL = "policy"
 BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
@@ -177,13 +179,17 @@ async def load(url: str, vocab_size: int, case: Case, publishing: Any, seen: See
 
 
 def gaps(arrivals: Sequence[Sequence[float]], windows: Sequence[tuple[float, float]]) -> list[float]:
-    """For each window the longest gap between two tokens of one completion that touches it, in seconds."""
+    """For each window the longest gap between two tokens of one completion that touches it, in seconds. Gaps in which
+    another completion's first token came are left out: they are the prefill of its prompt."""
+    firsts = np.array(sorted(times[0] for times in arrivals if times))
     found = []
     for start, end in windows:
         worst = 0.0
         for times in map(np.asarray, arrivals):
             first, last = max(0, int(np.searchsorted(times, start)) - 1), int(np.searchsorted(times, end)) + 1
-            worst = max(worst, float(np.diff(times[first:last]).max(initial=0.0)))
+            before, after = times[first:last][:-1], times[first:last][1:]
+            prefills = np.searchsorted(firsts, after + SAME_STEP_S) - np.searchsorted(firsts, before + SAME_STEP_S)
+            worst = max(worst, float((after - before)[prefills == 0].max(initial=0.0)))
         found.append(worst)
     return found
 

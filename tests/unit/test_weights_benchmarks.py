@@ -19,9 +19,9 @@ def folder(tmp_path, monkeypatch):
     """Pairs of a tiny model, trained here."""
     sizes = replace(delta_pairs.SIZES, hidden_size=64, num_layers=1, num_heads=2, head_dim=32, expert_size=32)
     monkeypatch.setattr(delta_pairs, "SIZES", sizes)
-    monkeypatch.setattr(delta_pairs, "PRETRAIN_STEPS", 2)
+    monkeypatch.setattr(delta_pairs, "PRETRAIN_STEPS", 20)  # fewer: no byte is right, so no gradient
     monkeypatch.setattr(delta_pairs, "WARM_STEPS", 2)
-    monkeypatch.setattr(delta_pairs, "ROWS", 1)
+    monkeypatch.setattr(delta_pairs, "ROWS", 2)
     monkeypatch.setattr(delta_pairs, "BRANCHES", {"adamw-1e-6": 1e-6, "muon-3e-6": 3e-6})
     delta_pairs.make(tmp_path)
     return tmp_path

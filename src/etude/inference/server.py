@@ -105,7 +105,8 @@ def _chain(args: argparse.Namespace) -> contextlib.AbstractContextManager[Follow
         return contextlib.nullcontext()
     deadline_s = follower_deadline_s(args.checkpoint) if args.checkpoint else FETCH_S
     store = open_store(args.store, cache=args.cache)
-    return FollowerProcess(store, public_key=args.public_key, poll_s=args.poll_s, deadline_s=deadline_s)
+    left = max(1, len(os.sched_getaffinity(0)) - args.threads)  # what decodes takes no core from the steps
+    return FollowerProcess(store, public_key=args.public_key, poll_s=args.poll_s, deadline_s=deadline_s, threads=left)
 
 
 def follower_deadline_s(checkpoint: Path) -> float:

@@ -20,7 +20,7 @@ import torch
 from etude.cli import main
 from etude.config import to_plain
 from etude.errors import DeadlineExceeded, EngineError
-from etude.inference import EngineConfig, EngineGone, HttpEngine, serving
+from etude.inference import EngineConfig, EngineGone, HttpEngine, server, serving
 from etude.inference.engine import ReferenceEngine
 from etude.inference.membership import NO_VERSION
 from etude.inference.server import follower_deadline_s, waits_for
@@ -281,3 +281,12 @@ def test_an_engine_with_a_public_key_refuses_what_is_unsigned_or_signed_by_anoth
     reasons = {event["reason"] for event in read_events(tmp_path / "events") if event["kind"] == "engine.trouble"}
     assert any("is not signed with the key that this reader trusts" in one and "no signature" in one for one in reasons)
     assert any("its signature is another's" in one for one in reasons)
+
+
+@pytest.mark.parametrize(("cores", "threads", "left"), [(2, 1, 1), (8, 3, 5), (1, 1, 1)])
+def test_a_follower_takes_no_core_that_the_engine_computes_on(tmp_path, monkeypatch, cores, threads, left):
+    asked = {}
+    monkeypatch.setattr(server, "FollowerProcess", lambda store, **settings: asked.update(settings))
+    monkeypatch.setattr(server.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    server._chain(server._parser().parse_args(["--store", str(tmp_path), "--threads", str(threads)]))
+    assert asked["threads"] == left

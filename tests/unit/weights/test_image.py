@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from etude.errors import WeightsError
 from etude.records import Version
 from etude.weights import Tensor, Update
+from etude.weights.follow import image
 from etude.weights.follow.image import Image, read_image, write_image
 from etude.weights.tensors import same_bits
 
@@ -44,20 +46,20 @@ def through(update: Update) -> Image:
 @pytest.mark.parametrize("dtype", [np.int64, np.uint32])
 def test_an_image_gives_back_every_tensor_and_what_the_update_said(dtype: type[np.integer]) -> None:
     places, codes = UPDATE.changed["large"]
-    image = through(replace(UPDATE, changed={"large": (places.astype(dtype), codes)}))
-    assert image.tensors.keys() == TENSORS.keys()
-    assert all(same_bits(image.tensors[name], tensor) for name, tensor in TENSORS.items())
-    places, codes = image.update.changed["large"]
+    made = through(replace(UPDATE, changed={"large": (places.astype(dtype), codes)}))
+    assert made.tensors.keys() == TENSORS.keys()
+    assert all(same_bits(made.tensors[name], tensor) for name, tensor in TENSORS.items())
+    places, codes = made.update.changed["large"]
     assert (places.tolist(), codes.tolist()) == ([3, 999], [3, 999])
-    assert image.update.replaced.keys() == {"one"}
-    assert replace(image.update, changed={}, replaced={}) == replace(UPDATE, changed={}, replaced={})
+    assert made.update.replaced.keys() == {"one"}
+    assert replace(made.update, changed={}, replaced={}) == replace(UPDATE, changed={}, replaced={})
 
 
 def test_a_list_of_changes_longer_than_its_tensor_is_not_kept() -> None:
     every = np.arange(0, 1000, 2)
-    image = through(replace(UPDATE, changed={"large": (every, TENSORS["large"].codes[every])}, replaced={}))
-    assert not image.update.changed
-    assert image.update.replaced.keys() == {"large"}
+    made = through(replace(UPDATE, changed={"large": (every, TENSORS["large"].codes[every])}, replaced={}))
+    assert not made.update.changed
+    assert made.update.replaced.keys() == {"large"}
 
 
 def test_nobody_can_change_an_image() -> None:
@@ -66,11 +68,25 @@ def test_nobody_can_change_an_image() -> None:
         os.pwrite(fd, b"x", 0)
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 0)
-    image = read_image(fd, table_at)
+    made = read_image(fd, table_at)
     os.close(fd)
-    assert not any(tensor.codes.flags.writeable for tensor in image.tensors.values())
+    assert not any(tensor.codes.flags.writeable for tensor in made.tensors.values())
     with pytest.raises(ValueError, match="WRITEABLE"):
-        image.tensors["large"].codes.base.flags.writeable = True
+        made.tensors["large"].codes.base.flags.writeable = True
+
+
+@pytest.mark.parametrize("advice", [image._POPULATE_READ, 9999], ids=["this kernel", "a kernel that does not populate"])
+def test_every_page_of_an_image_is_mapped_before_the_pause(monkeypatch, advice) -> None:
+    monkeypatch.setattr(image, "_POPULATE_READ", advice)
+    codes = np.arange(1 << 20, dtype=np.uint16)
+    large = {"large": Tensor("bf16", codes.shape, codes)}
+    fd, table_at = write_image(replace(UPDATE, changed={}, replaced=large), large)
+    read = read_image(fd, table_at)
+    os.close(fd)
+    _, _, mapping = Path("/proc/self/smaps").read_text().partition("memfd:etude-weights")
+    fields = dict(line.split(":") for line in mapping.splitlines()[1:20])
+    assert int(fields["Rss"].split()[0]) * 1024 >= codes.nbytes
+    assert same_bits(read.tensors["large"], large["large"])
 
 
 def test_memory_that_is_not_sealed_is_refused() -> None:

@@ -81,6 +81,9 @@ class _Wanted(ctypes.Structure):
     ]
 
 
+_threads = 0
+
+
 class _Refusal(ctypes.Structure):
     _fields_ = [("tile", ctypes.c_uint64), ("why", ctypes.c_char * 64)]
 
@@ -88,7 +91,7 @@ class _Refusal(ctypes.Structure):
 class NativeKernels:
     """`layout.Kernels` in Rust. Thread-safe.
 
-    `threads`: number of threads that tiles are spread over; None: the number of cores that this process may use.
+    `threads`: number of threads that tiles are spread over; None: as `set_threads` says.
     `level`: one of `LEVELS`; None: the fastest of this machine. Raises `OSError` where the library is missing or of
     another version, `ValueError` for a level that this machine lacks.
     """
@@ -99,7 +102,7 @@ class NativeKernels:
         self._level = best if level is None else LEVELS.index(level)
         if self._level > best:
             raise ValueError(f"this machine has no {level}; its best is {LEVELS[best]}")
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or _threads or len(os.sched_getaffinity(0))
 
     @property
     def level(self) -> str:
@@ -261,6 +264,13 @@ class NativeKernels:
 
 
 @cache
+def set_threads(count: int) -> None:
+    """Set the number of threads of kernels that this process loads from now on; 0: the number of cores that it may
+    use."""
+    global _threads  # noqa: PLW0603  a setting of the process, like torch's
+    _threads = count
+
+
 def load() -> NativeKernels | None:
     """The native kernels of this process; None where they cannot be loaded (`why_not` gives the reason)."""
     return None if why_not() else NativeKernels()

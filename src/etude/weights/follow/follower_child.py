@@ -21,6 +21,7 @@ import msgspec
 
 from etude.errors import EtudeError
 from etude.records.completion import Version
+from etude.weights.delta import native
 from etude.weights.follow.follower import Follower, Update
 from etude.weights.follow.follower_process import MAX_MESSAGE_BYTES, Answer, Ask, Hello
 from etude.weights.follow.image import read_image, write_image
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> None:
     connection = socket.socket(fileno=int(argv[1]))
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     hello: Hello = pickle.loads(connection.recv(MAX_MESSAGE_BYTES))
+    native.set_threads(hello.threads)
     follower = Follower(
         hello.store,
         hello.name,

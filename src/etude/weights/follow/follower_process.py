@@ -43,6 +43,7 @@ class Hello(NamedTuple):
     poll_s: float
     public_key: bytes | None
     followed: Followed | None  # by the children before
+    threads: int  # of its decoding; 0: as many as cores
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -65,7 +66,8 @@ class FollowerProcess:
 
     `store` is sent to the child: it must be one that pickle takes. `public_key`: only pointers that its owner signed
     are believed. `poll_s`: how often the pointer is read while `advance` waits for news, `wait_s` at most.
-    `deadline_s`: a child that needs longer for an answer is killed. What was followed is kept here: a child that is
+    `deadline_s`: a child that needs longer for an answer is killed. `threads`: for decoding; 0 means one for each core.
+    An engine that computes on the CPU leaves its own cores out. What was followed is kept here: a child that is
     started anew refuses a pointer that moved back, as the one before would have.
     """
 
@@ -79,8 +81,9 @@ class FollowerProcess:
         poll_s: float = POLL_S,
         wait_s: float = WAIT_S,
         deadline_s: float = DEADLINE_S,
+        threads: int = 0,
     ) -> None:
-        self._hello = Hello(store, name, limit_bytes, poll_s, public_key, None)
+        self._hello = Hello(store, name, limit_bytes, poll_s, public_key, None, threads)
         self._wait_s, self._deadline_s = wait_s, deadline_s
         self._version: Version | None = None
         self._tensors: dict[str, Tensor] = {}

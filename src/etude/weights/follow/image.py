@@ -9,6 +9,7 @@ Codes lie one after another, 64 bytes aligned; behind them the places and the ne
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import math
 import mmap
@@ -29,8 +30,7 @@ from etude.weights.tensors import DTYPES, Codes, Tensor
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 WHOLE = -1
 _ALIGNMENT = 64
-_READ_NOW = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
-"""Private, for Linux before 6.7 maps nothing sealed as shared; at once, so that no page is missing in the pause."""
+_POPULATE_READ = 22  # MADV_POPULATE_READ of <linux/mman.h>, since Linux 5.14
 
 Changes = tuple[npt.NDArray[np.int64], Codes]
 _NO_CHANGES: Changes = np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -84,7 +84,8 @@ def read_image(fd: int, table_at: int) -> Image:
     """The image behind a file descriptor, which the caller may close. Raises `WeightsError` for one not sealed."""
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise WeightsError("an image of weights is not sealed", hint="this is a defect of etude: please report it")
-    memory = mmap.mmap(fd, 0, flags=_READ_NOW, prot=mmap.PROT_READ)
+    memory = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)  # Linux before 6.7 shares nothing sealed
+    _populate(memory)
     table = msgspec.msgpack.decode(memoryview(memory)[table_at:], type=_Table)
     tensors: dict[str, Tensor] = {}
     changed: dict[str, Changes] = {}
@@ -105,6 +106,14 @@ def read_image(fd: int, table_at: int) -> Image:
         healed=table.healed,
     )
     return Image(update, tensors)
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Map all pages now, so that no page fault falls into the pause. The interpreter is released meanwhile: with
+    MAP_POPULATE, `mmap.mmap` would hold it for a tenth of a second per GB, and the engine's steps would wait."""
+    pages = np.frombuffer(memory, np.uint8)
+    if ctypes.CDLL(None).madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.size), _POPULATE_READ):
+        pages[:: mmap.PAGESIZE].max(initial=0)  # an older kernel: touch each page
 
 
 def _fill(fd: int, update: Update, tensors: Mapping[str, Tensor]) -> int:
