@@ -51,8 +51,11 @@ _SEAL_BYTES = len(seal(b"", b""))
 
 
 class Leader:
-    """Rank 0's hold on the others. Made in the main thread: the kernel ends them with the thread that started them.
-    `away` of them come from other machines, to the address `at`."""
+    """Rank 0's control of the other ranks: it starts the local ones and sends every rank its calls.
+
+    Make it in the main thread: the kernel kills local ranks when the thread that started them ends. `away` ranks
+    connect from other machines, to the address `at`.
+    """
 
     def __init__(self, run: RunFolder, config: RunConfig, telemetry: Telemetry, *, at: str = "", away: int = 0) -> None:
         self._config, self._telemetry, self._secret = config, telemetry, new_secret()
