@@ -117,7 +117,7 @@ class Sharded:
             except RuntimeError:
                 silent.append(rank)
         names = ", ".join(map(self.mesh.named, silent)) or "?"
-        facts = f"rank {self.rank} of {self.size} waited for at most {self.mesh.deadline_s:g} s; {_first_line(error)}"
+        facts = f"rank {self.rank} of {self.size} waited; {_first_line(error)}"
         hint = "see its output; the ranks begin again from the last checkpoint"
         return RankMissing(f"rank {names} did not join the collective for {what}", facts, hint=hint)
 
