@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -27,7 +28,9 @@ from etude.weights.chain import branches, fsck, garbage, history, inspect, signi
 from etude.weights.chain.manifest import Damaged
 from etude.weights.files.checkpoint import INDEX, read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.files.following import Adopted, FolderFollower
+from etude.weights.files.following import Adopted, FolderFollower, differences
+from etude.weights.follow.parts import wholes
+from etude.weights.tensors import Tensor
 
 
 def publish(args: argparse.Namespace) -> int:
@@ -45,6 +48,8 @@ def publish(args: argparse.Namespace) -> int:
         raise InputError(
             f"--step {args.step} is not above the head's", f"it is {head}", hint=f"{head.step + 1} is the next"
         )
+    if head is not None and not args.other_tensors:
+        _refuse_others(store, args, tensors)
     step = args.step if args.step is not None else head.step + 1 if head else 0
     told = Channel(store, args.name, signer=signer).publish(tensors, step=step, parent=head, rollout_ids=[], owned=True)
     ratio = f", {told.snapshot_bytes / max(1, told.object_bytes):.1f} times less than the weights"
@@ -53,6 +58,26 @@ def publish(args: argparse.Namespace) -> int:
         + (f"; beside it an anchor of {size(told.anchor_bytes)}" if head and told.anchor else "")
     )
     return 0
+
+
+def _refuse_others(store: BlobStore, args: argparse.Namespace, tensors: Mapping[str, Tensor]) -> None:
+    """Raises `InputError` where a checkpoint has not the head's tensors: every follower would get another model."""
+    pointer = history.head(store, args.name)
+    if pointer is None:
+        return
+    try:
+        manifest = history.load(store, pointer.head)
+    except WeightsError:  # there is nothing to compare with, and a publish heals it
+        return
+    held = {name: tensor.spec for name, tensor in tensors.items()}
+    published = {entry.name: entry.spec for entry in manifest.tensors}
+    if held != published and (facts := differences(wholes(held), wholes(published))):
+        raise InputError(
+            f"{args.checkpoint} holds another checkpoint than channel {args.name!r} of {args.store}",
+            facts,
+            hint="name the checkpoint that is meant, or another channel: --name; if the channel's model is to change,"
+            " --other-tensors",
+        )
 
 
 def _refuse_checkpoint(place: str) -> None:

@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 
 from etude.cli import duration, main, weights_store
 from etude.run import RunFolder
+from etude.stores import open_store
+from etude.weights import Channel
 from etude.weights.files.checkpoint import read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.tensors import same_bits
+from etude.weights.tensors import Tensor, same_bits
 
 
 @pytest.fixture
@@ -63,6 +65,44 @@ def test_checkpoints_travel_through_a_store_into_a_directory(steps, capsys) -> N
     assert "layers.2.w" in capsys.readouterr().out
     assert main(["weights", "fsck", "store"]) == 0
     assert "4 versions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"q": torch.zeros(3, 3)}, "tensors that differ: 4 (3 missing, 1 new), 'layers.0.w' first: none there, bf16"),
+        (
+            {f"layers.{i}.w": torch.zeros(100, 200) for i in range(3)},
+            "tensors that differ: 3 (3 of another dtype or shape), 'layers.0.w' first: f32 [100, 200] there, bf16",
+        ),
+    ],
+)
+def test_a_checkpoint_with_other_tensors_than_the_heads_is_published_by_a_flag_alone(
+    steps, capsys, tensors, says
+) -> None:
+    main(["weights", "publish", "c0", "store"])
+    Path("other").mkdir()
+    save_file(tensors, "other/model.safetensors", {"format": "pt"})
+    before = sorted(Path("store").rglob("*"))
+    assert main(["weights", "publish", "other", "store"]) == 2
+    said = capsys.readouterr().err
+    assert "other holds another checkpoint than channel 'policy' of store" in said
+    assert says in said
+    assert "--other-tensors" in said.split("hint: ")[1]
+    assert sorted(Path("store").rglob("*")) == before
+    assert main(["weights", "publish", "other", "store", "--other-tensors"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "other")
+
+
+def test_a_whole_checkpoint_follows_a_version_that_was_published_in_parts(steps, capsys) -> None:
+    tensors = read_checkpoint(Path("c0")).tensors
+    first = tensors.pop("layers.0.w")
+    rows = {f"layers.0.w[{i}:{i + 50}]": Tensor("bf16", (50, 200), first.codes[i * 200 :][:10_000]) for i in (0, 50)}
+    Channel(open_store("store")).publish({**tensors, **rows}, step=0, parent=None, rollout_ids=[])
+    assert main(["weights", "publish", "c1", "store"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c1")
 
 
 def test_a_channel_of_another_name_and_a_step_of_ones_own(steps, capsys) -> None:

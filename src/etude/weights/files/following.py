@@ -8,6 +8,7 @@ Tensors that were published in parts are whole in it.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etude.errors import InputError
@@ -107,15 +108,26 @@ class FolderFollower:
             return
         manifest = history.load(self._store, pointer.head)
         published = wholes({entry.name: entry.spec for entry in manifest.tensors})
-        different = [name for name in sorted(held | published) if held.get(name) != published.get(name)]
-        if different:
-            name = different[0]
-            sides = f"{_told(held.get(name))} there, {_told(published.get(name))} in the channel"
+        if facts := differences(held, published):
             raise InputError(
                 f"{self._folder.path} holds another checkpoint than channel {self._name!r}",
-                f"tensors that differ: {len(different)}, {name!r} first: {sides}",
+                facts,
                 hint="name a new directory, or one with a copy of the channel's model; nothing was changed",
             )
+
+
+def differences(held: Mapping[str, Spec], published: Mapping[str, Spec]) -> str:
+    """How the tensors of a checkpoint differ from a channel's in names, dtypes and shapes; "" where they do not."""
+    different = [name for name in sorted({*held, *published}) if held.get(name) != published.get(name)]
+    if not different:
+        return ""
+    missing, new = len(published.keys() - held.keys()), len(held.keys() - published.keys())
+    kinds = ((missing, "missing"), (new, "new"), (len(different) - missing - new, "of another dtype or shape"))
+    name = different[0]
+    return (
+        f"tensors that differ: {len(different)} ({', '.join(f'{num} {kind}' for num, kind in kinds if num)}),"
+        f" {name!r} first: {_told(held.get(name))} there, {_told(published.get(name))} in the channel"
+    )
 
 
 def _told(spec: Spec | None) -> str:
