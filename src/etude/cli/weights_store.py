@@ -107,13 +107,16 @@ def follow(args: argparse.Namespace) -> int:
         follower = FolderFollower(store, folder, args.name, branch=args.branch, public_key=args.public_key)
         if follower.resumed:
             print(f"{folder.version}: held by {args.apply}, proven", flush=True)
+        damaged = ", ".join(str(args.apply / name) for name in follower.damaged)
+        if damaged:
+            print(f"{folder.version}: damaged, or changed by something else: {damaged}; repaired next", flush=True)
         pause = threading.Event()
         while True:
             try:
                 adopted = follower.advance()
                 if adopted is not None:
-                    print(_line(adopted), flush=True)
-                    trouble = ""
+                    print(_line(adopted) + (f"; repaired: {damaged}" if damaged else ""), flush=True)
+                    trouble = damaged = ""
                 elif folder.version is not None:
                     _require_head(store, args)
                     trouble = ""

@@ -18,7 +18,7 @@ from etude.cli import duration, main, weights_store
 from etude.run import RunFolder
 from etude.stores import open_store
 from etude.weights import Channel
-from etude.weights.files.checkpoint import read_checkpoint
+from etude.weights.files.checkpoint import CheckpointWriter, index_of, layout, read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
 from etude.weights.tensors import Tensor, same_bits
 
@@ -93,6 +93,50 @@ def test_a_checkpoint_with_other_tensors_than_the_heads_is_published_by_a_flag_a
     assert main(["weights", "publish", "other", "store", "--other-tensors"]) == 0
     assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
     assert holds("live", "other")
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_files_of_the_directory_that_were_damaged_are_named_and_repaired(steps, capsys, newer) -> None:
+    follow = ["weights", "follow", "store", "--apply", "live", "--once"]
+    main(["weights", "publish", "c0", "store"])
+    main(follow)
+    file = Path("live/model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    if newer:
+        main(["weights", "publish", "c1", "store"])
+    capsys.readouterr()
+    assert main(follow) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("v000000-")
+    assert said[0].endswith(f": damaged, or changed by something else: {file}; repaired next")
+    assert said[1].startswith(f"v00000{int(newer)}-")
+    assert said[1].endswith(f"; repaired: {file}")
+    assert holds("live", "c1" if newer else "c0")
+    assert main(follow) == 0
+    assert "damaged" not in (said := capsys.readouterr().out)
+    assert "repaired" not in said
+
+
+def test_of_the_directorys_shards_only_the_damaged_ones_are_named(steps, capsys) -> None:
+    tensors = dict(read_checkpoint(Path("c0")).tensors)
+    headers = layout(tensors, 40_000)
+    with CheckpointWriter(Path("live"), headers, index_of(headers)) as writer:
+        for name, tensor in tensors.items():
+            writer.put(name, tensor)
+    main(["weights", "publish", "c0", "store"])
+    follow = ["weights", "follow", "store", "--apply", "live", "--once"]
+    assert main(follow) == 0
+    shards = sorted(Path("live").glob("*.safetensors"))
+    assert len(shards) == 3
+    data = bytearray(shards[1].read_bytes())
+    data[-1] ^= 1
+    shards[1].write_bytes(data)
+    capsys.readouterr()
+    assert main(follow) == 0
+    assert capsys.readouterr().out.endswith(f"; repaired: {shards[1]}\n")
+    assert holds("live", "c0")
 
 
 def test_a_whole_checkpoint_follows_a_version_that_was_published_in_parts(steps, capsys) -> None:

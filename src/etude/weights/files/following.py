@@ -18,8 +18,8 @@ from etude.weights.chain import history
 from etude.weights.files.folder import STATE, CheckpointFolder
 from etude.weights.follow.follower import Follower, Update
 from etude.weights.follow.head import LIMIT_BYTES, MovedBack
-from etude.weights.follow.parts import assemble, split, wholes
-from etude.weights.tensors import Spec
+from etude.weights.follow.parts import assemble, part_of, split, wholes
+from etude.weights.tensors import Spec, tensor_digest
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class FolderFollower:
         )
         self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
         """Whether what the folder held is a version of the channel, to go on from."""
+        self.damaged = () if folder.version is None or self.resumed else self._damaged(folder.version)
+        """Files that do not hold what was written there; the first `advance` repairs them."""
         self._pending: Update | None = None  # proven, and not yet taken by the disk
 
     def advance(self) -> Adopted | None:
@@ -86,6 +88,22 @@ class FolderFollower:
             write_s=time.perf_counter() - started,
             healed=update.healed,
         )
+
+    def _damaged(self, version: Version) -> tuple[str, ...]:
+        """The files that do not hold a version's tensors; none for a version that the channel does not know."""
+        manifest = history.find(self._store, self._name, version)
+        if manifest is None:
+            return ()
+        held = split(self._folder.tensors, (entry.name for entry in manifest.tensors))
+        whole = {
+            entry.name
+            for entry in manifest.tensors
+            if entry.name in held and tensor_digest(held[entry.name]) == entry.sha256
+        }
+        wrong = {entry.name for entry in manifest.tensors} - whole
+        wrong = {part.tensor if (part := part_of(name)) else name for name in wrong}
+        known = wholes({entry.name: entry.spec for entry in manifest.tensors})
+        return self._folder.files(wrong | (self._folder.tensors.keys() - known.keys()))
 
     def _advance(self) -> Update | None:
         try:
