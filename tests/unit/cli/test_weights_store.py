@@ -175,8 +175,50 @@ def test_a_lost_object_is_found_with_a_hint(steps, capsys) -> None:
             file.unlink()
     assert main(["weights", "fsck", "store"]) == 1
     said = capsys.readouterr()
-    assert "1 problems" in said.out
-    assert "\n  hint: " in said.err
+    assert ": 1 problem, 0 notices" in said.out
+    assert said.out.startswith("v000000-")
+    assert "\n1 version, 1 object, " in said.out
+    assert "error: 1 problem in store: v000000-" in said.err
+    assert ", is one of them\n  hint: " in said.err
+
+
+def test_a_check_says_which_versions_are_lost_and_that_the_newest_is_whole(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    main(["weights", "publish", "c1", "store"])
+    versions = sorted(one.stem.rpartition("-")[0] for one in Path("store/manifests").rglob("*.json"))
+    for file in Path("store/objects").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"damaged")
+    main(["weights", "publish", "c2", "store"])
+    newest = capsys.readouterr().out.splitlines()[-1].split(": ")[0]
+    assert main(["weights", "fsck", "store"]) == 1
+    said = capsys.readouterr().err
+    assert "error: 2 problems in store: v000000-" in said
+    assert f"; affected: {versions[0]}, {versions[1]}; the newest, {newest}, is whole\n  hint: " in said
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c2")
+
+
+def test_where_a_run_is_checked_a_store_is_told_of_the_command_for_stores(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    assert main(["fsck", "store"]) == 2
+    said = capsys.readouterr().err
+    assert "store is not a run: it is a store of weights\n  hint: etude weights fsck store\n" in said
+    assert main(["fsck", "c0"]) == 2
+    assert "c0 is not a run: it has no run.json" in capsys.readouterr().err
+
+
+def test_a_publish_that_saves_nothing_claims_nothing(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    capsys.readouterr()
+    main(["weights", "publish", "c0", "store"])
+    assert capsys.readouterr().out.splitlines()[0].endswith(", nothing changed")
+    Path("small").mkdir()
+    save_file({"q": torch.zeros(3, 3)}, "small/model.safetensors", {"format": "pt"})
+    main(["weights", "publish", "small", "store", "--other-tensors"])
+    assert "times less" not in capsys.readouterr().out
+    main(["weights", "follow", "store", "--apply", "live", "--once"])
+    assert "lists of" not in capsys.readouterr().out
 
 
 def test_a_rollback_and_a_canary_are_pointers_that_followers_go_to(steps, capsys) -> None:
