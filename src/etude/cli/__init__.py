@@ -322,6 +322,9 @@ def _store_commands(weights: Commands[Parser]) -> None:
     publish = add(weights, "publish", "weights_store:publish", "publish a checkpoint as a channel's next version")
     publish.add_argument("checkpoint", type=Path, metavar="DIR", help="a checkpoint directory, or a .safetensors file")
     publish.add_argument("--step", type=step, metavar="N", help="above the head's (default: the head's and one)")
+    publish.add_argument(
+        "--other-tensors", action="store_true", help="also with other names, dtypes or shapes than the head's tensors"
+    )
     follow = add(weights, "follow", "weights_store:follow", "keep a checkpoint directory at a channel's head")
     gc = add(weights, "gc", "weights_store:gc", "delete what no version needs any more; the first call only looks")
     gc.add_argument("--keep", type=duration, default="7d", metavar="TIME", help="every head within it can be rebuilt")

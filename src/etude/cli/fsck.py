@@ -6,8 +6,9 @@ import argparse
 
 from etude.cli.places import RUNS
 from etude.cli.task_progress import Steps
-from etude.dashboard.words import size
-from etude.errors import Exit
+from etude.cli.weights_store import is_store
+from etude.dashboard.words import number, size
+from etude.errors import Exit, NoRun
 
 
 def check(args: argparse.Namespace) -> int:
@@ -19,6 +20,8 @@ def check(args: argparse.Namespace) -> int:
         path = newest_run().path
     else:
         path = args.run if args.run.exists() or not (RUNS / args.run).exists() else RUNS / args.run
+    if not (path / "run.json").is_file() and is_store(str(path)):
+        raise NoRun(f"{path} is not a run", "it is a store of weights", hint=f"etude weights fsck {path}")
     proof, parts = Proof(), steps_of(path)
     with Steps("parts of the run", len(parts)) as steps:
         for part in parts:
@@ -29,8 +32,8 @@ def check(args: argparse.Namespace) -> int:
     for found in proof.notices:
         print(f"notice: {found}")
     print(
-        f"{path}: {proof.num_files} files, {size(proof.num_bytes)} read: {len(proof.problems)} problems,"
-        f" {len(proof.notices)} notices"
+        f"{path}: {number(proof.num_files, 'file')}, {size(proof.num_bytes)} read:"
+        f" {number(len(proof.problems), 'problem')}, {number(len(proof.notices), 'notice')}"
         + (f"; not proven, as nothing reads them back: {', '.join(proof.plain)}" if proof.plain else "")
     )
     return Exit.FAILED if proof.problems else Exit.DONE

@@ -13,6 +13,7 @@ from etude.cli import weights_files, weights_store
 from etude.cli.places import console, open_run
 from etude.dashboard import RunView
 from etude.dashboard.glossary import legend
+from etude.dashboard.words import number
 from etude.errors import CheckpointError, InputError, NoRun, WeightsError
 from etude.loop import places
 from etude.run import RunFolder
@@ -107,8 +108,8 @@ def verify(args: argparse.Namespace) -> int:
     weights_store.tell(check)
     if check.problems:
         raise WeightsError(
-            f"{len(check.problems)} problems in {places.weights_place(run)}",
-            check.problems[0],
+            f"{number(len(check.problems), 'problem')} in {places.weights_place(run)}",
+            weights_store.told(check),
             hint=_cure(run, check.problems),
         )
     for checkpoint in sorted((run / "checkpoints").glob("[!.]*")):

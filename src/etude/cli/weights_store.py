@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -15,9 +16,11 @@ from urllib.parse import unquote
 
 from etude.cli.places import RUNS, open_run
 from etude.cli.watched import Watched
-from etude.dashboard.words import size
+from etude.dashboard.words import number, size
 from etude.errors import EtudeError, InputError, StoreError, WeightsError
 from etude.loop.places import weights_place, weights_store
+from etude.records.completion import Version
+from etude.records.sample import Published
 from etude.run import RunFolder
 from etude.seams import BlobStore
 from etude.stores import BucketStore, open_store
@@ -27,7 +30,9 @@ from etude.weights.chain import branches, fsck, garbage, history, inspect, signi
 from etude.weights.chain.manifest import Damaged
 from etude.weights.files.checkpoint import INDEX, read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.files.following import Adopted, FolderFollower
+from etude.weights.files.following import Adopted, FolderFollower, differences
+from etude.weights.follow.parts import wholes
+from etude.weights.tensors import Tensor
 
 
 def publish(args: argparse.Namespace) -> int:
@@ -45,14 +50,43 @@ def publish(args: argparse.Namespace) -> int:
         raise InputError(
             f"--step {args.step} is not above the head's", f"it is {head}", hint=f"{head.step + 1} is the next"
         )
+    if head is not None and not args.other_tensors:
+        _refuse_others(store, args, tensors)
     step = args.step if args.step is not None else head.step + 1 if head else 0
-    told = Channel(store, args.name, signer=signer).publish(tensors, step=step, parent=head, rollout_ids=[], owned=True)
-    ratio = f", {told.snapshot_bytes / max(1, told.object_bytes):.1f} times less than the weights"
+    done = Channel(store, args.name, signer=signer).publish(tensors, step=step, parent=head, rollout_ids=[], owned=True)
     print(
-        f"{told.version}: {size(told.object_bytes)}{'' if head is None else ratio}"
-        + (f"; beside it an anchor of {size(told.anchor_bytes)}" if head and told.anchor else "")
+        f"{done.version}: {size(done.object_bytes)}{_ratio(done, head) if head else ''}"
+        + (f"; beside it an anchor of {size(done.anchor_bytes)}" if head and done.anchor else "")
     )
     return 0
+
+
+def _ratio(done: Published, head: Version) -> str:
+    """How many times less than the weights a delta is; "" where it is not less."""
+    if done.version.digest == head.digest:
+        return ", nothing changed"
+    ratio = done.snapshot_bytes / max(1, done.object_bytes)
+    return f", {ratio:,.1f} times less than the weights" if ratio >= 1.05 else ""
+
+
+def _refuse_others(store: BlobStore, args: argparse.Namespace, tensors: Mapping[str, Tensor]) -> None:
+    """Raises `InputError` where a checkpoint has not the head's tensors: every follower would get another model."""
+    pointer = history.head(store, args.name)
+    if pointer is None:
+        return
+    try:
+        manifest = history.load(store, pointer.head)
+    except WeightsError:  # there is nothing to compare with, and a publish heals it
+        return
+    held = {name: tensor.spec for name, tensor in tensors.items()}
+    published = {entry.name: entry.spec for entry in manifest.tensors}
+    if held != published and (facts := differences(wholes(held), wholes(published))):
+        raise InputError(
+            f"{args.checkpoint} holds another checkpoint than channel {args.name!r} of {args.store}",
+            facts,
+            hint="name the checkpoint that is meant, or another channel: --name; if the channel's model is to change,"
+            " --other-tensors",
+        )
 
 
 def _refuse_checkpoint(place: str) -> None:
@@ -82,13 +116,16 @@ def follow(args: argparse.Namespace) -> int:
         follower = FolderFollower(store, folder, args.name, branch=args.branch, public_key=args.public_key)
         if follower.resumed:
             print(f"{folder.version}: held by {args.apply}, proven", flush=True)
+        damaged = ", ".join(str(args.apply / name) for name in follower.damaged)
+        if damaged:
+            print(f"{folder.version}: damaged, or changed by something else: {damaged}; repaired next", flush=True)
         pause = threading.Event()
         while True:
             try:
                 adopted = follower.advance()
                 if adopted is not None:
-                    print(_line(adopted), flush=True)
-                    trouble = ""
+                    print(_line(adopted) + (f"; repaired: {damaged}" if damaged else ""), flush=True)
+                    trouble = damaged = ""
                 elif folder.version is not None:
                     _require_head(store, args)
                     trouble = ""
@@ -213,8 +250,13 @@ def check(args: argparse.Namespace) -> int:
     tell(found)
     if found.found:
         first = found.found[0]
-        raise WeightsError(f"{len(found.found)} problems in {place}", str(first), hint=first.hint)
+        raise WeightsError(f"{number(len(found.found), 'problem')} in {place}", told(found), hint=first.hint)
     return 0
+
+
+def told(found: fsck.Check) -> str:
+    """The first problem, and which versions have one."""
+    return "; ".join(filter(None, (str(found.found[0]), found.affected)))
 
 
 def tell(found: fsck.Check) -> None:
@@ -224,8 +266,9 @@ def tell(found: fsck.Check) -> None:
     for finding in found.notices:
         print(f"notice: {finding}")
     print(
-        f"{found.num_versions} versions, {found.num_objects} objects, {found.object_bytes:,} bytes: "
-        f"{len(found.found)} problems, {len(found.notices)} notices, {len(found.orphans)} orphans"
+        f"{number(found.num_versions, 'version')}, {number(found.num_objects, 'object')}, {found.object_bytes:,} bytes:"
+        f" {number(len(found.found), 'problem')}, {number(len(found.notices), 'notice')},"
+        f" {number(len(found.orphans), 'orphan')}"
         + (f"; of {found.num_collected} versions garbage collection took the objects" if found.num_collected else "")
     )
 
@@ -293,6 +336,7 @@ def watched_store(place: str, out: TextIO, *, cache: Path | None = None, readonl
 def _line(adopted: Adopted) -> str:
     return (
         f"{adopted.version}: fetched {size(adopted.fetched_bytes)} in {adopted.fetch_s:.2f} s, wrote"
-        f" {size(adopted.written_bytes)} in {adopted.write_s:.2f} s, lists of {size(adopted.list_bytes)}"
+        f" {size(adopted.written_bytes)} in {adopted.write_s:.2f} s"
+        + (f", lists of changes: {size(adopted.list_bytes)} of memory" if adopted.list_bytes else "")
         + (f"; healed: {'; '.join(adopted.healed)}" if adopted.healed else "")
     )

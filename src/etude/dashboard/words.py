@@ -41,6 +41,14 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def number(count: int, of: str) -> str:
+    """
+    >>> number(0, "problem"), number(1, "problem"), number(2, "problem")
+    ('0 problems', '1 problem', '2 problems')
+    """
+    return f"{count} {of}{'' if count == 1 else 's'}"
+
+
 def significant(value: float, digits: int = 3) -> str:
     """
     >>> significant(0.00012345), significant(12.345), significant(1234.5), significant(0)

@@ -16,9 +16,11 @@ from safetensors.torch import save_file
 
 from etude.cli import duration, main, weights_store
 from etude.run import RunFolder
-from etude.weights.files.checkpoint import read_checkpoint
+from etude.stores import open_store
+from etude.weights import Channel
+from etude.weights.files.checkpoint import CheckpointWriter, index_of, layout, read_checkpoint
 from etude.weights.files.folder import CheckpointFolder
-from etude.weights.tensors import same_bits
+from etude.weights.tensors import Tensor, same_bits
 
 
 @pytest.fixture
@@ -65,6 +67,88 @@ def test_checkpoints_travel_through_a_store_into_a_directory(steps, capsys) -> N
     assert "4 versions" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"q": torch.zeros(3, 3)}, "tensors that differ: 4 (3 missing, 1 new), 'layers.0.w' first: none there, bf16"),
+        (
+            {f"layers.{i}.w": torch.zeros(100, 200) for i in range(3)},
+            "tensors that differ: 3 (3 of another dtype or shape), 'layers.0.w' first: f32 [100, 200] there, bf16",
+        ),
+    ],
+)
+def test_a_checkpoint_with_other_tensors_than_the_heads_is_published_by_a_flag_alone(
+    steps, capsys, tensors, says
+) -> None:
+    main(["weights", "publish", "c0", "store"])
+    Path("other").mkdir()
+    save_file(tensors, "other/model.safetensors", {"format": "pt"})
+    before = sorted(Path("store").rglob("*"))
+    assert main(["weights", "publish", "other", "store"]) == 2
+    said = capsys.readouterr().err
+    assert "other holds another checkpoint than channel 'policy' of store" in said
+    assert says in said
+    assert "--other-tensors" in said.split("hint: ")[1]
+    assert sorted(Path("store").rglob("*")) == before
+    assert main(["weights", "publish", "other", "store", "--other-tensors"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "other")
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_files_of_the_directory_that_were_damaged_are_named_and_repaired(steps, capsys, newer) -> None:
+    follow = ["weights", "follow", "store", "--apply", "live", "--once"]
+    main(["weights", "publish", "c0", "store"])
+    main(follow)
+    file = Path("live/model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    if newer:
+        main(["weights", "publish", "c1", "store"])
+    capsys.readouterr()
+    assert main(follow) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("v000000-")
+    assert said[0].endswith(f": damaged, or changed by something else: {file}; repaired next")
+    assert said[1].startswith(f"v00000{int(newer)}-")
+    assert said[1].endswith(f"; repaired: {file}")
+    assert holds("live", "c1" if newer else "c0")
+    assert main(follow) == 0
+    assert "damaged" not in (said := capsys.readouterr().out)
+    assert "repaired" not in said
+
+
+def test_of_the_directorys_shards_only_the_damaged_ones_are_named(steps, capsys) -> None:
+    tensors = dict(read_checkpoint(Path("c0")).tensors)
+    headers = layout(tensors, 40_000)
+    with CheckpointWriter(Path("live"), headers, index_of(headers)) as writer:
+        for name, tensor in tensors.items():
+            writer.put(name, tensor)
+    main(["weights", "publish", "c0", "store"])
+    follow = ["weights", "follow", "store", "--apply", "live", "--once"]
+    assert main(follow) == 0
+    shards = sorted(Path("live").glob("*.safetensors"))
+    assert len(shards) == 3
+    data = bytearray(shards[1].read_bytes())
+    data[-1] ^= 1
+    shards[1].write_bytes(data)
+    capsys.readouterr()
+    assert main(follow) == 0
+    assert capsys.readouterr().out.endswith(f"; repaired: {shards[1]}\n")
+    assert holds("live", "c0")
+
+
+def test_a_whole_checkpoint_follows_a_version_that_was_published_in_parts(steps, capsys) -> None:
+    tensors = read_checkpoint(Path("c0")).tensors
+    first = tensors.pop("layers.0.w")
+    rows = {f"layers.0.w[{i}:{i + 50}]": Tensor("bf16", (50, 200), first.codes[i * 200 :][:10_000]) for i in (0, 50)}
+    Channel(open_store("store")).publish({**tensors, **rows}, step=0, parent=None, rollout_ids=[])
+    assert main(["weights", "publish", "c1", "store"]) == 0
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c1")
+
+
 def test_a_channel_of_another_name_and_a_step_of_ones_own(steps, capsys) -> None:
     assert main(["weights", "publish", "c0", "store", "--name", "fp8", "--step", "40"]) == 0
     assert capsys.readouterr().out.startswith("v000040-")
@@ -91,8 +175,50 @@ def test_a_lost_object_is_found_with_a_hint(steps, capsys) -> None:
             file.unlink()
     assert main(["weights", "fsck", "store"]) == 1
     said = capsys.readouterr()
-    assert "1 problems" in said.out
-    assert "\n  hint: " in said.err
+    assert ": 1 problem, 0 notices" in said.out
+    assert said.out.startswith("v000000-")
+    assert "\n1 version, 1 object, " in said.out
+    assert "error: 1 problem in store: v000000-" in said.err
+    assert ", is one of them\n  hint: " in said.err
+
+
+def test_a_check_says_which_versions_are_lost_and_that_the_newest_is_whole(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    main(["weights", "publish", "c1", "store"])
+    versions = sorted(one.stem.rpartition("-")[0] for one in Path("store/manifests").rglob("*.json"))
+    for file in Path("store/objects").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"damaged")
+    main(["weights", "publish", "c2", "store"])
+    newest = capsys.readouterr().out.splitlines()[-1].split(": ")[0]
+    assert main(["weights", "fsck", "store"]) == 1
+    said = capsys.readouterr().err
+    assert "error: 2 problems in store: v000000-" in said
+    assert f"; affected: {versions[0]}, {versions[1]}; the newest, {newest}, is whole\n  hint: " in said
+    assert main(["weights", "follow", "store", "--apply", "live", "--once"]) == 0
+    assert holds("live", "c2")
+
+
+def test_where_a_run_is_checked_a_store_is_told_of_the_command_for_stores(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    assert main(["fsck", "store"]) == 2
+    said = capsys.readouterr().err
+    assert "store is not a run: it is a store of weights\n  hint: etude weights fsck store\n" in said
+    assert main(["fsck", "c0"]) == 2
+    assert "c0 is not a run: it has no run.json" in capsys.readouterr().err
+
+
+def test_a_publish_that_saves_nothing_claims_nothing(steps, capsys) -> None:
+    main(["weights", "publish", "c0", "store"])
+    capsys.readouterr()
+    main(["weights", "publish", "c0", "store"])
+    assert capsys.readouterr().out.splitlines()[0].endswith(", nothing changed")
+    Path("small").mkdir()
+    save_file({"q": torch.zeros(3, 3)}, "small/model.safetensors", {"format": "pt"})
+    main(["weights", "publish", "small", "store", "--other-tensors"])
+    assert "times less" not in capsys.readouterr().out
+    main(["weights", "follow", "store", "--apply", "live", "--once"])
+    assert "lists of" not in capsys.readouterr().out
 
 
 def test_a_rollback_and_a_canary_are_pointers_that_followers_go_to(steps, capsys) -> None:

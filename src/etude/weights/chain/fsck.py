@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from etude.errors import EtudeError, WeightsError
@@ -21,6 +22,8 @@ from etude.weights.chain.undo import Undo, compare, retain
 from etude.weights.tensors import Tensor
 
 _TRAIL = 16  # how many versions back a way's base can be reached by undoing steps, without rebuilding it
+
+_NAMED = 4  # versions that a message names
 
 HINT_POINTER = "`etude weights repair RUN|STORE` sets it to the newest version that was surely published"
 
@@ -49,11 +52,25 @@ class Check:
     notices: tuple[Finding, ...]  # lost or damaged ways to versions that another way proves
     num_collected: int  # versions whose objects garbage collection deleted; their manifests are kept
     orphans: tuple[str, ...]  # keys that no version refers to, left by publishes that were killed; harmless
+    newest: Version | None  # what the channel's pointer names; None where it names nothing
 
     @property
     def problems(self) -> tuple[str, ...]:
         """`found` as sentences."""
         return tuple(map(str, self.found))
+
+    @property
+    def affected(self) -> str:
+        """Which versions have problems, and whether the newest is one of them; "" where only a pointer has."""
+        versions = list(dict.fromkeys(str(one.version) for one in self.found if one.version is not None))
+        if not versions:
+            return ""
+        more = f" and {len(versions) - _NAMED} more" if len(versions) > _NAMED else ""
+        newest = ""
+        if self.newest is not None:
+            is_whole = str(self.newest) not in versions
+            newest = f"; the newest, {self.newest}, is {'whole' if is_whole else 'one of them'}"
+        return f"affected: {', '.join(versions[:_NAMED])}{more}{newest}"
 
 
 @dataclass
@@ -88,6 +105,7 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
     """Read every manifest and object of a channel and rebuild every version by every way. Raises `StoreError`."""
     found: list[Finding] = []
     notices: list[Finding] = []
+    newest = _newest(store, name)
     known, keys = _reachable(store, name, found)
     taken = sweeps.taken_keys(store, name)
     objects: dict[str, int] = {}
@@ -120,7 +138,16 @@ def verify(store: BlobStore, name: str = "policy") -> Check:
         notices=tuple(notices),
         num_collected=len(collected),
         orphans=tuple(sorted(stored - keys - objects.keys() - {f"later/{name}/{m.stem}.json" for _, m in known})),
+        newest=newest,
     )
+
+
+def _newest(store: BlobStore, name: str) -> Version | None:
+    """What the channel's pointer names; None where it is gone or damaged, which is a finding elsewhere."""
+    with suppress(WeightsError):
+        pointer = history.head(store, name)
+        return pointer.head.version if pointer else None
+    return None
 
 
 def _prove(

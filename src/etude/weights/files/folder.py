@@ -27,6 +27,7 @@ from etude.sums import SUMS
 from etude.weights.chain.undo import compare
 from etude.weights.files.checkpoint import (
     INDEX,
+    WEIGHTS,
     Checkpoint,
     CheckpointWriter,
     index_of,
@@ -110,6 +111,11 @@ class CheckpointFolder:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors of the files, as views of the mapped files: the next adoption changes their values."""
         return self._held.tensors if self._held else MappingProxyType({})
+
+    def files(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The files that hold tensors of these names; the file of weights where one of them is in none."""
+        places = self._held.places if self._held else {}
+        return tuple(sorted({places[name][0] if name in places else WEIGHTS for name in names}))
 
     def adopt(
         self,

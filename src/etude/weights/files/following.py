@@ -8,6 +8,7 @@ Tensors that were published in parts are whole in it.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from etude.errors import InputError
@@ -17,8 +18,8 @@ from etude.weights.chain import history
 from etude.weights.files.folder import STATE, CheckpointFolder
 from etude.weights.follow.follower import Follower, Update
 from etude.weights.follow.head import LIMIT_BYTES, MovedBack
-from etude.weights.follow.parts import assemble, split, wholes
-from etude.weights.tensors import Spec
+from etude.weights.follow.parts import assemble, part_of, split, wholes
+from etude.weights.tensors import Spec, tensor_digest
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class FolderFollower:
         )
         self.resumed = folder.version is not None and self._follower.start_from(folder.version, folder.tensors)
         """Whether what the folder held is a version of the channel, to go on from."""
+        self.damaged = () if folder.version is None or self.resumed else self._damaged(folder.version)
+        """Files that do not hold what was written there; the first `advance` repairs them."""
         self._pending: Update | None = None  # proven, and not yet taken by the disk
 
     def advance(self) -> Adopted | None:
@@ -86,6 +89,22 @@ class FolderFollower:
             healed=update.healed,
         )
 
+    def _damaged(self, version: Version) -> tuple[str, ...]:
+        """The files that do not hold a version's tensors; none for a version that the channel does not know."""
+        manifest = history.find(self._store, self._name, version)
+        if manifest is None:
+            return ()
+        held = split(self._folder.tensors, (entry.name for entry in manifest.tensors))
+        whole = {
+            entry.name
+            for entry in manifest.tensors
+            if entry.name in held and tensor_digest(held[entry.name]) == entry.sha256
+        }
+        wrong = {entry.name for entry in manifest.tensors} - whole
+        wrong = {part.tensor if (part := part_of(name)) else name for name in wrong}
+        known = wholes({entry.name: entry.spec for entry in manifest.tensors})
+        return self._folder.files(wrong | (self._folder.tensors.keys() - known.keys()))
+
     def _advance(self) -> Update | None:
         try:
             return self._follower.advance()
@@ -107,15 +126,26 @@ class FolderFollower:
             return
         manifest = history.load(self._store, pointer.head)
         published = wholes({entry.name: entry.spec for entry in manifest.tensors})
-        different = [name for name in sorted(held | published) if held.get(name) != published.get(name)]
-        if different:
-            name = different[0]
-            sides = f"{_told(held.get(name))} there, {_told(published.get(name))} in the channel"
+        if facts := differences(held, published):
             raise InputError(
                 f"{self._folder.path} holds another checkpoint than channel {self._name!r}",
-                f"tensors that differ: {len(different)}, {name!r} first: {sides}",
+                facts,
                 hint="name a new directory, or one with a copy of the channel's model; nothing was changed",
             )
+
+
+def differences(held: Mapping[str, Spec], published: Mapping[str, Spec]) -> str:
+    """How the tensors of a checkpoint differ from a channel's in names, dtypes and shapes; "" where they do not."""
+    different = [name for name in sorted({*held, *published}) if held.get(name) != published.get(name)]
+    if not different:
+        return ""
+    missing, new = len(published.keys() - held.keys()), len(held.keys() - published.keys())
+    kinds = ((missing, "missing"), (new, "new"), (len(different) - missing - new, "of another dtype or shape"))
+    name = different[0]
+    return (
+        f"tensors that differ: {len(different)} ({', '.join(f'{num} {kind}' for num, kind in kinds if num)}),"
+        f" {name!r} first: {_told(held.get(name))} there, {_told(published.get(name))} in the channel"
+    )
 
 
 def _told(spec: Spec | None) -> str:
