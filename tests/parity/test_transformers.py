@@ -91,6 +91,18 @@ def test_transformers_tokenises_with_our_tokeniser_as_we_do(tmp_path: Path) -> N
     assert theirs.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "1"
 
 
+def test_transformers_stops_our_model_at_the_end_of_a_message(tmp_path: Path) -> None:
+    special = ("<|end|>", "<|pad|>")
+    train_tokenizer(["x"], tmp_path / "tokenizer", vocab_size=320, special_tokens=special, chat_template="")
+    model = Transformer(replace(SIZES, vocab_size=320), seed=3)
+    with torch.no_grad():
+        hf_views(model)["lm_head.weight"].zero_()  # every logit is alike: the choice is the first token, the end
+    save_model(model, tmp_path / "ours", dtype="f32", assets=tmp_path / "tokenizer")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    assert (theirs.generation_config.eos_token_id, theirs.generation_config.pad_token_id) == (0, 1)
+    assert theirs.generate(TOKENS[None], do_sample=False, max_new_tokens=8)[0, len(TOKENS) :].tolist() == [0]
+
+
 def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")

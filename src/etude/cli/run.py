@@ -21,6 +21,7 @@ from etude.cli.arguments import LOCAL
 from etude.cli.places import RUNS, newest_run, open_run
 from etude.config import leaves, overridden, read, to_toml
 from etude.dashboard import RunView, explained, plain_line, render
+from etude.dashboard.progress import current_phase
 from etude.errors import ConfigError, DeadlineExceeded, EtudeError, Exit, NothingLearnt, RunError
 from etude.experience.database import NoLedger
 from etude.loop.config import RunConfig, resumed
@@ -29,6 +30,7 @@ from etude.loop.places import read_ledger
 from etude.loop.preflight import check_ledger, preflight
 from etude.run import RunFolder
 from etude.telemetry import Telemetry
+from etude.training.kept import kept_step
 
 if TYPE_CHECKING:
     from etude.loop.placement import Placement
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         from etude.loop.phases import leave_report
 
         leave_report(folder)
-        print(f"stopped; go on with: etude run --resume {folder.path}", file=sys.stderr)
+        print(f"stopped{_goes_on(folder)}; go on with: etude run --resume {folder.path}", file=sys.stderr)
         return Exit.INTERRUPTED
     from etude.dashboard import nothing_learnt, result_lines
 
@@ -86,6 +88,15 @@ def run(args: argparse.Namespace) -> int:
         hint = f"look at some rollouts: etude rollouts list {folder.path}; then change what keeps them alike"
         raise NothingLearnt("nothing could be learnt", why, hint=hint)
     return 0
+
+
+def _goes_on(folder: RunFolder) -> str:
+    """Of a run that was stopped in mid-training: the step that it goes on from."""
+    phase, out = current_phase(RunView(folder.path)), folder / "checkpoints" / "mid"
+    if phase is None or phase.name != "mid-training" or phase.end is not None or out.is_dir():
+        return ""
+    every = "a checkpoint each mid_training.checkpoint_every steps"
+    return f" (mid-training goes on from step {kept_step(out)}: {every})"
 
 
 def _new_name(config: Path) -> str:
@@ -235,5 +246,5 @@ def stop(args: argparse.Namespace) -> int:
                 hint="look at its logs; kill -9 is safe, too: the run can be resumed",
             )
         time.sleep(0.05)
-    print(f"{folder.path} stopped; it can be resumed")
+    print(f"{folder.path} stopped{_goes_on(folder)}; it can be resumed")
     return 0

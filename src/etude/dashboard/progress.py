@@ -36,7 +36,8 @@ def current_phase(view: RunView) -> PhaseSpan | None:
 
 def progress(view: RunView) -> Progress | None:
     """The current phase's progress; None for a phase in which nothing is counted, or nothing was yet. Of a phase with
-    several evaluations it is that of the one under way: held-out tasks, then each baseline.
+    several evaluations it is that of the one under way: held-out tasks, then each baseline. Mid-training may go on
+    from before its last event, so what it told of before it was resumed does not count.
 
     The time left follows the pace since the phase last began, so that a resumed run does not count its rest.
     """
@@ -47,7 +48,7 @@ def progress(view: RunView) -> Progress | None:
         return None
     done, total = number(event, done_key), number(event, total_key)
     since = [e for e in view.of(kind) if float(e["t"]) >= phase.start and e.get("name") == event.get("name")]
-    if done is None or not total or (kind == "eval.progress" and not since):
+    if done is None or not total or (kind != "rl.step" and not since):
         return None
     first = number(since[0], done_key) if since else None
     steps = done - first if first is not None else 0

@@ -151,7 +151,7 @@ def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
     """Name and value of each thing worth a line now."""
     phase = current_phase(view)
     if phase is not None and phase.name == "mid-training":
-        yield from _mid_training(view)
+        yield from _mid_training(view, since=phase.start)
     if phase is not None and phase.end is None:
         yield from _starting(view)
     if phase is not None and phase.name == "rl" and phase.end is None:
@@ -178,10 +178,10 @@ def _facts(view: RunView) -> Iterator[tuple[str, Text]]:
     yield from _trouble(view)
 
 
-def _mid_training(view: RunView) -> Iterator[tuple[str, Text]]:
+def _mid_training(view: RunView, *, since: float) -> Iterator[tuple[str, Text]]:
     event = view.latest("mid.step")
     loss = number(event, "loss") if event else None
-    if event is None or loss is None:
+    if event is None or loss is None or float(event["t"]) < since:
         return
     speed = number(event, "tokens_per_s")
     yield "loss", Text(f"{loss:.3f}" + (f" at {words.significant(speed)} tokens/s" if speed else ""))

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from etude.errors import CheckpointError, ConfigError
 from etude.models.adapter_config import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, damaged, next_base, read_peft
-from etude.models.checkpoint import ASSETS, load_model, load_tensors
+from etude.models.checkpoint import ASSETS, load_model, load_tensors, save_tensors
 from etude.models.headers import HINT_DAMAGED
 from etude.models.lora import Adapters, rounded
 from etude.models.transformer import Transformer
@@ -38,8 +37,8 @@ def write_adapter(
     names; `base`: the directory of the base weights, from which config and tokeniser are copied."""
     base = base.resolve()
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config.to_peft(base), indent=2) + "\n")
-    metadata = {"format": "pt", _BASE: config.base}
-    save_file({name: t.to(dtype).clone() for name, t in tensors.items()}, folder / ADAPTER_WEIGHTS, metadata=metadata)
+    held = {name: t.to(dtype) for name, t in tensors.items()}
+    save_tensors(held, folder / ADAPTER_WEIGHTS, metadata={_BASE: config.base})
     for asset in ("config.json", *ASSETS):
         if (base / asset).is_file():
             shutil.copyfile(base / asset, folder / asset)

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -141,9 +142,13 @@ def write_index(where: Mapping[str, str], num_bytes: int, folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write one safetensors file. Views that share memory are written as separate tensors."""
-    save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt"})
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Write one safetensors file, with the mode that the umask says. Views that share memory are written as separate
+    tensors."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file({name: t.clone() for name, t in tensors.items()}, path, metadata={"format": "pt", **(metadata or {})})
+    path.chmod(mode)  # safetensors makes a file of its own, with 0600, and renames it
     progress.made()
 
 

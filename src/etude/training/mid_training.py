@@ -38,6 +38,7 @@ from etude.training.batches import Spans, pieces, plan, runs, share
 from etude.training.config import LiveWeights, MidTrainingConfig
 from etude.training.corpus import Corpus, Documents, read_corpus
 from etude.training.guard import check_logits, stepped
+from etude.training.kept import checkpoint_path, newest_checkpoint, progress_folder
 from etude.training.optimizer import AdamW
 from etude.training.ranks import Ranks, run_ranks
 from etude.training.schedule import rate
@@ -76,7 +77,7 @@ class _Job:
 
     @property
     def partial(self) -> Path:
-        return self.out.with_name(self.out.name + ".partial")
+        return progress_folder(self.out)
 
     @property
     def identity(self) -> str:
@@ -255,7 +256,7 @@ class _Run:
         if self.ranks.rank:
             return
         about = {"format": FORMAT, "identity": self.identity, "num_tokens": self.num_tokens}
-        path = self.job.partial / f"step-{self.optimizer.num_steps:06d}"
+        path = checkpoint_path(self.job.out, self.optimizer.num_steps)
         with whole_directory(path) as folder:
             save_tensors({**self.optimizer.state(), **hf_biases(self.model)}, folder / STATE)
             (folder / PROGRESS).write_text(json.dumps(about) + "\n")
@@ -265,20 +266,20 @@ class _Run:
 
     def _resume(self) -> None:
         """Go on from the last whole checkpoint, if there is one. Raises `RunError` when it is of other settings."""
-        found = sorted(self.job.partial.glob("step-*"))
-        if not found:
+        found = newest_checkpoint(self.job.out)
+        if found is None:
             return
-        about = read_json(found[-1] / PROGRESS)
+        about = read_json(found / PROGRESS)
         tokens = about.get("num_tokens")
         if about.get("identity") != self.identity or not isinstance(tokens, int):
             raise RunError(
-                f"{found[-1]} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
+                f"{found} is the progress of other settings", hint=f"delete {self.job.partial} to begin anew"
             )
-        prove(found[-1], [PROGRESS], kind=CheckpointError)
-        state, biases = load_tensors(found[-1] / STATE), hf_biases(self.model)
+        prove(found, [PROGRESS], kind=CheckpointError)
+        state, biases = load_tensors(found / STATE), hf_biases(self.model)
         if not biases.keys() <= state.keys():
             raise RunError(
-                f"{found[-1]} is the progress of an earlier etude",
+                f"{found} is the progress of an earlier etude",
                 "it lacks the biases by which experts are balanced",
                 hint=f"delete {self.job.partial} to begin anew",
             )

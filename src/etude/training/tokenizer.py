@@ -30,10 +30,12 @@ def train_tokenizer(
     end_token: str = "<|end|>",
     pad_token: str = "<|pad|>",
 ) -> Tokenizer:
-    """Train on `texts` and write tokenizer.json, tokenizer_config.json and chat_template.jinja into `folder`.
+    """Train on `texts` and write tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja
+    into `folder`.
 
-    Special tokens get the ids 0, 1, … in their order. `end_token` and `pad_token` are named as such in the config if
-    they are among them. Raises `TaskError` when the vocabulary has no room for bytes and special tokens.
+    Special tokens get the ids 0, 1, … in their order. `end_token` and `pad_token` are named as such in the configs if
+    they are among them: generation stops at the first. Raises `TaskError` when the vocabulary has no room for bytes and
+    special tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(alphabet) + len(special_tokens):
@@ -58,15 +60,18 @@ def train_tokenizer(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"eos": end_token, "pad": pad_token}
+    named = {kind: token for kind, token in named.items() if token in special_tokens}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": False,
         "additional_special_tokens": list(special_tokens),
-        **({"eos_token": end_token} if end_token in special_tokens else {}),
-        **({"pad_token": pad_token} if pad_token in special_tokens else {}),
+        **{f"{kind}_token": token for kind, token in named.items()},
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    ids = {f"{kind}_token_id": tokenizer.token_to_id(token) for kind, token in named.items()}
+    (folder / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(chat_template)
     write_sums(folder)
     return tokenizer

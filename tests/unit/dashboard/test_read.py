@@ -66,6 +66,18 @@ def test_the_time_left_follows_the_pace_since_the_last_start(writer):
     assert (at.done, at.total, at.left_s, at.share) == (3, 5, 8.0, 0.6)
 
 
+def test_mid_training_that_is_resumed_shows_nothing_of_before(writer):
+    writer.event(0.0, "conductor", "phase", phase="mid-training", state="start")
+    writer.event(10.0, "learner", "mid.step", step=187, num_steps=1067, loss=0.769)
+    assert "mid-training  187/1067" in plain_line(RunView(writer.path))
+    writer.event(1000.0, "conductor", "phase", phase="mid-training", state="start")
+    line = plain_line(RunView(writer.path))
+    assert line.endswith("mid-training"), line
+    assert progress(RunView(writer.path)) is None
+    writer.event(1030.0, "learner", "mid.step", step=9, num_steps=1067, loss=4.008)
+    assert "mid-training  9/1067" in plain_line(RunView(writer.path))
+
+
 def resumed(writer):
     """RL in three sessions: 4 s until it was killed, 2 s until it was stopped, 3 s to its end; hours between them."""
     rests = {"killed": 100.0, "stopped": 20_000.0, "ended": 90_000.0}

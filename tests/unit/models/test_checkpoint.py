@@ -64,6 +64,17 @@ def test_tokeniser_files_travel_with_the_weights(tmp_path: Path, saved: Path) ->
     }
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_weights_may_be_read_by_whoever_the_umask_lets(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        save_model(Transformer(SIZES, seed=2), tmp_path / "model", dtype="f32")
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {0o666 & ~umask}, modes
+
+
 def test_a_truncated_file_is_named(saved: Path) -> None:
     file = saved / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

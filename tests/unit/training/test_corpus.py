@@ -126,6 +126,7 @@ def test_any_text_survives_the_tokeniser_and_digits_stay_single(tmp_path: Path) 
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert len([t for t in tokenizer.encode("12345").tokens if t.isdigit() and len(t) == 1]) == 5
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 2, "pad_token_id": 0}
     assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages }}"
 
 

@@ -1,0 +1,32 @@
+"""Where mid-training keeps its progress, beside the directory that it is to write. Torch-free."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_STEP = "step-"
+
+
+def progress_folder(out: Path) -> Path:
+    """The directory of its checkpoints."""
+    return out.with_name(out.name + ".partial")
+
+
+def checkpoint_path(out: Path, step: int) -> Path:
+    """The checkpoint after `step` steps."""
+    return progress_folder(out) / f"{_STEP}{step:06d}"
+
+
+def newest_checkpoint(out: Path) -> Path | None:
+    """The checkpoint that it goes on from; None where it begins anew."""
+    return max(progress_folder(out).glob(f"{_STEP}*"), default=None)
+
+
+def kept_step(out: Path) -> int:
+    """The step that it goes on from; 0 where it begins anew.
+
+    >>> kept_step(Path("nowhere"))
+    0
+    """
+    newest = newest_checkpoint(out)
+    return 0 if newest is None else int(newest.name.removeprefix(_STEP))

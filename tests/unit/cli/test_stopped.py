@@ -1,0 +1,28 @@
+"""What a stopped run says of where it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.cli.run import _goes_on
+from etude.run import RunFolder
+from etude.telemetry import Telemetry
+
+
+@pytest.mark.parametrize(("kept", "step"), [((), 0), ((40,), 40), ((40, 200), 200)])
+def test_a_stop_in_mid_training_names_the_step_that_it_goes_on_from(
+    tmp_path: Path, kept: tuple[int, ...], step: int
+) -> None:
+    run = RunFolder.create(tmp_path / "r", config_toml="", seed=0)
+    telemetry = Telemetry(run / "events" / "conductor.jsonl", process="conductor")
+    assert _goes_on(run) == ""
+    telemetry.event("phase", phase="mid-training", state="start")
+    for one in kept:
+        (run / "checkpoints" / "mid.partial" / f"step-{one:06d}").mkdir(parents=True)
+    (run / "checkpoints" / "mid.partial").mkdir(parents=True, exist_ok=True)
+    assert _goes_on(run).startswith(f" (mid-training goes on from step {step}: ")
+    telemetry.event("phase", phase="mid-training", state="end", wall_s=1.0)
+    assert _goes_on(run) == "", "it has ended"
+    telemetry.close()
