@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etude.cli.task_progress import Steps
-from etude.environments import MachineGrader, exports_of
+from etude.environments import MachineGrader, exports_of, start_fault
 from etude.environments.backends import open_bounded
 from etude.environments.images import ImageStore
 from etude.errors import InputError, StoreError, TaskError
@@ -45,8 +45,8 @@ def jobs() -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Prove tasks: the reference solution scores 1, the untouched state 0. With --mutants, wrong patches must not
-    pass. Exit code 1 when a task does not prove itself; weak ones are reported."""
+    """Prove tasks: the reference solution scores 1, the untouched state 0, the test command can start. With --mutants,
+    wrong patches must not pass. Exit code 1 when a task does not prove itself; weak ones are reported."""
     started = time.perf_counter()
     if args.out is not None and (args.out.is_dir() or not args.out.absolute().parent.is_dir()):
         raise InputError(f"--out {args.out} cannot be a file", hint="name a file in a folder that is there")
@@ -82,7 +82,7 @@ async def _check(args: argparse.Namespace) -> tuple[list[TaskReport], list[Proof
                 source = await with_images(source, store, runtime, steps.done)
         grader = grader_for(source, MachineGrader(runtime))
         settings = {"concurrency": args.jobs or jobs(), "export": partial(exports_of, runtime)}
-        proofs = await _proofs(source, grader, counts, splits, **settings)
+        proofs = await _proofs(source, grader, counts, splits, tests=partial(start_fault, runtime), **settings)
         hasty = grader_for(source, MachineGrader(runtime, repeats=0, canaries=0, to_the_end=False))
         gated = await _gated(args, source, hasty, counts, splits, **settings)
         pairs = _pairs(source, proofs)

@@ -24,6 +24,7 @@ from etude.environments.grading import (
     exports_of,
     prepare,
     reference_exports,
+    start_fault,
     take_exports,
     validate_exports,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "prepare",
     "probe",
     "reference_exports",
+    "start_fault",
     "take_exports",
     "validate_exports",
 ]

@@ -84,7 +84,8 @@ class Signature:
                 for p, s in properties.items()
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a tool is {{type, function: {{name, parameters}}}}: {error!r}") from None
+            facts = f"this one has no key {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"a tool is {{type, function: {{name, parameters}}}}: {facts}") from None
         if not isinstance(name, str) or not name or any(c.isspace() for c in name):
             raise ValueError(f"a tool's name is a word, not {name!r}")
         return cls(name, str(description), parameters, tool)

@@ -56,7 +56,8 @@ def preflight(
     `adopted`: the run has its own copy of the starting checkpoint, so the original may be gone. `elsewhere`: components
     run on other machines, where tasks and devices were checked before. `given`: names of the settings that the user
     gave. `said` is called with a line on each image that was built, layers of the checkpoint that are left out,
-    settings that are not used, and steps that may be too large for this machine."""
+    settings that are not used, evaluations that ask for more tasks than there are, and steps that may be too large for
+    this machine."""
     if config.start is not None and not adopted:
         context_tokens, numerics = config.engine.context_tokens, config.numerics
         rank = config.learner.lora_rank
@@ -91,6 +92,7 @@ def preflight(
         )
     asyncio.run(build_images(config, said))
     source = check_tasks(config, used_splits(config))
+    tell_few_tasks(config, source, given, said)
     if config.start is not None and not adopted:
         check_limits(config.harness, ChatFormat.load(config.start), first_tasks(source, used_splits(config)), said)
     if not elsewhere:
@@ -165,6 +167,21 @@ def check_tasks(config: RunConfig, splits: Sequence[Split]) -> TaskSource:
                 hint="add tasks; `split` in a task.toml puts one where you want it",
             )
     return source
+
+
+def tell_few_tasks(config: RunConfig, source: TaskSource, given: Collection[str], said: Callable[[str], None]) -> None:
+    """Report the evaluations for which the user asked for more tasks than their split has."""
+    evals = config.evals
+    asked = (
+        (Split.HELDOUT, "heldout_tasks", evals.heldout_tasks),
+        (Split.VALIDATION, "during_tasks", evals.during_tasks),
+        (Split.TRANSFER, "transfer_tasks", evals.transfer_tasks),
+    )
+    used = used_splits(config)
+    for split, setting, wanted in asked:
+        size = source.size(split)
+        if f"evals.{setting}" in given and split in used and size is not None and size < wanted:
+            said(f"evals.{setting} = {wanted}: {config.tasks.source} has {size} {split} tasks, and these are used")
 
 
 def check_ledger(run: RunFolder) -> None:

@@ -131,8 +131,9 @@ def _cases(path: Path) -> tuple[Case, ...]:
             for c in cases
         )
     except (ValueError, KeyError) as error:
+        facts = f"a case has no key {error}" if isinstance(error, KeyError) else str(error)
         hint = 'it is a list of {"module": ..., "function": ..., "args": [...], "expected": ...}'
-        raise TaskError(f"{path} is no list of cases", str(error), hint=hint) from None
+        raise TaskError(f"{path} is no list of cases", facts, hint=hint) from None
     if not made:
         raise TaskError(f"{path} holds no case", hint="a task without hidden cases cannot be lost")
     return made

@@ -17,6 +17,8 @@ from etude.tasks.verdicts import in_parallel, num_tasks, untouched, verdict
 
 Export = Callable[[Task, Mapping[str, bytes], Sequence[str]], Awaitable[Mapping[str, bytes]]]
 """What is exported of a machine in which files were written and a command was run (`environments.exports_of`)."""
+Tests = Callable[[Task, Answer], Awaitable[str]]
+"""Why an agent could not run a task's own tests; empty when it can (`environments.start_fault`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,14 @@ async def check(
     concurrency: int = 8,
     deadline_s: float = 60.0,
     export: Export | None = None,
+    tests: Tests | None = None,
     told: Callable[[], None] = lambda: None,
 ) -> Proof:
     """Grade the reference and the untouched state of the split's first n tasks (all, or 100 of an endless source).
 
     `deadline_s` bounds each verdict; one that does not come is that task's failure, by name. `export` makes the
-    exports of solutions that are commands, and of tasks whose machine's state counts; `told` is called after each
+    exports of solutions that are commands, and of tasks whose machine's state counts; `tests` is asked whether the
+    command of the `test` tool can start; `told` is called after each
     task. Raises `TaskError` when the split holds no task, and whatever the source or the grader raises.
     """
     count = num_tasks(source, source.size(split), n, split)
@@ -77,7 +81,7 @@ async def check(
     async def prove(index: int) -> Failure | None:
         try:
             task = source.task(split, index)
-            task_id, reason = task.task_id, await _fault(source, grader, task, deadline_s, export)
+            task_id, reason = task.task_id, await _fault(source, grader, task, deadline_s, export, tests)
         except TaskError as error:  # one that cannot be made says nothing of the others
             task_id, reason = "none", f"cannot be made: {str(error).splitlines()[0]}"
         told()
@@ -127,12 +131,20 @@ async def exported(
     return await export(task, {path: text.encode() for path, text in files.items()}, argv)
 
 
-async def _fault(source: TaskSource, grader: Grader, task: Task, deadline_s: float, export: Export | None) -> str:
+async def _fault(
+    source: TaskSource, grader: Grader, task: Task, deadline_s: float, export: Export | None, tests: Tests | None
+) -> str:
     try:
         answer = source.answer(task)
     except TaskError as error:
         return f"has no answer: {str(error).splitlines()[0]}"
-    return await fault(grader, task, answer, deadline_s, export)
+    found = await fault(grader, task, answer, deadline_s, export)
+    if found or tests is None:
+        return found
+    try:
+        return await tests(task, answer)
+    except TaskError as error:
+        return f"its test_command cannot be run: {str(error).splitlines()[0]}"
 
 
 def show(task: Task) -> str:

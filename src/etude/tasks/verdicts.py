@@ -13,7 +13,7 @@ from typing import TypeVar
 from etude.errors import TaskError
 from etude.records.exports import covering
 from etude.records.rollout import Boundary, Graded, Invalid
-from etude.records.task import Answer, Task
+from etude.records.task import Answer, Split, Task
 from etude.seams import Grader, TaskSource
 
 T = TypeVar("T")
@@ -62,14 +62,17 @@ def _bytes(content: str | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
 
 
-def num_tasks(source: TaskSource, size: int | None, n: int | None, what: str) -> int:
-    """How many tasks are looked at: n of them, or all, or 100 of an endless source. `TaskError` where there is none."""
+def num_tasks(source: TaskSource, size: int | None, n: int | None, what: Split) -> int:
+    """How many tasks of a split are looked at: n of them, or all, or 100 of an endless source. `TaskError` where
+    there is none."""
     count = min(x for x in (n, size) if x is not None) if (n, size) != (None, None) else DEFAULT_TASKS
     if count < 1:
+        sizes = {split: source.size(split) for split in Split}
+        said = ", ".join(f"{split} {'endless' if its is None else its}" for split, its in sizes.items())
         raise TaskError(
             f"{source.name} has no {what} task to check",
-            f"its size is {'endless' if size is None else size}",
-            hint="name another split or a source with tasks",
+            f"the sizes of its splits: {said}",
+            hint=f'`split = "{what}"` in a task.toml puts a task there; or name another --split or --num',
         )
     return count
 

@@ -71,6 +71,31 @@ def test_an_exit_code_says_what_kind_of_end_it_was(
     assert main(argv.split()) == code, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("folder", ["afile/x", "afile/x/y", "dangling", "/proc/x"])
+def test_a_new_folder_that_cannot_be_made_is_bad_input(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "afile").write_text("x")
+    (tmp_path / "dangling").symlink_to("nosuch/further")
+    assert main(["init", folder]) == Exit.BAD_INPUT
+    assert f"error: {folder} cannot be made: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "said"),
+    [("{}", Exit.BAD_INPUT, "architecture unnamed"), ("{", Exit.FAILED, "config.json is damaged")],
+)
+def test_a_checkpoint_that_a_run_would_refuse_is_refused_before_a_folder_is_made(
+    text: str, code: Exit, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "config.json").write_text(text)
+    assert main(["init", str(tmp_path / "own"), "--start", str(tmp_path / "start")]) == code
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "own").exists()
+
+
 def test_a_run_that_cannot_be_gone_on_with_has_an_exit_code_by_its_reason(run: RunFolder) -> None:
     config = run / "config.toml"
     text = config.read_text()

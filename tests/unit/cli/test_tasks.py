@@ -62,6 +62,24 @@ def test_a_task_that_does_not_prove_itself_is_named_with_its_folder(tmp_path, ca
     assert "fine" not in said
 
 
+@pytest.mark.parametrize(
+    ("command", "starts"),
+    [
+        (["pyhton", "tests.py"], False),
+        (["sh", "-c", "pyhton tests.py"], False),
+        (["python3", "-c", "import own; own.add(1, 1) == 2 or exit(127); exit(1)"], True),  # it fails, and it ran
+    ],
+)
+def test_a_test_command_that_cannot_start_is_named(tmp_path, capsys, command, starts) -> None:
+    _task(folder := tmp_path / "tasks" / "one")
+    with (folder / "task.toml").open("a") as out:
+        out.write(f"test_command = {json.dumps(command)}\n")
+    code = main(["tasks", "check", str(tmp_path / "tasks"), "--split", "validation"])
+    said = capsys.readouterr().out
+    assert code == (Exit.DONE if starts else Exit.FAILED), said
+    assert ("its test_command" in said and "pyhton" in said) is not starts
+
+
 def test_tasks_are_mined_and_the_same_command_tries_nothing_twice(tmp_path, capsys) -> None:
     shop(tmp_path / "repo")
     argv = ["tasks", "mine", str(tmp_path / "repo"), "--out", str(tmp_path / "out"), "--num", "10"]

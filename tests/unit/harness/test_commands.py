@@ -91,6 +91,12 @@ def test_a_signature_survives_the_shape_of_openai() -> None:
     assert Signature.from_openai(edit.to_openai()) == edit
 
 
+@pytest.mark.parametrize(("tool", "lacks"), [({"function": {}}, "name"), ({"type": "function"}, "function")])
+def test_a_key_that_a_tool_lacks_is_named_in_words(tool: dict[str, object], lacks: str) -> None:
+    with pytest.raises(ValueError, match=f"this one has no key '{lacks}'"):
+        Signature.from_openai(tool)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError, Exit, InputError
-from etude.loop.config import RunConfig
-from etude.loop.preflight import check_experts, check_start, tell_other_model
+from etude.loop.config import EvalsConfig, RunConfig
+from etude.loop.preflight import check_experts, check_start, tell_few_tasks, tell_other_model
 from etude.models.config import ModelConfig
+from etude.records.task import Answer, Split, Task
+from etude.tasks import RepairSource
+from etude.testing import ListSource
 
 
 @pytest.mark.parametrize(
@@ -52,3 +55,25 @@ def test_settings_of_the_model_that_the_checkpoint_overrules_are_told(given: lis
     config = RunConfig(start=Path("checkpoint"), model=ModelConfig(hidden_size=160, num_layers=3))
     tell_other_model(config, ModelConfig(hidden_size=128, num_layers=3), given, said.append)
     assert [line.partition("; ")[2] for line in said] == told
+
+
+@pytest.mark.parametrize(
+    ("evals", "told"),
+    [
+        (EvalsConfig(heldout_tasks=1, during_tasks=1, every=1), []),
+        (EvalsConfig(heldout_tasks=3, during_tasks=1, every=1), ["evals.heldout_tasks = 3: repair has 2 heldout"]),
+        (EvalsConfig(heldout_tasks=2, during_tasks=9, every=1), ["evals.during_tasks = 9: repair has 1 validation"]),
+        (EvalsConfig(heldout_tasks=2, during_tasks=9, every=0), []),  # no evaluation asks for them
+    ],
+)
+def test_an_evaluation_of_more_tasks_than_there_are_is_told(evals: EvalsConfig, told: list[str]) -> None:
+    splits = (Split.TRAIN, Split.VALIDATION, Split.HELDOUT, Split.HELDOUT)
+    about = {"source": "", "index": 0, "family": "own", "instruction": "f", "files": {}, "exports": ("m.py",)}
+    source = ListSource((Task(split=split, **about), Answer(reference={})) for split in splits)
+    said: list[str] = []
+    given = ["evals.heldout_tasks", "evals.during_tasks", "evals.every"]
+    tell_few_tasks(RunConfig(evals=evals), source, given, said.append)
+    assert [line.partition(" tasks,")[0] for line in said] == told
+    tell_few_tasks(RunConfig(evals=evals), RepairSource(seed=0), given, said.append)  # it has no end
+    tell_few_tasks(RunConfig(evals=evals), source, [], said.append)  # nobody asked: defaults
+    assert len(said) == len(told)

@@ -146,6 +146,14 @@ def test_bad_cases_are_refused_when_the_grader_asks(tmp_path: Path, text: str) -
         source.answer(source.task(Split.TRAIN, 0))
 
 
+def test_a_key_that_a_case_lacks_is_named_in_words(tmp_path: Path) -> None:
+    folder = _task(tmp_path, toml=TOML + 'split = "train"')
+    (folder / "answer" / "cases.json").write_text('[{"module": "own", "function": "f", "args": [], "expcted": 1}]')
+    source = DirectorySource(tmp_path)
+    with pytest.raises(TaskError, match=r"cases\.json is no list of cases: a case has no key 'expected'"):
+        source.answer(source.task(Split.TRAIN, 0))
+
+
 def test_a_directory_without_tasks_or_no_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="holds no task"):
         DirectorySource(tmp_path)

@@ -23,6 +23,7 @@ MAX_EXPORT_BYTES = 64 << 20
 MAX_STATE_BYTES = 768 << 20  # with the files in one message between processes, of 1 GiB at most
 _LISTING_BYTES = 8 << 20
 _LISTING_S = 30.0
+_NOT_STARTED = (126, 127)  # as shells say it: it may not be run, it was not found
 _NOTHING = b""  # the word on a state of which nothing is left
 
 
@@ -160,12 +161,7 @@ async def exports_of(
     """
     [machine] = await runtime.fork(await prepare(runtime, task), 1)
     try:
-        for path, data in (files or {}).items():
-            try:
-                await machine.write(path, data)
-            except (OSError, ValueError) as error:
-                hint = "its paths are plain and below the working directory"
-                raise TaskError(f"{path} of the solution cannot be written", str(error), hint=hint) from None
+        await _write(machine, files or {})
         if argv:
             result = await machine.exec(argv, key="solve", deadline_s=deadline_s)
             if result.exit_code != 0:
@@ -175,6 +171,35 @@ async def exports_of(
         return await take_exports(machine, task, runtime)
     finally:
         await machine.close()
+
+
+async def start_fault(runtime: Runtime, task: Task, answer: Answer, *, deadline_s: float = 10.0) -> str:
+    """Why the `test` tool's command cannot start where an agent found the reference solution; empty where it does,
+    whatever it says and however long it takes. Raises `MachineError`, and `TaskError` where the files cannot be
+    written."""
+    if not task.test_command:
+        return ""
+    [machine] = await runtime.fork(await prepare(runtime, task), 1)
+    try:
+        await _write(machine, {path: text.encode() for path, text in answer.reference.items()})
+        if answer.reference_argv:
+            await machine.exec(answer.reference_argv, key="solve", deadline_s=600.0)
+        result = await machine.exec(task.test_command, key="test", deadline_s=deadline_s)
+    finally:
+        await machine.close()
+    if result.timed_out or result.exit_code not in _NOT_STARTED:
+        return ""
+    said = " ".join(result.output[-400:].decode(errors="replace").split())
+    return f"its test_command {list(task.test_command)} cannot start: exit code {result.exit_code}: {said}"
+
+
+async def _write(machine: Machine, files: Mapping[str, bytes]) -> None:
+    for path, data in files.items():
+        try:
+            await machine.write(path, data)
+        except (OSError, ValueError) as error:
+            hint = "its paths are plain and below the working directory"
+            raise TaskError(f"{path} of the solution cannot be written", str(error), hint=hint) from None
 
 
 async def reference_exports(runtime: Runtime, task: Task, answer: Answer) -> dict[str, bytes]:
